@@ -171,14 +171,14 @@ def _pinned(gpu: int | None, cpus: list[int]) -> TraceBuilder:
 
 
 class ThreadOversubscription(Rule):
-    """Every training process computes with as many threads as PyTorch is set to use (by default one
-    per core of the whole machine), and DataLoader workers come on top. Together they are more than
-    1.5 times the cores that the processes may use, so threads wait for each other at every parallel
+    """Every training process computes with as many threads as PyTorch is set to use, by default one
+    per core of the whole machine. DataLoader workers come on top. Together they are more than 1.5
+    times the cores that the processes may use, so threads wait for each other at every parallel
     operation.
 
-    Threads that sleep cost nothing, so the cores must be busy as well: at least 90% of them by
-    this process and its workers, or of the machine. In a container, PyTorch counts the machine's
-    cores and not the quota's. torchrun sets one thread per process unless it is set.
+    Threads that sleep cost nothing, so the cores must be busy as well. At least 90% of them must
+    be, by this process and its workers or on the whole machine. In a container, PyTorch counts the
+    machine's cores and not the quota's. torchrun sets one thread per process unless it is set.
     """
 
     id = "thread-oversubscription"

@@ -32,11 +32,11 @@ class CudaGraphsUnused(Rule):
     """Every step launches the same kernels in the same order, one call per kernel, and the GPU
     waits for the launches. A CUDA graph would launch them all with one call.
 
-    It needs what launch-bound needs (GPU idle time that launching explains, a GPU that is not
-    busy), no graph launch in the window, and two or more steps whose kernels have the same names in
-    the same order on each stream. Calls that wait for the GPU inside a step, which a capture does
-    not allow, are counted and named. Data-dependent shapes show as differing kernels or as waits.
-    Both rules are alternatives for the same time: only one of them is ranked.
+    It needs what launch-bound needs: GPU idle time that launching explains, and a GPU that is not
+    busy. It also needs a window without a graph launch. In two or more steps the kernels must have
+    the same names in the same order on each stream. Calls that wait for the GPU inside a step,
+    which a capture does not allow, are counted and named. Data-dependent shapes show as differing
+    kernels or as waits. Both rules are alternatives for the same time: only one of them is ranked.
     """
 
     id = "cuda-graphs-unused"
@@ -46,7 +46,7 @@ class CudaGraphsUnused(Rule):
     silent_in = public_traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 mi250_train")
     validation_note = (
         "fires on nccl_collectives (3 steps, 1,258 pieces of work each, the same kernels in the "
-        "same order); silent on A100 and V100 training"
+        "same order). Silent on A100 and V100 training"
     )
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs",

@@ -73,10 +73,10 @@ _VARIABLES: dict[str, tuple[tuple[str, ...], str, Slows]] = {
 
 
 class AnomalyDetection(Rule):
-    """Anomaly detection is on in a trace: each node of the backward pass is followed by a check of
-    its gradients for NaN (``aten::isnan``, ``aten::_is_any_true`` and a read of the answer, right
-    inside ``autograd::engine::evaluate_function``), and each operator of the forward pass keeps
-    its Python stack. On a GPU each check waits for the device.
+    """Anomaly detection is on in a trace. After each node of the backward pass PyTorch checks its
+    gradients for NaN: ``aten::isnan``, ``aten::_is_any_true`` and a read of the answer, right
+    inside ``autograd::engine::evaluate_function``. Each operator of the forward pass keeps its
+    Python stack. On a GPU each check waits for the device.
 
     The gain is the time of these checks and, where Python stacks were recorded, of formatting the
     kept ones. Without stacks the formatting hides inside the operators of the forward pass: the
@@ -185,9 +185,9 @@ class AnomalyCost:
 
 
 class DebugSwitches(Rule):
-    """A debug setting is on during training and slows it. ``CUDA_LAUNCH_BLOCKING=1`` removes all
-    overlap of host and GPU, anomaly detection doubles the host's work in the backward pass,
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds a collective to every collective, and so on.
+    """A debug setting is on during training and slows it. For example, ``CUDA_LAUNCH_BLOCKING=1``
+    removes all overlap of host and GPU. Anomaly detection doubles the host's work in the backward
+    pass. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds a collective to every collective.
 
     Read from the process's flags when its first step began, and from its environment. A setting
     that is on for part of the program only may be missed, or reported where it is off again. What

@@ -33,17 +33,17 @@ MIN_MARGIN = 0.1
 class GcPauses(Rule):
     """Python's cyclic garbage collector runs inside the training loop and pauses it. A full
     collection looks at every container object of the process, so it takes longer the more of them
-    the program keeps (above all datasets held as Python lists and dictionaries). In a job of
-    several ranks each pause delays all ranks, and they pause at different times.
+    the program keeps. Above all, these are datasets held as Python lists and dictionaries. In a job
+    of several ranks each pause delays all ranks, and they pause at different times.
 
     Pauses are measured by ``gc.callbacks``. Reported where they take more than 1% of the steps'
     time, or where one step lost more than 50 ms to them. A step that takes twice the median or
-    more, and for the most part not because of its pauses, is left out: it compiles, or saves. The
+    more, and for the most part not because of its pauses, is left out. It compiles, or saves. The
     gain is the pauses times how much steps grow with them (a line through the steps, and twice its
-    error): a pause costs nothing while the GPU works through its queue.
+    error). A pause costs nothing while the GPU works through its queue.
 
     Pauses that are as long in each step leave no line to draw. Where the host computes the steps,
-    they are lost time all the same; where a GPU does, no more of them than it idles in the
+    they are lost time all the same. Where a GPU does, no more of them is lost than it idles in the
     profiled steps. Python itself does not collect in each step: the program asks for it, with
     ``gc.collect()``. The recorder notes the lines that ask.
     """
@@ -57,7 +57,8 @@ class GcPauses(Rule):
     silent_in = (*CURED_RECORDINGS, "recorded/threads.cured")
     validation_note = (
         "CPU recordings, torch 2.13: the workload gc_pauses (78 ms per step predicted, 108 to 24 "
-        "ms measured) and a loop that collects over 600,000 objects; silent on both cures"
+        "ms measured). Fires also on a loop that collects over 600,000 objects. Silent on both "
+        "cures"
     )
     references = (
         "https://docs.python.org/3/library/gc.html#gc.freeze",

@@ -32,12 +32,13 @@ class LaunchBound(Rule):
     """The GPU finishes its kernels faster than the host launches them, so it idles between them.
     The step is as slow as Python, the dispatcher and the launch calls.
 
-    Counted is GPU idle time while the thread that launches the next kernel is inside operators,
-    Python frames or the launch call itself, in pieces of at most 200 µs. A longer piece is one slow
-    call, not many launches, and has its own rules. So has a loop of many short calls before one
-    launch, where most of that time is in gaps with more than 1 ms of it. Waits for data, copies,
-    syncs, allocation, compilation and the profiler are not counted. Python without stacks is not
-    either, because nothing shows that it is Python; the gain is then rather larger than estimated.
+    The rule counts GPU idle time in pieces of at most 200 µs. Meanwhile the thread that launches
+    the next kernel is inside operators, Python frames or the launch call itself. A longer piece is
+    one slow call, not many launches, and has its own rules. So has a loop of many short calls
+    before one launch. It counts as one where most of that time is in gaps with more than 1 ms of
+    it. Waits for data, copies, syncs, allocation, compilation and the profiler are not counted.
+    Python without stacks is not either, because nothing shows that it is Python; the gain is then
+    rather larger than estimated.
 
     Small kernels alone prove nothing: a busy GPU may have thousands of them in its queue (a public
     V100 trace: 45% of the kernels below 10 µs at 96% busy). So the rule is silent while the GPU
@@ -61,10 +62,10 @@ class LaunchBound(Rule):
     )
     validation_note = (
         "fires on h100_bert_small_inference (7% busy), b200_eager (13%) and nccl_collectives "
-        "(24%), where idle time by HTA's definition of host wait bounds it from above, and on "
-        "DLRM and SAM, where idle time before late launches does; silent on video inference on an "
-        "MI300X, whose idle time lies before the first kernel, and on "
-        "A100 and V100 training (84 and 96% busy, half of the kernels below 10 µs)"
+        "(24%). There idle time by HTA's definition of host wait bounds it from above. Fires on "
+        "DLRM and SAM, where idle time before late launches bounds it. Silent on video inference "
+        "on an MI300X, whose idle time lies before the first kernel. Silent on A100 and V100 "
+        "training (84 and 96% busy, half of the kernels below 10 µs)"
     )
     sources = (
         Citation("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/launch_gaps.py"),

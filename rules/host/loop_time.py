@@ -42,16 +42,16 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class LoopCode(Rule):
-    """Where the training computes on the CPU, the loop's own code adds to each step: waits
-    (``time.sleep``, a server, a lock), logging, metrics, clipping by hand, preparing a batch.
+    """Where the training computes on the CPU, the loop's own code adds to each step. It waits
+    (``time.sleep``, a server, a lock), logs, computes metrics, clips by hand or prepares a batch.
 
-    It needs Python stacks. Counted is the main thread outside the loader, calls of modules, the
-    backward pass, the optimizer, operators whose gradient is computed, and waits for other threads.
-    The rule names the deepest function of your code that has most of that time, with what it calls:
-    Python and operators. Of a function that also trains, such as the loop itself, only its own
-    Python counts, not PyTorch's around operators. In programs without modules and without a
-    backward pass operators may be the model: only Python counts there. Where a GPU trains, its idle
-    time says what the host's code costs, and other rules look at that.
+    It needs Python stacks. The rule counts the main thread outside the loader, calls of modules,
+    the backward pass, the optimizer and waits for other threads. Operators whose gradient is
+    computed do not count either. The rule names the deepest function of your code that has most of
+    that time, with what it calls: Python and operators. Of a function that also trains, such as the
+    loop itself, only its own Python counts, not PyTorch's around operators. In programs without
+    modules and without a backward pass operators may be the model: only Python counts there. Where
+    a GPU trains, its idle time says what the host's code costs, and other rules look at that.
     """
 
     id = "loop-code"
@@ -83,9 +83,10 @@ class LoopCode(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "many operators": {
             "title": "A function of the loop runs many small operators in each step",
-            "fix": "Run each operation once on all tensors: torch._foreach_norm and the like for "
-            "lists of parameters, clip_grad_norm_(foreach=True) to clip, one operator on the whole "
-            "batch for metrics. Read results with .item() once, after the loop, or every N steps.",
+            "fix": "Run each operation once on all tensors. Use torch._foreach_norm and the like "
+            "for lists of parameters, and clip_grad_norm_(foreach=True) to clip. For metrics, run "
+            "one operator on the whole batch. Read results with .item() once, after the loop, or "
+            "every N steps.",
             "code": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n"
             "# metrics: one operator on the batch, such as\n"
             "torch.bincount(target * n + predicted, minlength=n * n)",
@@ -382,8 +383,8 @@ class LoopPhases(LoopCode):
     """The same from the recorder's phases, where no Python stacks were recorded: ``between steps``
     and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between steps is
     left out, and so are pauses for garbage collection. The Python stacks that the recorder samples
-    outside its windows name the function; the share of them in calls of torch.distributed is no
-    code of the loop but a wait for other ranks, and left out too.
+    outside its windows name the function. Those in calls of torch.distributed are no code of the
+    loop but a wait for other ranks. Their share is left out too.
     """
 
     id = "loop-phases"
@@ -392,8 +393,9 @@ class LoopPhases(LoopCode):
         "the loss": {
             "title": "Operators beside the model, such as the loss, take much of the step",
             "fix": "Use PyTorch's own loss: cross_entropy takes logits and class numbers, in place "
-            "of softmax, logarithm and one-hot vectors; binary_cross_entropy_with_logits in place "
-            "of sigmoid and logarithm. torch.compile fuses what has no such function.",
+            "of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits in "
+            "place of sigmoid and logarithm. With torch.compile you fuse what has no such "
+            "function.",
             "code": "loss = F.cross_entropy(logits, target)\n"
             "# not -(F.one_hot(target) * logits.softmax(-1).log()).sum(-1).mean()",
             "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
@@ -547,7 +549,7 @@ class TimeBetweenSteps(Rule):
     """Much of the run is spent between the training steps: evaluation, checkpoints, rollouts,
     generation of samples. The recorder tells this time from that of the steps.
 
-    Evaluation is wanted, but how often it runs and on how much data is a choice, and it needs no
+    Evaluation is wanted, but how often it runs and on how much data is a choice. It needs no
     gradients and allows larger batches than training. What comes before the first step (imports,
     making the model) does not count.
     """
@@ -584,8 +586,8 @@ class TimeBetweenSteps(Rule):
     confidence = 0.6
     cases = {
         "before each step": {
-            "fix": "If these are rollouts: step several environments at once, in their own "
-            "processes, infer for all in one batch, and take several steps with each rollout.",
+            "fix": "If these are rollouts, step several environments at once, in their own "
+            "processes. Infer for all in one batch, and take several steps with each rollout.",
             "code": "envs = gymnasium.vector.AsyncVectorEnv([make_env] * 8)   # one process each",
             "assumptions": ("rollouts can run beside each other",),
         }

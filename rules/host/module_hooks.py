@@ -19,7 +19,7 @@ class ModuleHooks(Rule):
     ``register_full_backward_hook``, ``Tensor.register_hook``, ``wandb.watch``) run in every step
     and at every layer. What they compute and read is part of the forward or the backward pass.
 
-    The Python stacks that the recorder samples show it: a function that PyTorch calls where a
+    The Python stacks that the recorder samples show it. PyTorch calls such a function where a
     module's ``forward`` ends, or from the engine of the backward pass. Its time is its share of the
     samples, of the mean step. Where a GPU trains, that time may be hidden behind the device, and
     other rules look at what waits.

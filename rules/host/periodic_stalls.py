@@ -55,11 +55,11 @@ class PeriodicStalls(Rule):
     checkpoint or logs metrics. All GPUs of the job wait meanwhile.
 
     A stall is a step longer than 1.5 times the median and by more than five median absolute
-    deviations. It is explained when frames or ranges that save (``torch.save``, distributed
-    checkpoint, ``save_checkpoint`` …) or log (TensorBoard, W&B, MLflow) take at least half of its
-    time beyond the median, more than in other steps, on the thread that drives the step. At least
-    two such steps among twenty or more are needed: one may be coincidence, and few steps do not
-    show what is usual. Saves on another thread block nothing and do not count.
+    deviations. It is explained when frames or ranges that save or log take at least half of its
+    time beyond the median. They must take more than in other steps, on the thread that drives the
+    step. Such are ``torch.save``, distributed checkpoint, ``save_checkpoint`` …, and TensorBoard,
+    W&B and MLflow. At least two such steps among twenty or more are needed: one may be coincidence,
+    and few steps do not show what is usual. Saves on another thread block nothing and do not count.
 
     The impact is time over the recorded window, not per step: how often it happens outside is
     unknown. Evaluation is wanted work, and is not reported.
@@ -182,7 +182,7 @@ class PeriodicStalls(Rule):
 
 
 class SavingTime(PeriodicStalls):
-    """The same over the whole run, where no stacks were recorded, or too few steps: in so many of
+    """The same over the whole run, where no stacks were recorded, or too few steps. In so many of
     the Python stacks that the recorder samples, the training thread saves a checkpoint or logs.
 
     The time is that share of the mean step, and at most what the loop's own code takes besides
@@ -274,11 +274,11 @@ class LongStep(Rule):
     """One step takes several times as long as the others: the loop saves a checkpoint in it,
     evaluates, or compiles for a new shape. Figures of the other steps say nothing about it.
 
-    The rule names the longest step, its length and what ran in it: of the ranges, Python frames,
-    operators and calls of the main thread that take more time than in the other steps, the
-    innermost one that explains at least half of the difference. The first step of the recording
-    is left out, because it has the costs of starting. Stalls that repeat and that frames or ranges
-    explain are the subject of periodic-stalls.
+    The rule names the longest step, its length and what ran in it. It looks at the ranges, Python
+    frames, operators and calls of the main thread that take more time than in the other steps. Of
+    these it names the innermost one that explains at least half of the difference. The first step
+    of the recording is left out, because it has the costs of starting. Stalls that repeat and that
+    frames or ranges explain are the subject of periodic-stalls.
     """
 
     id = "long-step"

@@ -22,8 +22,9 @@ class ObserverEffect(Rule):
     """Steps in the profiled window take longer than those before and after it. Host times of the
     trace are too long by that much, most where operators are small. GPU times are not.
 
-    Compared are the medians of the steps that the window kept and of the unprofiled steps within 20
-    steps of them, so that a run whose speed drifts is compared with itself. Reported from 10% on.
+    The rule compares the medians of the steps that the window kept and of the unprofiled steps
+    within 20 steps of them. So a run whose speed drifts is compared with itself. Reported from 10%
+    on.
     """
 
     id = "observer-effect"

@@ -76,13 +76,13 @@ class PythonHotSpot(Rule):
     """A Python function runs while the GPU has nothing to do and waits for its thread. Making the
     function faster, or moving it off that thread, shortens the step directly.
 
-    It needs Python stacks. Of each gap the function is named that holds most of its Python time:
-    the deepest one of the user's code or of an installed library in which no more than 5% of a
-    step's device work is launched. So it is what keeps the GPU waiting, and not the call around
-    the whole step. Operators, CUDA calls and the DataLoader are not counted. Only GPU
-    idle time counts: a slow function costs nothing while the GPU works through its queue. A
-    function that takes little time before each of many launches is launch-bound's subject, so it
-    has to block the GPU for a while in each gap.
+    It needs Python stacks. For each gap the rule names the function that holds most of its Python
+    time. It is the deepest one, of your code or an installed library, that launches no more than 5%
+    of a step's device work. So it is what keeps the GPU waiting, and not the call around the whole
+    step. Operators, CUDA calls and the DataLoader are not counted. Only GPU idle time counts: a
+    slow function costs nothing while the GPU works through its queue. A function that takes little
+    time before each of many launches is launch-bound's subject. So the function has to block the
+    GPU for a while in each gap.
 
     The line is the one where the function begins, as the profiler records it. Recording stacks
     lengthens Python time, that of many small functions most.
@@ -96,8 +96,8 @@ class PythonHotSpot(Rule):
         "a100_train_6steps v100_train_copy_heavy h100_bert_small_inference pairs/particle_batch128"
     )
     validation_note = (
-        "b200_eager: MXFP4 quantisation in Python, 12 of 87 ms; video inference on an MI300X: "
-        "images prepared in Python, a quarter of a second before the first kernel; silent on "
+        "MXFP4 quantisation in Python on b200_eager, 12 of 87 ms. Video inference on an MI300X: "
+        "images prepared in Python, a quarter of a second before the first kernel. Silent on "
         "h100_bert_small_inference, whose Python is spread over all launches"
     )
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
@@ -272,13 +272,13 @@ CAUSES = ("dispatch", "python", "unknown")
 
 
 class CpuBeforeFirstKernel(Rule):
-    """Each step begins with host work (preparing, collating, augmenting or tokenizing a batch,
-    logging) before the first GPU work is launched, and the GPU idles until then.
+    """Each step begins with host work before the first GPU work is launched, and the GPU idles
+    until then. This work prepares, collates, augments or tokenizes a batch, or logs.
 
-    Counted is GPU idle time between the start of a step and the first GPU work launched in it,
-    while the launching thread is in operators, in Python or in nothing that was recorded. A wait
-    for the DataLoader, for a copy or for the GPU is not counted. When the host is ahead, the GPU
-    still works on the previous step, and the same host work costs nothing.
+    The rule counts GPU idle time between the start of a step and the first GPU work launched in it.
+    Meanwhile the launching thread is in operators, in Python or in nothing that was recorded. A
+    wait for the DataLoader, for a copy or for the GPU is not counted. When the host is ahead, the
+    GPU still works on the previous step, and the same host work costs nothing.
 
     It has to happen in most steps and last a while: any step takes a few hundred microseconds to
     reach its first launch.

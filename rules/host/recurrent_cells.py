@@ -31,9 +31,9 @@ class RecurrentCells(Rule):
     Each call makes several operators and launches, in the forward pass and again in the backward
     pass. ``nn.LSTM`` and ``nn.GRU`` run the whole sequence in one operator of cuDNN or MIOpen.
 
-    Counted are ``aten::lstm_cell`` and its relatives outside any other operator, and the operators
-    that run about as often in the step: those of the loop, and their backward, with the time from
-    one to the next.
+    The rule counts ``aten::lstm_cell`` and its relatives outside any other operator. It adds the
+    operators that run about as often in the step: those of the loop, and their backward. The time
+    from one to the next counts too.
     """
 
     id = "recurrent-cells"

@@ -34,9 +34,9 @@ NODE = r"^autograd::engine::evaluate_function: (?:Select|Slice)Backward0$"
 
 class SliceGradients(Rule):
     """A loop takes slices of one tensor by index (``x[:, t]``). In the backward pass each slice has
-    a gradient as large as the whole tensor: it is filled with zeros, the slice is written, and all
-    of them are added up. For ``n`` slices this is ``n`` times the tensor. ``unbind`` and ``split``
-    have one gradient for all slices.
+    a gradient as large as the whole tensor. PyTorch fills it with zeros, writes the slice, and adds
+    all of them up. For ``n`` slices this is ``n`` times the tensor. ``unbind`` and ``split`` have
+    one gradient for all slices.
 
     Counted are ``aten::select_backward`` and ``aten::slice_backward`` with equal sizes in a step.
 

@@ -192,11 +192,12 @@ class StepJitter(Rule):
     mean step is well above the median. In a job of several ranks every rank waits for the slowest
     of each step, so the jitter of one costs all.
 
-    Reported where the 99th percentile is at least twice the median (gpuprof) and steps beyond that
-    lose 3% of the time, from a hundred steps on. Where other programs use a quarter of the
-    machine's CPUs, the rule abstains: they are the likelier cause. Steps with an unusual batch
-    shape are compared with each other, because sequences of different lengths are no jitter. The
-    summary names the phase that is longer in the long steps, and the garbage collection in it.
+    The rule reports it where the 99th percentile is at least twice the median (gpuprof) and steps
+    beyond that lose 3% of the time. It needs a hundred steps or more. Where other programs use a
+    quarter of the machine's CPUs, the rule abstains: they are the likelier cause. Steps with an
+    unusual batch shape are compared with each other, because sequences of different lengths are no
+    jitter. The summary names the phase that is longer in the long steps, and the garbage collection
+    in it.
     """
 
     id = "step-jitter"
@@ -217,11 +218,11 @@ class StepJitter(Rule):
     )
 
     fix = (
-        "Look at the phase that is longer. 'data' is the loader: a slow sample, a full disk. "
-        "'between steps' is a wait for a batch that comes from no DataLoader, and other code of "
-        "the loop. 'other' is the loop's own code or another program on the machine. Move garbage "
-        "collection to fixed steps. A longer 'forward' with new shapes is recompilation or "
-        "autotuning."
+        "Look at the phase that is longer. The phase 'data' is the loader: a slow sample, a full "
+        "disk. The phase 'between steps' is a wait for a batch that comes from no DataLoader, and "
+        "other code of the loop. The phase 'other' is the loop's own code or another program on "
+        "the machine. Move garbage collection to fixed steps. A longer 'forward' with new shapes "
+        "is recompilation or autotuning."
     )
     cases = {"compiling": COMPILING}
     verify = "Record again: the 99th percentile comes closer to the median."

@@ -52,16 +52,16 @@ MAX_LISTED = 30
 
 
 class UnbatchedCalls(Rule):
-    """A model is called once per sample (``torch.stack([net(x) for x in batch])``): each call costs
-    the host its operators, and the backward pass as many nodes, for arithmetic that a single call
-    with the whole batch does in hardly more time than one sample.
+    """A model is called once per sample (``torch.stack([net(x) for x in batch])``). Each call costs
+    the host its operators, and the backward pass as many nodes. A single call with the whole batch
+    does the arithmetic in hardly more time than one sample.
 
-    Looked for are products with the input of one sample (a vector, or a first dimension of 1) that
-    come again 16 times or more in each step with equal shapes, between operators that take samples
-    out of a batch or join as many results. The rule is silent where a call may need the result of
-    the one before: where something between the calls reads or samples a result, joins two
-    activations (recurrent cells, residuals, keys and values), or goes backward. A loop over equal
-    layers takes nothing out of a batch and joins nothing.
+    The rule looks for products with the input of one sample: a vector, or a first dimension of 1.
+    They come again 16 times or more in each step with equal shapes. They lie between operators that
+    take samples out of a batch or join as many results. The rule is silent where a call may need
+    the result of the one before. That is where something between the calls reads or samples a
+    result, joins two activations (recurrent cells, residuals, keys and values), or goes backward. A
+    loop over equal layers takes nothing out of a batch and joins nothing.
     """
 
     id = "unbatched-calls"
@@ -203,8 +203,8 @@ class LoopedOperators(Rule):
     )
 
     fix = (
-        "Replace the loop by operators on all elements: gather rows with one index tensor, sum or "
-        "average groups with index_add or scatter_reduce, broadcast or use torch.vmap for the "
+        "Replace the loop by operators on all elements. Gather rows with one index tensor, and sum "
+        "or average groups with index_add or scatter_reduce. Broadcast or use torch.vmap for the "
         "rest. Build index tensors once, outside of the step."
     )
     code = (

@@ -83,9 +83,9 @@ class DataLoaderWait(LoaderWaitRule):
     (training on the CPU) the full wait counts. A loader without worker processes
     (``num_workers=0``) is the subject of the rule single-process-loader.
 
-    A ready batch is not free: taking it over (queue, shared memory, wake-up) took 1.5 ms for 8 KiB
-    and 4 ms for 2 MiB, with 2 workers and with 6 (torch 2.13, two busy cores). Waits that short say
-    nothing about the workers, and more workers would not help.
+    A ready batch is not free. Taking it over (queue, shared memory, wake-up) took 1.5 ms for 8 KiB
+    and 4 ms for 2 MiB. It did so with 2 workers and with 6 (torch 2.13, two busy cores). Waits that
+    short say nothing about the workers, and more workers would not help.
 
     Traps: the first batch of an epoch, for which workers are started, says nothing about the
     others. When one step of three or more has nearly all the wait, the rule abstains. A custom
@@ -99,7 +99,7 @@ class DataLoaderWait(LoaderWaitRule):
     silent_in = (*SILENT_TRACES, "workloads/cpu_transforms")
     validation_note = (
         "CPU recordings, torch 2.13: fires with 2 workers that need 80 ms per batch (6 workers: "
-        "step 102 to 54 ms), silent where only the hand-over shows; silent on A100 and V100 traces "
+        "step 102 to 54 ms). Silent where only the hand-over shows. Silent on A100 and V100 traces "
         "whose loader keeps up (0.1% and 0.0% of the step)"
     )
     references = (
@@ -229,9 +229,9 @@ class SingleProcessLoader(LoaderWaitRule):
 
     PyTorch names the iterator in its range, ``_SingleProcessDataLoaderIter.__next__``. As for
     dataloader-wait, only the part of the loading that leaves the GPU idle counts. A short load does
-    not need a worker: taking a ready batch over from one (queue, shared memory, wake-up) took 1.5
-    ms for 8 KiB and 4 ms for 2 MiB, measured with torch 2.13 and two busy cores. If the data is in
-    memory already, slice whole tensors instead.
+    not need a worker. Taking a ready batch over from one (queue, shared memory, wake-up) took 1.5
+    ms for 8 KiB and 4 ms for 2 MiB. That was measured with torch 2.13 and two busy cores. If the
+    data is in memory already, slice whole tensors instead.
     """
 
     id = "single-process-loader"
@@ -245,10 +245,10 @@ class SingleProcessLoader(LoaderWaitRule):
     )
     silent_in = (*SILENT_TRACES, "workloads/loader_bound")
     validation_note = (
-        "public traces of one training with num_workers 0 and 4 (median step 155 to 121 ms); CPU "
-        "recordings, torch 2.13: 80 ms of loading per step, gain estimated at 65% of the step; "
-        "with 4 workers the unprofiled step went from 169 to 58 ms (65%); a small CNN that trains "
-        "on both of two cores: no estimated gain, and 26 to 55% slower with two workers"
+        "one training with num_workers 0 and 4 (median step 155 to 121 ms). CPU recordings, torch "
+        "2.13: 80 ms of loading per step, gain estimated at 65% of the step. With 4 workers the "
+        "unprofiled step went from 169 to 58 ms (65%). A small CNN that trains on both of two "
+        "cores: no estimated gain, and 26 to 55% slower with two workers"
     )
     references = (
         "https://pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading",

@@ -39,15 +39,15 @@ class LoaderWorkers(Rule):
     there are so many workers that they and the training process take the cores from each other.
 
     Cores are those that the process may use: its CPU affinity, and the container's quota where that
-    is lower (``os.cpu_count()`` knows neither), divided among the training processes of the machine
-    (``LOCAL_WORLD_SIZE``). Too few: workers leave more than 30% of these cores unused, and the
-    loop spends at least 5% of the step in the phase ``data``. Too many: more than twice the cores,
-    whatever the wait, when the CPUs are busy.
+    is lower. ``os.cpu_count()`` knows neither. The training processes of the machine
+    (``LOCAL_WORLD_SIZE``) share them. Too few: workers leave more than 30% of these cores unused,
+    and the loop spends at least 5% of the step in the phase ``data``. Too many: more than twice the
+    cores, whatever the wait, when the CPUs are busy.
 
     With a profiled window the gain is replayed. Without one it follows from the loader being the
-    bottleneck: W workers deliver one batch per step, so W' deliver one every W/W' steps, and the
-    step cannot get shorter than it is without the wait. A loader without workers (0) counts as one
-    that does nothing beside training: a worker takes over the full wait.
+    bottleneck: W workers deliver one batch per step, so W' deliver one every W/W' steps. The step
+    cannot get shorter than it is without the wait. A loader without workers (0) counts as one that
+    does nothing beside training: a worker takes over the full wait.
 
     Traps: storage or memory bandwidth may limit the fetching instead of cores, and then more
     workers do not help. The GPU may have work queued during the wait; then the gain is smaller.

@@ -31,14 +31,15 @@ PREFETCH = 2
 
 class WorkersRespawned(Rule):
     """A DataLoader with ``persistent_workers=False`` (the default) restarts its worker processes
-    for every epoch. The first batch of the epoch waits for the processes, for the import of every
-    module in them where they are spawned, and for its own loading.
+    for every epoch. The first batch of the epoch waits for the processes and for its own loading.
+    Where they are spawned, it also waits for the import of every module in them.
 
-    The cost of an epoch's start is the measured time to end the old workers and start the new ones,
-    and the wait for its first batch beyond the median wait. The first epoch has to start workers in
-    any case; at least one more is needed. Reported from 2% of the time of the epochs. Ending and
-    starting workers is saved for certain. The first batch still has to be fetched, unless the
-    workers can fetch it while the previous epoch ends, so the lower end of the range is without it.
+    The cost of an epoch's start is the measured time to end the old workers and start the new ones.
+    The wait for its first batch beyond the median wait comes on top. The first epoch has to start
+    workers in any case; at least one more is needed. Reported from 2% of the time of the epochs.
+    Ending and starting workers is saved for certain. The first batch still has to be fetched,
+    unless the workers can fetch it while the previous epoch ends. So the lower end of the range is
+    without it.
     """
 
     id = "workers-respawned"
@@ -207,12 +208,12 @@ class PrefetchStarved(Rule):
     times. A deeper queue bridges that.
 
     A step is starved when it waits for data for at least a tenth of the median step. The queue is
-    the cause, and not the workers' speed, when the run has stretches in which nothing waits: of all
+    the cause, and not the workers' speed, when the run has stretches in which nothing waits. Of all
     stretches as long as the queue (workers x prefetch_factor, at least eight steps), at least 30%
     have no starved step. A loader that is too slow throughout waits in each of them.
 
-    Needs worker processes. The first batch of an epoch, for which workers are started, is left out:
-    the steps that follow the start of an iterator do not count.
+    Needs worker processes. The first batch of an epoch, for which workers are started, is left out.
+    The steps that follow the start of an iterator do not count.
     """
 
     id = "prefetch-starved"

@@ -29,14 +29,14 @@ from advisor.testing import Examples, TraceBuilder
 class DoublePrecision(Rule):
     """Matrix products and convolutions take doubles (float64): NumPy's arrays are doubles by
     default, and ``model.double()`` or ``torch.set_default_dtype`` make a model of them. Memory
-    moves twice the bytes. A CPU computes half as many doubles as floats at once; a GPU multiplies
+    moves twice the bytes. A CPU computes half as many doubles as floats at once. A GPU multiplies
     them as fast as floats (A100, H100), half as fast (V100) or far slower (GeForce).
 
-    Counted is the own time of operators of which (nearly) all calls have double inputs, on a GPU
-    the time of kernels whose largest input is of doubles, once products among them take enough of
-    the step. In float32 they take about half: 0.4 to 0.75, by how much of it is arithmetic, memory
-    or overhead. Products on a GPU take the ratio of the peaks in float64 and float32. TF32 is
-    another fix, and is left out.
+    The rule counts the own time of operators of which (nearly) all calls have double inputs. On a
+    GPU it counts the time of kernels whose largest input is of doubles. Products among them must
+    take enough of the step. In float32 they take about half: 0.4 to 0.75, by how much of it is
+    arithmetic, memory or overhead. Products on a GPU take the ratio of the peaks in float64 and
+    float32. TF32 is another fix, and is left out.
     """
 
     id = "double-precision"

@@ -76,18 +76,18 @@ class Target(NamedTuple):
 
 class Fp32Matmul(Rule):
     """Matrix multiplications or convolutions in full FP32 run on the CUDA cores although the GPU
-    has tensor cores for them: an A100 multiplies eight times faster in TF32 than in FP32.
+    has tensor cores for them. An A100 multiplies eight times faster in TF32 than in FP32.
 
-    A kernel counts when its inputs are FP32 (the op's recorded types, else the kernel's own name)
-    AND it is no tensor-core kernel; neither alone is enough. Name lists of tensor-core kernels go
-    stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace) and ``wmma_tensorop``,
-    and then advises mixed precision to runs that are in BF16 already.
+    A kernel counts when its inputs are FP32 AND it is no tensor-core kernel; neither alone is
+    enough. The type is what the op recorded, else what the kernel's own name says. Name lists of
+    tensor-core kernels go stale: TensorBoard's misses ``nvjet`` (all matrix time of a B200 trace)
+    and ``wmma_tensorop``, and then advises mixed precision to runs that are in BF16 already.
 
     From compute capability 8.0 the cure is TF32, one line; mixed precision, which changes more, is
-    the finding of mixed-precision-off. On Volta and Turing, which have no TF32,
-    it is mixed precision in FP16; on GeForce cards, whose TF32 is as fast as their FP32, in BF16.
-    Where TF32 kernels of the same kind run in the window, the switch is on already and shapes are
-    the reason for the rest, which is not this rule's finding. PyTorch turns TF32 on for
+    the finding of mixed-precision-off. On Volta and Turing, which have no TF32, it is mixed
+    precision in FP16. On GeForce cards, whose TF32 is as fast as their FP32, it is mixed precision
+    in BF16. Where TF32 kernels of the same kind run in the window, the switch is on already. Shapes
+    are the reason for the rest, which is not this rule's finding. PyTorch turns TF32 on for
     convolutions and off for matrix products by default, so the rule judges the two apart.
 
     A kernel's new duration is its FP32 duration times the derated ratio of the peaks. Where its
@@ -144,9 +144,9 @@ class Fp32Matmul(Rule):
     )
     blind_derating = Threshold(
         0.25,
-        "of the ratio, where shapes are not known: the matrix products of one recommender model "
-        "take 35 ms per step on a V100 in FP32 and 14 ms on an A100 in TF32; bandwidth explains a "
-        "part of it",
+        "of the ratio, where shapes are not known. The matrix products of one recommender model "
+        "take 35 ms per step on a V100 in FP32. On an A100 in TF32 they take 14 ms, and bandwidth "
+        "explains a part of it",
         REAL_KERNEL,
     )
     best_blind_derating = Threshold(

@@ -126,16 +126,16 @@ def chains_in(text: str) -> Iterator[tuple[int, int, int]]:
 
 class HandwrittenOperator(Rule):
     """A normalisation, softmax, rotary embedding or activation written by hand in tensor arithmetic
-    is a chain of kernels that each read and write the whole tensor. One fused kernel reads it once
+    is a chain of kernels. Each reads and writes the whole tensor. One fused kernel reads it once
     and writes the result once.
 
     The rule recognises the sequence of operators on one stream, casts in between allowed, over
     tensors of one size: ``pow mean add rsqrt mul`` is RMS normalisation, ``mean sub pow mean add
     sqrt div`` layer normalisation, ``exp sum div`` softmax, ``mul neg cat mul add`` a rotary
     embedding, ``pow mul add mul tanh add mul`` a GELU. The kernels of their backward pass, found by
-    autograd's sequence numbers, go with them. The factor comes from bytes: the fused kernel takes
-    one read and one write of the largest tensor at the memory rate measured for such a GPU, and one
-    read more in the backward pass. Compiled kernels are fused already and have other names.
+    autograd's sequence numbers, go with them. The factor comes from bytes. The fused kernel takes
+    one read and one write of the largest tensor at the memory rate measured for such a GPU. In the
+    backward pass it takes one read more. Compiled kernels are fused already and have other names.
     """
 
     id = "handwritten-operator"

@@ -168,9 +168,9 @@ def _of_traffic(k: ProfiledKernel, excess: float, *units: Limit) -> float:
 
 
 class OccupancyLimited(CounterRule):
-    """No unit of the GPU is busy (all below 60% of their peaks, where Nsight Compute's
-    SpeedOfLight rule divides), and registers, shared memory or the block's size admit few resident
-    warps: too few to hide the latency of memory and arithmetic. More of them hide more, at best
+    """No unit of the GPU is busy: all are below 60% of their peaks, where Nsight Compute's
+    SpeedOfLight rule divides. Registers, shared memory or the block's size admit few resident
+    warps, too few to hide the latency of memory and arithmetic. More of them hide more, at best
     until the busiest unit is full."""
 
     id = "kernel-occupancy-limited"
@@ -423,8 +423,8 @@ class WarpStalls(CounterRule):
     _limit_name = "min_stall"
     min_stall = Threshold(0.3, "of the cycles between two instructions of a warp", NCU)
     fix = (
-        "Cure what most warps wait for: load earlier and keep more loads in flight for memory, do "
-        "more independent work per thread for arithmetic, and less between two barriers."
+        "Cure what most warps wait for. For memory, load earlier and keep more loads in flight. "
+        "For arithmetic, do more independent work per thread. Between two barriers, do less."
     )
     verify = "ncu --section WarpStateStats --section SchedulerStats …: the stall shrinks."
     falsified_by = "as long with the stall gone"

@@ -26,12 +26,12 @@ NORMS = r"batch_norm_(?:collect_statistics|transform_input|backward(?:_reduce|_e
 
 class LayoutTransposes(Rule):
     """Tensor cores convolve in channels-last order (NHWC). A model in PyTorch's default order
-    (NCHW) has each tensor transposed before a convolution and back after it, by kernels that move
-    bytes and compute nothing.
+    (NCHW) has each tensor transposed before a convolution and back after it. The kernels for that
+    move bytes and compute nothing.
 
     The rule recognises transposes by their kernels' names. Their share is of all convolution time,
     their own included. In FP32 without TF32 the library convolves in NCHW and transposes nothing,
-    and a channels-last model has no transposes either: the rule is silent on both. The first layer
+    and a channels-last model has no transposes either. The rule is silent on both. The first layer
     of a channels-last model may keep one (three input channels), which stays below the threshold.
 
     PyTorch's own batch norm is slow in NCHW order, where a channel lies in as many pieces as there

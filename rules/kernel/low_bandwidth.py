@@ -17,11 +17,11 @@ from advisor.testing import Examples, TraceBuilder
 class LowBandwidth(BelowRate):
     """Memory-bound operators compute almost nothing compared with what they read and write, so a
     good kernel runs at the memory's rate. One at a third of it usually reads across its rows (a
-    transposed or sliced input), reads the same small tensor again and again, normalises rows that
-    are too short for its threads, or converts between formats element by element.
+    transposed or sliced input). Or it reads the same small tensor again and again, or normalises
+    rows that are too short for its threads. Or it converts between formats element by element.
 
     The rule compares each operator's bytes (inputs once, outputs once) with what a STREAM copy
-    reaches on such a GPU, and adds a kernel's own start-up. Small tensors that stay in the L2 cache
+    reaches on such a GPU. It adds a kernel's own start-up. Small tensors that stay in the L2 cache
     come out above that rate. Kernels with too few threads in flight are another rule's finding.
     """
 
@@ -30,9 +30,9 @@ class LowBandwidth(BelowRate):
     found_in = public_traces("pairs/particle_batch128 pairs/particle_batch64")
     silent_in = public_traces("h100_qwen_inference a100_train_6steps v100_train_copy_heavy")
     validation_note = (
-        "A100 training of a particle transformer at batch 128 (layer norm over 128 elements at "
-        "21% of the rate: fires, with no gain there, because the host is the bottleneck); A100 "
-        "and H100 otherwise (50 to 127%: silent)"
+        "A100 training of a particle transformer at batch 128: fires on layer norm over 128 "
+        "elements at 21% of the rate. It has no gain there, because the host is the bottleneck. "
+        "Silent on A100 and H100 otherwise (50 to 127%)"
     )
     references = (
         "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/#coalesced-access-to-global-memory",

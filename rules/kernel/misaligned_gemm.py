@@ -56,7 +56,7 @@ class MisalignedGemm(Rule):
     trace, all for M alone and all at full speed.
 
     CUTLASS writes into a kernel's name what it was compiled for (``align4``, ``align8``). Otherwise
-    the layout comes from the recorded strides, or from the ``nn``/``nt``/``tn`` in the name, which
+    the layout comes from the recorded strides, or from the ``nn``/``nt``/``tn`` in the name. That
     is cuBLAS's column-major view: the first letter is B (``t``: contiguous along K), the second A
     (``n``: contiguous along K). On public A100 traces this predicts the alignment in the name of
     1,942 of 1,946 products; the others are slices with an odd row length.
@@ -94,9 +94,9 @@ class MisalignedGemm(Rule):
     worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
     fix = (
-        "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes): vocabulary, "
-        "hidden and head sizes in the model's configuration, concatenated features with zeros. The "
-        "batch or token dimension needs no padding."
+        "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes). Set "
+        "vocabulary, hidden and head sizes in the model's configuration, and pad concatenated "
+        "features with zeros. The batch or token dimension needs no padding."
     )
     code = (
         "def padded(n, to=64):\n"

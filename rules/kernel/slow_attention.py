@@ -20,17 +20,18 @@ _CUDNN_ON_HOPPER = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_
 
 
 class SlowAttention(BelowRate):
-    """Fused attention that reaches only a small part of the device's rate: a kernel in fp32, heads
-    too small to fill a tile of the tensor cores, the memory-efficient kernel where FlashAttention
-    would do, or FlashAttention 2 on a GPU that it was not written for.
+    """Fused attention reaches only a small part of the device's rate. The kernel is in fp32, or
+    heads are too small to fill a tile of the tensor cores. Or the memory-efficient kernel runs
+    where FlashAttention would do, or FlashAttention 2 on a GPU that it was not written for.
 
-    The rule compares each operator's time with the longer of two: its FLOPs at the rate measured
-    for matrix products on such a GPU, and its bytes at the memory's rate. Fused attention cannot
-    match a matrix product, because the exponentials and reductions between its two products take
-    time: FlashAttention 2 reaches 50 to 73% of an A100's peak, FlashAttention 3 up to 75% of an
-    H100's. Below a third of the attainable rate something may be in the way. Reported is what has a
-    known cause: a kernel for this GPU, in 16 bits and with heads that fill its tiles, is slow where
-    sequences are short, in the backward pass and with a causal mask, and no other is faster.
+    The rule compares each operator's time with the longer of two. One is its FLOPs at the rate
+    measured for matrix products on such a GPU, the other its bytes at the memory's rate. Fused
+    attention cannot match a matrix product, because the exponentials and reductions between its two
+    products take time: FlashAttention 2 reaches 50 to 73% of an A100's peak, FlashAttention 3 up to
+    75% of an H100's. Below a third of the attainable rate something may be in the way. The rule
+    reports only what has a known cause. A kernel for this GPU, in 16 bits and with heads that fill
+    its tiles, is slow where sequences are short. It is slow in the backward pass and with a causal
+    mask too, and no other is faster.
     """
 
     id = "slow-attention"
@@ -39,10 +40,10 @@ class SlowAttention(BelowRate):
     found_in = ("traces/pairs/sam_2_fp32_few_syncs", "traces/h100_qwen_inference")
     silent_in = public_traces("b200_eager h100_bert_small_inference pairs/sam_3_bf16_compiled_sdpa")
     validation_note = (
-        "mask generation on an A100 in FP32 (heads of 16 and 80 in the memory-efficient kernel, 12 "
-        "to 14% of the rate: fires; the same calls in 16 bits, measured: 163 to 42 ms, predicted "
-        "116 ms less); H100 inference (FlashAttention 2 at 26%: "
-        "fires); B200 inference in FP8 (shapes not recorded: silent)"
+        "mask generation on an A100 in FP32: fires on heads of 16 and 80 in the memory-efficient "
+        "kernel, 12 to 14% of the rate. The same calls in 16 bits went from 163 to 42 ms as "
+        "measured, 116 ms less as predicted. H100 inference: fires on FlashAttention 2 at 26%. "
+        "B200 inference in FP8: silent, because shapes are not recorded"
     )
     references = (
         "https://arxiv.org/abs/2307.08691",

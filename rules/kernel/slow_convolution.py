@@ -31,15 +31,15 @@ VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 
 
 class SlowConvolution(BelowRate):
-    """A convolution that reaches only a small part of the device's rate: a kernel without matrix
-    units, channels that fill no tile, groups of a few channels, or an algorithm that the library
-    picked by heuristics instead of timing.
+    """A convolution reaches only a small part of the device's rate. The kernel has no matrix units,
+    channels fill no tile, or groups have few channels. Or the library picked the algorithm by
+    heuristics instead of timing.
 
-    The rule compares each operator's time, transposes inside it included, with the longer of two:
-    its FLOPs (as a direct convolution) at the rate measured for matrix products on such a GPU, and
-    its bytes at the memory's rate. Good convolutions reach half of that and more. Depthwise ones
-    are memory-bound and compared with the memory's rate. Another rule reports convolutions in full
-    FP32 that tensor cores could do.
+    The rule compares each operator's time, transposes inside it included, with the longer of two.
+    One is its FLOPs (as a direct convolution) at the rate measured for matrix products on such a
+    GPU. The other is its bytes at the memory's rate. Good convolutions reach half of that and more.
+    Depthwise ones are memory-bound and compared with the memory's rate. Another rule reports
+    convolutions in full FP32 that tensor cores could do.
     """
 
     id = "slow-convolution"
@@ -48,8 +48,8 @@ class SlowConvolution(BelowRate):
     silent_in = ("traces/pairs/sam_2_fp32_few_syncs",)
     knobs = ("cudnn-benchmark", "channels-last")
     validation_note = (
-        "MI300X training (a gradient of a 1 x 1 convolution in FP16 on a kernel without matrix "
-        "cores, 29 times 1 ms for work of microseconds: fires)"
+        "MI300X training: fires on a gradient of a 1 x 1 convolution in FP16 on a kernel without "
+        "matrix cores. It takes 29 times 1 ms for work of microseconds"
     )
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional/",
@@ -200,10 +200,10 @@ class CudnnBenchmarkOff(Rule):
     the fastest. That pays where shapes stay the same and convolutions matter, and costs time where
     every batch has another shape.
 
-    The rule fires when the switch is off, convolutions take at least 20% of the kernel time of the
-    profiled window, and at least 95% of the recorded batches have one shape. Where the loop has no
-    DataLoader, the convolutions of the profiled steps have to be the same. Only a trial shows the
-    gain. Deterministic runs keep the switch off on purpose.
+    The rule fires when the switch is off and convolutions take at least 20% of the kernel time of
+    the profiled window. At least 95% of the recorded batches must have one shape. Where the loop
+    has no DataLoader, the convolutions of the profiled steps have to be the same. Only a trial
+    shows the gain. Deterministic runs keep the switch off on purpose.
     """
 
     id = "cudnn-benchmark-off"

@@ -28,12 +28,12 @@ class SlowGemm(BelowRate):
     however long the sum behind each element is. It has slightly more tiles than a whole number of
     rounds, so the last round is nearly empty. Or thousands of tiny products fill no tile at all.
 
-    The rule compares each product's time with the longer of two: its FLOPs at the rate measured for
-    large products on such a GPU, and its bytes at the memory's rate. It adds a kernel's own
-    start-up, so small products need not reach what only large ones do. The shape then gives the
-    cause: ``ceil(M / 128) x ceil(N / 128) x batch`` tiles over the units of the device. Other rules
-    report products in full FP32 that tensor cores could do, and those with rows off 16-byte
-    boundaries.
+    The rule compares each product's time with the longer of two. One is its FLOPs at the rate
+    measured for large products on such a GPU, the other its bytes at the memory's rate. It adds a
+    kernel's own start-up, so small products need not reach what only large ones do. The shape then
+    gives the cause: ``ceil(M / 128) x ceil(N / 128) x batch`` tiles over the units of the device.
+    Other rules report products in full FP32 that tensor cores could do, and those with rows off
+    16-byte boundaries.
     """
 
     id = "slow-gemm"
@@ -44,9 +44,9 @@ class SlowGemm(BelowRate):
         "mi300x_kernels_after_steps pairs/sam_3_bf16_compiled_sdpa"
     )
     validation_note = (
-        "A100 training at batch 64 (1.19 rounds of tiles at 31% of the rate: fires, with no gain "
-        "there, because the host is the bottleneck); silent on H100 inference (81 to 90% of the "
-        "rate), an A100 in fp32, B200 inference (bound by launches), MI300X (unfused attention)"
+        "A100 training at batch 64: fires on 1.19 rounds of tiles at 31% of the rate. It has no "
+        "gain there, because the host is the bottleneck. Silent on H100 inference (81 to 90% of "
+        "the rate), an A100 in fp32, B200 inference (bound by launches), MI300X (unfused attention)"
     )
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/#tile-quant",

@@ -20,7 +20,7 @@ REGISTER = 4
 
 
 class TritonSpills(Rule):
-    """The values that a thread keeps at one time did not fit into its registers: the compiler
+    """The values that a thread keeps at one time did not fit into its registers. The compiler
     stores some in local memory and loads them again, through L1 and L2. Registers and local memory
     are read from the module in Triton's cache.
 

@@ -25,8 +25,8 @@ MIN_PART = 0.5
 
 class UnfusedAttention(Rule):
     """Attention as separate kernels writes the whole matrix of scores (tokens x tokens per head) to
-    memory and reads it back for scaling, mask, softmax and dropout. A fused kernel keeps it on the
-    chip, and its memory grows with tokens, not with their square.
+    memory. It reads the matrix back for scaling, mask, softmax and dropout. A fused kernel keeps it
+    on the chip, and its memory grows with tokens, not with their square.
 
     The gain follows from the shapes. Fused kernels need the FLOPs of the two products, in whole
     tiles of queries and keys, and read queries, keys and values once. They reach some 45% of the
@@ -36,8 +36,8 @@ class UnfusedAttention(Rule):
 
     The rule looks for two signs, both by op and by kernel. One is kernels launched under PyTorch's
     own fallback (``aten::_scaled_dot_product_attention_math``). The other is a softmax kernel
-    between two batched products of activations (``aten::bmm``) on its stream, with nothing but
-    scaling, masks, casts and dropout in between. A softmax after a linear layer (``addmm``: a
+    between two batched products of activations (``aten::bmm``) on its stream. Nothing but scaling,
+    masks, casts and dropout lies in between. A softmax after a linear layer (``addmm``: a
     classifier, a router of experts) is not attention, nor is a ``log_softmax``. Where flash,
     memory-efficient or cuDNN attention runs there is no softmax kernel at all, and the rule reports
     the check as passed.
@@ -55,10 +55,10 @@ class UnfusedAttention(Rule):
         "traces/pairs/sam_3_bf16_compiled_sdpa",
     )
     validation_note = (
-        "MI300 video inference (80% of kernel time in product, softmax, product: fires), SAM in "
-        "FP32 (13%, gone where its authors used fused attention), a particle transformer (eight "
-        "blocks of baddbmm, softmax, bmm); silent where flash attention "
-        "runs and in two-rank training (softmax beside products of embeddings)"
+        "MI300 video inference: fires, with 80% of kernel time in product, softmax, product. Fires "
+        "on SAM in FP32 (13%, gone where its authors used fused attention). Fires on a particle "
+        "transformer (eight blocks of baddbmm, softmax, bmm). Silent where flash attention runs "
+        "and in two-rank training (softmax beside products of embeddings)"
     )
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",

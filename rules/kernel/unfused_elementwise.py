@@ -34,9 +34,9 @@ _SAME_CHAINS = "the same chains in a profile of the compiled step"
 
 
 class UnfusedElementwise(Rule):
-    """Each pointwise operator run eagerly is a kernel that reads its inputs from memory and writes
-    its output back, for the next kernel to read again. Merged into one kernel, only what enters
-    and leaves the chain is moved.
+    """Each pointwise operator run eagerly is a kernel. It reads its inputs from memory and writes
+    its output back, for the next kernel to read again. Merged into one kernel, only what enters and
+    leaves the chain is moved.
 
     A chain is three or more fusible kernels that follow each other on one stream and work on
     tensors of the same number of elements. (Where shapes are recorded: consecutive kernels over
@@ -44,8 +44,8 @@ class UnfusedElementwise(Rule):
     already, and the optimizer's are another rule's finding.
 
     The factor comes from bytes. Between two kernels of a chain, the write and the read of the
-    tensor go away; the merged kernel takes at least as long as the longest of them. Some of those
-    tensors are kept for the backward pass and still have to be written, so 70% of the links count
+    tensor go away. The merged kernel takes at least as long as the longest of them. Some of those
+    tensors are kept for the backward pass and still have to be written. So 70% of the links count
     (40 to 100% in the range).
     """
 
@@ -56,7 +56,7 @@ class UnfusedElementwise(Rule):
     silent_in = SILENT_TRACES
     validation_note = (
         "fires on h100_qwen_inference (RMSNorm and rotary embedding written as pointwise chains, 5 "
-        "kernels long); silent on A100 and V100 training and MI210 ResNet (3, 7 and 11% of kernel "
+        "kernels long). Silent on A100 and V100 training and MI210 ResNet (3, 7 and 11% of kernel "
         "time in chains)"
     )
     references = (

@@ -41,7 +41,7 @@ class WaveQuantisation(Rule):
     title = "Wave quantisation: the last wave of blocks leaves the GPU mostly empty"
     silent_in = SILENT_TRACES
     validation_note = (
-        "the waves of SAM's kernels on an A100, by blocks, registers and multiprocessors; products "
+        "the waves of SAM's kernels on an A100, by blocks, registers and multiprocessors. Products "
         "of 1.48 waves that reach 98% of the attainable rate there are not counted"
     )
     sources = (Citation("arithmetic: 1.2 waves take as long as 2, the last of them 80% empty"),)
@@ -226,8 +226,8 @@ class SmallGrids(Rule):
     silent_in = SILENT_TRACES
     validation_note = (
         "silent where it must be: A100 (49% of kernel time looks small, 19% of compute time is), "
-        "H100 (65%, but 7% busy), B200; fires on DLRM on V100 (84% of compute time in kernels "
-        "of fewer than 80 blocks, counted from the grids)"
+        "H100 (65%, but 7% busy), B200. Fires on DLRM on V100 (84% of compute time in kernels of "
+        "fewer than 80 blocks, counted from the grids)"
     )
     references = (
         "https://docs.nvidia.com/deeplearning/performance/dl-performance-gpu-background/",
@@ -250,9 +250,9 @@ class SmallGrids(Rule):
     )
 
     fix = (
-        "Give each kernel more work: a larger micro-batch with fewer accumulation steps, several "
-        "small matrices in one batched product, several small tensors in one foreach call. Or run "
-        "independent branches on their own streams."
+        "Give each kernel more work. Use a larger micro-batch with fewer accumulation steps, "
+        "several small matrices in one batched product, or several small tensors in one foreach "
+        "call. Or run independent branches on their own streams."
     )
     code = (
         "# a larger micro-batch, and fewer accumulation steps\n"

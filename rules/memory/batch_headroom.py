@@ -19,12 +19,12 @@ class BatchHeadroom(Rule):
     fixed costs of a step (launches, the optimizer, the all-reduce of gradients) over more samples.
 
     The GPU counts as not busy where the profiled window shows it idle for 20% of the step or more.
-    Without a window, it counts where GPM shows less than 70% of the multiprocessors active, or
-    NVML less than 70% utilization at its 95th percentile (SageMaker's BatchSize rule). A high
-    NVML utilization alone says nothing.
+    Without a window, it counts where GPM shows less than 70% of the multiprocessors active. It also
+    counts where NVML shows less than 70% utilization at its 95th percentile (SageMaker's BatchSize
+    rule). A high NVML utilization alone says nothing.
 
-    A larger batch changes the optimization: there are fewer updates per epoch, and the learning
-    rate has to be scaled (linearly with SGD, by the square root with Adam, after a warm-up). The
+    A larger batch changes the optimization, because there are fewer updates per epoch. The learning
+    rate has to be scaled: linearly with SGD, by the square root with Adam, after a warm-up. The
     same quality may need more epochs. So this is a note, never a finding.
     """
 

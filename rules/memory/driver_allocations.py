@@ -106,11 +106,11 @@ class AllocationsInLoop(DriverAllocationRule):
 
     Steady state: calls in at least three used steps, one per step or more on average, without the
     first used step, which may be warm-up. Usual causes are shapes that change from step to step,
-    ``empty_cache()`` in the loop (its own rule), a peak so near to the capacity that blocks are
-    freed and allocated again, and the caching allocator switched off. Pinned host allocations
-    (``cudaHostAlloc``) have their own rule.
+    and ``empty_cache()`` in the loop (its own rule). Others are a peak so near to the capacity that
+    blocks are freed and allocated again, and the caching allocator switched off. Pinned host
+    allocations (``cudaHostAlloc``) have their own rule.
 
-    The gain is that of a replay without these calls: a ``cudaMalloc`` while the GPU has work queued
+    The gain is that of a replay without these calls. A ``cudaMalloc`` while the GPU has work queued
     costs nothing, unless the host is late from then on.
     """
 
@@ -262,16 +262,17 @@ class PinnedAllocationInLoop(DriverAllocationRule):
 
     Steady state: calls in at least three used steps, one per step or more on average, without the
     first used step. Usual causes are ``.pin_memory()`` on tensors whose size grows or changes from
-    step to step, blocks that are still in use because their copies wait, and manual calls of
-    ``cudaHostRegister``.
+    step to step, and manual calls of ``cudaHostRegister``. Another is blocks that are still in use
+    because their copies wait.
 
     The gain is the GPU idle time that these calls cause: a call in a loader's thread, or while work
     is queued, costs nothing.
 
     PyTorch keeps the blocks, but ``.pin_memory()`` copies the whole batch into one each time, on
     the thread that calls it. Where the loop itself does so, and that takes a notable part of the
-    step, the operator is named instead, without any call of the driver. The low end of the range
-    leaves half of it: a batch that is new in each step is still copied, into a buffer that stays.
+    step, the rule names the operator instead. It needs no call of the driver then. The low end of
+    the range leaves half of it. A batch that is new in each step is still copied, into a buffer
+    that stays.
     """
 
     id = "pinned-allocation-in-loop"
@@ -279,7 +280,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     found_in = ("traces/h100/pin_each_step",)
     silent_in = SILENT_TRACES
     validation_note = (
-        "silent on A100 and V100 training (pinned copies, no such call); fires on an H100 where "
+        "silent on A100 and V100 training (pinned copies, no such call). Fires on an H100 where "
         "each step pins its batch"
     )
     references = (

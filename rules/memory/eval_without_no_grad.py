@@ -45,11 +45,11 @@ class EvalWithoutNoGrad(Rule):
     training itself. Building the graph takes time as well.
 
     PyTorch numbers the nodes of the graph as it makes them. A forward operator carries the next
-    number, so its nodes have the numbers from there to that of the next operator; in the backward
+    number, so its nodes have the numbers from there to that of the next operator. In the backward
     pass each node carries its own. Counted are operators none of whose nodes is in any backward
     pass of the trace, in steps in which others are. A few are normal (an output that the loss does
-    not use). Operators that make no node do not count, and under ``no_grad`` and
-    ``inference_mode`` none has a number.
+    not use). Operators that make no node do not count, and under ``no_grad`` and ``inference_mode``
+    none has a number.
 
     Among them must be the work of a layer (matrix product, convolution, attention, normalization,
     recurrence). Elementwise operators alone are no model: distributions check their arguments and
@@ -65,8 +65,8 @@ class EvalWithoutNoGrad(Rule):
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/eval_with_grad")
     validation_note = (
         "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
-        "same under inference_mode; silent on A100, V100 and NCCL trainings (0 to 3% of the "
-        "operators that make nodes) and on two_ranks (34%, but 1% of the step)"
+        "same under inference_mode. Silent on A100, V100 and NCCL trainings (0 to 3% of the "
+        "operators that make nodes). Silent on two_ranks (34%, but 1% of the step)"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disable-grad-doc",
@@ -188,8 +188,8 @@ class EvalWithoutNoGrad(Rule):
 
 class EvaluationGraphs(EvalWithoutNoGrad):
     """The same from the recorder's own count, for evaluation that no profiled window contains, as
-    one every thousand steps: forwards between two backward passes whose results have a graph, and
-    that no backward pass follows.
+    one every thousand steps. It counts forwards between two backward passes whose results have a
+    graph, and that no backward pass follows.
     """
 
     id = "evaluation-graphs"

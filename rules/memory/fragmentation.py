@@ -25,20 +25,21 @@ from advisor.testing import Examples, TraceBuilder
 
 class Fragmentation(Rule):
     """PyTorch's allocator holds much more GPU memory (reserved) than tensors ever filled at one
-    time (peak allocated). The rest is split into pieces too small for the next request. With
-    shapes that change from step to step this grows until the allocator releases its whole cache and
-    starts again, which stalls the GPU, or until memory runs out although enough is free.
+    time (peak allocated). The rest is split into pieces too small for the next request. With shapes
+    that change from step to step this grows. In the end the allocator releases its whole cache and
+    starts again, which stalls the GPU. Or memory runs out although enough is free.
 
-    Compared are reserved memory at the end of the steps and the highest allocated memory so far: a
-    past peak explains a full cache, and is no fragmentation. Reported where the difference is at
-    least a tenth of the GPU's memory and reserved memory is 1.3 times the peak, or where the
-    allocator had to retry after the warm-up with a fifth of its memory unused.
+    The rule compares reserved memory at the end of the steps with the highest allocated memory so
+    far. A past peak explains a full cache, and is no fragmentation. It reports a difference of at
+    least a tenth of the GPU's memory where reserved memory is 1.3 times the peak. It also reports
+    an allocator that had to retry after the warm-up with a fifth of its memory unused.
 
     With a memory snapshot that has a history, the history is replayed in a model of the allocator,
-    with expandable segments and without. Reported where a request failed although its pool and
-    stream had as much free, but in no single piece, and expandable segments would have met it; or
-    where they would have reserved 5% and 1 GiB less at the peak. Memory that is free after the
-    step is cache, and no fragmentation. Without a history the two look the same.
+    with expandable segments and without. The rule reports a request that failed although its pool
+    and stream had as much free, but in no single piece. The request must be one that expandable
+    segments would have met. It also reports where they would have reserved 5% and 1 GiB less at the
+    peak. Memory that is free after the step is cache, and no fragmentation. Without a history the
+    two look the same.
     """
 
     id = "memory-fragmentation"

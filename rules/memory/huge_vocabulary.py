@@ -42,22 +42,23 @@ def _recorded_peak(a: Analysis) -> int | None:
 
 class HugeVocabulary(Rule):
     """A language model's cross entropy makes a log-softmax as large as the logits (tokens x
-    vocabulary), keeps it for the backward pass, and makes a gradient of the same size there. With
-    vocabularies of 32,000 and more these can be the largest tensors of the whole step, and decide
-    the largest batch. In chunks, or fused with the last linear layer, none of them has to exist in
-    full.
+    vocabulary). It keeps this tensor for the backward pass, and makes a gradient of the same size
+    there. With vocabularies of 32,000 and more these can be the largest tensors of the whole step,
+    and decide the largest batch. In chunks, or fused with the last linear layer, none of them has
+    to exist in full.
 
     Looked at is ``aten::_log_softmax`` over the last dimension in training (its backward is in the
     trace). It counts when one call's tensor takes a tenth of the peak memory, of the trace or of
-    the recorded run, or of the GPU's memory where no peak is recorded. The memory named is the
-    log-softmax and one gradient; the logits themselves, and an upcast to fp32 before, come on top.
+    the recorded run. Where no peak is recorded, it is a tenth of the GPU's memory. The memory named
+    is the log-softmax and one gradient; the logits themselves, and an upcast to fp32 before, come
+    on top.
 
     Needs shapes. A loss that is computed in chunks already has small calls and is not reported.
 
-    A memory snapshot shows the same without shapes, alone or with a trace: what the loss allocated
-    and held at the peak, or when memory ran out, and the blocks of the same size or half of it. It
-    does not show the vocabulary, so it may be a loss over the classes of pixels as well; chunks
-    help there too.
+    A memory snapshot shows the same without shapes, alone or with a trace. It has what the loss
+    allocated and held at the peak, or when memory ran out. It has the blocks of the same size, or
+    half of it. It does not show the vocabulary, so it may be a loss over the classes of pixels as
+    well; chunks help there too.
     """
 
     id = "huge-vocabulary"
@@ -65,7 +66,8 @@ class HugeVocabulary(Rule):
     auxiliary_inputs = (SNAPSHOT,)
     silent_in = SILENT_TRACES
     validation_note = (
-        "operators, shapes, arguments as PyTorch 2.13 records them; has not fired on a real trace"
+        "operators, shapes, arguments as PyTorch 2.13 records them. It has not fired on a real "
+        "trace"
     )
     references = ("https://github.com/linkedin/Liger-Kernel", "https://arxiv.org/abs/2411.09009")
 

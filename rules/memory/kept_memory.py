@@ -29,7 +29,7 @@ from advisor.testing import Examples, TraceBuilder
 
 class KeptReferences(Rule):
     """At the peak, memory still holds what the forward pass of an earlier step made. A variable of
-    the loop (the output, the loss with its graph) refers to it, and it is freed only when the next
+    the loop (the output, the loss with its graph) refers to it. So it is freed only when the next
     step's takes its place. For a while both are in memory, and the peak is that much higher.
 
     Read from a memory snapshot with history: blocks that a module's call or a function of
@@ -125,13 +125,13 @@ class MemoryLeak(Rule):
     sequences and caches that fill up do not count. Growth has to go on: at least six of seven parts
     rise, and the second half grows at half the first's rate or more. On the GPU, growth is reported
     from 100 MB on and from fifty steps on. Resident memory is reported from 200 MB and 2% of what
-    the machine has, because shared pages in DataLoader workers and file caches of libraries also
-    grow for a while.
+    the machine has. The reason is that shared pages in DataLoader workers and file caches of
+    libraries also grow for a while.
 
-    With a memory snapshot: lines that leave something behind in four of five steps, held to the end
-    of the history; six full steps or more, without the first and the last two. Where memory ran
-    out, 5% of the memory in tensors is enough. Of three snapshots or more over a run, lines that
-    hold more in each.
+    In a memory snapshot the rule looks for lines that leave something behind in four of five steps,
+    held to the end of the history. It needs six full steps or more, without the first and the last
+    two. Where memory ran out, 5% of the memory in tensors is enough. In three snapshots or more
+    over a run it looks for lines that hold more in each.
     """
 
     id = "memory-leak"
@@ -146,7 +146,7 @@ class MemoryLeak(Rule):
         "recorded/threads.cured",
     )
     validation_note = (
-        "a CPU recording whose loop keeps 6 MB per step, for resident memory; silent without that. "
+        "a CPU recording whose loop keeps 6 MB per step, for resident memory. Silent without that. "
         "GPU memory: synthetic"
     )
     references = (

@@ -42,7 +42,7 @@ class MemoryNearCapacity(Rule):
     and other processes comes on top and is not in the trace.
 
     A server of language models (vLLM, SGLang, TensorRT-LLM) fills a set part of the memory with its
-    key-value cache when it starts, and nothing grows from then on: the rule is silent there.
+    key-value cache when it starts. Nothing grows from then on, so the rule is silent there.
 
     The history of a memory snapshot, alone or with a trace, counts too, and the lines that held
     most at the peak are named. A snapshot does not show how much memory the GPU has: the trace or

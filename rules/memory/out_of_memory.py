@@ -37,8 +37,8 @@ MAX_SAVINGS = 3
 
 class OutOfMemory(Rule):
     """The run ran out of GPU memory. The recorder saves the allocator's state before it passes the
-    exception on: the memory held, the part of it in tensors, and a snapshot of where each block was
-    allocated.
+    exception on. It saves the memory held, the part of it in tensors, and a snapshot of where each
+    block was allocated.
 
     Where much of the held memory was not in tensors, fragments are the likelier cause. Where the
     step had a larger batch than those before it, that batch is. Else the model needs more memory
@@ -47,9 +47,9 @@ class OutOfMemory(Rule):
     With the exception's text alone (a log), the finding shows who held the memory as far as the
     text says. Allocator settings are advised only where a history shows that they help.
 
-    With a snapshot whose history holds the failure, the finding shows what was held by category and
-    line, why the request could not be placed, and what checkpointing, smaller logits, another
-    optimizer or half the batch would have freed.
+    With a snapshot whose history holds the failure, the finding shows what was held, by category
+    and line. It says why the request could not be placed, and what checkpointing, smaller logits,
+    another optimizer or half the batch would have freed.
     """
 
     id = "out-of-memory"

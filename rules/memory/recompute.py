@@ -21,18 +21,18 @@ BACKWARD = r"^autograd::engine::evaluate_function|Backward"
 
 class RecomputeWithFreeMemory(Rule):
     """Activation checkpointing drops activations in the forward pass and recomputes them in the
-    backward pass: about one more forward pass per step, in exchange for memory. Where a third of
-    the memory stays free, part of that exchange gains nothing.
+    backward pass. That is about one more forward pass per step, in exchange for memory. Where a
+    third of the memory stays free, part of that exchange gains nothing.
 
-    Recomputed kernels are recognized by what launched them: a Python frame ``recompute_fn`` of
-    ``torch/utils/checkpoint.py`` (``use_reentrant=False``, with stacks), forward operators inside a
-    node of PyTorch's own derivatives, which asked for a saved tensor (the same, without stacks), or
-    the op ``CheckpointFunctionBackward`` outside the autograd nodes inside it
-    (``use_reentrant=True``). The gain is that of a replay without these kernels, and without the
+    The rule recognizes recomputed kernels by what launched them. With ``use_reentrant=False`` and
+    stacks that is a Python frame ``recompute_fn`` of ``torch/utils/checkpoint.py``. Without stacks
+    it is forward operators inside a node of PyTorch's own derivatives, which asked for a saved
+    tensor. With ``use_reentrant=True`` it is the op ``CheckpointFunctionBackward`` outside the
+    autograd nodes inside it. The gain is that of a replay without these kernels, and without the
     host time that they are launched in. The hooks that pack and unpack each saved tensor in Python
-    are not recorded; the high end has all idle time of Python in it.
-    The rule shows how much memory is free, not how much the activations need: turn checkpointing
-    off for some blocks, look at the peak, and go on.
+    are not recorded; the high end has all idle time of Python in it. The rule shows how much memory
+    is free, not how much the activations need. Turn checkpointing off for some blocks, look at the
+    peak, and go on.
     """
 
     id = "recompute-with-free-memory"
@@ -40,7 +40,7 @@ class RecomputeWithFreeMemory(Rule):
     found_in = ("traces/h100/checkpointed",)
     silent_in = public_traces("b200_eager h100_bert_small_inference pairs/particle_batch128")
     validation_note = (
-        "frames and operator as PyTorch 2.13 records them; fires without stacks on an H100, whose "
+        "frames and operator as PyTorch 2.13 records them. Fires without stacks on an H100, whose "
         "step without checkpointing took 78 ms instead of 134"
     )
     references = (

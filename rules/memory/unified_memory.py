@@ -31,7 +31,7 @@ _PREFETCH_CODE = (
 
 
 class UnifiedMemory(Rule):
-    """Kernels wait while pages of unified (managed) memory move on demand: a kernel touches a page
+    """Kernels wait while pages of unified (managed) memory move on demand. A kernel touches a page
     that is elsewhere, the GPU raises a fault, and the driver moves the page in small pieces.
 
     Counted is the time in which a migration that nobody asked for runs beside a kernel. Migrations
@@ -52,7 +52,7 @@ class UnifiedMemory(Rule):
         "https://docs.nvidia.com/nsight-systems/UserGuide/index.html",
     )
     validation_note = (
-        "tables made by NVIDIA's published schema of Nsight Systems; no real file with migrations "
+        "tables made by NVIDIA's published schema of Nsight Systems. No real file with migrations "
         "was at hand"
     )
 

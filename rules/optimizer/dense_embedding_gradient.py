@@ -46,8 +46,8 @@ class DenseEmbeddingGradient(Rule):
     weights): its gradient is dense anyway.
 
     The gain is the time of the backward operator, and of operators of the optimizer and of gradient
-    accumulation whose input has the table's shape, less the share of rows in use. Several lookups
-    in one table make a gradient each, and their sum counts too.
+    accumulation whose input has the table's shape. The share of rows in use is taken off. Several
+    lookups in one table make a gradient each, and their sum counts too.
     """
 
     id = "dense-embedding-gradient"

@@ -46,8 +46,8 @@ class SingleTensorOptimizer(Rule):
     knobs = ("fused-optimizer",)
     silent_in = SILENT_TRACES
     validation_note = (
-        "frames as PyTorch 2.13 records them; silent on Apex and foreach optimizers (A100, V100); "
-        "has never fired on a real trace"
+        "frames as PyTorch 2.13 records them. Silent on Apex and foreach optimizers (A100, V100). "
+        "It has never fired on a real trace"
     )
     references = (
         "https://pytorch.org/docs/stable/optim.html#algorithms",

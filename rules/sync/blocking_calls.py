@@ -91,11 +91,11 @@ class ExplicitSynchronize(BlockingRule):
     """``torch.cuda.synchronize()``, or a wait for a stream or an event, runs inside the step. The
     host cannot prepare the next work while it waits, so the GPU idles afterwards.
 
-    Counted are synchronizing calls outside any operator, by the GPU idle time after them: from the
-    end of the awaited work to the next work that the thread launches, at most as long as the call
-    blocked the host. A call that finds its work done costs nothing. A call that another stream's
-    work hides costs only what is idle. The synchronization that the profiler itself issues at the
-    end of its window is not counted.
+    The rule counts synchronizing calls outside any operator, by the GPU idle time after them. That
+    lasts from the end of the awaited work to the next work that the thread launches. It counts at
+    most as long as the call blocked the host. A call that finds its work done costs nothing. A call
+    that another stream's work hides costs only what is idle. The synchronization that the profiler
+    itself issues at the end of its window is not counted.
 
     Often the call is there for timing. CUDA events measure GPU time without blocking the host.
     """

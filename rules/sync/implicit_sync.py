@@ -71,16 +71,16 @@ class ImplicitSync(Rule):
     ``if tensor:``). The host waits until the GPU has finished, and the GPU then idles until the
     host launches new work.
 
-    A call counts only when it really waited: it contains a copy from the GPU or a synchronization
+    A call counts only when it really waited. It contains a copy from the GPU or a synchronization
     that ended after the call began, on the thread that goes on to launch work. Names alone prove
     nothing: ``aten::item`` on a CPU tensor never waits (a public trace has 945 of them and not one
     sync).
 
-    The cost is never the wait itself, during which the GPU works, but the GPU idle time after it:
-    from the end of the awaited work to the next work that the thread launches. Without the call the
-    host would be ahead by the time it waited, so the smaller of the two counts. Not counted are the
-    synchronization that ends the profiler's window, and data-dependent shapes and explicit
-    ``synchronize()``, which have their own rules.
+    The cost is never the wait itself, during which the GPU works, but the GPU idle time after it.
+    That lasts from the end of the awaited work to the next work that the thread launches. Without
+    the call the host would be ahead by the time it waited, so the smaller of the two counts. Not
+    counted are the synchronization that ends the profiler's window, and data-dependent shapes and
+    explicit ``synchronize()``, which have their own rules.
 
     A wait without idle time after it can still matter: the host loses its lead, and the GPU idles
     later for launches. Where the host waits for a notable part of the step, a note says so, with
@@ -89,10 +89,10 @@ class ImplicitSync(Rule):
     show whether the host needs the values.
 
     Where the host is late already, a read finds its value at once. It still costs the time of the
-    call, and what belongs to it: a loop that reads one value after the other (a norm and ``item()``
-    for every parameter), and work on data that was read (a metric in NumPy), during which nothing
-    is launched. Idle time in these counts too. Without Python stacks, what the host does after a
-    read of data is not recorded; the low end of the range leaves it out.
+    call, and what belongs to it. That is a loop that reads one value after the other (a norm and
+    ``item()`` for every parameter). It is also work on data that was read (a metric in NumPy),
+    during which nothing is launched. Idle time in these counts too. Without Python stacks, what the
+    host does after a read of data is not recorded; the low end of the range leaves it out.
 
     The same wait inside the optimizer (a scaler that reads ``found_inf``, gradient clipping that
     compares the norm) is named in the evidence.
@@ -109,10 +109,10 @@ class ImplicitSync(Rule):
         "mi300_timesformer_inference"
     )
     validation_note = (
-        "A100 and V100 training copy 60 times to the host in 6 steps; that blocks the host for 75 "
-        "and 312 ms, but leaves the GPU idle for 0.7 and 0.6% of the time only, so both get a "
-        "note; so does one read of 0.9 ms in DLRM; silent on video inference on an MI300X, which "
-        "waits 94 ms for its result and launches nothing after it"
+        "A100 and V100 training copy 60 times to the host in 6 steps. That blocks the host for 75 "
+        "and 312 ms, but leaves the GPU idle for 0.7 and 0.6% of the time only. So both get a "
+        "note, and so does one read of 0.9 ms in DLRM. Silent on video inference on an MI300X, "
+        "which waits 94 ms for its result and launches nothing after it"
     )
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
@@ -146,8 +146,8 @@ class ImplicitSync(Rule):
         },
         "in a loop": {
             "fix": "Read all values at once: stack them on the GPU and call .tolist() a single "
-            "time, every N steps. torch._foreach_norm computes the norms of a whole list of "
-            "tensors. " + _KEEP_ON_GPU.format(what="losses and metrics"),
+            "time, every N steps. The function torch._foreach_norm computes the norms of a whole "
+            "list of tensors. " + _KEEP_ON_GPU.format(what="losses and metrics"),
             "code": "if step % 100 == 0:\n"
             "    norms = torch._foreach_norm([p.grad for p in model.parameters()])\n"
             "    values = torch.stack(norms).tolist()   # one read for all",
@@ -376,14 +376,15 @@ class HostReads(Rule):
     indexing with a mask) that the host never gets ahead. It waits for the GPU, then the GPU waits
     for the next launches, and so on: both idle in turns.
 
-    No single read costs much, because the idle time after each is short, and removing some of them
-    gains next to nothing while another follows soon after. So they are judged together: the host
-    waits for a notable part of the step, the GPU idles for a notable part, and too few launches lie
-    between two reads to fill a queue. CUDA graphs do not help: a capture allows no such wait.
+    No single read costs much, because the idle time after each is short. Removing some of them
+    gains next to nothing while another follows soon after. So the rule judges them together. The
+    host waits for a notable part of the step, and the GPU idles for a notable part. Too few
+    launches lie between two reads to fill a queue. CUDA graphs do not help: a capture allows no
+    such wait.
 
     So many reads mean that items are handled one by one, each with launches of its own. Where the
     GPU idles for launches too (as in launch-bound), working on whole batches saves most of these
-    along with the reads: of 19,746 launches, the authors of such a program needed 5,768 after it.
+    along with the reads. Of 19,746 launches, the authors of such a program needed 5,768 after it.
     The low end of the range is that of the reads alone. Without Python stacks the loop's own code
     between two reads is not recorded: the idle time it leaves counts as launches do.
 
@@ -397,10 +398,10 @@ class HostReads(Rule):
     )
     silent_in = SILENT_TRACES
     validation_note = (
-        "fires on sam_1_fp32_many_syncs (7,023 reads among 26,796 launches), whose authors went "
-        "from 2,565 to 1,400 ms by encoding masks together instead of one by one, and on what they "
-        "left (275 reads, 9%; 201 and 27% once compiled in bf16); silent on "
-        "A100 and V100 training with 8 to 10 reads per step"
+        "fires on sam_1_fp32_many_syncs (7,023 reads among 26,796 launches). Its authors went from "
+        "2,565 to 1,400 ms by encoding masks together instead of one by one. Fires on what they "
+        "left (275 reads, 9%; 201 and 27% once compiled in bf16). Silent on A100 and V100 training "
+        "with 8 to 10 reads per step"
     )
     references = (
         "https://pytorch.org/blog/accelerating-generative-ai/",

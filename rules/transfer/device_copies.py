@@ -37,13 +37,13 @@ _COMPILED = r"^CompiledFunction|^(?:## )?Call CompiledFxGraph|^Torch-Compiled Re
 
 class DeviceCopies(Rule):
     """Tensors are copied from GPU memory to GPU memory (``clone``, ``copy_``, ``contiguous``,
-    ``cat``) for a notable part of the step: each byte is read and written, and nothing computed.
+    ``cat``) for a notable part of the step. Each byte is read and written, and nothing computed.
 
     Counted are copies by the copy engine or driver (``Memcpy DtoD``) that run under neither compute
     nor communication; other rules look at copies by kernels. Two causes are distinguished. Compiled
     functions that replay CUDA graphs copy their inputs and outputs into and out of fixed buffers,
-    unless the addresses are known to stay (nearly all copies of a public V100 trace are of this
-    kind). The rest is the program's own.
+    unless the addresses are known to stay. Nearly all copies of a public V100 trace are of this
+    kind. The rest is the program's own.
     """
 
     id = "device-copies"
@@ -68,8 +68,8 @@ class DeviceCopies(Rule):
     assumptions = ("correctness does not need the copies (aliasing, in-place updates)",)
 
     fix = (
-        "Leave tensors in place: write results into views of one buffer instead of concatenating, "
-        "drop clones that nobody changes, use the layout that the next operator wants from the "
+        "Leave tensors in place. Write results into views of one buffer instead of concatenating, "
+        "and drop clones that nobody changes. Use the layout that the next operator wants from the "
         "start, and update in place."
     )
     code = (
@@ -190,8 +190,8 @@ class CopiesNotOverlapped(Rule):
     A prefetch copies with ``non_blocking=True``, so the GPU idle time after calls that wait for
     such copies goes too.
 
-    Where most of the copy time is hidden already, the rule is silent: a prefetch on its own stream
-    works, and the rest shows where compute is missing.
+    Where most of the copy time is hidden already, the rule is silent. A prefetch on its own stream
+    works there, and the rest shows where compute is missing.
     """
 
     id = "copies-not-overlapped"

@@ -36,12 +36,12 @@ _FLOATS = ("half", "bfloat16", "float", "double")
 
 class DtypeInflation(Rule):
     """The host converts 8-bit data (images, masks) to floating point before it copies the data to
-    the GPU, so two or four times the bytes cross the bus. Sent as bytes and converted on the GPU,
+    the GPU. So two or four times the bytes cross the bus. Sent as bytes and converted on the GPU,
     the copy takes a quarter of the time, and the host is spared the conversion.
 
     A conversion is an ``aten::copy_`` from ``unsigned char`` into a float type, or an ``aten::div``
     of such a tensor, that launches nothing on the GPU. It counts when a copy to the GPU in the same
-    step has exactly the bytes of its result, in half of the steps or more.
+    step has exactly the bytes of its result. That must be so in half of the steps or more.
     ``x.to(device, dtype=torch.float32)`` counts too: PyTorch converts on the host and then copies.
     Conversions in the loader's worker processes (``ToTensor``) are not in the trace.
 
@@ -52,8 +52,8 @@ class DtypeInflation(Rule):
     title = "8-bit data crosses the bus as floats"
     silent_in = SILENT_TRACES
     validation_note = (
-        "operators and types as PyTorch 2.13 records a conversion on the CPU; silent on two_ranks "
-        "and b200_eager, which hold 8-bit tensors on the GPU; has not fired on a real trace"
+        "operators and types as PyTorch 2.13 records a conversion on the CPU. Silent on two_ranks "
+        "and b200_eager, which hold 8-bit tensors on the GPU. It has not fired on a real trace"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
@@ -255,16 +255,16 @@ class PingPong(Rule):
     wait for all work before it.
 
     Counted are pairs: a copy to the host and the next copy back of exactly the same size. One and
-    the same run of one function of the user's code must call both directly, and begin and end
+    the same run of one function of the user's code must call both directly. It must begin and end
     inside the step, in at least three steps. So equal sizes by coincidence do not count, such as a
     result that the training loop reads and the next batch that it sends. Nor does deliberate
     offloading: copies inside the optimizer, under frames of a library, or under a name that says
-    so; nor what the backward pass brings back, which runs on another thread.
+    so. Nor does what the backward pass brings back, which runs on another thread.
 
-    Without stacks, pairs count where the copy back is the next launch after the copy to the host,
-    and operators on the CPU take half of the time between them. The gain then has their time in it,
-    too: on the GPU they take little. Where nothing between the copies is recorded (NumPy), stacks
-    are needed, and the gain leaves that work out.
+    Without stacks, pairs count where the copy back is the next launch after the copy to the host.
+    Operators on the CPU must take half of the time between them. The gain then has their time in
+    it, too: on the GPU they take little. Where nothing between the copies is recorded (NumPy),
+    stacks are needed, and the gain leaves that work out.
     """
 
     id = "ping-pong"
@@ -272,8 +272,8 @@ class PingPong(Rule):
     found_in = ("traces/h100/ping_pong",)
     silent_in = SILENT_TRACES
     validation_note = (
-        "fires on an H100 whose activations are clamped on the CPU: 59 ms per step, 3 on the GPU; "
-        "silent on A100 and V100 training"
+        "fires on an H100 whose activations are clamped on the CPU: 59 ms per step, 3 on the GPU. "
+        "Silent on A100 and V100 training"
     )
     references = (
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization",

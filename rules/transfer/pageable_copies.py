@@ -61,8 +61,8 @@ class PageableCopies(Rule):
     silent_in = SILENT_TRACES
     validation_note = (
         "training with a loader, with workers and without: 2 copies per step of 18.4 MiB that the "
-        "file itself calls pageable; on the A100 and V100 all copies to the GPU are pinned, 60 "
-        "pageable ones go back; b200_eager has 2 copies of 8 bytes"
+        "file itself calls pageable. On the A100 and V100 all copies to the GPU are pinned, and 60 "
+        "pageable ones go back. The trace b200_eager has 2 copies of 8 bytes"
     )
     references = (
         "https://pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
@@ -103,7 +103,7 @@ class PageableCopies(Rule):
     falsified_by = "copies that are pinned and take as long"
     assumptions = (
         "at best compute hides what fits under it, at worst the copy gets {worst_speedup:g} times "
-        "as fast; where the link is recorded, pinned copies reach {link_share:.0%} of its peak "
+        "as fast. Where the link is recorded, pinned copies reach {link_share:.0%} of its peak "
         "({worst_link_share:.0%} at worst)",
         "the host has memory to pin",
     )

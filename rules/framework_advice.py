@@ -52,8 +52,8 @@ NO_READS = (
     "value of the previous step, which has arrived."
 )
 JIT_STEP = (
-    "Compile the whole step, not parts of it, so that XLA fuses it and launches it in one call; "
-    "take several steps in one call where the data allows; let XLA put launches into CUDA graphs "
+    "Compile the whole step, not parts of it, so that XLA fuses it and launches it in one call. "
+    "Take several steps in one call where the data allows. Let XLA put launches into CUDA graphs "
     "(--xla_gpu_enable_command_buffer)."
 )
 OVERLAP_FLAGS = (

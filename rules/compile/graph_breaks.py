@@ -75,7 +75,7 @@ class GraphBreaks(Rule):
     cost extra and are not in it.
 
     A log of torch.compile beside the trace (``TORCH_TRACE``) has the line and the reason of each
-    break; the number of the compiled function that follows connects it with the trace. A log alone
+    break. The number of the compiled function that follows connects it with the trace. A log alone
     names the breaks, and their cost stays unknown.
     """
 
@@ -370,9 +370,9 @@ class Recompilation(Rule):
     terms: Mapping[str, str] = {"again": "torch.compile recompiles"}
     framework_advice = {
         TENSORFLOW: FrameworkAdvice(
-            "Keep the kinds of a tf.function's arguments: tensors in place of Python numbers (each "
-            "new number is a new graph), None in the signature for a dimension that varies. "
-            "Create functions once, outside of the loop.",
+            "Keep the kinds of a tf.function's arguments. Pass tensors in place of Python numbers, "
+            "because each new number is a new graph. Put None in the signature for a dimension "
+            "that varies. Create functions once, outside of the loop.",
             "@tf.function(reduce_retracing=True)\n"
             "def train_step(x, rate): ...\n\n"
             "train_step(x, tf.constant(rate))   # not train_step(x, rate)",
@@ -382,8 +382,8 @@ class Recompilation(Rule):
             terms=_AGAIN,
         ),
         JAX: FrameworkAdvice(
-            "Keep the shapes and types of a compiled function's arguments: pad batches to a few "
-            "lengths, leave out the last short one, pass what changes as an array and not as a "
+            "Keep the shapes and types of a compiled function's arguments. Pad batches to a few "
+            "lengths, and leave out the last short one. Pass what changes as an array, not as a "
             "static argument. Create compiled functions once, outside of the loop: a lambda that "
             "is new in each step is compiled in each.",
             'jax.config.update("jax_log_compiles", True)          # names each\n'
@@ -592,9 +592,9 @@ def _guards(causes: list[CompileCause]) -> Iterator[Evidence]:
 
 
 class CudaGraphsSkipped(Rule):
-    """torch.compile was to use CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``), and
-    says in its log (``TORCH_TRACE``) why it did not for some graphs: inputs are changed in place,
-    some tensors are on the CPU, shapes are dynamic, an operator cannot be captured. The kernels of
+    """torch.compile was to use CUDA graphs (``mode="reduce-overhead"``, ``"max-autotune"``) and did
+    not for some graphs. Its log (``TORCH_TRACE``) says why. Inputs are changed in place, some
+    tensors are on the CPU, shapes are dynamic, or an operator cannot be captured. The kernels of
     these graphs are launched one by one.
 
     The figure is the device's idle time while kernels are launched, beside a trace; a log alone has

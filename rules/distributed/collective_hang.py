@@ -17,13 +17,13 @@ class CollectiveHang(Rule):
     operation, size, dtype or in another order. The job hangs until its timeout ends it.
 
     PyTorch's flight recorder keeps the last calls of each rank and writes them when a collective
-    times out. Calls of one process group and number belong together: the first one that differs, or
+    times out. Calls of one process group and number belong together. The first one that differs, or
     that has not ended and is missing on a rank, is the cause. A rank that itself waits in another
     group is a consequence, and listed after it. A rank without a dump has probably died.
 
     Sizes are compared by the number of elements, and not where they may differ between ranks
-    (all-to-all). Where all ranks have called it and it has not ended, the network or a GPU is
-    slow or stuck, or the job was still running.
+    (all-to-all). Where all ranks have called it and it has not ended, the network or a GPU is slow
+    or stuck. Or the job was still running.
     """
 
     id = "collective-hang"
@@ -37,8 +37,8 @@ class CollectiveHang(Rule):
         "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.monitored_barrier",
     )
     fix = (
-        "Make every rank reach this call: no branch, early exit or exception on some ranks only, "
-        "the same number of batches on each (drop_last, or the Join context)."
+        "Make every rank reach this call, without a branch, early exit or exception on some ranks "
+        "only. Give each rank the same number of batches (drop_last, or the Join context)."
     )
     code = (
         "from torch.distributed.algorithms.join import Join\n"

@@ -28,9 +28,9 @@ class DataParallel(Rule):
 
     PyTorch marks it with the range ``DataParallel.forward``. On one device it passes the call
     through and costs nothing, so the trace must have work on two or more devices. The figure counts
-    device work and host time of the functions that broadcast, scatter and gather, as far as the
-    analysed device has nothing else to do. The shared interpreter also slows every launch, which is
-    not in it. PyTorch's own documentation recommends DistributedDataParallel instead, and
+    device work and host time of the functions that broadcast, scatter and gather. They count as far
+    as the analysed device has nothing else to do. The shared interpreter also slows every launch,
+    which is not in it. PyTorch's own documentation recommends DistributedDataParallel instead, and
     TensorBoard's profiler plugin reports any use.
     """
 

@@ -55,8 +55,8 @@ class ExposedCommunication(Rule):
 
     fix = (
         "Overlap collectives with compute: let DDP reduce its buckets (25 to 100 MB) during the "
-        "backward pass, prefetch FSDP all-gathers, start all-to-alls before independent compute "
-        "and wait as late as possible. Then send fewer bytes."
+        "backward pass, and prefetch FSDP all-gathers. Start all-to-alls before independent "
+        "compute, and wait as late as possible. Then send fewer bytes."
     )
     code = (
         "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
@@ -69,8 +69,8 @@ class ExposedCommunication(Rule):
     )
     verify = "Profile again: exposed communication falls, and the hidden share rises."
     falsified_by = (
-        "traces of all ranks in which other ranks arrive late at these collectives: the step then "
-        "waits for a straggler, not for the network"
+        "traces of all ranks in which others arrive late at these collectives: the step then waits "
+        "for a straggler, not the network"
     )
     assumptions = ("independent compute is left to hide the communication under",)
     confidence = 0.85
@@ -86,11 +86,11 @@ class ExposedCommunication(Rule):
             "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
         },
         "all_to_all": {
-            "fix": "Start each all-to-all before compute that does not need it (the dense layers, "
-            "the next part of the batch, the next batch's inputs), and wait late. Balance what "
-            "ranks send, because the fullest one decides: shard tables or experts by load, bound "
-            "an expert's capacity. Then send fewer bytes: BF16 or FP8 on the wire, pooling before "
-            "sending, hot rows kept on each rank.",
+            "fix": "Start each all-to-all before compute that does not need it, and wait late. "
+            "Such compute is the dense layers, the next part of the batch, or the next batch's "
+            "inputs. Balance what ranks send, because the fullest one decides: shard tables or "
+            "experts by load, bound an expert's capacity. Then send fewer bytes: BF16 or FP8 on "
+            "the wire, pooling before sending, hot rows kept on each rank.",
             "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
             "work.wait()\n"
@@ -133,7 +133,7 @@ class ExposedCommunication(Rule):
         },
         "tensor": {
             "fix": "Merge the tensor-parallel collectives with the products beside them (async "
-            "tensor parallelism), so that pieces are sent while others are computed; shard "
+            "tensor parallelism), so that pieces are sent while others are computed. Shard "
             "activations along the sequence between them. Keep the group within NVLink, or use "
             "fewer tensor-parallel ranks.",
             "code": "# with SequenceParallel() in the plan of parallelize_module\n"

@@ -12,8 +12,8 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class LowBusBandwidth(Rule):
-    """Large collectives inside of a node are far slower than the link between its GPUs: the path
-    is not NVLink, has few channels, or another process uses it.
+    """Large collectives inside of a node are far slower than the link between its GPUs. The path is
+    not NVLink, has few channels, or another process uses it.
 
     Bus bandwidth is that of nccl-tests: bytes, times 2 (n - 1) / n for an all-reduce, over the
     kernel's time. That contains waits for late ranks. These differ from call to call, so a slow
@@ -39,7 +39,7 @@ class LowBusBandwidth(Rule):
 
     fix = (
         "Find the path: run with NCCL_DEBUG=INFO and analyze the log beside this trace. Then "
-        "measure the link alone with all_reduce_perf of nccl-tests: where it is fast there, ranks "
+        "measure the link alone with all_reduce_perf of nccl-tests. Where it is fast there, ranks "
         "arrive at different times, or compute takes the multiprocessors that NCCL needs."
     )
     code = (

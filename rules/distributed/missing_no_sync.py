@@ -60,11 +60,12 @@ class MissingNoSync(Rule):
     found_in = ("recorded/gloo_accumulation.slow",)
     silent_in = (*SILENT_TRACES, "recorded/gloo_accumulation.cured")
     validation_note = (
-        "CPU recordings of two ranks that accumulate four passes, without no_sync and with it; "
-        "silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass a "
-        "step); in the A100 training with every second optimizer range renamed it finds the 3 of 6 "
-        "messages that are then needless, with the bytes that the file's shapes give; PyTorch 2.13 "
-        "names hooks, passes and optimizer so, with and without no_sync (recorded on the CPU)"
+        "CPU recordings of two ranks that accumulate four passes, without no_sync and with it. "
+        "Silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass per "
+        "step). In the A100 training with every second optimizer range renamed it finds the 3 of 6 "
+        "messages that are then needless. Their bytes are those that the file's shapes give. "
+        "PyTorch 2.13 names hooks, passes and optimizer so, with and without no_sync (recorded on "
+        "the CPU)"
     )
     knobs = ("ddp-no-sync",)
     references = (

@@ -352,7 +352,7 @@ class NcclGpuDirect(NetworkRule):
 
 class NcclNodePath(NetworkRule):
     """GPUs of a node exchange data through host memory (``via SHM``) though NVLink or peer access
-    connects them, or the board's NVLink is missing from the topology.
+    connects them. Or the board's NVLink is missing from the topology.
 
     Shared memory is NCCL's choice where GPUs belong to different sockets, and no fault there. It is
     one where the driver reports that peer access is off (ACS, IOMMU, a virtual machine), or where
@@ -363,8 +363,8 @@ class NcclNodePath(NetworkRule):
     id = "nccl-node-path"
     title = "GPUs of a node exchange data through host memory"
     fix = (
-        "Enable peer access: switch ACS off on PCIe switches (or use ATS in virtual machines), set "
-        "iommu=pt, give one container all GPUs, and let processes share memory (--ipc=host)."
+        "Enable peer access. Switch ACS off on PCIe switches (or use ATS in virtual machines), and "
+        "set iommu=pt. Give one container all GPUs, and let processes share memory (--ipc=host)."
     )
     code = (
         "nvidia-smi topo -p2p r         # OK for each pair\n"

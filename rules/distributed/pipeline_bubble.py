@@ -19,15 +19,15 @@ WORST = 0.2
 
 
 class PipelineBubble(Rule):
-    """The stages of a pipeline wait while it fills and drains: for (p - 1) / (m + p - 1) of its
-    time, with p stages and m micro-batches. With several stages on each rank (interleaved schedule)
-    the same micro-batches have a smaller bubble: m v in place of m, with v stages.
+    """The stages of a pipeline wait while it fills and drains. With p stages and m micro-batches
+    that takes (p - 1) / (m + p - 1) of its time. With several stages on each rank (interleaved
+    schedule) the same micro-batches have a smaller bubble: m v in place of m, with v stages.
 
     Micro-batches are the sends of the most frequent size to one rank in a step. The wait is the
-    exposed time of sends and receives beyond the shortest of each size; only as much of it as the
+    exposed time of sends and receives beyond the shortest of each size. Only as much of it as the
     formula gives is the schedule's. What is beyond it is for unequal stages or late ranks: record
     all ranks. If all forward passes of a step are before its backward passes (GPipe), memory holds
-    the activations of all micro-batches; one forward, one backward (1F1B) holds those of p.
+    the activations of all micro-batches. One forward, one backward (1F1B) holds those of p.
     """
 
     id = "pipeline-bubble"
@@ -44,9 +44,9 @@ class PipelineBubble(Rule):
     stages = Threshold(2, "stages on each rank in the interleaved schedule", CHOSEN)
 
     fix = (
-        "Use an interleaved schedule with two stages on each rank, or cut the batch into more, "
-        "smaller micro-batches (four per stage and more, as long as kernels stay large). Both "
-        "halve the bubble, and send activations more often. {memory}"
+        "Use an interleaved schedule with two stages on each rank. Or cut the batch into more, "
+        "smaller micro-batches: four per stage and more, as long as kernels stay large. Both halve "
+        "the bubble, and send activations more often. {memory}"
     )
     code = (
         "from torch.distributed.pipelining import ScheduleInterleaved1F1B\n"

@@ -32,16 +32,16 @@ reach an idle device."""
 
 
 class PoorOverlap(Rule):
-    """Collectives cannot overlap with compute because of how they are issued: on the stream that
-    computes, or with the compute stream waiting for them before any other work is launched.
+    """Collectives cannot overlap with compute because of how they are issued. They run on the
+    stream that computes, or the compute stream waits for them before any other work is launched.
 
     Where it applies, this is the cause of exposed communication, so the two findings claim the same
     time. The rule looks at collectives with exposed time. *On the compute stream*: nothing launched
     later can start before they end (tensor parallelism with custom all-reduce kernels,
     `multimem_*`). *Waited for at once*: the first compute kernel launched after the collective was
-    ready in time and still started only when the collective had ended, as after a synchronous
-    collective or a ``work.wait()`` in the next line. (Calls of ``cudaStreamWaitEvent`` do not show
-    it: every collective is followed by some, and which stream they hold is not recorded.) When the
+    ready in time and still started only when the collective had ended. A synchronous collective or
+    a ``work.wait()`` in the next line does that. (Calls of ``cudaStreamWaitEvent`` do not show it:
+    every collective is followed by some, and which stream they hold is not recorded.) When the
     kernel was launched too late, the host is the bottleneck and not the wait. The last bucket of
     DistributedDataParallel is always waited for, so most of the exposed time must be of these two
     kinds.

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 
 class SlowDevice(Rule):
-    """One rank's device needs longer than its peers for the same kernels, so it is late at every
-    collective and the whole job runs at its speed. Usual causes are clocks held down by heat or
+    """One rank's device needs longer than its peers for the same kernels. So it is late at every
+    collective, and the whole job runs at its speed. Usual causes are clocks held down by heat or
     power, another process on the device, or a failing part.
 
-    The one search across ranks finds who has more work of its own than the others, or arrives
-    last at their collectives. Its device is slow when that work is compute, and the same kernels,
-    by name and launch size, take longer: all matrix work, or nearly all compute. One slow kernel
-    shows other inputs (sparse lookups, routed tokens, padding), not a slow device. At least five
-    kernels that ran 20 times or more have to be compared; with fewer the cause stays open.
+    The one search across ranks finds who has more work of its own than the others, or arrives last
+    at their collectives. Its device is slow when that work is compute and the same kernels, by name
+    and launch size, take longer. This must hold for all matrix work, or for nearly all compute. One
+    slow kernel shows other inputs (sparse lookups, routed tokens, padding), not a slow device. At
+    least five kernels that ran 20 times or more have to be compared; with fewer the cause stays
+    open.
 
     With two ranks a slow device and a fast one look the same; the slower one is named. The gain is
     what the job's step loses to it when all ranks are replayed together.
@@ -39,8 +40,8 @@ class SlowDevice(Rule):
     id = "slow-device"
     title = "One GPU is slower than the others"
     validation_note = (
-        "simulated jobs (docs/fleet-accuracy.md); silent on two_ranks; "
-        "never seen to fire on a real slow device"
+        "simulated jobs (docs/fleet-accuracy.md). Silent on two_ranks. Never seen to fire on a "
+        "real slow device"
     )
     sources = (Citation("five kernels, 20 times each", "advisor/measure/ranks/profile.py"),)
     across_ranks = True

@@ -43,14 +43,14 @@ class SmallCollectives(Rule):
     """Many small collectives follow each other, each so short that latency is most of it. In one
     bucket they would pay that latency once.
 
-    The rule looks for *runs*: three or more collectives of one kind and process group, each below
-    1 MiB, launched by one thread with hardly any compute launched in between. Small collectives
-    between the layers of a model (tensor parallelism) are no run: each result is needed before the
-    next can start, so they cannot be merged. The estimate of the merged
-    duration is one latency (the shortest collective) and what each takes beyond it. Where ranks
-    train on CPUs, the collectives are gloo's, and operators stand for launches. Threads that have
-    to be woken make the latency vary: it is the median of the smaller messages, and what the
-    largest take beyond it is their transfer.
+    The rule looks for *runs*: three or more collectives of one kind and process group, each below 1
+    MiB. One thread launches them, with hardly any compute launched in between. Small collectives
+    between the layers of a model (tensor parallelism) are no run. Each result is needed before the
+    next can start, so they cannot be merged. The estimate of the merged duration is one latency
+    (the shortest collective) and what each takes beyond it. Where ranks train on CPUs, the
+    collectives are gloo's, and operators stand for launches. Threads that have to be woken make the
+    latency vary. So it is the median of the smaller messages, and what the largest take beyond it
+    is their transfer.
     """
 
     id = "small-collectives"

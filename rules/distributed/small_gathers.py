@@ -51,10 +51,11 @@ class SmallGathers(Rule):
     collective pays the latency of a ring over all ranks. Small units pay it often, and the step
     waits for it. Larger units send the same bytes in fewer collectives.
 
-    A gather is small if less than half of its shortest time is transfer: its bytes at 0.8 of the
-    link's datasheet rate, or of ``--network`` across nodes. The rest counts as latency, up to what
-    NCCL's own model gives for as many ranks. The rule abstains where no rate is known, or which
-    ranks share a node. The gain is of units that are so large that latency is a fifth of a gather.
+    A gather is small if less than half of its shortest time is transfer. Transfer is its bytes at
+    0.8 of the link's datasheet rate, or of ``--network`` across nodes. The rest counts as latency,
+    up to what NCCL's own model gives for as many ranks. The rule abstains where no rate is known,
+    or which ranks share a node. The gain is of units that are so large that latency is a fifth of a
+    gather.
     """
 
     id = "small-gathers"
@@ -74,8 +75,8 @@ class SmallGathers(Rule):
 
     fix = (
         "Wrap larger units, about {units} times as large as these, so that a gather has some "
-        "{size}: whole transformer blocks, or several of them together, and not single layers. "
-        "The parameters of one more unit are then gathered at once."
+        "{size}. Wrap whole transformer blocks, or several of them together, and not single "
+        "layers. The parameters of one more unit are then gathered at once."
     )
     code = (
         "# FSDP2: one group for several blocks; wrap nothing inside of them\n"

@@ -55,19 +55,19 @@ _KINDS = {
 
 
 class StepCollectives(Rule):
-    """In each step the ranks wait for collectives that training can do without: all-reduces of
-    single numbers, barriers, Python objects, whole tensors gathered on one rank, and buffers that
-    DistributedDataParallel sends in each forward pass. Each costs its latency, and makes
-    the ranks wait for the slowest one once more.
+    """In each step the ranks wait for collectives that training can do without. Such are
+    all-reduces of single numbers, barriers, Python objects and whole tensors gathered on one rank.
+    So are the buffers that DistributedDataParallel sends in each forward pass. Each costs its
+    latency, and makes the ranks wait for the slowest one once more.
 
     The rule looks at gloo, where ranks train on CPUs: its collectives hold the process that calls
     them. With GPUs, reads of their results show it (implicit-sync). All-reduces of up to 1 KiB
-    outside the backward pass are *metrics*; between it and the optimizer, where programs reduce
-    gradients by hand, only those of up to 16 bytes. An all-gather or broadcast of
-    bytes carries pickled *objects*, with an all-gather of their lengths before it. *Whole tensors*
-    go to one rank with ``gather``. *Buffers* are broadcasts in the forward pass of
-    DistributedDataParallel: with ``broadcast_buffers=False`` each rank keeps its own, which is the
-    same for constants, and makes the running statistics of BatchNorm differ between ranks.
+    outside the backward pass are *metrics*. Between it and the optimizer, where programs reduce
+    gradients by hand, only those of up to 16 bytes are. An all-gather or broadcast of bytes carries
+    pickled *objects*, with an all-gather of their lengths before it. *Whole tensors* go to one rank
+    with ``gather``. *Buffers* are broadcasts in the forward pass of DistributedDataParallel. With
+    ``broadcast_buffers=False`` each rank keeps its own. That is the same for constants, and makes
+    the running statistics of BatchNorm differ between ranks.
 
     Counted is the time in which no operator runs on the rank. The gain is what the replay of all
     ranks saves without these collectives. Of one rank alone, half of the time at barriers counts:
@@ -88,7 +88,7 @@ class StepCollectives(Rule):
         "recorded/gloo_parameters.cured",
     )
     validation_note = (
-        "CPU recordings of two ranks: eight metrics reduced in each step; silent where that is "
+        "CPU recordings of two ranks: eight metrics reduced in each step. Silent where that is "
         "done every 20 steps, and on gradients reduced by DDP and by hand"
     )
 

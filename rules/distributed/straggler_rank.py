@@ -33,18 +33,19 @@ class StragglerRank(Rule):
     """One rank arrives last at most collectives, so the other ranks wait for it inside theirs: the
     whole job is as slow as that rank.
 
-    A rank *arrives* when the kernel of the collective starts on its device; where processes train
-    on CPUs, when a thread of gloo begins with it and has ended the one before. Clocks of different
-    hosts differ, so the traces are first put on one clock by the ends of collectives that all ranks
-    leave together; where they share none, or their ends do not agree, nothing is said. A rank is
-    last only when it is by more than twice the error of that alignment. What it costs is the mean
-    wait of the others that no compute of theirs hides. Somebody is always last: of two ranks that
-    take turns by chance, one may be at three collectives of four. So nothing is said unless a rank
-    is last more often than similar ranks would be in one window of a hundred.
+    A rank *arrives* when the kernel of the collective starts on its device. Where processes train
+    on CPUs, it arrives when a thread of gloo begins with it and has ended the one before. Clocks of
+    different hosts differ. So the rule first puts the traces on one clock, by the ends of
+    collectives that all ranks leave together. Where they share none, or their ends do not agree, it
+    says nothing. A rank is last only when it is by more than twice the error of that alignment.
+    What it costs is the mean wait of the others that no compute of theirs hides. Somebody is always
+    last: of two ranks that take turns by chance, one may be at three collectives of four. So
+    nothing is said unless a rank is last more often than similar ranks would be in one window of a
+    hundred.
 
     It counts who is late, not why: a slower device, a slower input pipeline, more data or longer
     sequences, garbage collection. When only some of a job's ranks are here, a rank that is not may
-    be later than all of them; the finding then says so.
+    be later than all of them. The finding then says so.
     """
 
     id = "straggler-rank"
@@ -58,9 +59,9 @@ class StragglerRank(Rule):
         "workloads/ddp_straggler",
     )
     validation_note = (
-        "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30%, "
-        "measured 27%), silent on its cure; dlrm_8ranks (NCCL, V100): rank 7 is last at 5 of 8 "
-        "collectives; silent on two_ranks (NCCL)"
+        "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30%, measured "
+        "27%), silent on its cure. Rank 7 of dlrm_8ranks (NCCL, V100) is last at 5 of 8 "
+        "collectives. Silent on two_ranks (NCCL)"
     )
     across_ranks = True
     references = (
@@ -115,8 +116,8 @@ class StragglerRank(Rule):
         },
         "other shapes": {
             "fix": "Give the ranks equal work: the operators of {who} get larger inputs. Deal out "
-            "samples by length, with batches of as many tokens on each rank, and split a data set "
-            "by its size and not by its files.",
+            "samples by length, with batches of as many tokens on each rank. Split a data set by "
+            "its size and not by its files.",
             "code": "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
             "mine = order[dist.get_rank()::dist.get_world_size()]   # similar lengths everywhere",
         },

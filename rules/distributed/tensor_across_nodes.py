@@ -24,12 +24,12 @@ class TensorAcrossNodes(Rule):
     them. Its ranks lie in several nodes, so they send over the network, although a node has as many
     GPUs as they are.
 
-    Which ranks share a node follows from the option ``--node-size``, NCCL's log, the hosts in the
-    names of the files, or the devices that the trace lists. If none of them tells, or if no node
-    has enough GPUs, the rule abstains. The gain is of the other order of ranks: tensor-parallel
-    ones share a node, and those of the axis that sends least leave it. Both rates are needed: the
-    fastest large message across nodes, and inside of one, or 0.8 of the datasheet's rate of the
-    link. Waits for late ranks stay.
+    Which ranks share a node follows from the option ``--node-size`` or NCCL's log. It also follows
+    from the hosts in the names of the files, or from the devices that the trace lists. If none of
+    them tells, or if no node has enough GPUs, the rule abstains. The gain is of the other order of
+    ranks: tensor-parallel ones share a node, and those of the axis that sends least leave it. Both
+    rates are needed: the fastest large message across nodes, and inside of one, or 0.8 of the
+    datasheet's rate of the link. Waits for late ranks stay.
     """
 
     id = "tensor-across-nodes"
@@ -46,7 +46,7 @@ class TensorAcrossNodes(Rule):
     )
 
     fix = (
-        "Number the ranks so that the {size} tensor-parallel ones share a node of {node}: make "
+        "Number the ranks so that the {size} tensor-parallel ones share a node of {node}. Make "
         "tensor parallelism the last dimension of the device mesh, and data and pipeline "
         "parallelism the first ones. Megatron-LM does so by default."
     )

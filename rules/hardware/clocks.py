@@ -131,10 +131,11 @@ class ThermalThrottling(HeldClocks):
 class PowerThrottling(HeldClocks):
     """The GPU runs at its power limit, and the driver lowers the clocks. Under dense matrix work at
     the board's own limit that is normal. It deserves a look when clocks fall below 90% of the
-    maximum in half of the samples under load, or when the limit is set below the board's default.
+    maximum in half of the samples under load. It also does when the limit is set below the board's
+    default.
 
     A power brake is different. The machine's power supply or its controller slows the GPU down from
-    outside, to a fraction of its speed, so a single sample of it is reported.
+    outside, to a fraction of its speed. So the rule reports a single sample of it.
     """
 
     id = "power-throttling"
@@ -216,9 +217,9 @@ class ClocksLocked(HeldClocks):
     """Application clocks are set below the GPU's maximum, for stable measurements or by a site's
     policy. All computing takes longer in proportion.
 
-    The driver names the setting as the reason in at least half of the samples under load, and the
-    clock in them is below 90% of the maximum. Clocks that the GPU lowers by itself have other
-    reasons: see thermal-throttling and power-throttling.
+    The driver names the setting as the reason in at least half of the samples under load. The clock
+    in them is below 90% of the maximum. Clocks that the GPU lowers by itself have other reasons:
+    see thermal-throttling and power-throttling.
     """
 
     id = "clocks-locked"

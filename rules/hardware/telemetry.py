@@ -132,9 +132,9 @@ class GpuShared(Rule):
     process waits, because kernels of different processes take turns.
 
     The recorder asks the driver for the processes on the GPU and leaves out its own and its
-    children. In a container process ids may belong to another namespace; nothing is known then.
-    A context with little memory, such as a display or a monitor, does not count: the other
-    processes together must use 5% of the device memory.
+    children. In a container process ids may belong to another namespace; nothing is known then. A
+    context with little memory, such as a display or a monitor, does not count. The other processes
+    together must use 5% of the device memory.
     """
 
     id = "gpu-shared"
@@ -204,7 +204,7 @@ class GpuShared(Rule):
 
 
 class PcieDowngraded(Rule):
-    """The PCIe link runs with fewer lanes, or at an older generation, than GPU and slot allow, so
+    """The PCIe link runs with fewer lanes, or at an older generation, than GPU and slot allow. So
     copies between host and device take longer in proportion. Usual causes are a badly seated card,
     a riser, or a BIOS setting.
 

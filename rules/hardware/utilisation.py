@@ -17,10 +17,11 @@ from advisor.testing import Examples, TraceBuilder
 
 class UtilisationIllusion(Rule):
     """Monitors show full GPU utilisation, but utilisation is the share of time in which any kernel
-    runs, even one on a single multiprocessor. Where NVML says 90% or more and less than half of
-    the multiprocessors are active (GPM, Hopper and later), the GPU has room for more work.
+    runs, even one on a single multiprocessor. Where NVML says 90% or more and less than half of the
+    multiprocessors are active, the GPU has room for more work. GPM counts the active ones, on
+    Hopper and later.
 
-    Memory-bound work leaves arithmetic units idle and is no illusion: the rule stays silent where
+    Memory-bound work leaves arithmetic units idle and is no illusion. The rule stays silent where
     GPM shows DRAM busy for 60% or more of the time.
     """
 
@@ -102,7 +103,7 @@ class LowMfu(Rule):
 
     The FLOPs come from the shapes of the profiled window. The time is the recorder's unprofiled
     median where it exists, because the profiler lengthens steps. The rule says that there is room;
-    the other findings say why. Memory-bound work has a low MFU by nature, so the rule leaves out
+    the other findings say why. Memory-bound work has a low MFU by nature. So the rule leaves out
     steps in which matrix products, convolutions and attention take less than half of kernel time.
     """
 

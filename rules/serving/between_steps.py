@@ -14,8 +14,8 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class EngineIdleBetweenSteps(Rule):
-    """After each step the engine schedules the next one on the host, and the GPU waits: requests
-    are chosen, tokens are turned into text, inputs are prepared. Engines can do that for the next
+    """After each step the engine schedules the next one on the host, and the GPU waits. The host
+    chooses requests, turns tokens into text and prepares inputs. Engines can do that for the next
     step while the GPU still works on this one.
 
     Counted is GPU idle time from the last work of a step to the first of the next. Pauses longer

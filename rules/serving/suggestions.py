@@ -388,7 +388,7 @@ class SlowDecodeAttention(_Suggestion):
 
 class UnevenExperts(_Suggestion):
     """Exchanges between experts on several GPUs take very different times from one layer or step to
-    the next: all GPUs wait for the one whose experts got most tokens. One rank's trace shows the
+    the next. All GPUs wait for the one whose experts got most tokens. One rank's trace shows the
     waiting, not which experts are popular.
     """
 

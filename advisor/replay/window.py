@@ -313,9 +313,19 @@ class WindowReplayer:
         """What edits save, no more than what they touch."""
         if not edits:
             return 0.0
-        before = self._period((), assumption if assumption in PROFILER else "", of)
+        by = assumption if assumption in PROFILER else ""
+        before = self._period((), by, of)
         saved = before - self._period(edits, assumption, of)
-        return min(saved, self._most(edits, optimistic=assumption == "high"))
+        most = self._most(edits, optimistic=assumption == "high")
+        return min(saved, most) * self._of_profiled_step(by, of)
+
+    def _of_profiled_step(self, assumption: str = "", of: int = 0) -> float:
+        """What is saved of a step without the profiler is given as that share of the measured one:
+        so many times as long."""
+        if not self._hides_profiler:
+            return 1.0
+        step = self._period((), assumption, of)
+        return max(1.0, self._period((), "profiled", of) / step) if step > 0 else 1.0
 
     def _most(self, edits: Sequence[Edit], *, optimistic: bool) -> float:
         """What edits save at most. A fix also ends waits of one rank for another, inside its
@@ -330,7 +340,7 @@ class WindowReplayer:
         """(gain, low, high, most, low_by, high_by): the gain, its range from 0, what the edits
         touch, and what decides each end."""
         gain, (low, high, low_by, high_by) = self.gain(edits, given), self._range(edits, given)
-        limit = self._most([*given, *edits], optimistic=True)
+        limit = self._most([*given, *edits], optimistic=True) * self._of_profiled_step()
         low = min(gain, max(0.0, low))
         most = limit - self._saved(given, "", self._of(edits))
         return gain, low, high, most, low_by, high_by
@@ -354,7 +364,8 @@ class WindowReplayer:
         error = abs(self.base.period - self.measured.period)
         least, largest = min(gains) - error, max(gains) + error
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
-        limit = self._most(both, optimistic=True) - self._saved(given, "", of)
+        limit = self._most(both, optimistic=True) * self._of_profiled_step()
+        limit -= self._saved(given, "", of)
         steps: dict[Decides, list[float]] = {
             "assumption": gains[1:3],
             "profiler": gains[3:],

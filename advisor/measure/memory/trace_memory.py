@@ -276,11 +276,19 @@ def recompute_time(a: Analysis) -> Intervals:
     backward = is_operator(a.trace) & name_matches(cpu["name"], _BACKWARD).to_numpy()
     around = innermost_ancestor(parent, again)
     nested = np.flatnonzero(backward & (around >= 0))
-    # what lies between operators of one node belongs to its recomputation
-    table = pl.DataFrame({"parent": parent[rows], "row": rows, "ts": ts[rows], "end": end[rows]})
-    key = pl.when(is_operator(a.trace)[rows] & (parent[rows] >= 0)).then("parent").otherwise("row")
-    spans = table.group_by(key.alias("key")).agg(pl.col("ts").min(), pl.col("end").max())
-    whole = union(spans["ts"].to_numpy(), spans["end"].to_numpy())
+    node = is_operator(a.trace)[rows] & (parent[rows] >= 0)
+    begins, ends = ts[rows[~node]], end[rows[~node]]
+    if node.any():
+        # a node that recomputes does nothing else, in Python too, until its own operators come
+        again_in = pl.DataFrame({"node": parent[rows[node]], "row": rows[node]})
+        inside = pl.DataFrame({"node": parent, "child": np.arange(len(parent))})
+        table = again_in.group_by("node").agg(pl.col("row").max()).join(inside, on="node")
+        after = pl.col("child").filter(pl.col("child") > pl.col("row")).min()
+        table = table.group_by("node").agg(after)
+        owner, own = table["node"].to_numpy(), table["child"].fill_null(-1).to_numpy()
+        begins = np.append(begins, ts[owner])
+        ends = np.append(ends, np.where(own >= 0, ts[own], end[owner]))
+    whole = union(begins, ends)
     return intersect(subtract(whole, union(ts[nested], end[nested])), a.spans)
 
 

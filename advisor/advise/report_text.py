@@ -515,6 +515,7 @@ DECIDED_BY: Final = {
     "profiler": "the host runs faster without the profiler",
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay misses the measured step by as much",
+    "shared cores": "collectives take cores from the work beside them",
     "past": "past estimates of this kind were off by as much",
     "not proven": "this rule is not proven on real traces",
 }

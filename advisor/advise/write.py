@@ -389,6 +389,7 @@ def _without_gpu(
 CHECKED_ON_HOST = {
     "loading data": ("dataloader-wait", "single-process-loader", "loader-workers"),
     "the loop's own code": ("loop-phases", "loop-code"),
+    "Python inside forward": ("forward-code",),
     "saving": ("saving-time",),
     "garbage collection": ("gc-pauses",),
     "debug settings": ("debug-switches",),

@@ -25,7 +25,9 @@ Category = Literal[
 ]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
 Validation = Literal["real traces", "recordings", "synthetic"]
-Decides = Literal["", "assumption", "profiler", "hand-over", "replay error", "past", "not proven"]
+Decides = Literal[
+    "", "assumption", "profiler", "hand-over", "replay error", "shared cores", "past", "not proven"
+]
 """What decides an end of a gain's range: the finding's own assumption; host time that the profiler
 adds; taking results over from other processes; the error of the replay; past estimates of the kind,
 and how far off they were; the worst of them, where a rule is not proven. Empty: nothing."""
@@ -95,6 +97,7 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
         "after_read",
         "round_trip",
         "recompute",
+        "second_forward",
         "graph_entry",
         "loop",
     ] = ""
@@ -107,7 +110,7 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     work of the next. ``read_loop``: in a loop that reads one device value after the other.
     ``after_read``: from the end of a read of data to the next launch. ``round_trip``: from a copy
     to the host to the end of the copy back. ``recompute``: while the backward pass recomputes
-    activations."""
+    activations. ``second_forward``: in layers that repeat those of the trained forward pass."""
     region: tuple[str, ...] = ()
     """``graph_break``: only breaks that lead into these compiled functions, by their numbers
     (``1`` of ``Torch-Compiled Region: 1/0``)."""

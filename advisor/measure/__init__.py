@@ -39,6 +39,7 @@ from advisor.measure.host.launches import (
 from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.operators import measure_operators
 from advisor.measure.host.reads import after_reads, read_loops, round_trips, trip_intervals
+from advisor.measure.host.second_forward import second_forwards
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
 from advisor.measure.host.syncs import find_syncs
 from advisor.measure.memory.post_mortem import post_mortems
@@ -369,6 +370,9 @@ class Analysis:
 
     trip_intervals = cached_property(trip_intervals)
     """When those are under way."""
+
+    second_forwards = cached_property(second_forwards)
+    """Host time of layers that run again beside the trained forward pass."""
 
     # -- memory -----------------------------------------------------------------------------
 

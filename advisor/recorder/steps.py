@@ -243,7 +243,8 @@ class StepFinder:
             self._evaluation = now, self.clock.acc.copy()
         elif code == FORWARD_END_TRAINING and self._evaluated > 1:
             self._evaluated_before()
-        apart = self.outside and not (self._backwards or self._stepped or self.explicit)
+        learns = self._backwards or self._stepped or self._graphs  # or will: a teacher's may follow
+        apart = self.outside and not (learns or self.explicit)
         if code != FORWARD_END_NO_GRAD or not apart:
             return
         # without a loader, a forward that nothing is learnt from is validation; training begins

@@ -25,11 +25,13 @@ from advisor.core.intervals import (
     union,
     union_of,
 )
+from advisor.measure.comm.host import time_on_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph_builder import host_end
 from advisor.replay.selection import (
     Mask,
+    collectives_on_host,
     host_of_layer,
     host_spans,
     selected_gaps,
@@ -249,6 +251,18 @@ class ExposedTime:
                 host += own.host
         total = device + min(idle, host + min(launches, launching))
         return min(total, float(self.a.spans.total)) / self.a.step_count
+
+    def beside_compute(self, edits: Sequence[Edit]) -> float:
+        """Time of collectives on the host that edits take away and that operators hide: the library
+        computes on cores that these then have to themselves."""
+        hidden = 0.0
+        for edit in dict.fromkeys(edits):
+            table = collectives_on_host(self.a, edit.select)
+            if table is not None and edit.op in ("remove", "scale", "merge"):
+                run, waits = time_on_host(self.a, table)
+                factor = 0.0 if edit.op == "remove" or edit.factor is None else edit.factor
+                hidden += max(0.0, 1.0 - factor) * float(run.total - waits.total)
+        return hidden / max(1, self.a.step_count)
 
     def saved(self, edits: Sequence[Edit]) -> tuple[float, float, float]:
         """(central, low, high) of all together. An instant that several edits touch counts once,

@@ -320,6 +320,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
         "after_read",
         "round_trip",
         "recompute",
+        "second_forward",
         "graph_entry",
         "loop",
     ),

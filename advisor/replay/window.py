@@ -341,6 +341,7 @@ class WindowReplayer:
         touch, and what decides each end."""
         gain, (low, high, low_by, high_by) = self.gain(edits, given), self._range(edits, given)
         limit = self._most([*given, *edits], optimistic=True) * self._of_profiled_step()
+        limit += self._exposed.beside_compute([*given, *edits])
         low = min(gain, max(0.0, low))
         most = limit - self._saved(given, "", self._of(edits))
         return gain, low, high, most, low_by, high_by
@@ -362,15 +363,18 @@ class WindowReplayer:
             for assumption in ("", "low", "high", *others)
         ]
         error = abs(self.base.period - self.measured.period)
-        least, largest = min(gains) - error, max(gains) + error
+        beside = self._exposed.beside_compute(edits)
+        least, largest = min(gains) - error, max(gains) + error + beside
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
-        limit = self._most(both, optimistic=True) * self._of_profiled_step()
+        limit = self._most(both, optimistic=True) * self._of_profiled_step() + beside
         limit -= self._saved(given, "", of)
         steps: dict[Decides, list[float]] = {
             "assumption": gains[1:3],
             "profiler": gains[3:],
             "replay error": [gains[0] - error, gains[0] + error],
+            "shared cores": [max(gains) + error + beside] if beside else [],
         }
+        steps = {by: ends for by, ends in steps.items() if ends}
         low_by: Decides = min(steps, key=lambda by: min(steps[by])) if low == least else "past"
         high_by: Decides = max(steps, key=lambda by: max(steps[by])) if high == largest else "past"
         return min(low, gains[0]), max(gains[0], min(high, limit)), low_by, high_by

@@ -76,6 +76,16 @@ class LoopCode(Rule):
         "thread."
     )
     code = "if step % 100 == 0:       # not in every step\n    log(metrics)"
+    inference: ClassVar[Mapping[str, Any]] = {
+        "fix": "Compute once what is the same for many requests, and keep it. Replace loops over "
+        "elements by operators on whole tensors or NumPy arrays. Or do this work in another "
+        "process, while the model runs on the next batch. Where it waits (a sleep, a server, a "
+        "lock), wait in another thread.",
+        "code": "",
+        "assumptions": (
+            "the result can be kept, computed on whole arrays, or made beside the model",
+        ),
+    }
     verify = "Record again: the step is shorter by this code's time."
     falsified_by = "the same step time without this code"
     assumptions = ("the step can go on without this code's result",)
@@ -392,16 +402,24 @@ class LoopPhases(LoopCode):
         **LoopCode.cases,
         "the loss": {
             "title": "Operators beside the model, such as the loss, take much of the step",
-            "fix": "Use PyTorch's own loss: cross_entropy takes logits and class numbers, in place "
-            "of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits in "
-            "place of sigmoid and logarithm. With torch.compile you fuse what has no such "
-            "function.",
+            "fix": "Use PyTorch's own functions. cross_entropy takes logits and class numbers, in "
+            "place of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
+            "in place of sigmoid and logarithm. torch.cdist makes distances of all pairs without a "
+            "tensor of their differences. With torch.compile you fuse what has no such function.",
             "code": "loss = F.cross_entropy(logits, target)\n"
-            "# not -(F.one_hot(target) * logits.softmax(-1).log()).sum(-1).mean()",
+            "# not -(F.one_hot(target) * logits.softmax(-1).log()).sum(-1).mean()\n\n"
+            "distances = torch.cdist(a, b)\n"
+            "# not (a[:, :, None] - b[:, None]).square().sum(-1).sqrt()",
             "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
             "falsified_by": "the same step time with that function",
         },
     }
+    max_small_us = Threshold(100, "µs per operator on average: longer ones compute", CHOSEN)
+    of_operators = Threshold(
+        1 / 3,
+        "of this time in operators: otherwise a loop over tensors is not what takes it",
+        CHOSEN,
+    )
     of_loss = Threshold(
         1 / 3, "of this time the backward pass goes through: it is the loss", CHOSEN
     )
@@ -425,16 +443,22 @@ class LoopPhases(LoopCode):
         if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
         rows = _operators_beside_training(a)
-        learnt = min(ns, _learnt(a, rows) * step / max(a.step_ns, 1))
+        differentiated = _differentiated(a, rows)
+        learnt = min(ns, _time(a, differentiated) * step / max(a.step_ns, 1))
         loss = learnt >= self.of_loss * ns
         ns -= 0 if loss else learnt
         if ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
         line, operators = recorded.hottest_line(LOOP), len(rows) / max(a.step_count, 1)
         many = line is not None and line.inside is None and operators >= self.many_operators
+        spent_in_them = _time(a, rows)
+        many = many and spent_in_them * step / max(a.step_ns, 1) >= self.of_operators * ns
+        many = many and spent_in_them <= self.max_small_us * 1e3 * operators
         gain = impact_per_step(a, ns, of_median=True)
         if line is not None:
             own = line.share * ns
+            if loss:
+                own += _backward_of(a, differentiated) * step / max(a.step_ns, 1)
             gain = impact_per_step(
                 a,
                 (0.4 if loss else 0.9) * own,
@@ -504,14 +528,27 @@ def _operators_beside_training(a: Analysis) -> Rows:
     return rows[~left_out[rows]]
 
 
-def _learnt(a: Analysis, rows: Rows) -> float:
-    """Time per profiled step of those operators that the backward pass goes through, such as a
-    loss that is computed by hand, ns."""
+def _differentiated(a: Analysis, rows: Rows) -> Rows:
+    """Those operators that the backward pass goes through, such as a loss computed by hand."""
     operator = stacks.is_operator(a.trace)
     graph = a.forward_op[a.forward_op >= 0]
     outermost = stacks.climb_stack(stacks.parent_rows(a.trace), operator, graph, top=True)
-    learnt = rows[np.isin(rows, outermost)]
-    return float(a.trace.cpu["dur"].gather(learnt).sum()) / max(a.step_count, 1)
+    return rows[np.isin(rows, outermost)]
+
+
+def _backward_of(a: Analysis, rows: Rows) -> float:
+    """Time per profiled step of the backward pass of these operators, ns."""
+    operator = stacks.is_operator(a.trace)
+    nodes = np.flatnonzero(a.forward_op >= 0)
+    parent = stacks.parent_rows(a.trace)
+    forward = stacks.climb_stack(parent, operator, a.forward_op[nodes], top=True)
+    own = stacks.climb_stack(parent, operator, nodes[np.isin(forward, rows)], top=True)
+    return _time(a, np.unique(own))
+
+
+def _time(a: Analysis, rows: Rows) -> float:
+    """Time per profiled step of operators, ns."""
+    return float(a.trace.cpu["dur"].gather(rows).sum()) / max(a.step_count, 1)
 
 
 def _waits(a: Analysis, step: float) -> float:

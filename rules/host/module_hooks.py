@@ -8,7 +8,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import hottest_line, in_hook
+from advisor.measure.host.stacks import hottest_line, stacks_in_hooks
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
 from advisor.rules.common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
@@ -59,7 +59,7 @@ class ModuleHooks(Rule):
         mean, stacks = recorded.mean, recorded.stacks
         if not a.trains_on_host or not mean:
             return
-        hooks = [stack for stack in stacks if in_hook(stack)]
+        hooks = stacks_in_hooks(stacks)
         samples = sum(stack.samples for stack in hooks)
         share = samples / max(1, sum(stack.samples for stack in stacks))
         if not hooks or share < self.min_share or samples < self.min_samples:
@@ -98,6 +98,12 @@ class ModuleHooks(Rule):
             ),
             "forward under another name": (
                 _run([_CALL, "peft/lora.py(9): lora_forward"]),
+                "not hooks",
+            ),
+            "a decorated forward": (
+                _run(
+                    [_CALL, "models/utils.py(9): returns_tuple.wrapper", "model.py(9): Net.forward"]
+                ),
                 "not hooks",
             ),
             "a few samples": (_run([_CALL, _HOOK], samples=4), "min_samples"),

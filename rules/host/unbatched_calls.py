@@ -43,7 +43,8 @@ _SUPPLIES = ("aten::select", "aten::slice", "aten::index", "aten::narrow")
 _TAKES_APART = ("aten::unbind", "aten::split", "aten::chunk")
 _NODE = "autograd::engine::evaluate_function: "
 _JOIN = r"^aten::(?:stack|cat)$"
-_LOADS = r"^enumerate\(DataLoader\)"
+_APART = r"^enumerate\(DataLoader\)|^Optimizer\."
+"""Loops over samples that become a batch, and over parameters."""
 _CALLS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution|lstm|gru)$")
 """Calls of a model for one sample: another rule."""
 LIST = ("TensorList", "Scalar")
@@ -222,7 +223,7 @@ class LoopedOperators(Rule):
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
-        table = table.filter(~pl.Series(_in_loader(a, table["row"].to_numpy())))
+        table = table.filter(~pl.Series(_of_other_rules(a, table["row"].to_numpy())))
         joins = _long_joins(a, table)
         if joins < a.step_count:
             return
@@ -363,8 +364,8 @@ def _carries_results(a: Analysis, often: pl.DataFrame) -> bool:
     )
 
 
-def _in_loader(a: Analysis, rows: np.ndarray) -> np.ndarray:
-    inside: np.ndarray = rows_under(a, _LOADS)[rows]
+def _of_other_rules(a: Analysis, rows: np.ndarray) -> np.ndarray:
+    inside: np.ndarray = rows_under(a, _APART)[rows]
     return inside
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
@@ -14,7 +13,7 @@ from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
-from advisor.measure.device.families import MATRIX, op_families
+from advisor.measure.device.families import are_layers
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.rules.common import (
@@ -34,8 +33,6 @@ from advisor.testing import Examples, TraceBuilder
 NODE = r"^autograd::engine::evaluate_function"
 """One node of the graph in the backward pass."""
 FORWARD = r"^aten::"
-RECURRENT = r"^aten::(lstm|gru|rnn)"
-"""Layers that are one operator and do the matrix products inside."""
 
 
 class EvalWithoutNoGrad(Rule):
@@ -129,7 +126,7 @@ class EvalWithoutNoGrad(Rule):
         if share < self.min_share or lost < self.min_step * a.span_ns:
             return
         here = rows_in_steps(a, unmatched)
-        if not _are_layers(cpu["name"].gather(here)).any():
+        if not are_layers(cpu["name"].gather(here)).any():
             return
         count = round(float(np.median(by_step)))
         yield Finding(
@@ -180,7 +177,7 @@ class EvalWithoutNoGrad(Rule):
             "an unused output": (_trace(2), "min_numbers"),
             "a distribution that checks its arguments": (
                 _trace(24, name="aten::abs"),
-                "_are_layers",
+                "are_layers",
             ),
             "no backward pass in the trace": (_trace(24, backward=False), "not nodes.any()"),
         }
@@ -282,12 +279,6 @@ def _with_nodes(forward: Rows, number: Rows) -> tuple[Rows, Rows, Rows]:
     last = np.append(first[1:], first[-1] + 1)
     made = last > first
     return forward[made], first[made], last[made]
-
-
-def _are_layers(names: pl.Series) -> pl.Series:
-    """Operators that a layer is made of."""
-    layers = [*MATRIX, "normalisation"]
-    return op_families(names).is_in(layers).fill_null(value=False) | name_matches(names, RECURRENT)
 
 
 def _spans(a: Analysis, rows_: NDArray[np.intp] | Rows) -> Intervals:

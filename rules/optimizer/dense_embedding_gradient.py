@@ -173,11 +173,14 @@ class _TableWork:
         window = covered_length(ts, ts + 1, a.steps.host_spans) > 0
         share = self._shares(a, {(one.rows, one.size) for one in tables})
         backward = name_matches(cpu["name"], BACKWARD).to_numpy()
-        share[backward] = 1.0
+        # the node around it adds up gradients of several look-ups, and frees them
+        node = name_matches(cpu["name"], NODE).to_numpy()
+        share[backward | node] = 1.0
+        self._gradient = NODE if self._on_gpu or node.any() else BACKWARD
         self.backward = np.flatnonzero(backward & window).astype(np.int64)
         self._parts: list[tuple[Select, float]] = []
         self.ns = 0.0
-        for pattern in (NODE if self._on_gpu else BACKWARD, *PARTS):
+        for pattern in (self._gradient, *PARTS):
             inside = rows_under(a, pattern)[:-1] & window
             own, whole = self._spent(a, inside, share)
             self.ns += own
@@ -216,8 +219,8 @@ class _TableWork:
     def _select(self, pattern: str) -> Select:
         if self._on_gpu:
             return Select(on="gpu", under=pattern)
-        if pattern == BACKWARD:
-            return Select(on="host", kind=("op",), name=BACKWARD)
+        if pattern == self._gradient:
+            return Select(on="host", kind=("op",), name=pattern)
         return Select(on="host", kind=("op",), under=pattern)
 
     def edits(self, remains: float, worst: float) -> list[Edit]:

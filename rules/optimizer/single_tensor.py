@@ -5,15 +5,23 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, Select
+from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import FOREACH, OURS, SILENT_TRACES
-from advisor.rules.common import example_steps, per_step, scale_edit
+from advisor.rules.citations import FOREACH, OURS, SILENT_TRACES, XPROF
+from advisor.rules.common import (
+    example_steps,
+    of_step,
+    outermost_in_steps,
+    per_step,
+    scale_edit,
+)
 from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
@@ -22,6 +30,9 @@ FUSED = r"(?i)multi_tensor_|fused_?(adam|sgd|adagrad|lamb|lion)|foreach|_fused_|
 """Kernels that update many parameters at once: foreach and fused optimizers, Apex, Inductor."""
 FRAME = r"\b_single_tensor_\w+"
 NO_STACKS = "no Python stacks"
+ON_HOST = "a CPU trains"
+FUSED_ON_HOST = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Optimizers with an implementation of one operator on a CPU (PyTorch 2.13)."""
 
 
 class SingleTensorOptimizer(Rule):
@@ -34,6 +45,9 @@ class SingleTensorOptimizer(Rule):
     parameters on the GPU. It does not with ``foreach=False`` or ``differentiable=True``, for tensor
     subclasses, before version 2.0, and in hand-written optimizers. With Python stacks the frame
     ``_single_tensor_…`` names the reason.
+
+    Where a CPU trains, PyTorch picks neither by itself. There many short operators inside the step
+    are the sign.
 
     The gain has two parts. The host spends its time in the loop over the parameters, in Python,
     operators and launches, and the kernels move each tensor several times. A foreach step launches
@@ -61,6 +75,7 @@ class SingleTensorOptimizer(Rule):
         20_000, "ns: longer kernels are bound by bandwidth, not by launches", OURS
     )
     min_share = Threshold(0.02, "of the step between first and last kernel of the optimizer", OURS)
+    min_host_share = Threshold(0.10, "of the step in the optimizer, where a CPU trains", XPROF)
     praise_share = Threshold(
         0.01, "of kernel time in the optimizer, from which the report says so", OURS
     )
@@ -92,11 +107,22 @@ class SingleTensorOptimizer(Rule):
         "a fused implementation",
     )
     confidence = 0.9
-    cases = {NO_STACKS: {"confidence": 0.75}}
+    cases = {
+        NO_STACKS: {"confidence": 0.75},
+        ON_HOST: {
+            "fix": "Use the fused implementation: one operator updates all parameters. On a CPU "
+            "PyTorch does not choose it by itself.",
+            "verify": "Record again: one aten::_fused_ operator inside Optimizer.step.",
+            "assumptions": (
+                "{host_factor:.0%} of the host time stays with a fused implementation",
+            ),
+        },
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Kernels launched inside the optimizer's step."""
         if a.device_id is None:
+            yield from self._on_host(a)
             return
         gpu = a.trace.gpu
         under = rows_under(a, STEP)
@@ -163,6 +189,51 @@ class SingleTensorOptimizer(Rule):
             **({} if in_stacks else self.case(NO_STACKS)),
         )
 
+    def _on_host(self, a: Analysis) -> Outcomes:
+        """Operators inside the optimizer's step, of a training on the CPU."""
+        if not a.span_ns or not a.trains_on_host:
+            return
+        table = outermost_in_steps(a)
+        table = table.filter(pl.Series(rows_under(a, STEP)[table["row"].to_numpy()]))
+        count = len(table) / max(a.step_count, 1)
+        if (
+            count < self.min_kernels
+            or table["name"].str.contains(r"^aten::_f(?:used|oreach)_").any()
+        ):
+            return
+        median = float(np.median(table["ns"].to_numpy()))
+        if median > self.max_median_ns:
+            return
+        where, optimizer, _ = self._where(a)
+        steps = a.trace.cpu.filter(name_matches(a.trace.cpu["name"], STEP))
+        ts = steps["ts"].to_numpy()
+        ns = intersect(union(ts, ts + steps["dur"].to_numpy()), a.spans).total
+        if optimizer not in FUSED_ON_HOST or ns < self.min_host_share * a.span_ns:
+            return
+        yield Finding(
+            summary=(
+                f"{optimizer}.step runs {t.count_noun(round(count), 'operator')}{per_step(a)}, "
+                f"half of them shorter than {t.format_duration(median)}. It takes "
+                f"{of_step(a, ns)}."
+            ),
+            evidence=[
+                self.compare("operators inside Optimizer.step", count, "min_kernels", "count"),
+                self.compare("median operator", median, "max_median_ns", "ns"),
+                self.compare("optimizer, share", ns / a.span_ns, "min_host_share", per=a.per),
+            ],
+            where=where,
+            edits=[
+                scale_edit(
+                    Select(on="host", kind=("annotation",), name=STEP),
+                    self.host_factor,
+                    self.host_best,
+                    self.host_worst,
+                )
+            ],
+            **self.case(ON_HOST),
+            code=self.code.format(optimizer=optimizer).partition("\n")[0],
+        )
+
     def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
         """The longest optimizer step, the class's name, and whether stacks name the reason."""
         cpu = a.trace.cpu
@@ -193,6 +264,14 @@ class SingleTensorOptimizer(Rule):
             "fused": (_step("fused"), "multi_tensor.any()"),
             "a few large parameters": (_step("large"), "count_per_step < self.min_kernels"),
             "small kernels elsewhere": (_step("elsewhere"), "multi_tensor.any()"),
+            "on a CPU": _on_host(360),
+            "on a CPU, fused": (_on_host(1, "aten::_fused_adamw_"), "count < self.min_kernels"),
+            "on a CPU, small beside the rest": (_on_host(360, rest=40_000), "min_host_share"),
+            "on a CPU, a few large parameters": (_on_host(360, us=100), "max_median_ns"),
+            "on a CPU, of one's own": (
+                _on_host(360, optimizer="Lion"),
+                "optimizer not in FUSED_ON_HOST",
+            ),
         }
 
 
@@ -225,3 +304,21 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
                 b.run("aten::_fused_adamw_", MULTI + "FusedAdamMathFunctor<float>>", 200)
 
     return example_steps(body)
+
+
+def _on_host(
+    count: int,
+    name: str = "aten::mul_",
+    *,
+    us: float = 4,
+    rest: float = 2_000,
+    optimizer: str = "AdamW",
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.on_host("aten::mm", rest)
+        b.on_host("autograd::engine::evaluate_function: MmBackward0", rest)
+        with b.range(f"Optimizer.step#{optimizer}.step"):
+            for _ in range(count):
+                b.on_host(name, us)
+    return b

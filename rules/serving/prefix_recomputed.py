@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -10,12 +11,14 @@ import numpy as np
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Tensor
+from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.common import amount_per_step, example_steps
 from advisor.testing import Examples, TraceBuilder
 
-EMBEDDING = "aten::embedding"
+EMBEDDING, PRODUCT = "aten::embedding", "aten::bmm"
+_SHOWING = rf"^(?:{EMBEDDING}|{PRODUCT}|aten::scaled_dot_product_attention)$"
 MAX_CALLS = 100_000
 _HOST_WORK = (
     r"^aten::(?:addmm|mm|bmm|baddbmm|_scaled_dot_product_\w+|native_layer_norm|gelu|silu|mul|add)$"
@@ -27,9 +30,9 @@ class PrefixRecomputed(Rule):
     and values of earlier tokens do not change. A KV cache keeps them, and each pass computes one
     token.
 
-    The inputs of the token embedding show it: the number of tokens grows by one from pass to pass.
-    With a cache each pass has one token, after the prompt's. A training whose sequences grow, or
-    inputs of any length, do not grow by exactly one each time.
+    The inputs of the token embedding show it, or the queries of attention: the number of tokens
+    grows by one from pass to pass. With a cache each pass has one token, after the prompt's. A
+    training whose sequences grow, or inputs of any length, do not grow by exactly one each time.
 
     The gain is a pass of one token in place of all. Weights are still read, kernels launched.
     """
@@ -65,9 +68,10 @@ class PrefixRecomputed(Rule):
         "    cache = out.past_key_values\n"
         "    out = model(token, past_key_values=cache, use_cache=True)"
     )
-    verify = "Profile again: the embedding's input has one token in each pass after the first."
+    verify = "Profile again: embedding and attention get one token in each pass after the first."
     falsified_by = "a model whose earlier tokens change with later ones (not causal)"
     confidence = 0.85
+    sampled_part = "forward"
     assumptions = ("the model is causal: earlier tokens do not depend on later ones",)
 
     def check(self, a: Analysis) -> Outcomes:
@@ -86,7 +90,7 @@ class PrefixRecomputed(Rule):
             evidence=[
                 self.compare("passes that grow by one token", len(lengths), "min_passes", "count"),
                 self.compare("tokens of the first", lengths[0], "min_tokens", "count"),
-                amount_per_step(a, "calls of the token embedding", calls, "count"),
+                amount_per_step(a, "passes", calls, "count"),
                 Evidence("tokens per pass, mean", tokens, "count"),
             ],
             edits=[self._edit(a, tokens)],
@@ -109,6 +113,11 @@ class PrefixRecomputed(Rule):
         return {
             "a sequence that grows": _generation(range(100, 108)),
             "on a CPU": _generation(range(100, 108), gpu=None),
+            "embeddings that come from elsewhere": _generation(range(100, 108), embedded=False),
+            "queries of one token": (
+                _generation([100, *[1] * 7], embedded=False),
+                "len(lengths) < self.min_passes",
+            ),
             "with a cache": (
                 _generation([100, *[1] * 7]),
                 "len(lengths) < self.min_passes",
@@ -125,42 +134,77 @@ class PrefixRecomputed(Rule):
 
 def _growing(a: Analysis) -> tuple[list[int], int]:
     """Tokens of the longest run of passes that grow by one, and how many passes there are: calls of
-    the embedding of the largest vocabulary in the analysed window."""
+    the embedding of the largest vocabulary in the analysed window. Where embeddings show none, the
+    queries of attention do: with a cache they are of one token. Layers follow each other with
+    queries of one length."""
+    embedded: dict[tuple[int, ...], list[int]] = {}
+    attended: dict[tuple[object, ...], list[int]] = {}
+    for name, tensors in _calls(a):
+        first, second = tensors
+        if first is None or second is None:
+            continue
+        if name == EMBEDDING:
+            if len(first.shape) == 2 and second.shape:
+                embedded.setdefault(first.shape, []).append(second.shape[-1])
+        elif len(first.shape) >= 3 and first.shape[:-2] == second.shape[:-2]:
+            *around, tokens, width = first.shape
+            other = second.shape[-1] if name == PRODUCT else second.shape[-2]
+            lengths = attended.setdefault((name, *around, width), [])
+            if tokens == other and (not lengths or lengths[-1] != tokens):
+                lengths.append(tokens)
+    of_vocabulary = max(embedded.items())[1] if embedded else []
+    found = [(_longest_run(passes), len(passes)) for passes in (of_vocabulary, *attended.values())]
+    return max(found, key=lambda each: len(each[0]), default=([], 0))
+
+
+def _calls(a: Analysis) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
+    """In order of time: calls of embeddings, attention and batched products in the analysed window,
+    each with its first two tensors."""
     cpu = a.trace.cpu
-    own = (cpu["kind"] == "op") & (cpu["name"].cast(str) == EMBEDDING) & cpu["inputs"].is_not_null()
-    rows = np.flatnonzero(own.to_numpy())[:MAX_CALLS]
+    own = (cpu["kind"] == "op") & name_matches(cpu["name"], _SHOWING) & cpu["inputs"].is_not_null()
+    rows = np.flatnonzero(own.to_numpy())
     ts = cpu["ts"].to_numpy()[rows]
     begin, end = a.spans.start.min(), a.spans.end.max()
-    rows = rows[(ts >= begin) & (ts < end)]
-    calls: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    shapes: dict[int, Any] = {}
-    for index, at in zip(cpu["inputs"].gather(rows).to_list(), ts[: len(rows)], strict=True):
+    inside = (ts >= begin) & (ts < end)
+    rows = rows[inside][np.argsort(ts[inside], kind="stable")][:MAX_CALLS]
+    shapes: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+    names = cpu["name"].gather(rows).cast(str).to_list()
+    for name, index in zip(names, cpu["inputs"].gather(rows).to_list(), strict=True):
         if index not in shapes:
             row = a.trace.inputs.row(index, named=True)
             given = OpInputs(row["dims"], row["types"], row["strides"] or "")
             shapes[index] = given.tensor(0), given.tensor(1)
-        table, tokens = shapes[index]
-        if table is not None and tokens is not None and len(table.shape) == 2 and tokens.shape:
-            calls.setdefault(table.shape, []).append((int(at), tokens.shape[-1]))
-    if not calls:
-        return [], 0
-    passes = [tokens for _, tokens in sorted(max(calls.items())[1])]
+        yield name, shapes[index]
+
+
+def _longest_run(passes: list[int]) -> list[int]:
     best: list[int] = []
     run = passes[:1]
     for before, after in pairwise(passes):
         run = [*run, after] if after == before + 1 else [after]
         best = max(best, run, key=len)
-    return best, len(passes)
+    return best
 
 
-def _generation(lengths: Any, *, gpu: str | None = "A100", trains: bool = False) -> TraceBuilder:
+def _generation(
+    lengths: Any, *, gpu: str | None = "A100", trains: bool = False, embedded: bool = True
+) -> TraceBuilder:
     """One pass a step over so many tokens."""
     left = list(lengths)
+    all_of_them = 0
 
     def body(b: TraceBuilder) -> None:
+        nonlocal all_of_them
         tokens = left.pop(0)
-        with b.op(EMBEDDING, [[50_000, 512], [1, tokens]], ["float", "long int"]):
-            b.host(5)
+        all_of_them = max(tokens, all_of_them + 1)
+        if embedded:
+            with b.op(EMBEDDING, [[50_000, 512], [1, tokens]], ["float", "long int"]):
+                b.host(5)
+        else:
+            queries, keys = [1, 8, tokens, 64], [1, 8, all_of_them, 64]
+            for _ in range(2):
+                with b.op("aten::scaled_dot_product_attention", [queries, keys, keys]):
+                    b.host(5)
         shapes = [[1, tokens, 512], [512, 512]]
         if gpu is None:
             with b.op("aten::mm", shapes, host_us=20.0 * tokens):

@@ -160,6 +160,28 @@ def test_without_a_loader_and_with_validation(recorded: Recorded, training: Any)
     assert record.steps[5].dur < 4 * 20e6
 
 
+def test_a_teacher_between_forward_and_backward_is_part_of_the_step(
+    recorded: Recorded, training: Any
+) -> None:
+    x, y = torch.randn(2, 4), torch.randn(2, 1)
+    teacher = torch.nn.Linear(4, 1)
+
+    def run() -> None:
+        for _ in range(8):
+            training.optimizer.zero_grad()
+            found = training.net(x)
+            time.sleep(0.01)
+            with torch.no_grad():
+                wanted = teacher(x)
+            ((found - y) ** 2 + (found - wanted) ** 2).mean().backward()
+            training.optimizer.step()
+
+    record = recorded(run)
+    assert len(record.steps) == 8
+    assert [step.n for step in record.steps if step.evaluation > 5e6] == []
+    assert all(step.phases["forward"] > 0 and step.dur > 10e6 for step in record.steps)
+
+
 def test_two_optimizers_for_each_batch(recorded: Recorded, training: Any) -> None:
     other = torch.optim.Adam(training.net.parameters())
 

@@ -77,6 +77,7 @@ GAP = st.builds(
             "round_trip",
             "recompute",
             "graph_entry",
+            "second_forward",
         ]
     ),
     max_ns=LIMIT,

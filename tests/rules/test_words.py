@@ -33,6 +33,7 @@ OF_TRAINING = {
     "pipeline-bubble",
     "recompute-with-free-memory",
     "repeated-gathers",
+    "second-forward",
     "single-tensor-optimizer",
     "slice-gradients",
 }

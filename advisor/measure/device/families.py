@@ -22,7 +22,7 @@ from advisor.core.intervals import (
     union_of,
 )
 from advisor.measure.comm.host import time_on_host
-from advisor.measure.host.names import cache_by_name
+from advisor.measure.host.names import cache_by_name, name_matches
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -54,6 +54,9 @@ CODE = {name: code for code, name in enumerate(FAMILIES)}
 
 MATRIX = ("gemm", "convolution", "attention")
 """Families whose work matrix units can do."""
+
+RECURRENT = r"^aten::(lstm|gru|rnn)"
+"""Layers that are one operator and do the matrix products inside."""
 
 _OPS: dict[str, str] = {
     "gemm": """
@@ -208,6 +211,12 @@ def op_families(names: pl.Series) -> pl.Series:
     """Family of the work that each operator does itself; null: it only calls others, or nothing
     is known of it. Both names and result are one row an operator name (strings)."""
     return _op_families(names)["family"]
+
+
+def are_layers(names: pl.Series) -> pl.Series:
+    """Operators that a layer of a model is made of."""
+    layers = [*MATRIX, "normalisation"]
+    return op_families(names).is_in(layers).fill_null(value=False) | name_matches(names, RECURRENT)
 
 
 @cache_by_name

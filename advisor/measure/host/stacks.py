@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -432,16 +432,37 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
     return HottestLine(place, lines[line] / total, None)
 
 
-def in_hook(stack: SampledStack) -> bool:
-    """Whether the stack is in a hook: PyTorch calls it where a module's ``forward`` ends, or from
-    the engine of the backward pass."""
-    for caller, frame in pairwise(stack.frames):
-        called = parse_frame(frame)
-        if called is None or frame.startswith("torch/") or "forward" in called.function.lower():
+def stacks_in_hooks(stacks: Sequence[SampledStack]) -> list[SampledStack]:
+    """Those that are in a hook: PyTorch calls it where a module's ``forward`` ends, or from the
+    engine of the backward pass. A function that calls ``forward`` is none: a decorator of it."""
+    called = [list(_called_like_hooks(stack)) for stack in stacks]
+    decorators = {
+        (frame.file, frame.function) for of in called for frame, inner in of if _is_forward(inner)
+    }
+    return [
+        stack
+        for stack, of in zip(stacks, called, strict=True)
+        if any((frame.file, frame.function) not in decorators for frame, _ in of)
+    ]
+
+
+def _called_like_hooks(stack: SampledStack) -> Iterator[tuple[Frame, list[Frame]]]:
+    """Functions that PyTorch calls as it does hooks, each with what runs in it up to the next call
+    of a module."""
+    frames = [parse_frame(name) for name in stack.frames]
+    for place, (caller, name) in enumerate(pairwise(stack.frames), 1):
+        called = frames[place]
+        if called is None or name.startswith("torch/") or _is_forward([called]):
             continue
         if _CALLS_HOOKS.search(caller):
-            return True
-    return False
+            inner = takewhile(
+                lambda at: not _CALLS_HOOKS.search(stack.frames[at]), range(place, len(frames))
+            )
+            yield called, [frame for at in inner if (frame := frames[at]) is not None]
+
+
+def _is_forward(frames: Sequence[Frame]) -> bool:
+    return any("forward" in frame.function.lower() for frame in frames)
 
 
 def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:

@@ -289,7 +289,7 @@ def recompute_time(a: Analysis) -> Intervals:
         begins = np.append(begins, ts[owner])
         ends = np.append(ends, np.where(own >= 0, ts[own], end[owner]))
     whole = union(begins, ends)
-    return intersect(subtract(whole, union(ts[nested], end[nested])), a.spans)
+    return intersect(subtract(whole, union(ts[nested], end[nested])), a.steps.host_spans)
 
 
 # -- a trace's allocator events as a history -------------------------------------------------------

@@ -169,6 +169,7 @@ _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "after_read": attrgetter("after_reads"),
     "round_trip": attrgetter("trip_intervals"),
     "recompute": attrgetter("recompute_time"),
+    "second_forward": attrgetter("second_forwards"),
     "graph_entry": graph_entries,
 }
 """Those that edits of one finding ask for again and again are measured once."""

@@ -1,0 +1,184 @@
+"""Python inside the model's forward pass that runs no operator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import polars as pl
+
+from advisor.core.finding import Finding, Location, Outcomes
+from advisor.core.intervals import Intervals, intersect, subtract, union
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.stacks import frame_rank, parse_frame
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.common import (
+    amount_per_step,
+    impact_per_step,
+    of_step,
+    recorded_steps,
+    steps_seen,
+)
+from advisor.testing import Examples, TraceBuilder
+
+FORWARD = "advisor::forward"
+"""The recorder's range around calls of the model."""
+WORK = ("op", "runtime")
+
+
+class ForwardCode(Rule):
+    """Where the training computes on the CPU, Python inside ``forward`` adds to each step: tables
+    and masks that are the same every time, text and numbers handled in loops or with NumPy.
+
+    Counted are stretches of the recorder's forward range in which no operator runs for a
+    millisecond or more. Python around operators takes some microseconds each and has its own
+    rules. The function is the one in which the recorder sampled most Python stacks, outside
+    methods named ``forward``.
+    """
+
+    id = "forward-code"
+    title = "The forward pass spends much of the step in Python"
+    is_python_time = True
+    reads_record = True
+    found_in: ClassVar[tuple[str, ...]] = ()
+    silent_in: ClassVar[tuple[str, ...]] = CURED_RECORDINGS
+    validation_note = (
+        "a CPU recording, torch 2.13: a table of positions made in each forward pass, 25 ms of "
+        "each step predicted, 22 ms measured"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer",
+    )
+
+    min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
+    min_stretch = Threshold(1.0, "ms without an operator: longer than Python around one", CHOSEN)
+    min_samples = Threshold(8, "samples in a function, to name it", OURS)
+    least = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
+
+    fix = (
+        "Compute what does not change once, in the constructor, and keep it with register_buffer. "
+        "Compute the rest with operators on whole tensors, or in the DataLoader's workers."
+    )
+    code = (
+        'self.register_buffer("table", make_table(length), persistent=False)   # in __init__\n'
+        "x = x + self.table[: x.size(1)]                                       # in forward"
+    )
+    verify = "Record again: forward is shorter by this time."
+    falsified_by = "a result that differs from step to step"
+    assumptions = ("the result can be kept, or computed with few operators",)
+    confidence = 0.75
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Long stretches of forward without an operator."""
+        recorded = recorded_steps(a)
+        if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
+            return
+        stretches = self._without_operators(a)
+        lengths = stretches.end - stretches.start
+        long = lengths >= self.min_stretch * 1e6
+        ns = int(lengths[long].sum())
+        if ns < self.min_share * a.span_ns:
+            return
+        place = self._function(a)
+        each = ns / a.step_count
+        where = f"{place.function} ({place.file}:{place.line})" if place is not None else ""
+        yield Finding(
+            summary=(
+                f"Inside forward no operator runs for {of_step(a, ns)}. "
+                + (
+                    f"Most sampled stacks of that time are in {where}."
+                    if where
+                    else "advisor record --deep shows its lines."
+                )
+            ),
+            evidence=[
+                amount_per_step(a, "forward without an operator", ns),
+                amount_per_step(a, "stretches", int(long.sum()), "count"),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                Evidence("longest stretch", int(lengths.max()), "ns"),
+                steps_seen(recorded),
+            ],
+            where=[] if place is None else [place],
+            impact=impact_per_step(
+                a,
+                0.9 * each,
+                low=self.least * each,
+                high=int(lengths.sum()) / a.step_count,
+                method="recorded time without an operator",
+                of_median=True,
+            ),
+        )
+
+    @staticmethod
+    def _without_operators(a: Analysis) -> Intervals:
+        cpu = a.trace.cpu.filter(pl.col("thread") == a.trace.main_thread)
+        forward = cpu.filter(pl.col("name").cast(pl.String) == FORWARD)
+        work = cpu.filter(pl.col("kind").is_in(WORK))
+        inside, busy = (
+            union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
+            for rows in (forward, work)
+        )
+        return subtract(intersect(inside, a.spans), busy)
+
+    def _function(self, a: Analysis) -> Location | None:
+        """The innermost function of most samples in forward, and its line of most: the user's, or
+        a library's that is not PyTorch's. In methods named ``forward`` operators run."""
+        functions: Counter[tuple[str, str]] = Counter()
+        lines: Counter[tuple[str, str, int]] = Counter()
+        for stack in recorded_steps(a).stacks:
+            own = next((name for name in reversed(stack.frames) if frame_rank(name) == 2), None)
+            frame = None if own is None else parse_frame(own)
+            if stack.part != "forward" or frame is None or stack.frames[-1].startswith("torch/"):
+                continue
+            if frame.function.rpartition(".")[2] != "forward":
+                functions[frame.file, frame.function] += stack.samples
+                lines[frame.file, frame.function, frame.line] += stack.samples
+        if not functions:
+            return None
+        function, samples = functions.most_common(1)[0]
+        if samples < self.min_samples:
+            return None
+        line = max((n, key[2]) for key, n in lines.items() if key[:2] == function)[1]
+        return Location(file=function[0], line=line, function=function[1])
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a table made in each forward": _forward(),
+            "without samples": _forward(samples=0),
+            "Python around operators": (_forward(stretch=300, times=12), "min_stretch"),
+            "small beside the rest": (_forward(rest=40_000), "min_share"),
+            "the loop's own code": (_forward(inside=False), "ns < self.min_share * a.span_ns"),
+            "a GPU trains": (_forward(gpu="A100"), "not a.trains_on_host"),
+        }
+
+
+def _forward(
+    *,
+    stretch: float = 4_000,
+    times: int = 1,
+    rest: float = 8_000,
+    samples: int = 20,
+    inside: bool = True,
+    gpu: str | None = None,
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=gpu)
+    for _ in b.steps():
+        if not inside:
+            b.host(stretch)
+        with b.range(FORWARD):
+            for _ in range(times):
+                if inside:
+                    b.host(stretch)
+                b.on_host("aten::mm", rest / times)
+        if gpu:
+            b.product(rest)
+    run = b.record_of_run()
+    step = (rest + stretch * times) / 1000
+    run.steps(60, step, forward=step)
+    if samples:
+        call = "torch/nn/modules/module.py(1789): Module._call_impl"
+        frames = [call, "model.py(9): Net.forward", "model.py(30): positions"]
+        run.event("stacks", frames=frames, stacks=[[samples, [0, 1, 2]], [30, [0, 1]]])
+    return b

@@ -1,0 +1,147 @@
+"""A training step that runs its forward pass twice."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.intervals import Intervals, covered_length
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.families import are_layers
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    outermost_in_steps,
+    row_numbers,
+    scale_edit,
+)
+from advisor.testing import Examples, TraceBuilder
+
+
+class SecondForward(Rule):
+    """A training step runs the model a second time on the same batch, to compute a metric or to log
+    an output that the first pass has already.
+
+    The sign is layers that run again in the step, each with inputs of the same shapes, and that no
+    backward pass goes through. All layers that are trained have to come again. A teacher of the
+    same architecture looks the same, so the low end of the gain is zero. A validation on its own
+    batches runs between the steps, and is not meant.
+    """
+
+    id = "second-forward"
+    title = "The forward pass runs twice in each step"
+    sampled_part = "forward"
+    found_in: ClassVar[tuple[str, ...]] = ()
+    silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, *CURED_RECORDINGS)
+    validation_note = (
+        "a CPU recording, torch 2.13: a second forward for accuracy, 27% of the step predicted, "
+        "26% measured"
+    )
+    references = ("https://docs.pytorch.org/docs/stable/generated/torch.Tensor.detach.html",)
+
+    min_share = Threshold(0.05, "of the step in layers that run again", XPROF)
+    none = Threshold(1.0, "of the time remains where the second model is another one", CHOSEN)
+
+    fix = (
+        "Keep the outputs of the first forward pass, and compute metrics from them. detach() takes "
+        "them off the graph. Where the second pass needs other settings (no dropout), run it every "
+        "N steps."
+    )
+    code = (
+        "logits = model(images)\n"
+        "loss = criterion(logits, labels)\n"
+        "correct = (logits.detach().argmax(-1) == labels).sum()   # not model(images) again"
+    )
+    verify = "Record again: forward is shorter, and each layer runs once per step."
+    falsified_by = "a second pass with other weights, another batch or other settings"
+    assumptions = ("it is the same model with the same batch, not a teacher",)
+    confidence = 0.7
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Layers that run again beside the trained forward pass."""
+        if not a.span_ns:
+            return
+        again = a.second_forwards
+        ns = self._device_time(a, again) if a.device_id is not None else again.total
+        if ns < self.min_share * a.span_ns:
+            return
+        table = outermost_in_steps(a)
+        ts = table["ts"].to_numpy()
+        table = table.filter(covered_length(ts, ts + 1, again) > 0)
+        table = table.filter(are_layers(table["name"]))
+        select = [Select(on=on, at="second_forward") for on in ("gpu", "host", "gap")]
+        yield Finding(
+            summary=(
+                f"{len(table) // a.step_count} layers run a second time in each step with inputs "
+                f"of the same shapes, and no backward pass follows. This takes {of_step(a, ns)}."
+            ),
+            evidence=[
+                amount_per_step(a, "layers that run again", len(table), "count"),
+                amount_per_step(a, "time of the second pass", ns),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(
+                a, table["row"].to_numpy(), table["ns"].to_numpy().astype(np.int64), top=1
+            ),
+            edits=[scale_edit(each, 0.0, 0.0, self.none) for each in select],
+        )
+
+    @staticmethod
+    def _device_time(a: Analysis, again: Intervals) -> int:
+        """GPU work launched then."""
+        gpu, ts = a.trace.gpu, a.trace.cpu["ts"].to_numpy()
+        launch = row_numbers(gpu["launch"])
+        rows = (launch >= 0) & a.in_window
+        rows[rows] = covered_length(ts[launch[rows]], ts[launch[rows]] + 1, again) > 0
+        return int(gpu["dur"].to_numpy()[rows].sum())
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a forward for metrics": _twice(),
+            "on a CPU": _twice(gpu=None),
+            "with a graph": _twice(graph=True),
+            "one forward": (_twice(times=1), "ns < self.min_share * a.span_ns"),
+            "another batch size": (_twice(batch=48), "ns < self.min_share * a.span_ns"),
+            "both are trained": (_twice(trained=True), "ns < self.min_share * a.span_ns"),
+            "a small one": (_twice(rest=200_000), "min_share"),
+        }
+
+
+def _twice(
+    *,
+    gpu: str | None = "A100",
+    times: int = 2,
+    batch: int = 32,
+    graph: bool = False,
+    trained: bool = False,
+    rest: float = 500,
+) -> TraceBuilder:
+    """A network of six layers that runs so many times a step."""
+    b = TraceBuilder(gpu=gpu)
+    number = 0
+
+    def run(name: str, shapes: list[list[int]], sequence: int | None) -> None:
+        with b.op(name, shapes, sequence=sequence, host_us=20 if gpu else 200):
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", 200)
+
+    for _ in b.steps():
+        passes = []
+        for again in range(times):
+            rows = batch if again else 32
+            passes.append(range(number, number + 6))
+            for layer, sequence in enumerate(passes[-1]):
+                shapes = [[rows, 128 + layer], [128, 128 + layer]]
+                run("aten::linear", shapes, sequence if graph or trained or not again else None)
+            number += 6
+        for sequences in reversed(passes if trained else passes[:1]):
+            for sequence in reversed(sequences):
+                run("autograd::engine::evaluate_function: AddmmBackward0", [], sequence)
+        b.on_host("aten::add_", rest)
+    return b

@@ -58,10 +58,11 @@ class SingleTensorOptimizer(Rule):
     id = "single-tensor-optimizer"
     title = "The optimizer updates one parameter at a time"
     knobs = ("fused-optimizer",)
-    silent_in = SILENT_TRACES
+    found_in = ("recorded/single_tensor.slow",)
+    silent_in = ("recorded/single_tensor.cured", *SILENT_TRACES)
     validation_note = (
-        "frames as PyTorch 2.13 records them. Silent on Apex and foreach optimizers (A100, V100). "
-        "It has never fired on a real trace"
+        "a CPU recording, torch 2.13: 63% of the step predicted, 62% measured. Silent on Apex and "
+        "foreach optimizers (A100, V100). It has never fired on a real GPU trace"
     )
     references = (
         "https://pytorch.org/docs/stable/optim.html#algorithms",

@@ -39,8 +39,15 @@ class PrefixRecomputed(Rule):
 
     id = "prefix-recomputed"
     title = "Each new token computes the whole sequence again: no KV cache"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/no_cache.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/no_cache.cured", *CURED_RECORDINGS)
+    found_in: ClassVar[tuple[str, ...]] = (
+        "recorded/no_cache.slow",
+        "recorded/embedded_prefix.slow",
+    )
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/no_cache.cured",
+        "recorded/embedded_prefix.cured",
+        *CURED_RECORDINGS,
+    )
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache",

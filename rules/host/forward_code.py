@@ -28,8 +28,8 @@ WORK = ("op", "runtime")
 
 
 class ForwardCode(Rule):
-    """Where the training computes on the CPU, Python inside ``forward`` adds to each step: tables
-    and masks that are the same every time, text and numbers handled in loops or with NumPy.
+    """Where the training computes on the CPU, Python inside ``forward`` adds to each step. Examples
+    are tables and masks that are the same every time, and numbers handled in loops or with NumPy.
 
     Counted are stretches of the recorder's forward range in which no operator runs for a
     millisecond or more. Python around operators takes some microseconds each and has its own

@@ -24,8 +24,8 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class SecondForward(Rule):
-    """A training step runs the model a second time on the same batch, to compute a metric or to log
-    an output that the first pass has already.
+    """A training step runs the model a second time on the same batch. It computes a metric or logs
+    an output, which the first pass has already.
 
     The sign is layers that run again in the step, each with inputs of the same shapes, and that no
     backward pass goes through. All layers that are trained have to come again. A teacher of the
@@ -126,7 +126,7 @@ def _twice(
     trained: bool = False,
     rest: float = 500,
 ) -> TraceBuilder:
-    """A network of six layers that runs so many times a step."""
+    """A network of six layers that runs so many times in each step."""
     b = TraceBuilder(gpu=gpu)
     number = 0
 

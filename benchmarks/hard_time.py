@@ -55,10 +55,10 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
     """Of the steps that a plan replays."""
     graph = plan.graph
     row, waited = waits(a, graph)
-    told = _told(graph, [Edge.RELEASE])
-    done = np.flatnonzero(graph.kind == Node.RELEASED)
+    told = _told(graph, [Edge.SYNC])
+    done = np.flatnonzero(graph.kind == Node.SYNC_END)
     node = dict(zip(graph.row[done].tolist(), done.tolist(), strict=True))
-    begun = np.flatnonzero(graph.kind == Node.WAIT)
+    begun = np.flatnonzero(graph.kind == Node.SYNC)
     start = dict(zip(graph.row[begun].tolist(), begun.tolist(), strict=True))
     free = plan.run(dur=np.zeros(len(graph)))
     lasted = a.trace.cpu["dur"].to_numpy()
@@ -93,8 +93,8 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
 def waits(a: Analysis, graph: Graph) -> tuple[Any, Any]:
     """(row of ``trace.cpu``, ns waited) of each call in the window that waited for the device."""
     cpu, gpu = a.trace.cpu, a.trace.gpu
-    begin, end = graph.origin, graph.origin + float(graph.time[graph.starts].max())
-    if not graph.starts[-1]:
+    begin, end = graph.origin, graph.origin + float(graph.time[graph.step_boundaries].max())
+    if not graph.step_boundaries[-1]:
         end = graph.origin + float(graph.time.max())
     long = (cpu["kind"] == "runtime") & (cpu["dur"] > SHORT_NS) & cpu["ts"].is_between(begin, end)
     starts_kernel = gpu["launch"].filter(gpu["kind"] == "kernel").drop_nulls().unique()

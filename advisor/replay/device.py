@@ -40,14 +40,14 @@ class DeviceWork(NamedTuple):
     """Names of the groups: the launching call, and for copies the direction and host memory."""
     kind: Array
     """0 kernel, 1 copy, 2 memset."""
-    own: Array
+    launch_overhead: Array
     """Host time inside the launch call before the device can know of the work, ns."""
     previous: Array
     """Index of the work before it on its stream, -1: none."""
-    ours: Array
+    on_step_threads: Array
     """Launched by the main thread or one that works with it in turns. Where the launch is not in
     the window: as the other work of the stream; true where nothing is known."""
-    team: list[int]
+    step_threads: list[int]
     """Those threads."""
 
 
@@ -56,12 +56,12 @@ def device_work(
     start: int,
     end: int,
     threads: list[int],
-    held: Array,
+    blocking: Array,
 ) -> DeviceWork:
     """Device rows launched in [start, end), or running in it when their launch is not known or
     lies before; running after it too, if something that was launched in it comes later on their
-    stream, as where the host is far ahead. ``threads``: see ``DeviceWork.ours``. ``held``: rows of
-    ``trace.cpu`` that may block the host."""
+    stream, as where the host is far ahead. ``threads``: see
+    ``DeviceWork.on_step_threads``. ``blocking``: rows of ``trace.cpu`` that may block the host."""
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
@@ -91,12 +91,12 @@ def device_work(
         group=group,
         groups=groups,
         kind=gpu["kind"].to_physical().to_numpy().astype(np.int64),
-        own=_own_time(trace, gpu, launch, held),
+        launch_overhead=_launch_overhead(trace, gpu, launch, blocking),
         previous=np.zeros(0, dtype=np.int64),
-        ours=np.ones(len(launch), dtype=bool),
-        team=threads,
+        on_step_threads=np.ones(len(launch), dtype=bool),
+        step_threads=threads,
     )
-    return work._replace(previous=_previous(work), ours=_ours(trace, work))
+    return work._replace(previous=_previous(work), on_step_threads=_on_step_threads(trace, work))
 
 
 def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list[str]]:
@@ -131,25 +131,27 @@ def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list
     return codes, [str(n) for n in names]
 
 
-def _ours(trace: Trace, work: DeviceWork) -> Array:
+def _on_step_threads(trace: Trace, work: DeviceWork) -> Array:
     known = work.launch >= 0
-    ours = np.ones(len(known), dtype=bool)
+    own_threads = np.ones(len(known), dtype=bool)
     if not known.any():
-        return ours
-    ours[known] = np.isin(trace.cpu["thread"].to_numpy()[work.launch[known]], work.team)
-    if not ours[known].any():
+        return own_threads
+    own_threads[known] = np.isin(
+        trace.cpu["thread"].to_numpy()[work.launch[known]], work.step_threads
+    )
+    if not own_threads[known].any():
         return np.ones(len(known), dtype=bool)
     size = len(work.lanes)
-    theirs = np.bincount(work.lane[known], minlength=size) > 0
-    theirs &= np.bincount(work.lane[known & ours], minlength=size) == 0
-    ours[~known] = ~theirs[work.lane[~known]]
-    return ours
+    background = np.bincount(work.lane[known], minlength=size) > 0
+    background &= np.bincount(work.lane[known & own_threads], minlength=size) == 0
+    own_threads[~known] = ~background[work.lane[~known]]
+    return own_threads
 
 
-def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array, held: Array) -> Array:
+def _launch_overhead(trace: Trace, gpu: pl.DataFrame, launch: Array, blocking: Array) -> Array:
     """Length of each launch call: the device learns of the work as the call returns, or by its
     start where the call goes on with something else. 0 for unknown calls and for those that last
-    until their work is done (``held``, with pageable copies, whether they were held this time or
+    until their work is done (``blocking``, with pageable copies, whether they blocked this time or
     not)."""
     own = np.zeros(len(launch))
     known = launch >= 0
@@ -159,7 +161,7 @@ def _own_time(trace: Trace, gpu: pl.DataFrame, launch: Array, held: Array) -> Ar
         own[known] = np.where(length > SLOW_LAUNCH_NS, np.minimum(length, passed), length)
     pageable = gpu["src"].eq_missing("Pageable") | gpu["dst"].eq_missing("Pageable")
     copy = (gpu["kind"] == "memcpy").to_numpy()
-    return np.where((copy & pageable.to_numpy()) | np.isin(launch, held), 0.0, own)
+    return np.where((copy & pageable.to_numpy()) | np.isin(launch, blocking), 0.0, own)
 
 
 def _previous(work: DeviceWork) -> Array:
@@ -188,7 +190,7 @@ def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWo
     if not len(work.row):
         return
     node = device_nodes(graph, work)
-    latency = graph.latencies.launch[work.group] + work.own
+    latency = graph.latencies.launch[work.group] + work.launch_overhead
     gap = graph.latencies.gap[work.group]
     launched = np.flatnonzero(work.launch >= 0)
     call = np.full(max(trace.cpu.height, 1), 0, dtype=np.int64)
@@ -254,9 +256,9 @@ def _cross(
     pairs = np.unique(
         np.stack([np.append(src, src[behind]), np.append(dst, after[behind])]), axis=1
     )
-    edges.add(node[pairs[0]], node[pairs[1]], graph.latencies.cross_stream, Edge.CROSS)
-    held = np.unique(dst[binding])
-    graph.hard["cross-stream starts"] = node[held], (work.ts - allowed)[held]
+    edges.add(node[pairs[0]], node[pairs[1]], graph.latencies.cross_stream, Edge.CROSS_STREAM)
+    waited = np.unique(dst[binding])
+    graph.hard["cross-stream starts"] = node[waited], (work.ts - allowed)[waited]
 
 
 def _next_kernel(work: DeviceWork) -> Array:
@@ -383,7 +385,7 @@ def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Arr
             if (
                 work.lane[source] != work.lane[target]
                 and source < target
-                and (work.ours[source] or not work.ours[target])
+                and (work.on_step_threads[source] or not work.on_step_threads[target])
                 and (work.launch[target] < 0 or work.launch_ts[source] < work.launch_ts[target])
             ):
                 found_src.append(source)
@@ -415,7 +417,7 @@ def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
     src, dst = [before[side]], [target[side]]
     # back on the same stream: the latest side-stream work launched before, if it had ended
     busiest = np.argmax(np.bincount(work.lane)) if len(work.lane) else 0
-    others = np.flatnonzero((work.lane != busiest) & (work.launch >= 0) & work.ours)
+    others = np.flatnonzero((work.lane != busiest) & (work.launch >= 0) & work.on_step_threads)
     others = others[np.argsort(work.launch_ts[others], kind="stable")]
     back = target[~side]
     if len(others) and len(back):
@@ -425,5 +427,7 @@ def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
         dst.append(back[good])
     source, goal = np.concatenate(src), np.concatenate(dst)
     different = work.lane[source] != work.lane[goal]
-    forward = different & (source < goal) & (work.ours[source] | ~work.ours[goal])
+    forward = (
+        different & (source < goal) & (work.on_step_threads[source] | ~work.on_step_threads[goal])
+    )
     return source[forward], goal[forward]

@@ -91,7 +91,7 @@ class GraphEdits:
     def count(self, edit: Edit) -> int:
         """How many events of the replayed steps an edit selects."""
         graph = self.graph
-        first, last = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
+        first, last = graph.origin, graph.origin + float(graph.time[graph.step_boundaries[-1]])
         if (table := collectives_on_host(self.a, edit.select)) is not None:
             ts = table["launch_ts"].to_numpy()
             return int(((ts >= first) & (ts < last)).sum())
@@ -127,7 +127,7 @@ class GraphEdits:
         into = gone[graph.dst]
         stream = graph.edge == Edge.STREAM
         # its stream still waits for the events that it waits for
-        weight[into & ~stream & (graph.edge != Edge.CROSS)] = NEVER
+        weight[into & ~stream & (graph.edge != Edge.CROSS_STREAM)] = NEVER
         weight[into & stream] = np.minimum(weight[into & stream], 0.0)
         # work that starts before its stream's last work ends (programmatic dependent launch) still
         # does, by as much less as it is shorter: it ends no earlier for that
@@ -138,13 +138,13 @@ class GraphEdits:
         weight[early] = (weight[early] + beyond) * left - beyond
         self._shrink(weight)
         if self.batch != 1.0:
-            loaded = graph.kind[graph.dst] == Node.LOADED
+            loaded = graph.kind[graph.dst] == Node.LOADER_END
             weight[loaded & np.isin(graph.edge, _LOADING) & (weight > 0)] *= self.batch
         more_workers(self, weight)
         into = self.unblocked[graph.dst]
-        weight[into & np.isin(graph.edge, [Edge.RELEASE, Edge.LOADER])] = NEVER
+        weight[into & np.isin(graph.edge, [Edge.SYNC, Edge.LOADER])] = NEVER
         program = into & (graph.edge == Edge.PROGRAM)
-        weight[program] = np.minimum(weight[program], graph.latencies.call)
+        weight[program] = np.minimum(weight[program], graph.latencies.sync_call)
         if real_share is not None:
             weight *= real_share
         if (self.moved & ~self.dropped).any():
@@ -158,13 +158,13 @@ class GraphEdits:
             host.setdefault(thread, HostTime()).parts.append((calls, 0.0))
         program = np.flatnonzero((graph.edge == Edge.PROGRAM) & (graph.src > 0))
         # a wait's own call is what remains of it; its released end is computed
-        program = program[graph.kind[graph.dst[program]] != Node.RELEASED]
+        program = program[graph.kind[graph.dst[program]] != Node.SYNC_END]
         lane = graph.lane[graph.dst[program]]
         launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & (graph.src > 0))
         for thread, time in host.items():
             own = program[lane == thread]
             begin, end = graph.time[graph.src[own]], graph.time[graph.dst[own]]
-            hidden = graph.hidden.get(thread, EMPTY)
+            hidden = graph.queue_waits.get(thread, EMPTY)
             left = np.maximum(weight[own] - saved_between(begin, end, time.parts, hidden), 0.0)
             if time.captured:
                 floor = np.full(len(own), np.inf)
@@ -276,7 +276,7 @@ def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
     rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
     multi = rate[weight[rate] > NEVER]
     if len(multi):
-        steps = np.diff(np.searchsorted(graph.starts, graph.dst[multi], side="right"))
+        steps = np.diff(np.searchsorted(graph.step_boundaries, graph.dst[multi], side="right"))
         later = weight[multi[1:]].sum() * steps / max(1, steps.sum())
         weight[multi] = np.append(weight[multi[:1]], later) * _more(patch, workers)
     single = rate[weight[rate] <= NEVER]
@@ -285,7 +285,7 @@ def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
         batches = cost[graph.dst[single]]
         off = 2 * float(batches.std()) / max(1, len(batches)) ** 0.5
         mean = float(batches.mean()) + off * {"low": 1, "high": -1}.get(patch.assumption, 0)
-        length = max(float(graph.time[graph.starts[-1]]), 1.0)
+        length = max(float(graph.time[graph.step_boundaries[-1]]), 1.0)
         share = min(batches.sum() / length, 1.0)
         computed = _computed(patch, loaded, share)
         weight[single] = (max(mean, 0.0) + hand) * _slower(patch, computed, share, workers)

@@ -30,7 +30,7 @@ LAUNCH_NS, GAP_NS = 2_000.0, 1_500.0
 """Launch latency and gap between kernels of one stream where the trace shows too few of them."""
 CROSS_STREAM_NS = 2_000.0
 CALL_NS = 5_000.0
-RELEASE_NS = 8_000.0
+SYNC_RETURN_NS = 8_000.0
 REACH_NS = 15_000
 """How long after another stream's work a released start may come: event and scheduling latency."""
 MAX_LATENCY_NS, MAX_STAGING_NS = 50_000, 2_000_000
@@ -55,9 +55,9 @@ class Latencies:
     that had long been launched."""
     cross_stream: float = CROSS_STREAM_NS
     """From the end of one stream's work to the start of another's that waited for it."""
-    call: float = CALL_NS
+    sync_call: float = CALL_NS
     """What a call costs that may block the host, and did not."""
-    release: float = RELEASE_NS
+    sync_return: float = SYNC_RETURN_NS
     """From the end of the awaited work to the return of the call that waited for it."""
 
 
@@ -71,14 +71,14 @@ def measure_latencies(work: DeviceWork) -> Latencies:
     before = work.previous
     ended = np.where(before >= 0, (work.ts + work.dur)[before], np.iinfo(np.int64).min // 2)
     known = work.launch >= 0
-    ready = work.launch_ts + work.own
+    ready = work.launch_ts + work.launch_overhead
     # nothing on any stream: otherwise an event of another one may be what it waits for
     latest = np.maximum.accumulate(np.append(np.iinfo(np.int64).min // 2, work.ts + work.dur))[:-1]
     idle = known & (latest < work.launch_ts - BUSY_NS)
     delay = work.ts - ready
     # longer is no latency but a wait, for another stream's event say; copies from pageable memory
     # are staged first, and their call is not counted
-    staged = (work.kind == 1) & (work.own == 0)
+    staged = (work.kind == 1) & (work.launch_overhead == 0)
     idle &= (work.ts > work.launch_ts) & (delay < np.where(staged, MAX_STAGING_NS, MAX_LATENCY_NS))
     queued = known & (ready + QUEUED_NS < ended)
     gap = work.ts - ended
@@ -118,12 +118,12 @@ class Node(IntEnum):
 
     SOURCE = 0  # the start of the window
     LAUNCH = 1  # start of a call that puts work on the device
-    WAIT = 2  # start of a call that blocks the host
-    RELEASED = 3  # its end
-    MARK = 4  # start or end of activity that hands over to another thread
+    SYNC = 2  # start of a call that blocks the host
+    SYNC_END = 3  # its end
+    HANDOFF = 4  # start or end of activity that hands over to another thread
     STEP = 5  # a step boundary on the main thread
     LOADER = 6  # start of a wait for the data loader
-    LOADED = 7  # its end
+    LOADER_END = 7  # its end
     DEVICE = 8  # end of a piece of device work
 
 
@@ -133,13 +133,13 @@ class Edge(IntEnum):
     PROGRAM = 0  # host time on a thread
     LAUNCH = 1  # launch call -> device work
     STREAM = 2  # order of one stream
-    CROSS = 3  # a stream waits for another one's event
-    RELEASE = 4  # device work -> host call that waited for it
+    CROSS_STREAM = 3  # a stream waits for another one's event
+    SYNC = 4  # device work -> host call that waited for it
     QUEUE = 5  # start of device work -> launch that found the queue full
     HANDOFF = 6  # one host thread wakes another
     LOADER = 7  # the loader's workers produce at their own rate
     CONTENTION = 8  # a kernel that fills the device -> work that waits for room
-    MEETING = 9  # ranks that come to a collective -> all of them go on
+    COLLECTIVE = 9  # ranks that come to a collective -> all of them go on
 
 
 @dataclass
@@ -165,21 +165,21 @@ class Graph:
     """The edge leaves from the start of device work instead of its end."""
     lanes: list[tuple[int, int]]
     """(device, stream) of each lane of device nodes."""
-    starts: Array
+    step_boundaries: Array
     """Node of each step boundary: one more than there are steps."""
-    last: list[Array]
+    last_nodes: list[Array]
     """For each step: device nodes that must be done for it to be complete (last a lane)."""
     origin: int
     """Trace time of the window's start, ns."""
     steps: tuple[int, int]
     """First step and one after the last, indices into the steps table."""
-    turn: int = 1
-    """After how many steps the loop repeats itself, where every n-th one is long."""
-    early: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Device nodes launched before the window: what the host was ahead by when it began."""
-    others: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Lanes of device work that only threads launch which work on their own."""
-    hidden: dict[int, Intervals] = field(default_factory=dict)
+    cycle_steps: int = 1
+    """Steps after which the loop repeats itself, where every n-th one is long."""
+    launched_before_window: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Device nodes: what the host was ahead by when the window began."""
+    background_lanes: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Lanes with only work that other threads launch, which the step does not wait for."""
+    queue_waits: dict[int, Intervals] = field(default_factory=dict)
     """By host thread: time in launch calls that was a wait for room in the queue."""
     latencies: Latencies = field(default_factory=Latencies)
     hard: dict[str, tuple[Array, Array]] = field(default_factory=dict)
@@ -190,13 +190,13 @@ class Graph:
 
     @property
     def device(self) -> Array:
-        """Mask of the nodes that are device work."""
+        """The nodes that are device work."""
         return np.flatnonzero(self.kind == Node.DEVICE)
 
     def steps_of_launch(self) -> Array:
         """For each node the step (from 0) of the window in which it came, for device work that in
         which it was launched; -1: before the window or not known."""
-        step = np.searchsorted(self.starts, np.arange(len(self)), side="right") - 1
+        step = np.searchsorted(self.step_boundaries, np.arange(len(self)), side="right") - 1
         launch = np.flatnonzero((self.edge == Edge.LAUNCH) & (self.src > 0))
         step[self.device] = -1
         step[self.dst[launch]] = step[self.src[launch]]
@@ -255,7 +255,7 @@ class EdgeList:
             index = (part[3] == Edge.PROGRAM) & (source[part[1]] == part[0])
             part[2][index] = np.minimum(part[2][index], limit[part[1][index]])
 
-    def store(self) -> None:
+    def write_to_graph(self) -> None:
         """Put them into the graph, ordered by the node they lead into."""
         columns = [np.concatenate(c) for c in zip(*self._parts, strict=True)]
         order = np.argsort(columns[1], kind="stable")

@@ -36,7 +36,7 @@ consecutive steps in their middle."""
 def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]:
     """First step and one after the last (rows of the steps table) of the run to replay: all
     consecutive used steps, or the middle ones when that would be more than ``limit`` nodes; at
-    least three where there are three; whole turns where every n-th step is long. Long steps that
+    least three where there are three; whole cycles where every n-th step is long. Long steps that
     leave no three others in a row are the loop's own pace, and replayed with them."""
     used = a.steps.table["used"].to_numpy()
     group = _in_a_row(used)
@@ -51,7 +51,7 @@ def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]
         keep = max(3, int((last - first) * limit / work))
         first += (last - first - keep) // 2
         last = first + keep
-    return last - (last - first) // (turn := _turn(a, first, last)) * turn, last
+    return last - (last - first) // (cycle := _cycle_steps(a, first, last)) * cycle, last
 
 
 def _in_a_row(wanted: Array) -> Array:
@@ -60,7 +60,7 @@ def _in_a_row(wanted: Array) -> Array:
     return max(np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1), key=len)
 
 
-def _turn(a: Analysis, first: int, last: int) -> int:
+def _cycle_steps(a: Analysis, first: int, last: int) -> int:
     """Every how many of these steps a long one comes; 1: they are similar, or long ones come as
     they like."""
     dur = a.steps.table["dur"].to_numpy()[first:last]
@@ -85,46 +85,46 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     cpu_ts = trace.cpu["ts"].to_numpy()
     cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
     cpu_thread = trace.cpu["thread"].to_numpy()
-    for rows, what in ((launching, Node.LAUNCH), (waiting, Node.WAIT), (loading, Node.LOADER)):
+    for rows, what in ((launching, Node.LAUNCH), (waiting, Node.SYNC), (loading, Node.LOADER)):
         points.add(cpu_thread[rows], cpu_ts[rows], what, rows)
-    points.add(cpu_thread[waiting], cpu_end[waiting], Node.RELEASED, waiting)
-    points.add(cpu_thread[loading], cpu_end[loading], Node.LOADED, loading)
+    points.add(cpu_thread[waiting], cpu_end[waiting], Node.SYNC_END, waiting)
+    points.add(cpu_thread[loading], cpu_end[loading], Node.LOADER_END, loading)
     main = trace.main_thread
     if main is not None:
         points.add(np.array(main), bounds, Node.STEP)
     threads = np.unique(cpu_thread[np.concatenate([launching, waiting, loading])])
     if main is not None and main not in threads:
         threads = np.append(threads, main)
-    handovers = find_handoffs(trace, threads, start, end, loading)
+    handoffs = find_handoffs(trace, threads, start, end, loading)
     for owner, time in (
-        (handovers.waiter, handovers.left),
-        (handovers.worker, handovers.began),
-        (handovers.worker, handovers.done),
-        (handovers.waiter, handovers.wait_end),
+        (handoffs.waiter, handoffs.wait_start),
+        (handoffs.worker, handoffs.work_start),
+        (handoffs.worker, handoffs.work_end),
+        (handoffs.waiter, handoffs.wait_end),
     ):
-        points.add(owner, time, Node.MARK)
+        points.add(owner, time, Node.HANDOFF)
     thread, time, kind, row = points.columns()
     inside = (time >= start) & (time <= end)
     thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
     place = _behind_awaited_work(trace, thread, time, kind, row)
 
-    team = _working_for(main, handovers)
-    work = device_work(trace, start, end, team, waiting)
+    step_threads = _step_threads(main, handoffs)
+    work = device_work(trace, start, end, step_threads, waiting)
     graph = _join(thread, time, kind, row, place, work, start)
     graph.latencies = measure_latencies(work)
     edges = EdgeList(graph)
     _program(edges, graph)
     add_sync_edges(trace, graph, edges, work)
     _loader(edges, graph, trace)
-    _handover(edges, graph, handovers, start)
+    _add_handoff_edges(edges, graph, handoffs, start)
     add_stream_edges(trace, graph, edges, work)
-    edges.store()
+    edges.write_to_graph()
     graph.steps = steps
-    graph.turn = _turn(a, *steps)
-    graph.starts = _boundaries(graph, bounds - start)
-    graph.last = _last_work(trace, graph, work, bounds)
-    graph.others = np.setdiff1d(work.lane, work.lane[work.ours])
-    graph.early = _early(graph, work)
+    graph.cycle_steps = _cycle_steps(a, *steps)
+    graph.step_boundaries = _boundaries(graph, bounds - start)
+    graph.last_nodes = _last_work(trace, graph, work, bounds)
+    graph.background_lanes = np.setdiff1d(work.lane, work.lane[work.on_step_threads])
+    graph.launched_before_window = _launched_before_window(graph, work)
     return graph
 
 
@@ -162,7 +162,7 @@ def _behind_awaited_work(
     where the clocks of the trace disagree, a wait may seem to end sooner. Every edge leads forward
     in this order."""
     result = time.copy()
-    back = np.flatnonzero(kind == Node.RELEASED)
+    back = np.flatnonzero(kind == Node.SYNC_END)
     result[back] += past_return(trace, row[back])
     for owner in np.unique(thread[back]):
         own = thread == owner
@@ -206,8 +206,8 @@ def _join(
         edge=none.astype(np.uint8),
         from_start=none.astype(bool),
         lanes=work.lanes,
-        starts=none,
-        last=[],
+        step_boundaries=none,
+        last_nodes=[],
         origin=start,
         steps=(0, 0),
     )
@@ -236,7 +236,7 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     workers the call is host time; its rate edge is there, switched off, for edits that spread
     the work over workers."""
     asked = np.flatnonzero(graph.kind == Node.LOADER)
-    loaded = np.flatnonzero(graph.kind == Node.LOADED)
+    loaded = np.flatnonzero(graph.kind == Node.LOADER_END)
     if not len(loaded):
         return
     by_row = {int(r): int(n) for r, n in zip(graph.row[asked], asked, strict=True)}
@@ -252,8 +252,8 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     edges.add(before, loaded, rate, Edge.LOADER)
 
 
-def _handover(edges: EdgeList, graph: Graph, result: Handoff, start: int) -> None:
-    marks = np.flatnonzero(graph.kind == Node.MARK)
+def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: int) -> None:
+    marks = np.flatnonzero(graph.kind == Node.HANDOFF)
     at = {
         (int(lane), round(time)): int(node)
         for lane, time, node in zip(graph.lane[marks], graph.time[marks], marks, strict=True)
@@ -265,8 +265,8 @@ def _handover(edges: EdgeList, graph: Graph, result: Handoff, start: int) -> Non
             dtype=np.int64,
         )
 
-    left, began = nodes(result.waiter, result.left), nodes(result.worker, result.began)
-    done, back = nodes(result.worker, result.done), nodes(result.waiter, result.wait_end)
+    left, began = nodes(result.waiter, result.wait_start), nodes(result.worker, result.work_start)
+    done, back = nodes(result.worker, result.work_end), nodes(result.waiter, result.wait_end)
     pairs_of = [(left, began), (done, back)]
     forward = [(src > 0) & (src < dst) for src, dst in pairs_of]
     woken = np.concatenate([dst[good] for (_, dst), good in zip(pairs_of, forward, strict=True)])
@@ -288,7 +288,7 @@ def _boundaries(graph: Graph, bounds: Array) -> Array:
     return np.zeros(len(bounds), dtype=np.int64)
 
 
-def _early(graph: Graph, work: DeviceWork) -> Array:
+def _launched_before_window(graph: Graph, work: DeviceWork) -> Array:
     """Work whose launch is not in the window, before the first of its stream whose launch is."""
     if not len(work.row):
         return np.zeros(0, dtype=np.int64)
@@ -296,15 +296,15 @@ def _early(graph: Graph, work: DeviceWork) -> Array:
     first = np.full(len(work.lanes), -1, dtype=np.int64)
     lanes, place = np.unique(work.lane[launched], return_index=True)
     first[lanes] = np.flatnonzero(launched)[place]
-    early = ~launched & (np.arange(len(launched)) < first[work.lane])
-    return device_nodes(graph, work)[early]
+    before_window = ~launched & (np.arange(len(launched)) < first[work.lane])
+    return device_nodes(graph, work)[before_window]
 
 
-def _working_for(main: int | None, handovers: Handoff) -> list[int]:
+def _step_threads(main: int | None, handoffs: Handoff) -> list[int]:
     """The main thread and those it works with in turns."""
     if main is None:
         return []
-    pairs = np.stack([handovers.waiter, handovers.worker])
+    pairs = np.stack([handoffs.waiter, handoffs.worker])
     result = np.array([main])
     while True:  # as many rounds as threads hand over to each other in a row
         more = pairs[:, np.isin(pairs, result).any(axis=0)]
@@ -317,7 +317,7 @@ def _working_for(main: int | None, handovers: Handoff) -> list[int]:
 def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
     """The last device node of every lane launched inside each step (or started, if unknown). What
     threads launch that work on their own is not part of the step."""
-    nodes = device_nodes(graph, work)[work.ours] if len(work.row) else graph.device
+    nodes = device_nodes(graph, work)[work.on_step_threads] if len(work.row) else graph.device
     nodes = np.sort(nodes)
     launch = trace.gpu["launch"].gather(pl.Series(graph.row[nodes])).fill_null(-1).to_numpy()
     ts = trace.gpu["ts"].to_numpy()[graph.row[nodes]]

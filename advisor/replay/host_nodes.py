@@ -40,12 +40,12 @@ SLOW_LAUNCH_NS = 50_000
 """A launch call longer than this did something else than launch, or waited."""
 
 _ORDER = {
-    Node.RELEASED: 0,
-    Node.LOADED: 0,
+    Node.SYNC_END: 0,
+    Node.LOADER_END: 0,
     Node.STEP: 1,
-    Node.MARK: 2,
+    Node.HANDOFF: 2,
     Node.LAUNCH: 3,
-    Node.WAIT: 3,
+    Node.SYNC: 3,
     Node.LOADER: 3,
 }
 """At one instant of a thread: ends, then boundaries, then hand-overs, then starts."""
@@ -54,7 +54,7 @@ _AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in Node])
 
 @dataclass
 class HostNodes:
-    """Columns of host points, unordered until :meth:`arrays`."""
+    """Columns of host points, unordered until :meth:`columns`."""
 
     parts: list[tuple[Array, Array, Array, Array]] = field(default_factory=list)
 
@@ -146,14 +146,14 @@ OVERRUN_SHARE = 0.05
 
 
 class Handoff(NamedTuple):
-    """``waiter`` fell silent at ``left``; ``worker`` worked from ``began`` (-1: it was at work
-    already) to ``done``; ``waiter`` went on at ``back``. All columns, times in ns."""
+    """``waiter`` fell silent at ``wait_start``; ``worker`` worked from ``work_start`` (-1: it was at
+    work already) to ``work_end``; ``waiter`` went on at ``wait_end``. All columns, times in ns."""
 
     waiter: Array
     worker: Array
-    left: Array
-    began: Array
-    done: Array
+    wait_start: Array
+    work_start: Array
+    work_end: Array
     wait_end: Array
 
 

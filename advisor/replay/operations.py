@@ -141,7 +141,7 @@ def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     order = device[np.argsort(graph.lane[device], kind="stable")]
     own = chosen[order]
     awaited = np.zeros(len(graph), dtype=bool)
-    outward = np.isin(graph.edge, [Edge.RELEASE, Edge.CROSS]) & (graph.weight > NEVER)
+    outward = np.isin(graph.edge, [Edge.SYNC, Edge.CROSS_STREAM]) & (graph.weight > NEVER)
     awaited[graph.src[outward & ~patch.unblocked[graph.dst]]] = True
     step = graph.steps_of_launch()[order]
     joined = own[1:] & own[:-1] & ~awaited[order][:-1] & (step[1:] == step[:-1])
@@ -162,7 +162,7 @@ def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 def parallelize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Loader work moves to worker processes: see ``edited_graph.py``."""
-    loaded = np.flatnonzero(patch.graph.kind == Node.LOADED)
+    loaded = np.flatnonzero(patch.graph.kind == Node.LOADER_END)
     chosen = patch.selected.rows(edit.select)[patch.graph.row[loaded]]
     patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))
 

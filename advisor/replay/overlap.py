@@ -19,7 +19,7 @@ from advisor.replay.graph import NEVER, Array, Edge, Graph, Node, add_edges
 if TYPE_CHECKING:
     from advisor.replay.edited_graph import GraphEdits
 
-WAITING = (Edge.STREAM, Edge.CROSS, Edge.RELEASE, Edge.QUEUE)
+WAITING = (Edge.STREAM, Edge.CROSS_STREAM, Edge.SYNC, Edge.QUEUE)
 """Edges out of moved work that something else waits by."""
 
 
@@ -37,7 +37,7 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
     ).to_numpy()
     more: list[tuple[int, int, float, int]] = []
     live = np.flatnonzero(weight > NEVER)
-    leads_in = moved[graph.dst[live]] & np.isin(graph.edge[live], [Edge.STREAM, Edge.CROSS])
+    leads_in = moved[graph.dst[live]] & np.isin(graph.edge[live], [Edge.STREAM, Edge.CROSS_STREAM])
     stands: dict[int, dict[int, tuple[int, float]]] = {}
     """Of moved work: what its place in the stream still waits for, by lane, with the delay."""
     awaited: dict[int, dict[int, int]] = {}
@@ -67,7 +67,7 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
             since[own] = max(since.get(own, -1), int(earlier[node]))
         stands[node], awaited[node] = place, since
         if not uploads[node] or patch.merged[node]:
-            more += [(s, node, w + gap, Edge.CROSS) for s, w in place.values()]
+            more += [(s, node, w + gap, Edge.CROSS_STREAM) for s, w in place.values()]
         if own in last_of:
             more.append((last_of[own], node, gap, Edge.STREAM))
         last_of[own] = node
@@ -75,7 +75,7 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
     for edge in live[moved[graph.src[live]]].tolist():
         source, target, delay = src[edge], int(graph.dst[edge]), float(weight[edge])
         in_order = kind[edge] == Edge.STREAM
-        how = Edge.CROSS if graph.kind[target] == Node.DEVICE else Edge.RELEASE
+        how = Edge.CROSS_STREAM if graph.kind[target] == Node.DEVICE else Edge.SYNC
         if kind[edge] in WAITING and not (moved[target] and in_order):
             for first, wait in stands[source].values():
                 own = in_order and lane[first] == lane[target]
@@ -86,7 +86,7 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
     weight[moved[graph.dst] & np.isin(graph.edge, [Edge.CONTENTION, Edge.STREAM])] = NEVER
     more += _awaited_by_device_syncs(patch, nodes, group)
     lanes = np.where(moved, int(graph.lane.max()) + 1 + group, graph.lane)
-    return add_edges(graph, weight, more, lane=lanes, last=_with_moved(graph, nodes, group))
+    return add_edges(graph, weight, more, lane=lanes, last_nodes=_with_moved(graph, nodes, group))
 
 
 def _groups(patch: GraphEdits) -> Array:
@@ -103,8 +103,8 @@ def _groups(patch: GraphEdits) -> Array:
 def _steps(graph: Graph) -> Array:
     """The step (from 0) of each node, device work by its launch where that is known."""
     step = graph.steps_of_launch()
-    order = np.searchsorted(graph.starts, np.arange(len(graph)), side="right") - 1
-    last = len(graph.starts) - 2
+    order = np.searchsorted(graph.step_boundaries, np.arange(len(graph)), side="right") - 1
+    last = len(graph.step_boundaries) - 2
     result: Array = np.clip(np.where(step < 0, order, step), 0, last)
     return result
 
@@ -116,12 +116,12 @@ def _earlier(graph: Graph, group: Array, step: Array, *, marked: bool) -> Array:
     result = np.full(len(graph), -1)
     device = graph.device
     order = device[np.lexsort((device, group[device]))]
-    if len(graph.starts) == 2:
+    if len(graph.step_boundaries) == 2:
         if not marked:
             same = np.append(False, group[order][1:] == group[order][:-1])
             result[order] = np.where(same, np.append(-1, order[:-1]), order)
         return result
-    key = group[order] * len(graph.starts) + step[order]
+    key = group[order] * len(graph.step_boundaries) + step[order]
     members = np.split(order, np.flatnonzero(np.diff(key)) + 1)
     by_key = {(int(group[m[0]]), int(step[m[0]])): m for m in members}
     for (own, number), now in by_key.items():
@@ -136,14 +136,14 @@ def _awaited_by_device_syncs(
 ) -> list[tuple[int, int, float, int]]:
     """Waits for the whole device, for the last moved work of each name that they waited for."""
     graph = patch.graph
-    done = np.flatnonzero((graph.kind == Node.RELEASED) & ~patch.unblocked)
+    done = np.flatnonzero((graph.kind == Node.SYNC_END) & ~patch.unblocked)
     call = patch.a.trace.cpu["call"].gather(pl.Series(graph.row[done]))
     done = done[(call == "sync_device").fill_null(False).to_numpy()]
-    edges = np.flatnonzero((graph.edge == Edge.RELEASE) & np.isin(graph.dst, done))
+    edges = np.flatnonzero((graph.edge == Edge.SYNC) & np.isin(graph.dst, done))
     more = []
     for place, node in _latest(graph, nodes[~patch.ahead[nodes]], group, graph.src[edges]):
         edge = edges[place]
-        more.append((node, int(graph.dst[edge]), float(graph.weight[edge]), int(Edge.RELEASE)))
+        more.append((node, int(graph.dst[edge]), float(graph.weight[edge]), int(Edge.SYNC)))
     return more
 
 
@@ -163,7 +163,7 @@ def _latest(graph: Graph, nodes: Array, group: Array, upto: Array) -> list[tuple
 def _with_moved(graph: Graph, nodes: Array, group: Array) -> list[Array]:
     """What must be done for each step to be complete, with the moved work."""
     result = []
-    for last in graph.last:
+    for last in graph.last_nodes:
         moved = [node for _, node in _latest(graph, nodes, group, last)]
         result.append(np.union1d(last, np.array(moved, dtype=np.int64)))
     return result

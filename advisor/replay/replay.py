@@ -27,18 +27,18 @@ class ReplayedSteps:
     """Replayed times of all nodes (ends for device nodes) and of the steps, ns."""
 
     time: Array
-    complete: Array
+    step_ends: Array
     """When each step was complete, its device work included; first entry: the window's start."""
-    turn: int = 1
+    cycle_steps: int = 1
     """After how many steps the loop repeats itself, where every n-th one is long."""
 
     @property
     def period(self) -> float:
         """Steady-state time of one step: mean distance between completions, the first step (or
-        turn) left out where there are enough."""
-        enough = len(self.complete) > 3 and len(self.complete) > 2 * self.turn
-        skip = self.turn if enough else 0
-        return float(self.complete[-1] - self.complete[skip]) / (len(self.complete) - 1 - skip)
+        cycle) left out where there are enough."""
+        enough = len(self.step_ends) > 3 and len(self.step_ends) > 2 * self.cycle_steps
+        skip = self.cycle_steps if enough else 0
+        return float(self.step_ends[-1] - self.step_ends[skip]) / (len(self.step_ends) - 1 - skip)
 
 
 class ReplayPlan:
@@ -70,20 +70,22 @@ class ReplayPlan:
         an edit changes. So it is replayed again from the state in which it ended, until the time
         it takes no longer changes. Windows of fewer than three steps are too short for that.
         """
-        steps = len(self.graph.starts) - 1
+        steps = len(self.graph.step_boundaries) - 1
         layout = self.lay_out(weight, dur)
         time = replay_layout(layout)
         complete = completion_times(self.graph, time)
-        if steps < MIN_STEADY or self.graph.starts[-1] == 0:
-            return ReplayedSteps(time, complete, self.graph.turn).period
+        if steps < MIN_STEADY or self.graph.step_boundaries[-1] == 0:
+            return ReplayedSteps(time, complete, self.graph.cycle_steps).period
         weights = self.graph.weight if weight is None else weight
 
         def ended() -> tuple[float, float]:
-            return float(completion_times(self.graph, time)[-1]), float(time[self.graph.starts[-1]])
+            return float(completion_times(self.graph, time)[-1]), float(
+                time[self.graph.step_boundaries[-1]]
+            )
 
         def again(idle: bool) -> tuple[float, float]:
             nonlocal time
-            host = float(time[self.graph.starts[-1]])
+            host = float(time[self.graph.step_boundaries[-1]])
             state = self._carry.over(time, host, weights, idle=idle)
             time = replay_layout(layout.begun([state]))
             return ended()
@@ -213,19 +215,19 @@ class CarriedState:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         device = graph.device
-        early = np.zeros(len(graph), dtype=bool)
-        early[graph.early] = True
-        self.early: list[int] = []
+        before_window = np.zeros(len(graph), dtype=bool)
+        before_window[graph.launched_before_window] = True
+        self.launched_before_window: list[int] = []
         self.stands_for: list[int] = []
         self.first: list[int] = []
         self.final: list[int] = []
-        for lane in np.setdiff1d(graph.lane[device], graph.others):
+        for lane in np.setdiff1d(graph.lane[device], graph.background_lanes):
             own = device[graph.lane[device] == lane]
-            before, inside = own[early[own]], own[~early[own]]
+            before, inside = own[before_window[own]], own[~before_window[own]]
             if not len(inside):
                 continue
             place = len(inside) - len(before) + np.arange(len(before))
-            self.early += before.tolist()
+            self.launched_before_window += before.tolist()
             self.stands_for += np.where(place >= 0, inside[np.maximum(place, 0)], -1).tolist()
             self.first.append(int(inside[0]))
             self.final.append(int(inside[-1]))
@@ -237,11 +239,11 @@ class CarriedState:
         step came before the first: nodes at the same place of their thread or stream."""
         graph = self.graph
         step = graph.steps_of_launch()
-        crossing = np.isin(graph.edge, [Edge.CROSS, Edge.RELEASE, Edge.HANDOFF])
+        crossing = np.isin(graph.edge, [Edge.CROSS_STREAM, Edge.SYNC, Edge.HANDOFF])
         crossing &= (step[graph.src] == 0) & (step[graph.dst] == 1)
         self.between = np.flatnonzero(crossing)
         key = len(Node) * graph.lane.astype(np.int64) + graph.kind
-        steps = len(graph.starts) - 1
+        steps = len(graph.step_boundaries) - 1
         members = {
             (int(k), s): np.flatnonzero((key == k) & (step == s))
             for k in np.unique(key[np.append(graph.src[self.between], graph.dst[self.between])])
@@ -265,7 +267,7 @@ class CarriedState:
         self.loader = np.flatnonzero(graph.edge == Edge.LOADER)
         if len(self.loader):
             first, last = graph.time[graph.dst[self.loader[[0, -1]]]]
-            self.apart = float(first + graph.time[graph.starts[-1]] - last)
+            self.apart = float(first + graph.time[graph.step_boundaries[-1]] - last)
 
     def _batch_after(self, weight: Array) -> float:
         """The same at the rate that the loader has with other weights."""
@@ -277,12 +279,13 @@ class CarriedState:
         return self.apart * float(rate.sum()) / max(float(before.sum()), 1.0)
 
     def over(self, time: Array, host: float, weight: Array, *, idle: bool) -> State:
-        """Times of early nodes, and earliest starts, after a replay in which the host was done
-        with the last step at ``host``. ``idle``: as if the device had nothing left to do."""
-        given = dict.fromkeys(self.early, 0.0)
+        """Times of the nodes launched before the window, and earliest starts, after a replay in
+        which the host was done with the last step at ``host``. ``idle``: as if the device had
+        nothing left to do."""
+        given = dict.fromkeys(self.launched_before_window, 0.0)
         floor: dict[int, float] = {}
         if not idle:
-            for node, other in zip(self.early, self.stands_for, strict=True):
+            for node, other in zip(self.launched_before_window, self.stands_for, strict=True):
                 given[node] = float(time[other]) - host if other >= 0 else 0.0
             for node, other in zip(self.first, self.final, strict=True):
                 floor[node] = float(time[other]) - host
@@ -301,9 +304,9 @@ class CarriedState:
 
 def completion_times(graph: Graph, time: Array) -> Array:
     """When each step was complete: its end on the host, or its last device work if later."""
-    host = time[graph.starts].astype(float)
+    host = time[graph.step_boundaries].astype(float)
     done = host.copy()
-    for step, nodes in enumerate(graph.last):
+    for step, nodes in enumerate(graph.last_nodes):
         if len(nodes):
             done[step + 1] = max(done[step + 1], float(time[nodes].max()))
     # work left over from before the window is done when the first step begins or later

@@ -289,7 +289,7 @@ class Selection:
 
     def waits(self, select: Select) -> Array:
         """Ends of blocking calls and of waits for the loader."""
-        done = np.flatnonzero(np.isin(self.graph.kind, [Node.RELEASED, Node.LOADED]))
+        done = np.flatnonzero(np.isin(self.graph.kind, [Node.SYNC_END, Node.LOADER_END]))
         return done[self.rows(select)[self.graph.row[done]]]
 
     def host_time(self, select: Select) -> dict[int, Intervals]:
@@ -400,7 +400,7 @@ class Selection:
         order = host[np.argsort(graph.lane[host], kind="stable")]
         place = np.empty(len(graph), dtype=np.int64)
         place[order] = np.arange(len(order))
-        step = np.searchsorted(graph.time[graph.starts], graph.time, side="right")
+        step = np.searchsorted(graph.time[graph.step_boundaries], graph.time, side="right")
         low, high = begin.astype(float), end.astype(float)
         for bound, shift in ((low, -1), (high, 1)):
             index = place[points] + shift

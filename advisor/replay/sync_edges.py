@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 COLLECTIVE = r"^(nccl|rccl|msccl)"
 OWN_WORK = ("memcpy", "memcpy_blocking", "launch", "graph_launch", "memset")
 """Calls that wait for what they launch, if they wait."""
-MAX_RELEASE_NS = 100_000
+MAX_SYNC_RETURN_NS = 100_000
 """A call that returns later than this after some work ended did not wait for it."""
 
 
 def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
     """Edges into the ends of blocking calls, which replace their measured ends."""
-    begin = np.flatnonzero(graph.kind == Node.WAIT)
-    done = np.flatnonzero(graph.kind == Node.RELEASED)
+    begin = np.flatnonzero(graph.kind == Node.SYNC)
+    done = np.flatnonzero(graph.kind == Node.SYNC_END)
     node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
     add_queue_edges(trace, graph, edges, work, node)
     if not len(done):
@@ -55,15 +55,15 @@ def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork
     waited = (last > called + 2_000) & (last <= ended + late)
     idle = ~waited & (ended - called < SLOW_LAUNCH_NS)
     latencies = graph.latencies
-    latencies.call = median_or((ended - called)[idle], latencies.call)
-    release = _release(ended - last, waited, _kinds(work, awaited, own_part), latencies)
+    latencies.sync_call = median_or((ended - called)[idle], latencies.sync_call)
+    sync_return = _sync_return(ended - last, waited, _kinds(work, awaited, own_part), latencies)
     # what the device cannot have held up is the call's own cost (lazy loading, locks)
-    cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.call, ended - called)
+    cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.sync_call, ended - called)
     edges.drop_program(done)
     edges.add(begin, done, np.minimum(cost, np.maximum(ended - called, 1.0)), Edge.PROGRAM)
     counts = [len(sources) for sources in awaited]
     source = np.concatenate(awaited).astype(np.int64)
-    edges.add(node[source], np.repeat(done, counts), np.repeat(release, counts), Edge.RELEASE)
+    edges.add(node[source], np.repeat(done, counts), np.repeat(sync_return, counts), Edge.SYNC)
     graph.hard["syncs that waited"] = done[waited], (ended - called)[waited]
 
 
@@ -87,20 +87,20 @@ def _kinds(work: DeviceWork, awaited: list[Array], own: Array) -> list[str]:
     ]
 
 
-def _release(delay: Array, waited: Array, kinds: list[str], latencies: Latencies) -> Array:
+def _sync_return(delay: Array, waited: Array, kinds: list[str], latencies: Latencies) -> Array:
     """From the end of the awaited work to the return, for each call: the median of its kind. The
     delay of a kind that was seen too seldom is its own. ``latencies`` gets that of syncs."""
-    near = waited & (np.abs(delay) < MAX_RELEASE_NS)
+    near = waited & (np.abs(delay) < MAX_SYNC_RETURN_NS)
     names = np.array(kinds)
-    latencies.release = median_or(delay[near & (names == "")], latencies.release)
-    result = np.full(len(delay), latencies.release)
+    latencies.sync_return = median_or(delay[near & (names == "")], latencies.sync_return)
+    result = np.full(len(delay), latencies.sync_return)
     for kind in set(kinds) - {""}:
         own = names == kind
         sample = delay[near & own]
         if len(sample) >= FEW:
             result[own] = float(np.median(sample))
         else:
-            result[own] = np.where(near[own], delay[own], latencies.release)
+            result[own] = np.where(near[own], delay[own], latencies.sync_return)
     return result
 
 
@@ -149,12 +149,12 @@ def _awaited(
         possible = candidates[ends[candidates] <= end + apart[number]]
         # what other threads launch on their own comes before the call by chance: it counts only
         # where nothing else explains the wait
-        near = ends[possible] > max(begin, end - MAX_RELEASE_NS)
-        ours = work.ours[possible]
-        if thread[which] not in work.team:
-            ours = owner[possible] == thread[which]
-        if end - begin <= 3 * CALL_NS or (near & ours).any() or not near.any():
-            possible = possible[ours]
+        near = ends[possible] > max(begin, end - MAX_SYNC_RETURN_NS)
+        own_threads = work.on_step_threads[possible]
+        if thread[which] not in work.step_threads:
+            own_threads = owner[possible] == thread[which]
+        if end - begin <= 3 * CALL_NS or (near & own_threads).any() or not near.any():
+            possible = possible[own_threads]
         if call[number] == "sync_device":
             result.append(possible)
             continue
@@ -168,7 +168,7 @@ def _awaited(
             recent = recent[thread[work.launch[recent]] == thread[which]]
             used = work.lane[possible] == work.lane[recent[-1]] if len(recent) else slice(0)
             own_part = possible[used]
-        near = possible[ends[possible] > max(begin, end - MAX_RELEASE_NS)]
+        near = possible[ends[possible] > max(begin, end - MAX_SYNC_RETURN_NS)]
         if end - begin > 3 * CALL_NS and len(near) and not np.isin(own_part, near).any():
             # it waited longer: the stream was waiting for another one, or it was another stream
             own_part = np.append(own_part, near[np.argmax(ends[near])])
@@ -231,14 +231,16 @@ class _Events:
         recorded = self.recorded.get(which, -1)
         ended = self.ends[recorded] if recorded >= 0 else np.inf
         # later than its own work: its stream was waiting for another one
-        if ended <= end + SLACK_NS and (not waited or ended > max(begin, end - MAX_RELEASE_NS)):
+        if ended <= end + SLACK_NS and (not waited or ended > max(begin, end - MAX_SYNC_RETURN_NS)):
             return np.array([recorded])
         if not waited:
             return np.zeros(0, dtype=np.int64)
         marked = self.marked[(self.marked >= 0) & (self.record_ts < begin)]
         for candidates in (marked, np.flatnonzero(self.launch_ts < begin)):
             ends = self.ends[candidates]
-            near = candidates[(ends <= end + SLACK_NS) & (ends > max(begin, end - MAX_RELEASE_NS))]
+            near = candidates[
+                (ends <= end + SLACK_NS) & (ends > max(begin, end - MAX_SYNC_RETURN_NS))
+            ]
             if len(near):
                 return near[[np.argmax(self.ends[near])]]
         return np.zeros(0, dtype=np.int64)
@@ -261,7 +263,7 @@ class _Lane(NamedTuple):
 
     entries: Array
     """Indices of device work in order of launch, those launched before the window first."""
-    early: int
+    before_window: int
     """How many were launched before the window."""
     depth: int
     """A launch waits until the entry this far before it has started."""
@@ -287,7 +289,7 @@ def add_queue_edges(
         return
     target, source = [], []
     for lane in result:
-        place = np.arange(max(lane.early, lane.depth), len(lane.entries))
+        place = np.arange(max(lane.before_window, lane.depth), len(lane.entries))
         target.append(lane.entries[place])
         source.append(lane.entries[place - lane.depth])
     dst, src = np.concatenate(target), np.concatenate(source)
@@ -297,7 +299,7 @@ def add_queue_edges(
     call = work.launch[dst]
     launch = point[call]
     after = _next_points(graph)[np.maximum(launch, 0)]
-    good = (launch >= 0) & (after >= 0) & ~np.isin(call, graph.row[graph.kind == Node.WAIT])
+    good = (launch >= 0) & (after >= 0) & ~np.isin(call, graph.row[graph.kind == Node.SYNC])
     launch, after, src, call = launch[good], after[good], src[good], call[good]
     length = trace.cpu["dur"].to_numpy()[call].astype(float)
     rest = graph.time[after] - graph.time[launch] - length
@@ -307,10 +309,12 @@ def add_queue_edges(
     lane, begin = graph.lane[launch[blocked]], graph.time[launch[blocked]]
     for thread in np.unique(lane).tolist():
         own_part = lane == thread
-        graph.hidden[thread] = union(begin[own_part] + CALL_NS, (begin + length[blocked])[own_part])
+        graph.queue_waits[thread] = union(
+            begin[own_part] + CALL_NS, (begin + length[blocked])[own_part]
+        )
     # nor does the launch hold its own work back for as long as it waited
     waited = np.isin(work.launch, call[blocked])
-    work.own[waited] = np.minimum(work.own[waited], CALL_NS)
+    work.launch_overhead[waited] = np.minimum(work.launch_overhead[waited], CALL_NS)
     edges.add(node[src], after, rest, Edge.QUEUE, from_start=True)
     graph.hard["queue-blocked launches"] = after[blocked], length[blocked] - CALL_NS
 

@@ -123,13 +123,13 @@ def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ..
 
 def host_waits(graph: Graph) -> WaitTimes:
     """Waits of the host for the device: blocking calls, and launches that found the queue full."""
-    begun = np.flatnonzero(graph.kind == Node.WAIT)
-    done = np.flatnonzero(graph.kind == Node.RELEASED)
+    begun = np.flatnonzero(graph.kind == Node.SYNC)
+    done = np.flatnonzero(graph.kind == Node.SYNC_END)
     begin = dict(zip(graph.row[begun].tolist(), graph.time[begun].tolist(), strict=True))
     since = np.array([begin.get(row, np.inf) for row in graph.row[done].tolist()])
-    took = graph.time[done] - since - graph.latencies.call
+    took = graph.time[done] - since - graph.latencies.sync_call
     real = took > 0
-    calls = explain_waits(graph, done[real], took[real], (Edge.RELEASE,))
+    calls = explain_waits(graph, done[real], took[real], (Edge.SYNC,))
     full, time = graph.hard.get("queue-blocked launches", _NOTHING)
     queue = explain_waits(graph, full, time, (Edge.QUEUE,))
     return WaitTimes(*(np.concatenate(pair) for pair in zip(calls, queue, strict=True)))
@@ -165,9 +165,9 @@ def hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
 
 
 _NOTHING = (np.zeros(0, dtype=np.int64), np.zeros(0))
-_STARTS = (Edge.LAUNCH, Edge.STREAM, Edge.CROSS, Edge.CONTENTION)
+_STARTS = (Edge.LAUNCH, Edge.STREAM, Edge.CROSS_STREAM, Edge.CONTENTION)
 _EDGES = {
-    "syncs that waited": (Edge.RELEASE,),
+    "syncs that waited": (Edge.SYNC,),
     "queue-blocked launches": (Edge.QUEUE,),
     "thread hand-overs": (Edge.HANDOFF,),
 }
@@ -198,7 +198,10 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Path:
     if not len(graph.dst):  # nothing happened in these steps
         nothing = np.zeros(0, dtype=np.int64)
         return Path(edge=nothing, node=nothing, ns=np.zeros(0))
-    host, work = int(graph.starts[-1]), graph.last[-1].tolist() if graph.last else []
+    host, work = (
+        int(graph.step_boundaries[-1]),
+        graph.last_nodes[-1].tolist() if graph.last_nodes else [],
+    )
     binding, stream = _binding(graph, time, weight, dur)
     node = max([host, *work], key=lambda n: time[n])
     end, left = float(time[node]), 0.0
@@ -265,7 +268,7 @@ def path_composition(
     talks = communication.to_numpy()[row] & own if len(communication) else np.zeros_like(own)
     host = ~own & np.isin(kind, [Edge.PROGRAM.value, Edge.HANDOFF.value])
     fed = (~own & (kind == Edge.LOADER.value)) | (
-        host & (graph.kind[path.node] == Node.LOADED.value)
+        host & (graph.kind[path.node] == Node.LOADER_END.value)
     )
     parts = {
         "communication": talks,

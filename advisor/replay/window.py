@@ -196,7 +196,7 @@ class WindowReplayer:
     def measured(self) -> ReplayedSteps:
         """The same moments, as measured."""
         return ReplayedSteps(
-            self.graph.time, completion_times(self.graph, self.graph.time), self.graph.turn
+            self.graph.time, completion_times(self.graph, self.graph.time), self.graph.cycle_steps
         )
 
     def _step_error(self, time: Array) -> float:
@@ -207,7 +207,7 @@ class WindowReplayer:
     def step_times(self, edits: Sequence[Edit], assumption: str = "") -> ReplayedSteps:
         """Replay with edits applied."""
         time, _, own = self._replay(edits, assumption)
-        return ReplayedSteps(time, completion_times(own.graph, time), self.graph.turn)
+        return ReplayedSteps(time, completion_times(own.graph, time), self.graph.cycle_steps)
 
     def _replay(
         self, edits: Sequence[Edit], assumption: str = ""
@@ -421,7 +421,7 @@ class WindowReplayer:
         rate = graph.weight[graph.edge == Edge.LOADER]
         if (rate > NEVER).any() or cpu.is_empty():
             return False
-        begin, end = graph.origin, graph.origin + float(graph.time[graph.starts[-1]])
+        begin, end = graph.origin, graph.origin + float(graph.time[graph.step_boundaries[-1]])
         inside = cpu["ts"].is_between(begin, end)
         return bool((name_matches(cpu["name"], WORKERS) & inside).any())
 
@@ -433,14 +433,14 @@ class WindowReplayer:
         """What the critical path consists of with edits applied, ns per step, largest first."""
         time, dur, own = self._replay(edits)
         parts = path_composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
-        steps = max(1, len(self.graph.starts) - 1)
+        steps = max(1, len(self.graph.step_boundaries) - 1)
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 
     @cached_property
     def quality(self) -> ReplayQuality:
         """How well the replay without edits reproduces what was measured."""
         graph = self.graph
-        measured, replayed = (np.diff(o.complete) for o in (self.measured, self.base))
+        measured, replayed = (np.diff(o.step_ends) for o in (self.measured, self.base))
         whole = max(float(measured.sum()), 1.0)
         device = graph.device
         error = graph.earliest_time() - (graph.time - graph.dur)

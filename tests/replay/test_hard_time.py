@@ -64,13 +64,15 @@ def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
 ) -> None:
     whatif = replay(shared_trace("a100_train_6steps"))
     graph = whatif.graph
-    released = graph.kind[graph.dst] == Node.RELEASED
+    released = graph.kind[graph.dst] == Node.SYNC_END
     weight = graph.weight.copy()
-    weight[released & (graph.edge == Edge.RELEASE)] = NEVER
+    weight[released & (graph.edge == Edge.SYNC)] = NEVER
     copied = released & (graph.edge == Edge.PROGRAM)
     weight[copied] = (graph.time[graph.dst] - graph.time[graph.src])[copied]
     plan = ReplayPlan(replace(graph, weight=weight))
-    assert plan.run()[graph.starts] == pytest.approx(graph.time[graph.starts], rel=0.03)
+    assert plan.run()[graph.step_boundaries] == pytest.approx(
+        graph.time[graph.step_boundaries], rel=0.03
+    )
     found, before = hard_time(whatif.a, plan), hard_time(whatif.a, whatif.plan)
     assert found.waited == before.waited > 0.1 * whatif.a.step_ns
     assert found.waits_explained == 0

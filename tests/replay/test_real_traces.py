@@ -158,7 +158,7 @@ def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_
     whatif = replayed(path)
     edits = [parse_edit("overlap comm")]
     assert low - 0.01 <= impact(whatif, "overlap comm") <= high
-    steps = np.diff(whatif.step_times(edits).time[whatif.graph.starts]) / 1e3
+    steps = np.diff(whatif.step_times(edits).time[whatif.graph.step_boundaries]) / 1e3
     assert steps.sum() == pytest.approx(free.sum(), rel=0.02)
     # without the profiler, which lengthens host times, the host limits less
     assert whatif.band(edits)[1] / whatif.measured.period >= 0.12

@@ -2,7 +2,7 @@
 
 The graphs of the ranks become one. A collective that is on several of them is split: its node
 keeps what it took once all were there; a node before it, the arrival, takes over all that it had
-to wait for; and a node that all ranks share, the meeting, comes with the last arrival. So what a
+to wait for; and a node that all ranks share comes with the last arrival. So what a
 rank spends waiting inside a collective is computed from the others' replay, never copied.
 """
 
@@ -136,7 +136,7 @@ class JointReplay:
         self.offset = np.array(begin, dtype=float) - min(begin)
         """When the window of each rank begins, ns from the first one's start."""
         self.node = self._shared(joint)
-        """A row a meeting, a column a rank: node of its collective, -1: not there."""
+        """A row a shared collective, a column a rank: its node, -1: not there."""
         self.node = self._order()
         self._known: ReplayPlan | None = None
 
@@ -146,7 +146,7 @@ class JointReplay:
         for column, (graph, a) in enumerate(zip(self.graphs, joint.analyses, strict=True)):
             node = np.full(a.trace.gpu.height + 1, -1, dtype=np.int64)
             node[graph.row[graph.device]] = graph.device
-            node[graph.row[graph.early]] = -1
+            node[graph.row[graph.launched_before_window]] = -1
             node[-1] = -1
             result[:, column] = node[joint.row[:, column]]
         kept: Array = result[(result >= 0).sum(axis=1) > 1]
@@ -180,7 +180,7 @@ class JointReplay:
     # -- the order of all nodes -------------------------------------------------------------
 
     def _order(self) -> Array:
-        """Give each node a place after all that it may depend on. Meetings that contradict each
+        """Give each node a place after all that it may depend on. Collectives that contradict each
         other (then clocks or matches are wrong) are given up; returns those that are left."""
         node = self.node
         kept = np.ones(len(node), dtype=bool)
@@ -191,13 +191,14 @@ class JointReplay:
             kept[np.flatnonzero(kept)[stuck]] = False
 
     def _try_order(self, node: Array) -> int | None:
-        """Places for these meetings, or the number of one that cannot be placed."""
+        """Places for these collectives, or the number of one that cannot be placed."""
         stops = [_stops(graph, node[:, r]) for r, graph in enumerate(self.graphs)]
         missing = (node >= 0).sum(axis=1)
         self.slot = [np.zeros(len(g), dtype=np.int64) for g in self.graphs]
         """Place of each node; of a shared collective: of the arrival at it."""
-        self.hub = np.full(len(node), -1, dtype=np.int64)
-        """Place of each meeting; the collectives follow it, in order of the ranks."""
+        self.all_arrived = np.full(len(node), -1, dtype=np.int64)
+        """Place of the node that comes with the last arrival, by collective; the
+        collective's own nodes follow it, in order of the ranks."""
         next_stop, done = [0] * len(stops), [0] * len(stops)
         places = 0
         moved = True
@@ -206,20 +207,20 @@ class JointReplay:
             for rank, own in enumerate(stops):
                 upto = done[rank]
                 while next_stop[rank] < len(own):
-                    cut, arrives, meeting = own[next_stop[rank]]
-                    if not arrives and self.hub[meeting] < 0:
+                    cut, arrives, collective = own[next_stop[rank]]
+                    if not arrives and self.all_arrived[collective] < 0:
                         upto = max(upto, cut)
                         break
                     next_stop[rank] += 1
                     moved = True
                     if arrives:
                         upto = cut
-                        missing[meeting] -= 1
+                        missing[collective] -= 1
                         places = self._place(rank, done[rank], upto, places)
                         done[rank] = upto
-                        if not missing[meeting]:
-                            self.hub[meeting] = places
-                            places += 1 + int((node[meeting] >= 0).sum())
+                        if not missing[collective]:
+                            self.all_arrived[collective] = places
+                            places += 1 + int((node[collective] >= 0).sum())
                 else:
                     upto = len(self.graphs[rank])
                 places = self._place(rank, done[rank], upto, places)
@@ -240,7 +241,7 @@ class JointReplay:
         for rank, slot in enumerate(self.slot):
             there = self.node[:, rank] >= 0
             place = slot.copy()
-            place[self.node[there, rank]] = self.hub[there] + count[there, rank]
+            place[self.node[there, rank]] = self.all_arrived[there] + count[there, rank]
             result.append(place)
         return result
 
@@ -257,17 +258,19 @@ class JointReplay:
         offset = self.offset
         done = self._split(replay_layout(layout), offset)
         graph = ranks[of].graph
-        steps = len(graph.starts) - 1
+        steps = len(graph.step_boundaries) - 1
         complete = completion_times(graph, done[of].time)
-        if steps < MIN_STEADY or graph.starts[-1] == 0:
-            return ReplayedSteps(done[of].time, complete, graph.turn).period
+        if steps < MIN_STEADY or graph.step_boundaries[-1] == 0:
+            return ReplayedSteps(done[of].time, complete, graph.cycle_steps).period
         carries = [
             known if p.graph is g else CarriedState(p.graph)
             for p, g, known in zip(ranks, self.graphs, self.carried_states, strict=True)
         ]
 
         def hosts() -> Array:
-            return np.array([d.time[g.starts[-1]] for d, g in zip(done, self.graphs, strict=True)])
+            return np.array(
+                [d.time[g.step_boundaries[-1]] for d, g in zip(done, self.graphs, strict=True)]
+            )
 
         def ended() -> tuple[float, float]:
             return float(completion_times(graph, done[of].time)[-1]), float(hosts()[of])
@@ -320,7 +323,7 @@ class JointReplay:
             # what an edit made to depend on something that is not before it here
             weight = np.where(src < dst, patched.weight, NEVER)
             columns.append((np.minimum(src, dst), dst, weight, graph.edge, graph.from_start))
-            columns.append(self._meetings(rank, patched))
+            columns.append(self._collective_edges(rank, patched))
         src, dst, weight, edge, from_start = (np.concatenate(c) for c in zip(*columns, strict=True))
         usual = all(p.graph is g for p, g in zip(ranks, self.graphs, strict=True))
         if not usual or self._known is None:
@@ -340,33 +343,36 @@ class JointReplay:
             plan = self._known
         return plan.lay_out(weight, dur)
 
-    def _meetings(self, rank: int, patched: EditedGraph) -> tuple[Array, ...]:
-        """Arrivals of one rank at the meetings, and what they let go on."""
+    def _collective_edges(self, rank: int, patched: EditedGraph) -> tuple[Array, ...]:
+        """Arrivals of one rank at the shared collectives, and what they let go on."""
         there = self.node[:, rank] >= 0
-        node, hub = self.node[there, rank], self.hub[there]
+        node, all_arrived = self.node[there, rank], self.all_arrived[there]
         slot, place = self.slot[rank][node], self.place[rank][node]
         alone, no_skew = np.isin(node, patched.alone), np.isin(node, patched.no_skew)
         none = np.zeros(len(node))
         comes = np.where(alone | no_skew, NEVER, none)
         goes = np.where(alone, NEVER, none)
-        src, dst = np.concatenate([slot, hub, slot]), np.concatenate([hub, place, place])
+        src, dst = (
+            np.concatenate([slot, all_arrived, slot]),
+            np.concatenate([all_arrived, place, place]),
+        )
         weight = np.concatenate([comes, goes, none])
-        kind = np.full(len(src), Edge.MEETING, dtype=np.uint8)
+        kind = np.full(len(src), Edge.COLLECTIVE, dtype=np.uint8)
         return src, dst, weight, kind, np.zeros(len(src), dtype=bool)
 
 
 def _stops(graph: Graph, node: Array) -> list[tuple[int, bool, int]]:
     """Where the order of one rank's nodes depends on the others, in order: (nodes before it, is it
-    an arrival, meeting). A collective has to be over before the first node that may depend on it,
-    which is one that comes when it ends or later."""
-    meeting = np.flatnonzero(node >= 0)
-    members = node[meeting]
+    an arrival, collective). A collective has to be over before the first node that may depend on
+    it, which is one that comes when it ends or later."""
+    collective = np.flatnonzero(node >= 0)
+    members = node[collective]
     when = np.maximum.accumulate(graph.time - graph.dur)
     after = np.searchsorted(when, graph.time[members] - SLACK_NS)
     first = np.full(len(graph), len(graph), dtype=np.int64)
     late = ~graph.from_start
     np.minimum.at(first, graph.src[late], graph.dst[late])
     after = np.maximum(np.minimum(after, first[members]), members + 1)
-    arrivals = [(int(n) + 1, True, int(m)) for n, m in zip(members, meeting, strict=True)]
-    ends = [(int(n), False, int(m)) for n, m in zip(after, meeting, strict=True)]
+    arrivals = [(int(n) + 1, True, int(m)) for n, m in zip(members, collective, strict=True)]
+    ends = [(int(n), False, int(m)) for n, m in zip(after, collective, strict=True)]
     return sorted(arrivals + ends, key=lambda stop: (stop[0], not stop[1]))

@@ -365,9 +365,9 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     a = Analysis(run.window(run.ranks[0]))
     whatif = WindowReplayer(a)
     gain = whatif.gain(edits) / 1e6
-    bands = [Band(gain, *(end / 1e6 for end in whatif.band(edits)))]
+    bands = [Band(gain, *(end / 1e6 for end in whatif.gain_bounds(edits)))]
     with without_program(title):
-        bands.append(Band(gain, *(end / 1e6 for end in whatif.band(edits))))
+        bands.append(Band(gain, *(end / 1e6 for end in whatif.gain_bounds(edits))))
     bound = BoundEstimator(a).gain_range(edits)
     return bands[1], bands[0], bound.gain / 1e6
 

@@ -169,11 +169,13 @@ def with_gain(
         currency="step_time",
         gain_ns=round(saved.gain),
         low_ns=round(min(saved.low, saved.gain)),
-        high_ns=None if finding.known_cost else round(max(saved.gain, min(saved.high, saved.most))),
+        high_ns=None
+        if finding.known_cost
+        else round(max(saved.gain, min(saved.high, saved.max_gain))),
         share=share,
         method=f"{t.LOWER_BOUND} ({method})" if finding.known_cost else method,
         per=a.per,
-        most_ns=round(max(saved.gain, saved.most)) if isfinite(saved.most) else None,
+        most_ns=round(max(saved.gain, saved.max_gain)) if isfinite(saved.max_gain) else None,
         low_by=saved.low_by,
         high_by=saved.high_by,
         of_job=of_job,
@@ -260,22 +262,26 @@ def limit_to_cores(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
     return result
 
 
-def _bounded(finding: Finding, most: float, step_ns: float) -> Finding:
-    """The finding with no end of its gain above ``most``, ns per step."""
+def _bounded(finding: Finding, max_gain: float, step_ns: float) -> Finding:
+    """The finding with no end of its gain above ``max_gain``, ns per step."""
     impact = finding.impact
-    if impact is None or impact.gain_ns is None or max(impact.gain_ns, impact.high_ns or 0) <= most:
+    if (
+        impact is None
+        or impact.gain_ns is None
+        or max(impact.gain_ns, impact.high_ns or 0) <= max_gain
+    ):
         return finding
-    most = round(most)
-    gain = min(impact.gain_ns, most)
+    max_gain = round(max_gain)
+    gain = min(impact.gain_ns, max_gain)
     changed = replace(
         impact,
         gain_ns=gain,
-        low_ns=min(impact.low_ns or 0, most),
-        high_ns=None if impact.high_ns is None else min(impact.high_ns, most),
+        low_ns=min(impact.low_ns or 0, max_gain),
+        high_ns=None if impact.high_ns is None else min(impact.high_ns, max_gain),
         share=gain / step_ns,
-        most_ns=most if impact.most_ns is None else min(impact.most_ns, most),
+        most_ns=max_gain if impact.most_ns is None else min(impact.most_ns, max_gain),
     )
-    return _marginal(replace(finding, impact=changed), lambda ns: min(ns, most))
+    return _marginal(replace(finding, impact=changed), lambda ns: min(ns, max_gain))
 
 
 # -- of the window, of the run ---------------------------------------------------------------------
@@ -420,7 +426,7 @@ class GainRange(NamedTuple):
     gain: float
     low: float
     high: float
-    most: float = float("inf")
+    max_gain: float = float("inf")
     """What the edits touch: no end of a range is above."""
     low_by: Decides = ""
     high_by: Decides = ""
@@ -446,13 +452,13 @@ class GainEstimator:
         """How fast the loader's workers could be is not known, and gains do not allow for it."""
         return False
 
-    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
+    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
         """What edits save alone, or once others are done, with the range."""
         raise NotImplementedError
 
-    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
+    def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
         """What they save once others are done."""
-        return self.gain_range(edits, given).gain
+        return self.gain_range(edits, applied).gain
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         """Their range is what predictions of that kind were measured to miss by."""
@@ -487,20 +493,20 @@ class ReplayEstimator(GainEstimator):
     @cached_property
     def error(self) -> float:
         """How far the replayed step is from the measured one, ns."""
-        return abs(self.whatif.base.period - self.whatif.measured.period)
+        return abs(self.whatif.unedited.period - self.whatif.measured.period)
 
     @cached_property
     def unseen_loader(self) -> bool:
         return self.whatif.unseen_loader
 
-    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
-        return GainRange(*self.whatif.gain_range(edits, given))
+    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
+        return GainRange(*self.whatif.gain_range(edits, applied))
 
-    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        return self.whatif.gain(edits, given)
+    def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
+        return self.whatif.gain(edits, applied)
 
     def critical_path(self) -> dict[str, float]:
-        return self.whatif.critical()
+        return self.whatif.critical_path_parts()
 
     def view(self, edits: Sequence[Edit]) -> Replay | None:
         whatif, quality = self.whatif, self.whatif.quality
@@ -517,8 +523,8 @@ class ReplayEstimator(GainEstimator):
             idle_explained=quality.idle_explained,
             steps=quality.steps,
             of_steps=quality.of_steps,
-            critical=whatif.critical(),
-            critical_after=whatif.critical(edits),
+            critical=whatif.critical_path_parts(),
+            critical_after=whatif.critical_path_parts(edits),
             step_after_ns=whatif.step_after(edits),
         )
 
@@ -532,14 +538,14 @@ class BoundEstimator(GainEstimator):
         self.reason = reason
         self._exposed = ExposedTime(a)
 
-    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
-        """Instants that ``given`` edits have claimed do not count again. The range is as wide as
+    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
+        """Instants that ``applied`` edits have claimed do not count again. The range is as wide as
         predictions of such edits have been wrong."""
-        both = [*given, *edits]
-        saved, before = self._exposed.saved(both), self._exposed.saved(given)[0]
+        both = [*applied, *edits]
+        saved, before = self._exposed.saved(both), self._exposed.saved(applied)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
-        most = max(high, self._exposed.most(both, optimistic=True) - before)
+        max_gain = max(high, self._exposed.max_saved(both, optimistic=True) - before)
         wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
-        ends = max(0.0, wide.low), max(gain, min(wide.high, most))
+        ends = max(0.0, wide.low), max(gain, min(wide.high, max_gain))
         low_by: Decides = "past" if ends[0] < low else "assumption"
-        return GainRange(gain, *ends, most, low_by, "past" if ends[1] > high else "assumption")
+        return GainRange(gain, *ends, max_gain, low_by, "past" if ends[1] > high else "assumption")

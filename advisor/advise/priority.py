@@ -252,8 +252,8 @@ def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEs
     """What a finding's fix saves once those of the chosen ones are done, ns per step."""
     if not chosen or not finding.edits or finding.other_rank:
         return _alone(finding)
-    given = [edit for c in chosen if not c.other_rank for edit in c.edits]
-    return estimator.marginal(finding.edits, given)
+    applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
+    return estimator.marginal(finding.edits, applied)
 
 
 def _with_range(
@@ -261,8 +261,8 @@ def _with_range(
 ) -> Finding:
     """The finding with what it gains after the chosen ones, and what decides the range of that."""
     finding = replace(finding, marginal_gain_ns=round(gain))
-    given = [edit for c in chosen if not c.other_rank for edit in c.edits]
-    if not given or not finding.edits or finding.other_rank:
+    applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
+    if not applied or not finding.edits or finding.other_rank:
         impact = finding.impact
         if impact is None:
             return finding
@@ -273,7 +273,7 @@ def _with_range(
             marginal_low_by=impact.low_by,
             marginal_high_by=impact.high_by,
         )
-    saved = estimator.gain_range(finding.edits, given)
+    saved = estimator.gain_range(finding.edits, applied)
     return replace(
         finding,
         marginal_low_ns=round(max(0.0, min(saved.low, gain))),

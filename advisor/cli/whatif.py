@@ -140,9 +140,9 @@ def _nothing(
     there = find_near_matches(Analysis(window, steps), made.select)
     said = f"edit {clean(line.strip())!r} selects nothing in these steps"
     if not there.names:
-        return f"{said}: there are no {there.what}"
+        return f"{said}: there are no {there.kind}"
     shown = [kernel_label(name, LONGEST_NAME) for name in there.names[:MAX_NAMES]]
     more = len(there.names) - len(shown)
-    order = "nearest first" if there.asked else "most time first"
+    order = "nearest first" if there.unmatched else "most time first"
     rest = f" and {more:,} more" if more else ""
-    return f"{said}; {there.what} here, {order}: {', '.join(shown)}{rest}"
+    return f"{said}; {there.kind} here, {order}: {', '.join(shown)}{rest}"

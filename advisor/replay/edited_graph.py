@@ -35,7 +35,7 @@ class EditedGraph(NamedTuple):
     weight: Array
     dur: Array
     """With what a shared collective takes once all ranks are there."""
-    alone: Array
+    removed_collectives: Array
     """Nodes of collectives that are not run any more: nobody meets there."""
     no_skew: Array
     """Nodes of collectives that keep no other rank waiting."""
@@ -66,9 +66,9 @@ class GraphEdits:
         """Replayed with other ranks."""
         self.assumption = assumption
         self.dur = graph.dur if dur is None else dur
-        self.share = np.ones(len(graph))
+        self.kept_share = np.ones(len(graph))
         """Of each node's time, that stays."""
-        self.most = np.full(len(graph), np.inf)
+        self.max_dur = np.full(len(graph), np.inf)
         """What each node takes at most, ns."""
         self.dropped = np.zeros(len(graph), dtype=bool)
         """Device work that is not done any more."""
@@ -76,7 +76,7 @@ class GraphEdits:
         """Device work that is part of the kernel before it."""
         self.moved = np.zeros(len(graph), dtype=bool)
         """Device work on streams of its own."""
-        self.ahead = np.zeros(len(graph), dtype=bool)
+        self.issued_earlier = np.zeros(len(graph), dtype=bool)
         """What of it is also issued earlier."""
         self.unblocked = np.zeros(len(graph), dtype=bool)
         """Ends of blocking calls that no longer wait."""
@@ -96,7 +96,7 @@ class GraphEdits:
             ts = table["launch_ts"].to_numpy()
             return int(((ts >= first) & (ts < last)).sum())
         if edit.select.on == "gpu":
-            return len(self.selected.work(edit.select))
+            return len(self.selected.device_work(edit.select))
         if edit.select.on == "gap":
             ts = self.a.gaps["ts"].to_numpy()[selected_gaps(self.a, edit.select)]
         else:
@@ -117,11 +117,11 @@ class GraphEdits:
 
     # -- all at once ------------------------------------------------------------------------
 
-    def made(self, real_share: Array | None = None) -> EditedGraph:
+    def build(self, real_share: Array | None = None) -> EditedGraph:
         """The graph with all edits in it. ``real_share``: of each edge's time, that would be there
         without a profiler."""
         graph, weight = self.graph, self.graph.weight.copy()
-        dur = np.minimum(self.dur * self.share, np.maximum(self.most, 0.0))
+        dur = np.minimum(self.dur * self.kept_share, np.maximum(self.max_dur, 0.0))
         dur[self.dropped] = 0.0
         gone = self.dropped | self.merged
         into = gone[graph.dst]

@@ -1,8 +1,8 @@
 """What edits can save at most, per step, however the steps are arranged.
 
-:meth:`ExposedTime.most` bounds every gain: no edit saves more than the time of what it touches, and
-on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate where the steps
-cannot be replayed: of the events that an edit touches, the instants at which nothing but them keeps
+:meth:`ExposedTime.max_saved` bounds every gain: no edit saves more than the time of what it
+touches, and on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate
+where the steps cannot be replayed: of the events that an edit touches, the instants at which nothing but them keeps
 the step from going on: device work that nothing else covers, host time during which the device is
 idle.
 """
@@ -231,7 +231,7 @@ class ExposedTime:
         busy = float(a.breakdown.busy.total)
         return span - busy, launching
 
-    def most(self, edits: Sequence[Edit], *, optimistic: bool = False) -> float:
+    def max_saved(self, edits: Sequence[Edit], *, optimistic: bool = False) -> float:
         """What edits save together at most: the device's time in what they touch there, and of the
         host's time no more than the device idles. ``optimistic``: by the factors that make the gain
         large."""
@@ -276,8 +276,8 @@ class ExposedTime:
             _largest([(part.shares[number], part.time) for part in parts]) / steps
             for number in range(3)
         )
-        middle = min(middle, self.most(edits))
-        high = max(middle, min(high, self.most(edits, optimistic=True)))
+        middle = min(middle, self.max_saved(edits))
+        high = max(middle, min(high, self.max_saved(edits, optimistic=True)))
         return middle, min(low, middle), high
 
 

@@ -146,8 +146,9 @@ OVERRUN_SHARE = 0.05
 
 
 class Handoff(NamedTuple):
-    """``waiter`` fell silent at ``wait_start``; ``worker`` worked from ``work_start`` (-1: it was at
-    work already) to ``work_end``; ``waiter`` went on at ``wait_end``. All columns, times in ns."""
+    """``waiter`` fell silent at ``wait_start``; ``worker`` worked from ``work_start`` (-1: it was
+    at work already) to ``work_end``; ``waiter`` went on at ``wait_end``. All columns, times in
+    ns."""
 
     waiter: Array
     worker: Array

@@ -50,13 +50,13 @@ def remove(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     if not of_device(patch, edit.select):
         patch.shrink_host(patch.selected.host_time(edit.select), 0.0)
     elif edit.select.on == "gpu":
-        patch.dropped[patch.selected.work(edit.select)] = True
+        patch.dropped[patch.selected.device_work(edit.select)] = True
         if (host := host_of_layer(edit.select)) is not None:
             patch.shrink_host(patch.selected.host_time(host), 0.0)
     else:
         patch.shrink_host(patch.selected.host_time(edit.select), 0.0)
         if edit.select.on == "host":
-            patch.unblocked[patch.selected.waits(edit.select)] = True
+            patch.unblocked[patch.selected.wait_ends(edit.select)] = True
 
 
 def scale(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
@@ -64,7 +64,7 @@ def scale(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     if not of_device(patch, edit.select):
         patch.shrink_host(patch.selected.host_time(edit.select), factor)
     elif edit.select.on == "gpu":
-        patch.share[patch.selected.work(edit.select)] *= factor
+        patch.kept_share[patch.selected.device_work(edit.select)] *= factor
         if (host := host_of_layer(edit.select)) is not None:
             patch.shrink_host(patch.selected.host_time(host), factor)
     else:
@@ -73,9 +73,11 @@ def scale(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 def roofline(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Kernels that reach less than ``factor`` of their attainable rate come to reach it."""
-    nodes = patch.selected.work(edit.select)
-    target = patch.selected.bound[nodes] / (ROOFLINE_SHARE if factor is None else max(factor, 1e-3))
-    patch.most[nodes] = np.fmin(patch.most[nodes], target)
+    nodes = patch.selected.device_work(edit.select)
+    target = patch.selected.roofline_ns[nodes] / (
+        ROOFLINE_SHARE if factor is None else max(factor, 1e-3)
+    )
+    patch.max_dur[nodes] = np.fmin(patch.max_dur[nodes], target)
 
 
 def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
@@ -84,27 +86,27 @@ def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     collectives of gradients and the optimizer stay. Host time stays, but for the loader's. Steps
     are then to be judged by time per sample."""
     factor = 1.0 if factor is None else max(factor, 1e-3)
-    nodes = patch.selected.work(edit.select)
-    fill = np.nan_to_num(patch.selected.fill[nodes], nan=1.0)
+    nodes = patch.selected.device_work(edit.select)
+    fill = np.nan_to_num(patch.selected.waves[nodes], nan=1.0)
     grown = np.maximum(1.0, fill * factor) / np.maximum(1.0, fill)
     kinds = patch.a.trace.gpu["kind"].gather(pl.Series(patch.graph.row[nodes]))
     grown = np.where((kinds == "kernel").to_numpy(), grown, factor)
-    least = patch.selected.bound[nodes] * factor / ROOFLINE_SHARE
+    least = patch.selected.roofline_ns[nodes] * factor / ROOFLINE_SHARE
     grown = np.fmax(grown, np.where(factor > 1, least / np.maximum(patch.dur[nodes], 1.0), 0.0))
-    grown = np.where(patch.selected.fixed[nodes], 1.0, grown)
-    patch.share[nodes] *= grown
-    patch.most[nodes] *= grown
+    grown = np.where(patch.selected.batch_independent[nodes], 1.0, grown)
+    patch.kept_share[nodes] *= grown
+    patch.max_dur[nodes] *= grown
     patch.batch *= factor
 
 
 def remove_skew(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """A rank that keeps nobody waiting. Without the other ranks' replay: ``factor`` of the
     collectives' time remains, if that is given."""
-    nodes = patch.selected.work(edit.select)
+    nodes = patch.selected.device_work(edit.select)
     if patch.joint:
         patch.no_skew[nodes] = True
     elif factor is not None:
-        patch.share[nodes] *= factor
+        patch.kept_share[nodes] *= factor
 
 
 def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
@@ -116,15 +118,15 @@ def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
         share = {"low": 0.0, "high": 1.0}.get(patch.assumption, 0.5) if edit.ahead else 1.0
         patch.shrink_host(patch.selected.host_time(edit.select), 1.0 - share * hidden)
         return
-    nodes = patch.selected.work(edit.select)
+    nodes = patch.selected.device_work(edit.select)
     patch.moved[nodes] = True
     if edit.ahead and patch.assumption != "low":
-        patch.ahead[nodes] = True
+        patch.issued_earlier[nodes] = True
 
 
 def make_async(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Blocking calls no longer wait: they cost what a call costs."""
-    patch.unblocked[patch.selected.waits(edit.select)] = True
+    patch.unblocked[patch.selected.wait_ends(edit.select)] = True
 
 
 def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
@@ -136,7 +138,7 @@ def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
         return
     graph = patch.graph
     chosen = np.zeros(len(graph), dtype=bool)
-    chosen[patch.selected.work(edit.select)] = True
+    chosen[patch.selected.device_work(edit.select)] = True
     device = graph.device
     order = device[np.argsort(graph.lane[device], kind="stable")]
     own = chosen[order]
@@ -147,7 +149,7 @@ def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     joined = own[1:] & own[:-1] & ~awaited[order][:-1] & (step[1:] == step[:-1])
     joined &= graph.lane[order][1:] == graph.lane[order][:-1]
     patch.merged[order[1:][joined]] = True
-    patch.share[chosen] *= 1.0 if factor is None else factor
+    patch.kept_share[chosen] *= 1.0 if factor is None else factor
 
 
 def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
@@ -156,14 +158,14 @@ def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     if edit.select.on != "gpu":
         patch.capture(patch.selected.host_time(edit.select), cost)
     else:
-        nodes = patch.selected.work(edit.select)
+        nodes = patch.selected.device_work(edit.select)
         patch.capture(patch.selected.launch_time(nodes), cost)
 
 
 def parallelize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Loader work moves to worker processes: see ``edited_graph.py``."""
     loaded = np.flatnonzero(patch.graph.kind == Node.LOADER_END)
-    chosen = patch.selected.rows(edit.select)[patch.graph.row[loaded]]
+    chosen = patch.selected.host_rows(edit.select)[patch.graph.row[loaded]]
     patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))
 
 

@@ -141,7 +141,7 @@ def _awaited_by_device_syncs(
     done = done[(call == "sync_device").fill_null(False).to_numpy()]
     edges = np.flatnonzero((graph.edge == Edge.SYNC) & np.isin(graph.dst, done))
     more = []
-    for place, node in _latest(graph, nodes[~patch.ahead[nodes]], group, graph.src[edges]):
+    for place, node in _latest(graph, nodes[~patch.issued_earlier[nodes]], group, graph.src[edges]):
         edge = edges[place]
         more.append((node, int(graph.dst[edge]), float(graph.weight[edge]), int(Edge.SYNC)))
     return more

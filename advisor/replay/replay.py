@@ -86,8 +86,8 @@ class ReplayPlan:
         def again(idle: bool) -> tuple[float, float]:
             nonlocal time
             host = float(time[self.graph.step_boundaries[-1]])
-            state = self._carry.over(time, host, weights, idle=idle)
-            time = replay_layout(layout.begun([state]))
+            state = self._carry.next_state(time, host, weights, idle=idle)
+            time = replay_layout(layout.starting_from([state]))
             return ended()
 
         return steady_period(steps, ended(), again)
@@ -123,9 +123,9 @@ class ReplayPlan:
 class State(NamedTuple):
     """What a replayed window takes over from the one before."""
 
-    given: dict[int, float]
+    fixed_times: dict[int, float]
     """Nodes whose time is known, ns from the window's start."""
-    floor: dict[int, float]
+    earliest_starts: dict[int, float]
     """Nodes that start no earlier than this; in place of what was measured from the start."""
     source: int = 0
     """The node that stands for the window's start."""
@@ -140,22 +140,22 @@ class Layout(NamedTuple):
     second: list[int]
     second_weight: list[float]
     dur: list[float]
-    more: dict[int, list[tuple[int, float, bool]]]
+    further_edges: dict[int, list[tuple[int, float, bool]]]
 
-    def begun(self, states: Iterable[State]) -> Layout:
+    def starting_from(self, states: Iterable[State]) -> Layout:
         """The same with windows that begin in another state."""
         first, first_weight, second_weight = (
             list(self.first),
             list(self.first_weight),
             list(self.second_weight),
         )
-        second, dur, more = self.second, list(self.dur), dict(self.more)
-        for given, floor, source in states:
-            for node, at in given.items():
+        second, dur, more = self.second, list(self.dur), dict(self.further_edges)
+        for fixed_times, earliest_starts, source in states:
+            for node, at in fixed_times.items():
                 first[node], first_weight[node] = source, at
                 second_weight[node], dur[node] = NEVER, 0.0
                 more.pop(node, None)
-            for node, at in floor.items():
+            for node, at in earliest_starts.items():
                 first_weight[node] = NEVER if first[node] == source else first_weight[node]
                 second_weight[node] = NEVER if second[node] == source else second_weight[node]
                 others = [edge for edge in more.get(node, []) if edge[0] != source]
@@ -267,7 +267,7 @@ class CarriedState:
         self.loader = np.flatnonzero(graph.edge == Edge.LOADER)
         if len(self.loader):
             first, last = graph.time[graph.dst[self.loader[[0, -1]]]]
-            self.apart = float(first + graph.time[graph.step_boundaries[-1]] - last)
+            self.batch_gap = float(first + graph.time[graph.step_boundaries[-1]] - last)
 
     def _batch_after(self, weight: Array) -> float:
         """The same at the rate that the loader has with other weights."""
@@ -276,30 +276,30 @@ class CarriedState:
             return NEVER
         if before.min() <= NEVER:
             return float(rate[-1])
-        return self.apart * float(rate.sum()) / max(float(before.sum()), 1.0)
+        return self.batch_gap * float(rate.sum()) / max(float(before.sum()), 1.0)
 
-    def over(self, time: Array, host: float, weight: Array, *, idle: bool) -> State:
+    def next_state(self, time: Array, host: float, weight: Array, *, idle: bool) -> State:
         """Times of the nodes launched before the window, and earliest starts, after a replay in
         which the host was done with the last step at ``host``. ``idle``: as if the device had
         nothing left to do."""
-        given = dict.fromkeys(self.launched_before_window, 0.0)
-        floor: dict[int, float] = {}
+        fixed_times = dict.fromkeys(self.launched_before_window, 0.0)
+        earliest_starts: dict[int, float] = {}
         if not idle:
             for node, other in zip(self.launched_before_window, self.stands_for, strict=True):
-                given[node] = float(time[other]) - host if other >= 0 else 0.0
+                fixed_times[node] = float(time[other]) - host if other >= 0 else 0.0
             for node, other in zip(self.first, self.final, strict=True):
-                floor[node] = float(time[other]) - host
+                earliest_starts[node] = float(time[other]) - host
             for edge, node in zip(self.between.tolist(), self.into, strict=True):
                 other = self.out_of.get(int(self.graph.src[edge]), -1)
-                if node >= 0 and other >= 0 and weight[edge] > NEVER and node not in given:
+                if node >= 0 and other >= 0 and weight[edge] > NEVER and node not in fixed_times:
                     begin = float(time[other]) - host + float(weight[edge])
-                    floor[node] = max(floor.get(node, 0.0), begin)
+                    earliest_starts[node] = max(earliest_starts.get(node, 0.0), begin)
         if len(self.loader):
             first, last = int(self.graph.dst[self.loader[0]]), int(self.graph.dst[self.loader[-1]])
             after = self._batch_after(weight)
             if after > NEVER:
-                floor[first] = float(time[last]) - host + after
-        return State(given, floor)
+                earliest_starts[first] = float(time[last]) - host + after
+        return State(fixed_times, earliest_starts)
 
 
 def completion_times(graph: Graph, time: Array) -> Array:

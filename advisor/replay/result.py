@@ -177,7 +177,7 @@ def what_if(
         replayed_step_ns=whatif.a.step_ns * (1 + whatif.quality.total_error),
         edited_step_ns=max(0.0, whatif.a.step_ns - saved),
         edits=tuple(rows),
-        critical_path=whatif.critical(parsed),
+        critical_path=whatif.critical_path_parts(parsed),
         replay=whatif.quality,
         reason=reason,
         ranks=whatif.ranks,
@@ -195,17 +195,17 @@ def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
     """Replayed, each on top of those before it."""
     rows = []
     for number, edit in enumerate(edits):
-        given = edits[:number]
-        low, high = whatif.band([edit], given)
+        applied = edits[:number]
+        low, high = whatif.gain_bounds([edit], applied)
         rows.append(
             EditResult(
                 edit=edit,
-                selected=whatif.selected(edit),
+                selected=whatif.count_selected(edit),
                 alone_ns=whatif.gain([edit]),
-                gain_ns=whatif.gain([edit], given),
+                gain_ns=whatif.gain([edit], applied),
                 low_ns=low,
                 high_ns=high,
-                step_then_ns=whatif.step_after([*given, edit]),
+                step_then_ns=whatif.step_after([*applied, edit]),
             )
         )
     return rows
@@ -220,7 +220,7 @@ def _bounds(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
         rows.append(
             EditResult(
                 edit=edit,
-                selected=whatif.selected(edit),
+                selected=whatif.count_selected(edit),
                 alone_ns=bound.saved([edit])[0],
                 gain_ns=after[0] - before[0],
                 low_ns=0.0,

@@ -262,17 +262,17 @@ class Selection:
     def __init__(self, a: Analysis, graph: Graph) -> None:
         self.a = a
         self.graph = graph
-        self._known: dict[tuple[str, Select], Any] = {}
+        self._cache: dict[tuple[str, Select], Any] = {}
 
-    def _once(self, what: str, select: Select, find: Callable[[Select], Any]) -> Any:
+    def _cached(self, what: str, select: Select, find: Callable[[Select], Any]) -> Any:
         key = (what, select)
-        if key not in self._known:
-            self._known[key] = find(select)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = find(select)
+        return self._cache[key]
 
-    def work(self, select: Select) -> Array:
+    def device_work(self, select: Select) -> Array:
         """Device nodes."""
-        result: Array = self._once("work", select, self._find_work)
+        result: Array = self._cached("work", select, self._find_work)
         return result
 
     def _find_work(self, select: Select) -> Array:
@@ -280,23 +280,23 @@ class Selection:
         device = self.graph.device
         return device[selected_gpu(self.a, select, anywhere=True)[self.graph.row[device]]]
 
-    def rows(self, select: Select) -> Array:
+    def host_rows(self, select: Select) -> Array:
         """Aligned with ``trace.cpu``, and one more at the end: False."""
-        result: Array = self._once(
+        result: Array = self._cached(
             "rows", select, lambda s: np.append(selected_host(self.a, s), False)
         )
         return result
 
-    def waits(self, select: Select) -> Array:
+    def wait_ends(self, select: Select) -> Array:
         """Ends of blocking calls and of waits for the loader."""
         done = np.flatnonzero(np.isin(self.graph.kind, [Node.SYNC_END, Node.LOADER_END]))
-        return done[self.rows(select)[self.graph.row[done]]]
+        return done[self.host_rows(select)[self.graph.row[done]]]
 
     def host_time(self, select: Select) -> dict[int, Intervals]:
         """Host time by thread, ns from the window's start: of host events, of idle gaps (what
         the launching thread did meanwhile), or of the main thread's waits for collectives where
         there is no device."""
-        result: dict[int, Intervals] = self._once("host", select, self._find_host_time)
+        result: dict[int, Intervals] = self._cached("host", select, self._find_host_time)
         return result
 
     def _find_host_time(self, select: Select) -> dict[int, Intervals]:
@@ -334,7 +334,7 @@ class Selection:
         }
 
     @cached_property
-    def bound(self) -> Array:
+    def roofline_ns(self) -> Array:
         """For each node, the shortest time its kernel can take on this device by FLOPs and bytes,
         ns; NaN where one of shapes, dtype and device is not known."""
         result = np.full(len(self.graph), np.nan)
@@ -353,7 +353,7 @@ class Selection:
         return result
 
     @cached_property
-    def fill(self) -> Array:
+    def waves(self) -> Array:
         """For each node, how often its kernel fills the device (waves; else blocks per SM)."""
         result = np.full(len(self.graph), np.nan)
         device = self.graph.device
@@ -364,7 +364,7 @@ class Selection:
         return result
 
     @cached_property
-    def fixed(self) -> Array:
+    def batch_independent(self) -> Array:
         """For each node: its time does not depend on the batch (collectives, optimizer)."""
         result = np.zeros(len(self.graph), dtype=bool)
         device = self.graph.device
@@ -444,11 +444,11 @@ _KINDS = {
 class NearMatches(NamedTuple):
     """Names of one kind."""
 
-    what: str
+    kind: str
     """``kernels``, ``operators``, ``idle causes`` …"""
     names: tuple[str, ...]
     """Each once, the nearest to what was asked for first, among equals the most time first."""
-    asked: str
+    unmatched: str
     """The part of the selector that nothing fits; empty: there is nothing of the kind."""
 
 

@@ -44,7 +44,7 @@ MAX_COST = 3.0
 """Times the usual cost of an event that a measured one may be."""
 MAX_WORSE = 0.01
 """How much more of the measured steps a replay with other ranks may miss than one alone."""
-PROFILER = ("plain", "profiled", "bare")
+PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
 MIN_LEFT = 0.3
 """No stretch of host time is taken to be more than this much profiler."""
@@ -148,7 +148,7 @@ class WindowReplayer:
         return find_joint_ranks(self.rank, {self.rank: self.a} | self.others)
 
     @cached_property
-    def _joined(self) -> tuple[JointReplay, tuple[WindowReplayer, ...]] | None:
+    def _joint_replay(self) -> tuple[JointReplay, tuple[WindowReplayer, ...]] | None:
         """The replay with other ranks and one of these for each of them; ``None``: alone, also
         where the measured steps come out worse than alone."""
         joint_ranks = self._joint_ranks
@@ -167,7 +167,7 @@ class WindowReplayer:
         if not len(joint.node):
             return None
         patched = [
-            GraphEdits(m._selected, dur=dur).made()
+            GraphEdits(m._selected, dur=dur).build()
             for m, dur in zip(members, joint.transfer, strict=True)
         ]
         with_others = joint.run(patched)[0].time
@@ -177,7 +177,7 @@ class WindowReplayer:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that are replayed together, this one first; alone: empty."""
-        return () if self._joined is None else tuple(m.rank for m in self._joined[1])
+        return () if self._joint_replay is None else tuple(m.rank for m in self._joint_replay[1])
 
     @cached_property
     def _periods(self) -> dict[tuple[tuple[Edit, ...], str, int], float]:
@@ -188,7 +188,7 @@ class WindowReplayer:
         return Selection(self.a, self.graph)
 
     @cached_property
-    def base(self) -> ReplayedSteps:
+    def unedited(self) -> ReplayedSteps:
         """The replay without edits."""
         return self.step_times([])
 
@@ -213,14 +213,14 @@ class WindowReplayer:
         self, edits: Sequence[Edit], assumption: str = ""
     ) -> tuple[Array, Array, EditedGraph]:
         """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
-        if self._joined is not None:
-            joint = self._joined[0]
+        if self._joint_replay is not None:
+            joint = self._joint_replay[0]
             patched = self._patches(edits, assumption)
             result = joint.run(patched)[0]
             dur, own_part = patched[0].dur.copy(), joint.members[0]
             dur[own_part] = result.dur[own_part]
             return result.time, dur, patched[0]
-        own = collect(self._selected, self._own(edits), assumption).made()
+        own = collect(self._selected, self._own_edits(edits), assumption).build()
         return self._plan(own.graph).run(own.weight, own.dur), own.dur, own
 
     def _patches(
@@ -228,8 +228,8 @@ class WindowReplayer:
     ) -> list[EditedGraph]:
         """Each rank's graph with the edits that apply to it, without so many times the profiler's
         usual host time. Correlation ids select events of one trace."""
-        assert self._joined is not None
-        joint, members = self._joined
+        assert self._joint_replay is not None
+        joint, members = self._joint_replay
         result = []
         for member, dur in zip(members, joint.transfer, strict=True):
             own = [
@@ -238,10 +238,10 @@ class WindowReplayer:
                 if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
             ]
             real = member._real_share(times)
-            result.append(collect(member._selected, own, assumption, dur).made(real))
+            result.append(collect(member._selected, own, assumption, dur).build(real))
         return result
 
-    def _own(self, edits: Sequence[Edit]) -> list[Edit]:
+    def _own_edits(self, edits: Sequence[Edit]) -> list[Edit]:
         """The edits that concern this rank when it is replayed alone."""
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
@@ -262,39 +262,41 @@ class WindowReplayer:
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (a
-        small or large gain); ``plain`` and ``profiled``: without and with the host time that the
-        profiler itself takes, whichever is not assumed otherwise; ``bare``: without the most that
-        it may take."""
+        small or large gain); ``unprofiled`` and ``profiled``: without and with the host time
+        that the profiler itself takes, whichever is not assumed otherwise; ``unprofiled_max``:
+        without the most that it may take."""
         return self._period(edits, assumption, 0)
 
-    def _period(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
+    def _period(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
         """The same, of any of the ranks that are replayed together."""
-        if assumption not in PROFILER and all(
+        if assumption not in PROFILER_ASSUMPTIONS and all(
             e.factor_low is None and e.factor_high is None and e.op != "parallelize" and not e.ahead
             for e in edits
         ):
             assumption = ""
-        key = (tuple(edits), assumption, of)
+        key = (tuple(edits), assumption, member)
         if key not in self._periods:
-            self._periods[key] = self._steady(edits, assumption, of)
+            self._periods[key] = self._steady(edits, assumption, member)
         return self._periods[key]
 
-    def _steady(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
-        times = {"profiled": 0.0, "plain": 1.0, "bare": self._most_cost}.get(
+    def _steady(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
+        times = {"profiled": 0.0, "unprofiled": 1.0, "unprofiled_max": self._max_cost_ratio}.get(
             assumption, float(self._hides_profiler)
         )
-        assumption = "" if assumption in PROFILER else assumption
-        if self._joined is not None:
-            return self._joined[0].steady_step(self._patches(edits, assumption, times), of)
+        assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
+        if self._joint_replay is not None:
+            return self._joint_replay[0].steady_step(
+                self._patches(edits, assumption, times), member
+            )
         real = self._real_share(times)
-        own = collect(self._selected, self._own(edits), assumption).made(real)
+        own = collect(self._selected, self._own_edits(edits), assumption).build(real)
         return self._plan(own.graph).steady_step(own.weight, own.dur)
 
-    def _of(self, edits: Sequence[Edit]) -> int:
+    def _paced_member(self, edits: Sequence[Edit]) -> int:
         """The rank whose step tells what edits save: this one; another one where this one is
         the late rank that keeps the others waiting."""
         late = any(e.op == "remove_skew" and e.rank == self.rank for e in edits)
-        return 1 if late and self._joined is not None else 0
+        return 1 if late and self._joint_replay is not None else 0
 
     def _plan(self, graph: Graph) -> ReplayPlan:
         return self.plan if graph is self.graph else ReplayPlan(graph)
@@ -303,71 +305,76 @@ class WindowReplayer:
         """The measured step with edits applied: less what they save between two replays."""
         return max(0.0, self.a.step_ns - self.gain(edits))
 
-    def gain(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> float:
-        """What edits save per step, on top of others that are given."""
-        both = [*given, *edits]
-        of = self._of(both)
-        return self._saved(both, "", of) - self._saved(given, "", of)
+    def gain(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> float:
+        """What edits save per step, on top of others that are applied already."""
+        both = [*applied, *edits]
+        member = self._paced_member(both)
+        return self._saved(both, "", member) - self._saved(applied, "", member)
 
-    def _saved(self, edits: Sequence[Edit], assumption: str, of: int) -> float:
+    def _saved(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
         """What edits save, no more than what they touch."""
         if not edits:
             return 0.0
-        by = assumption if assumption in PROFILER else ""
-        before = self._period((), by, of)
-        saved = before - self._period(edits, assumption, of)
-        most = self._most(edits, optimistic=assumption == "high")
-        return min(saved, most) * self._of_profiled_step(by, of)
+        by = assumption if assumption in PROFILER_ASSUMPTIONS else ""
+        before = self._period((), by, member)
+        saved = before - self._period(edits, assumption, member)
+        most = self._max_saved(edits, optimistic=assumption == "high")
+        return min(saved, most) * self._of_profiled_step(by, member)
 
-    def _of_profiled_step(self, assumption: str = "", of: int = 0) -> float:
+    def _of_profiled_step(self, assumption: str = "", member: int = 0) -> float:
         """What is saved of a step without the profiler is given as that share of the measured one:
         so many times as long."""
         if not self._hides_profiler:
             return 1.0
-        step = self._period((), assumption, of)
-        return max(1.0, self._period((), "profiled", of) / step) if step > 0 else 1.0
+        step = self._period((), assumption, member)
+        return max(1.0, self._period((), "profiled", member) / step) if step > 0 else 1.0
 
-    def _most(self, edits: Sequence[Edit], *, optimistic: bool) -> float:
+    def _max_saved(self, edits: Sequence[Edit], *, optimistic: bool) -> float:
         """What edits save at most. A fix also ends waits of one rank for another, inside its
         collectives: with other ranks the step is the limit."""
-        if self._joined is not None:
+        if self._joint_replay is not None:
             return self.a.step_ns
-        return self._exposed.most(edits, optimistic=optimistic)
+        return self._exposed.max_saved(edits, optimistic=optimistic)
 
     def gain_range(
-        self, edits: Sequence[Edit], given: Sequence[Edit] = ()
+        self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
     ) -> tuple[float, float, float, float, Decides, Decides]:
         """(gain, low, high, most, low_by, high_by): the gain, its range from 0, what the edits
         touch, and what decides each end."""
-        gain, (low, high, low_by, high_by) = self.gain(edits, given), self._range(edits, given)
-        limit = self._most([*given, *edits], optimistic=True) * self._of_profiled_step()
-        limit += self._exposed.beside_compute([*given, *edits])
+        gain, (low, high, low_by, high_by) = (
+            self.gain(edits, applied),
+            self._bounds_and_causes(edits, applied),
+        )
+        limit = self._max_saved([*applied, *edits], optimistic=True) * self._of_profiled_step()
+        limit += self._exposed.beside_compute([*applied, *edits])
         low = min(gain, max(0.0, low))
-        most = limit - self._saved(given, "", self._of(edits))
+        most = limit - self._saved(applied, "", self._paced_member(edits))
         return gain, low, high, most, low_by, high_by
 
-    def band(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> tuple[float, float]:
+    def gain_bounds(
+        self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
+    ) -> tuple[float, float]:
         """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
         the error of the replay itself, and as wide as such predictions have been wrong; but no
         higher than what they touch."""
-        return self._range(edits, given)[:2]
+        return self._bounds_and_causes(edits, applied)[:2]
 
-    def _range(
-        self, edits: Sequence[Edit], given: Sequence[Edit]
+    def _bounds_and_causes(
+        self, edits: Sequence[Edit], applied: Sequence[Edit]
     ) -> tuple[float, float, Decides, Decides]:
-        both = [*given, *edits]
-        of = self._of(both)
-        others = ("profiled", "bare") if self._hides_profiler else ("plain",)
+        both = [*applied, *edits]
+        member = self._paced_member(both)
+        others = ("profiled", "unprofiled_max") if self._hides_profiler else ("unprofiled",)
         gains = [
-            self._saved(both, assumption, of) - self._saved(given, assumption, of)
+            self._saved(both, assumption, member) - self._saved(applied, assumption, member)
             for assumption in ("", "low", "high", *others)
         ]
-        error = abs(self.base.period - self.measured.period)
+        error = abs(self.unedited.period - self.measured.period)
         beside = self._exposed.beside_compute(edits)
         least, largest = min(gains) - error, max(gains) + error + beside
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
-        limit = self._most(both, optimistic=True) * self._of_profiled_step() + beside
-        limit -= self._saved(given, "", of)
+        limit = self._max_saved(both, optimistic=True) * self._of_profiled_step() + beside
+        limit -= self._saved(applied, "", member)
         steps: dict[Decides, list[float]] = {
             "assumption": gains[1:3],
             "profiler": gains[3:],
@@ -380,7 +387,7 @@ class WindowReplayer:
         return min(low, gains[0]), max(gains[0], min(high, limit)), low_by, high_by
 
     @cached_property
-    def _most_cost(self) -> float:
+    def _max_cost_ratio(self) -> float:
         """Times the cost of an event that it may be: where it is hidden, it was not measured."""
         return MAX_COST * _mean_cost(self.a) / max(event_cost(self.a), 1.0)
 
@@ -425,11 +432,11 @@ class WindowReplayer:
         inside = cpu["ts"].is_between(begin, end)
         return bool((name_matches(cpu["name"], WORKERS) & inside).any())
 
-    def selected(self, edit: Edit) -> int:
+    def count_selected(self, edit: Edit) -> int:
         """How many events an edit selects in the replayed steps."""
         return GraphEdits(self._selected).count(edit)
 
-    def critical(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
+    def critical_path_parts(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns per step, largest first."""
         time, dur, own = self._replay(edits)
         parts = path_composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
@@ -440,20 +447,20 @@ class WindowReplayer:
     def quality(self) -> ReplayQuality:
         """How well the replay without edits reproduces what was measured."""
         graph = self.graph
-        measured, replayed = (np.diff(o.step_ends) for o in (self.measured, self.base))
+        measured, replayed = (np.diff(o.step_ends) for o in (self.measured, self.unedited))
         whole = max(float(measured.sum()), 1.0)
         device = graph.device
         error = graph.earliest_time() - (graph.time - graph.dur)
         own = [n for n, (d, _) in enumerate(graph.lanes) if d == self.a.device_id]
         waits, idle = host_waits(graph), device_idle(graph, np.array(own, dtype=np.int64))
         return ReplayQuality(
-            step_error=self._step_error(self.base.time),
+            step_error=self._step_error(self.unedited.time),
             total_error=float(replayed.sum() - measured.sum()) / whole,
             explained=float((np.abs(error[device]) <= EXPLAINED_NS).mean())
             if len(device)
             else None,
             starts=len(device),
-            hard=(*hard_parts(graph), *self._peers()),
+            hard=(*hard_parts(graph), *self._rank_waits()),
             steps=graph.steps[1] - graph.steps[0],
             of_steps=max(self.a.step_count, graph.steps[1] - graph.steps[0]),
             waits=float(waits.time.sum()) / whole,
@@ -462,11 +469,11 @@ class WindowReplayer:
             idle_explained=idle.share,
         )
 
-    def _peers(self) -> tuple[PartQuality, ...]:
+    def _rank_waits(self) -> tuple[PartQuality, ...]:
         """Waits of collectives for the ranks that come later, replayed with these."""
-        if self._joined is None:
+        if self._joint_replay is None:
             return ()
-        joint = self._joined[0]
+        joint = self._joint_replay[0]
         nodes, graph = joint.members[0], self.graph
         waited = graph.dur[nodes] - joint.transfer[0][nodes]
         _, dur, own = self._replay([])

@@ -74,7 +74,7 @@ def test_without_host_events_nothing_hides_behind_idle_time() -> None:
     unlinked = trace.gpu.with_columns(launch=pl.lit(None, pl.Int64), op=pl.lit(None, pl.Int64))
     unlinked = unlinked.cast(dict(trace.gpu.schema))
     device_only = dataclasses.replace(trace, cpu=trace.cpu.clear(), gpu=unlinked)
-    limit = ExposedTime(Analysis(device_only)).most([parse_edit("overlap comm")])
+    limit = ExposedTime(Analysis(device_only)).max_saved([parse_edit("overlap comm")])
     assert 0 < limit <= 4_100_000
 
 
@@ -98,7 +98,9 @@ def test_reads_that_no_longer_block_leave_uploads_as_they_are() -> None:
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
             b.item()
     whatif = WindowReplayer(b.analysis())
-    reads, both = (whatif.selected(parse_edit(e)) for e in ("async sync copy:DtoH", "async sync"))
+    reads, both = (
+        whatif.count_selected(parse_edit(e)) for e in ("async sync copy:DtoH", "async sync")
+    )
     assert (reads, both) == (8, 16)  # each copies and waits
 
 

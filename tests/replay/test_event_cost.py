@@ -40,7 +40,7 @@ def test_a_profiler_that_costs_nothing_adds_nothing() -> None:
     a = host_bound(median_us=310).analysis()
     assert event_cost(a) == 0.0
     whatif = WindowReplayer(a)
-    assert whatif.period((), "plain") == pytest.approx(whatif.base.period, rel=1e-6)
+    assert whatif.period((), "unprofiled") == pytest.approx(whatif.unedited.period, rel=1e-6)
 
 
 def test_a_measured_cost_is_bounded() -> None:
@@ -72,6 +72,6 @@ def test_a_python_frame_costs_less_than_an_operator() -> None:
             with b.op("aten::add", host_us=10.0):
                 pass
     whatif = WindowReplayer(b.analysis())
-    taken = whatif.base.period - whatif.period((), "plain")
+    taken = whatif.unedited.period - whatif.period((), "unprofiled")
     frames, others = 250 * EVENT_COST_NS["python"], 25 * USUAL
     assert taken == pytest.approx(frames + others, rel=0.05)

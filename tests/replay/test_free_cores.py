@@ -58,7 +58,7 @@ def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
 def test_on_busy_cores_loading_that_waits_needs_none() -> None:
     found = whatif(computed=False, used=2.0)
     assert gain(found) == pytest.approx(0.39, abs=0.02)
-    low, _ = found.band([parse_edit("parallelize loader 4")])
+    low, _ = found.gain_bounds([parse_edit("parallelize loader 4")])
     assert low <= 0.02 * found.a.step_ns  # if it computes something that is not recorded
 
 
@@ -69,7 +69,7 @@ def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
     found = whatif(computed=True, used=1.4)
     edit = [parse_edit("parallelize loader 1")]
     assert gain(found, 1) == pytest.approx(-0.15, abs=0.02)
-    low, high = found.band(edit)
+    low, high = found.gain_bounds(edit)
     assert low / found.a.step_ns == pytest.approx(-0.4, abs=0.05)
     assert 0.26 <= high / found.a.step_ns <= 0.35
 
@@ -124,7 +124,7 @@ def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left:
     r.steps(60, 9)
     r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
     found = WindowReplayer(b.analysis())
-    before = found.base.period
+    before = found.unedited.period
     after = before - found.gain([parse_edit("parallelize loader 2")])
     assert after / before == pytest.approx(left, abs=0.02)
 

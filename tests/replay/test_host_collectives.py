@@ -59,5 +59,5 @@ def test_half_of_it_is_counted_where_it_is_issued_earlier_and_none_at_worst() ->
 
 def test_the_number_of_selected_collectives_is_that_of_the_steps() -> None:
     replay = training()
-    assert replay.selected(parse_edit("remove comm bytes:4")) == 12
-    assert replay.selected(parse_edit("remove comm")) == 18
+    assert replay.count_selected(parse_edit("remove comm bytes:4")) == 12
+    assert replay.count_selected(parse_edit("remove comm")) == 18

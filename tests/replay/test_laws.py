@@ -158,7 +158,7 @@ def test_only_laws_that_say_nothing_of_a_file_are_left_out(
 
 def gain(whatif: WindowReplayer, *lines: str) -> float:
     """What edits save together, as a share of the step."""
-    return whatif.gain([parse_edit(line) for line in lines]) / whatif.base.period
+    return whatif.gain([parse_edit(line) for line in lines]) / whatif.unedited.period
 
 
 # -- edits to draw from --------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
         )
         # a merge leaves what it merges at the place of the first: a stream's gap is told apart by
         # neighbours, of which an earlier edit has taken some away
-        if abs(saved - then) > max(EXACT_NS, 1e-4 * whatif.base.period):
+        if abs(saved - then) > max(EXACT_NS, 1e-4 * whatif.unedited.period):
             wrong[one, other] = (saved, then)
     assert not wrong
 
@@ -419,7 +419,7 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
     lines = [parse_edit("scale work 0.5"), parse_edit("scale host:. 0.5")]
     if a.trace.cpu["name"].cast(pl.String).str.contains("#_MultiProcessing").any():
         lines.append(parse_edit("parallelize loader 2"))
-    left = whatif.period(lines) / whatif.base.period
+    left = whatif.period(lines) / whatif.unedited.period
     begin, end = window(whatif)
     cpu = a.trace.cpu.filter(pl.col("kind") != "overhead")
     uncovered = 0.0
@@ -429,7 +429,7 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
         hole = mine["ts"].to_numpy()[1:] - until[:-1]
         inside = (mine["ts"].to_numpy()[1:] <= end) & (until[:-1] >= begin) & (hole > 0)
         uncovered = max(uncovered, float(hole[inside].sum()))
-    latency = whatif.critical(lines).get("latency", 0.0) / whatif.base.period
+    latency = whatif.critical_path_parts(lines).get("latency", 0.0) / whatif.unedited.period
     assert 0.5 - SLACK <= left <= 0.5 + SLACK + uncovered / 2 / (end - begin) + latency
 
 
@@ -484,7 +484,7 @@ def test_no_gain_exceeds_the_time_that_was_taken_away(path: str) -> None:
         if edit.op in ("drop_launch", "roofline"):
             continue
         saved, most = whatif.gain([edit]), taken(whatif, edit)
-        if saved > most + max(EXACT_NS, SLACK * whatif.base.period):
+        if saved > most + max(EXACT_NS, SLACK * whatif.unedited.period):
             wrong[line] = (saved, most)
     assert not wrong
 
@@ -516,7 +516,7 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
         if edit.select.on == "gpu" and edit.op != "drop_launch":
             continue
         left = whatif.period([edit])
-        if left < busiest - SLACK * whatif.base.period:
+        if left < busiest - SLACK * whatif.unedited.period:
             wrong[line] = (left, busiest)
     assert not wrong
 

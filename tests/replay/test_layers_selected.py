@@ -74,7 +74,7 @@ def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
 
 def test_what_selects_nothing_is_answered_with_the_modules_there() -> None:
     there = find_near_matches(blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok"))
-    assert there.what == "modules"
+    assert there.kind == "modules"
     assert "Block" in there.names[:4]
     t = TraceBuilder()
     with t.step():

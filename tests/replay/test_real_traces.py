@@ -161,7 +161,7 @@ def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_
     steps = np.diff(whatif.step_times(edits).time[whatif.graph.step_boundaries]) / 1e3
     assert steps.sum() == pytest.approx(free.sum(), rel=0.02)
     # without the profiler, which lengthens host times, the host limits less
-    assert whatif.band(edits)[1] / whatif.measured.period >= 0.12
+    assert whatif.gain_bounds(edits)[1] / whatif.measured.period >= 0.12
 
 
 def test_pinning_host_to_device_copies_is_worth_nothing_where_they_hide(
@@ -250,7 +250,7 @@ def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -
         if a.device_id is None or a.steps.used.is_empty() or whatif.unusable_reason:
             continue
         if a.breakdown.busy.total >= 0.9 * a.span_ns:
-            parts = whatif.critical()
+            parts = whatif.critical_path_parts()
             host = parts.get("host", 0.0) + parts.get("loader", 0.0)
             busy[path.name] = host / sum(parts.values())
     assert len(busy) >= 3
@@ -268,7 +268,7 @@ def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() 
                 b.host(94.5)
     a = Analysis(b.trace())
     assert a.breakdown.busy.total >= 0.97 * a.span_ns
-    parts = WindowReplayer(a).critical()
+    parts = WindowReplayer(a).critical_path_parts()
     assert parts["compute"] >= 0.9 * sum(parts.values())
 
 

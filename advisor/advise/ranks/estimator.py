@@ -131,10 +131,10 @@ class RanksEstimator(GainEstimator):
         """Ranks on which a rule found something."""
         return len(self._of_rule[rule, 0])
 
-    def gain_range(self, edits: Sequence[Edit], given: Sequence[Edit] = ()) -> GainRange:
+    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
         """After other fixes the range has the width, relative to the gain, that it had alone."""
-        if given:
-            first, left = self.gain_range(edits), max(0.0, self.marginal(edits, given))
+        if applied:
+            first, left = self.gain_range(edits), max(0.0, self.marginal(edits, applied))
             share = left / first.gain if first.gain > 0 else 0.0
             return GainRange(left, first.low * share, max(left, first.high * share))
         key = tuple(edits)
@@ -165,8 +165,8 @@ class RanksEstimator(GainEstimator):
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         return tuple(edits) in self._deviations
 
-    def marginal(self, edits: Sequence[Edit], given: Sequence[Edit]) -> float:
-        return self._together([*given, *edits]) - self._together(given)
+    def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
+        return self._together([*applied, *edits]) - self._together(applied)
 
     def critical_path(self) -> dict[str, float]:
         return self.own.critical_path()
@@ -192,7 +192,7 @@ class RanksEstimator(GainEstimator):
     def _changes_of(self, keys: Sequence[Key]) -> list[JobChange]:
         job, replay = self.study.job, self.study.replay
         changes: list[JobChange] = []
-        given: list[Edit] = []
+        applied: list[Edit] = []
         for key in keys:
             if key in self._deviations:
                 if key not in self._changes:
@@ -205,9 +205,9 @@ class RanksEstimator(GainEstimator):
                 continue
             share = 1.0  # what is left of it after those before
             if known.reported_rank:
-                if given and known.gain.gain > 0:
-                    share = self.own.marginal(key, given) / known.gain.gain
-                given += key
+                if applied and known.gain.gain > 0:
+                    share = self.own.marginal(key, applied) / known.gain.gain
+                applied += key
             saved = np.zeros(len(job.summaries))
             for place, ns in known.saved.items():
                 saved[place] = max(0.0, ns * share)

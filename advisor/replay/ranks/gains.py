@@ -62,13 +62,13 @@ def combine_changes(replay: RanksReplay, changes: Sequence[JobChange]) -> JobCha
         deltas = [v - measured for c in changes if (v := getattr(c, name)) is not None]
         return np.maximum(0.0, measured + sum(deltas)) if deltas else measured
 
-    gone = [c.gone for c in changes if c.gone is not None]
+    removed = [c.removed for c in changes if c.removed is not None]
     entries = [replay.entry, *(c.entry for c in changes if c.entry is not None)]
     return JobChange(
         work=less("work", replay.work),
         tail=less("tail", replay.tail),
         transfer=less("transfer", replay.transfer),
-        gone=np.logical_or.reduce(gone) if gone else None,
+        removed=np.logical_or.reduce(removed) if removed else None,
         entry=np.minimum.reduce(entries),
     )
 
@@ -92,7 +92,7 @@ def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
         return None
     name = select.name.strip("^$")
     kind = (kind_of(name) or "other") if name else None
-    gone = np.array(
+    removed = np.array(
         [
             key.kind == (kind or key.kind) and 0 < key.message <= select.max_bytes
             for key in replay.keys
@@ -100,7 +100,7 @@ def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
         dtype=np.bool_,
     )[replay.key]
     left = replay.transfer * (edit.factor or 0.0)
-    return JobChange(gone=gone, transfer=np.where(gone, left, replay.transfer))
+    return JobChange(removed=removed, transfer=np.where(removed, left, replay.transfer))
 
 
 class TypicalGain(NamedTuple):

@@ -251,17 +251,17 @@ class JointReplay:
         """Replay once, from the state that was measured."""
         return self._split(replay_layout(self._lay_out(ranks)), self.offset)
 
-    def steady_step(self, ranks: Sequence[EditedGraph], of: int = 0) -> float:
+    def steady_step(self, ranks: Sequence[EditedGraph], member: int = 0) -> float:
         """Steady-state time of one step of one rank, ns. See ``Plan.steady_step``: the state in
         which all ranks ended is the one in which they begin again."""
         layout = self._lay_out(ranks)
         offset = self.offset
         done = self._split(replay_layout(layout), offset)
-        graph = ranks[of].graph
+        graph = ranks[member].graph
         steps = len(graph.step_boundaries) - 1
-        complete = completion_times(graph, done[of].time)
+        complete = completion_times(graph, done[member].time)
         if steps < MIN_STEADY or graph.step_boundaries[-1] == 0:
-            return ReplayedSteps(done[of].time, complete, graph.cycle_steps).period
+            return ReplayedSteps(done[member].time, complete, graph.cycle_steps).period
         carries = [
             known if p.graph is g else CarriedState(p.graph)
             for p, g, known in zip(ranks, self.graphs, self.carried_states, strict=True)
@@ -273,17 +273,19 @@ class JointReplay:
             )
 
         def ended() -> tuple[float, float]:
-            return float(completion_times(graph, done[of].time)[-1]), float(hosts()[of])
+            return float(completion_times(graph, done[member].time)[-1]), float(hosts()[member])
 
         def again(idle: bool) -> tuple[float, float]:
             nonlocal done, offset
             host = hosts()
             states = []
             for rank, (patched, carry) in enumerate(zip(ranks, carries, strict=True)):
-                state = carry.over(done[rank].time, float(host[rank]), patched.weight, idle=idle)
+                state = carry.next_state(
+                    done[rank].time, float(host[rank]), patched.weight, idle=idle
+                )
                 states.append(self._placed(rank, state))
             offset = offset + host - (offset + host).min()
-            begun = layout.begun(states)
+            begun = layout.starting_from(states)
             for rank, at in enumerate(offset.tolist()):
                 begun.dur[int(self.slot[rank][0])] = at
             done = self._split(replay_layout(begun), offset)
@@ -299,8 +301,8 @@ class JointReplay:
     def _placed(self, rank: int, state: State) -> State:
         slot, place = self.slot[rank], self.place[rank]
         return State(
-            {int(place[n]): at for n, at in state.given.items()},
-            {int(slot[n]): at for n, at in state.floor.items()},
+            {int(place[n]): at for n, at in state.fixed_times.items()},
+            {int(slot[n]): at for n, at in state.earliest_starts.items()},
             int(slot[0]),
         )
 
@@ -348,7 +350,7 @@ class JointReplay:
         there = self.node[:, rank] >= 0
         node, all_arrived = self.node[there, rank], self.all_arrived[there]
         slot, place = self.slot[rank][node], self.place[rank][node]
-        alone, no_skew = np.isin(node, patched.alone), np.isin(node, patched.no_skew)
+        alone, no_skew = np.isin(node, patched.removed_collectives), np.isin(node, patched.no_skew)
         none = np.zeros(len(node))
         comes = np.where(alone | no_skew, NEVER, none)
         goes = np.where(alone, NEVER, none)

@@ -53,7 +53,7 @@ class JobChange(NamedTuple):
     """By rank, ns: own work after the last collective."""
     transfer: Floats | None = None
     """By collective (cell), ns."""
-    gone: Bools | None = None
+    removed: Bools | None = None
     """By collective (cell): it is not made any more, so nobody waits for anybody there."""
     entry: Floats | None = None
     """By rank: when it begins, ns on the common clock."""
@@ -296,7 +296,7 @@ class RanksReplay:
         before, slot = self.before[cells], slot[cells]
         follows, same = self.follows[cells], self.same[cells]
         free = np.where(self.unwaited[cells], np.inf, 0.0)
-        gone = None if change.gone is None else change.gone[cells]
+        gone = None if change.removed is None else change.removed[cells]
         for begin, end, rows, which in self.levels:
             part = slice(begin, end)
             ready = np.maximum(progress[part] + delay[before[part]], done[follows[part]])

@@ -42,8 +42,8 @@ def test_without_barriers_the_ranks_wait_for_each_other_at_the_end_alone(seed: i
     replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
     barriers = Select(on="gpu", family=("communication",), name="^gloo:barrier$", max_bytes=1)
     change = without_collectives(replay, Edit(op="scale", select=barriers, factor=0.0))
-    assert change is not None and change.gone is not None
-    assert change.gone.sum() == 3 * 5 * 5
+    assert change is not None and change.removed is not None
+    assert change.removed.sum() == 3 * 5 * 5
     gain = replay.base - replay.step(change)
     assert gain == pytest.approx(ran.step_ns - without.step_ns, rel=0.01)
     # edits that say nothing of a message are of transfers alone

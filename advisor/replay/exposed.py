@@ -2,9 +2,9 @@
 
 :meth:`ExposedTime.max_saved` bounds every gain: no edit saves more than the time of what it
 touches, and on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate
-where the steps cannot be replayed: of the events that an edit touches, the instants at which nothing but them keeps
-the step from going on: device work that nothing else covers, host time during which the device is
-idle.
+where the steps cannot be replayed: of the events that an edit touches, the instants at which
+nothing but them keeps the step from going on: device work that nothing else covers, host time
+during which the device is idle.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ class DashboardSession:
             if self._stop.is_set():
                 return
             with contextlib.suppress(AdvisorError):
-                entry.summary = RunSummary.of(entry.path)
+                entry.summary = RunSummary.read(entry.path)
         for entry in self.entries[1 : 1 + MAX_OPENED] if self.folder else ():
             if entry.state == "unread" and not self._stop.is_set():
                 entry.state = "loading"

@@ -387,12 +387,12 @@ def impact_over_run(
 
 def taken_by_training(a: Analysis, loading: float) -> float | None:
     """Part of the main thread's loading that a step computing on the CPU would take from cores that
-    it needs itself (see ``StepRecords.taken``), if everything computes that can. ``loading``: its
-    share of the step. ``None``: a GPU trains, or CPU use was not recorded."""
+    it needs itself (see ``StepRecords.remaining_loading_share``), if everything computes that can.
+    ``loading``: its share of the step. ``None``: a GPU trains, or CPU use was not recorded."""
     if a.recorded is None or not a.trains_on_host:
         return None
     computed = a.recorded.computing_share(loading, on_host=True)
-    return None if computed is None else a.recorded.taken(loading, computed)
+    return None if computed is None else a.recorded.remaining_loading_share(loading, computed)
 
 
 def impact_without_gain(reason: str) -> Impact:

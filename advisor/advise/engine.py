@@ -112,7 +112,7 @@ def examine(
         summaries, unread = summarise_apart(sources, places, options, config)
         run = first_rank(summaries, sources, options)
     else:
-        run = open_run(source, options.read, rank=options.rank, window=options.which)
+        run = open_run(source, options.read, rank=options.rank, window=options.window_to_read)
     if on_read is not None:
         on_read()
     if options.capture is not None and sources:
@@ -166,7 +166,7 @@ def _advise(
     hot, problems = hot_lines(a)
     findings = add_hot_lines(checked.findings, hot, rules)
     ranked = prioritize(findings, a, estimator)
-    ranked = ranked.each(lambda result: scale_to_run(limit_to_cores(result, a), a, rules))
+    ranked = ranked.map_findings(lambda result: scale_to_run(limit_to_cores(result, a), a, rules))
     report = write_report(
         run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries
     )

@@ -213,11 +213,13 @@ def _window_limits(a: Analysis) -> list[str]:
         share = a.lost_records.lost / max(a.lost_records.launches, 1)
         missing = (
             "GPU work may be missing anywhere: events are not written in the order of time"
-            if a.lost_records.cut
+            if a.lost_records.truncated
             else f"The profiler lost the records of {a.lost_records.lost:,} of "
             f"{a.lost_records.launches:,} launched kernels ({t.format_share(share)})"
         )
-        again = "Copy or record it again." if a.lost_records.cut else "Record a shorter window."
+        again = (
+            "Copy or record it again." if a.lost_records.truncated else "Record a shorter window."
+        )
         result.append(
             f"{missing}: busy time is a lower bound, idle time is not known, no gain is estimated, "
             f"and rules on idle time are skipped. {again}"
@@ -481,7 +483,7 @@ def lost_replays(a: Analysis) -> str:
 
 def lost_records(a: Analysis) -> str:
     """Why idle time is unknown and no gain is estimated; empty: no records are lost."""
-    if a.lost_records.cut:
+    if a.lost_records.truncated:
         return "the file is cut off, and GPU work may be missing from it"
     if a.lost_records.reported:
         return (

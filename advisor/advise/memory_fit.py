@@ -79,7 +79,7 @@ class CostedChange(NamedTuple):
     """By which it alone lowers the highest point."""
     ns: float | None
     """Added per step; ``None``: unknown."""
-    why: str
+    cost_reason: str
     """What the time is made of."""
     layers: tuple[RepeatedLayer, ...] = ()
     """Of checkpointing."""
@@ -95,11 +95,11 @@ class MemoryFit(NamedTuple):
     capacity: int
     available: int
     """Of the capacity, what the allocator can have."""
-    ways: list[CostedChange]
+    candidates: list[CostedChange]
     """All that were found, the cheapest first."""
     chosen: list[CostedChange]
     """The cheapest set that fits; empty: none is needed, or none does."""
-    after: int
+    reserved_after: int
     """Reserved with the chosen ones; without any that fits, with the best set."""
     largest_batch: float
     """Times today's batch that fit with the chosen ones; 0: none."""
@@ -109,7 +109,7 @@ class MemoryFit(NamedTuple):
     @property
     def fits(self) -> bool:
         """As it is, or with the chosen changes."""
-        return self.after <= self.available
+        return self.reserved_after <= self.available
 
 
 def find_fit(
@@ -189,9 +189,9 @@ def _fewest(
     available: int,
 ) -> CostedChange:
     """Checkpointing of as few calls as suffice."""
-    if way.change.part is None:
+    if way.change.forward_call is None:
         return way
-    low, high = 0, int(way.change.part.max()) + 1
+    low, high = 0, int(way.change.forward_call.max()) + 1
     calls = high
 
     def partly(count: int) -> CostedChange:
@@ -245,13 +245,15 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
 
 def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
     """What each call of a checkpointed line holds, and how long it runs."""
-    if each.part is None:
+    if each.forward_call is None:
         return ()
-    calls = int(each.part.max()) + 1
+    calls = int(each.forward_call.max()) + 1
     here = post.history.block_lifetimes.at(post.event)[each.rows]
     rows, first = np.unique(each.rows[here], return_index=True)
     held = np.bincount(
-        each.part[here][first], weights=post.history.block_lifetimes.size[rows], minlength=calls
+        each.forward_call[here][first],
+        weights=post.history.block_lifetimes.size[rows],
+        minlength=calls,
     )
     times = None if a is None else module_times(a, calls)
     return tuple(

@@ -71,6 +71,6 @@ class Options:
     """A trace of the capture of the CUDA or HIP graphs that are replayed; ``None``: not given."""
 
     @property
-    def which(self) -> int | Literal["first"]:
+    def window_to_read(self) -> int | Literal["first"]:
         """The windows that need to be read."""
         return "first" if self.window is None else self.window

@@ -50,7 +50,7 @@ class PrioritizedFindings:
     """What costs memory, time over the run, or is a risk; the most certain first."""
     notes: list[Finding]
 
-    def each(self, change: Callable[[list[Finding]], list[Finding]]) -> PrioritizedFindings:
+    def map_findings(self, change: Callable[[list[Finding]], list[Finding]]) -> PrioritizedFindings:
         """The same with the findings and notes changed."""
         return PrioritizedFindings(change(self.findings), self.risks, change(self.notes))
 

@@ -246,7 +246,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         if values[recorded.used].any()
     ]
     end = next(reversed(recorded.record.events_of("end")), None)
-    whole = int(recorded.dur.sum()) + recorded.outside
+    whole = int(recorded.dur.sum()) + recorded.outside_steps_ns
     return RecordedSteps(
         steps=len(recorded.steps),
         used=recorded.count,
@@ -260,8 +260,10 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         samples_per_second=recorded.samples_per_second,
         samples_per_step=recorded.samples_per_step,
         inference=recorded.inference,
-        outside_ns=None if recorded.inference else recorded.outside,
-        outside_share=None if recorded.inference or not whole else recorded.outside / whole,
+        outside_ns=None if recorded.inference else recorded.outside_steps_ns,
+        outside_share=None
+        if recorded.inference or not whole
+        else recorded.outside_steps_ns / whole,
         ended=None if end is None else str(end.get("reason", "finished"))[:100],
         windows=window_lines(recorded.record.events_of("window")),
     )
@@ -436,8 +438,11 @@ def step_time(a: Analysis) -> StepTime | None:
         return None
     result.window_ns = a.step_ns
     result.window_slowdown = a.step_ns / run - 1
-    kept = recorded.kept(a.trace.meta.window)
-    inside, around = recorded.length[kept & ~np.isnan(recorded.length)], recorded.around(kept)
+    kept = recorded.kept_by_window(a.trace.meta.window)
+    inside, around = (
+        recorded.length[kept & ~np.isnan(recorded.length)],
+        recorded.lengths_around(kept),
+    )
     result.in_warm_up = bool(kept.any()) and not recorded.after_warmup[kept].any()
     if len(around) < MIN_AROUND:
         return result

@@ -263,7 +263,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if report.busy_share is None:
         return None
     busy = f"{t.format_share(report.busy_share)} of {_name_step(report)}"
-    if a.lost_records.cut:
+    if a.lost_records.truncated:
         return (
             f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
             "time and gains are unknown."

@@ -96,7 +96,7 @@ def _compare(
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:
                 continue
-            run = open_run(path, options.read, rank=options.rank, window=options.which)
+            run = open_run(path, options.read, rank=options.rank, window=options.window_to_read)
             shown.show("measuring")
             result.append(examine(run, options))
         shown.show("comparing")

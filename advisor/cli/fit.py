@@ -150,7 +150,7 @@ def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
         where = way.change.where
         return {
             "change": way.change.name, "bytes": way.bytes, "ns_per_step": way.ns,
-            "made_of": way.why, "assumes": way.change.assumes,
+            "made_of": way.cost_reason, "assumes": way.change.assumes,
             "file": None if where is None else where.file,
             "line": None if where is None else where.line,
             "layers": way.layers,
@@ -158,7 +158,8 @@ def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
 
     return {
         "schema": 1, "fits": fit.fits, "peak": fit.peak, "reserved": fit.reserved,
-        "capacity": fit.capacity, "available": fit.available, "after": fit.after,
+        "capacity": fit.capacity, "available": fit.available, "after": fit.reserved_after,
         "batch_scale": scale, "largest_batch_scale": fit.largest_batch,
-        "chosen": [plain(way) for way in fit.chosen], "ways": [plain(way) for way in fit.ways],
+        "chosen": [plain(way) for way in fit.chosen],
+        "ways": [plain(way) for way in fit.candidates],
     }  # fmt: skip

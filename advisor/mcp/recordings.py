@@ -129,7 +129,7 @@ def _line(allowed: AllowedFolders, item: _Candidate) -> RecordingLine | None:
     records = sum(size for file, size in sizes.items() if file.suffix in (".json", ".jsonl"))
     if kind == "run" and records <= MAX_SUMMARISED:
         with suppress(AdvisorError):  # listed all the same: reading it says what is wrong
-            summary = RunSummary.of(given)
+            summary = RunSummary.read(given)
     return RecordingLine(
         kind=kind,
         bytes=sum(sizes.values()),

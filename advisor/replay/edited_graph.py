@@ -357,7 +357,7 @@ def _taken(patch: GraphEdits, computed: float, share: float) -> float:
     if not patch.a.trains_on_host:
         return 0.0
     recorded = patch.a.recorded
-    taken = None if recorded is None else recorded.taken(share, computed)
+    taken = None if recorded is None else recorded.remaining_loading_share(share, computed)
     if recorded is None or taken is None:
         return computed if patch.assumption == "low" else 0.0
     return taken / (recorded.record.rank.cpus or 1) if patch.assumption == "high" else taken

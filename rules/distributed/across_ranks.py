@@ -32,23 +32,27 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     from advisor.measure.ranks.outliers import edits_of
 
     job, result, per = study.job, study.job.waits, per_of(study)
-    index, steps = list(deviation.who.places), max(1, len(job.own.steps))
+    index, steps = list(deviation.members.rank_indices), max(1, len(job.profile.steps))
     who = describe_subject(job, deviation)
-    taken, last = int(result.taken[index].sum()), int(result.late[index].sum())
-    waited = float(result.caused_exposed[index].sum()) / steps
+    taken, last = int(result.collective_count[index].sum()), int(result.last_count[index].sum())
+    waited = float(result.caused_exposed_ns[index].sum()) / steps
     error = job.joined.clocks.error_ns
     world = max((s.world for s in job.summaries), default=0)
     whole = len(job.summaries) >= MIN_READ_SHARE * world
     own = "transfer time above the same of other groups"
     if deviation.kind != "network":
-        own = "own work above the others'" if not deviation.late else "exposed wait of the others"
+        own = (
+            "own work above the others'"
+            if not deviation.arrives_late
+            else "exposed wait of the others"
+        )
     evidence = [
-        Evidence("rank", job.places.ranks[index[0]]) if len(index) == 1 else Evidence("who", who),
+        Evidence("rank", job.topology.ranks[index[0]]) if len(index) == 1 else Evidence("who", who),
         Evidence(own, deviation.excess_ns, "ns", per=per),
         Evidence("share", deviation.excess_ns / job.step_ns if job.step_ns else None, "share"),
         *(
             Evidence(f"{name} above the others'", ns, "ns", per=per)
-            for name, ns in deviation.more.items()
+            for name, ns in deviation.excess_by_class.items()
             if ns > 0
         ),
     ]
@@ -91,13 +95,13 @@ def dealt_out(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
     """Of work that is dealt out evenly, what is left of a gain: the others get their part of it."""
     if deviation.kind not in ("imbalance", "pipeline"):
         return ns
-    return ns * (1 - len(deviation.who.places) / len(job.summaries))
+    return ns * (1 - len(deviation.members.rank_indices) / len(job.summaries))
 
 
 def _places(job: JobMeasurements, at: list[int]) -> list[Location]:
     """The collectives with the longest waits for these ranks."""
     result = job.waits
-    rows = np.flatnonzero(np.isin(result.last, at))
+    rows = np.flatnonzero(np.isin(result.last_rank, at))
     rows = rows[np.argsort(-result.mean_wait[rows], kind="stable")][:3]
     places = []
     for row in rows.tolist():

@@ -111,9 +111,9 @@ class SlowDevice(Rule):
 
     def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
         job = study.job
-        at = deviation.who.places
+        at = deviation.members.rank_indices
         who = describe_subject(job, deviation)
-        slow, ratio = job.summaries[at[0]], deviation.device or 1.0
+        slow, ratio = job.summaries[at[0]], deviation.device_slowdown or 1.0
         mixed = len({s.device for s in job.summaries if s.device}) > 1
         finding = finding_of(study, deviation, gain, self._title(study, deviation))
         few = len(job.summaries) < 3
@@ -141,7 +141,7 @@ class SlowDevice(Rule):
     @staticmethod
     def _title(study: Study, deviation: Deviation) -> str:
         who = describe_subject(study.job, deviation)
-        several = len(deviation.who.places) > 1
+        several = len(deviation.members.rank_indices) > 1
         return f"The GPU{'s' if several else ''} of {who} {'are' if several else 'is'} slow"
 
     @staticmethod

@@ -182,14 +182,16 @@ class StragglerRank(Rule):
     def _pause(self, study: Study) -> Outcomes:
         """One step of one rank that took far longer than its others, and than those of all ranks:
         no straggler, and its cause is another."""
-        own = study.job.own.own_ns_by_step
+        own = study.job.profile.own_ns_by_step
         if own.shape[1] < MIN_PAUSE_STEPS or not np.isfinite(own).any() or not study.job.step_ns:
             return
         excess = own - np.nanmedian(own, axis=1, keepdims=True)
         order = np.argsort(np.nan_to_num(excess, nan=-np.inf), axis=None)
         (place, step), (_, second) = (np.unravel_index(at, own.shape) for at in order[[-1, -2]])
         longest, next_longest = excess.flat[order[-1]], excess.flat[order[-2]]
-        blamed = {index for deviation, _ in study.outliers for index in deviation.who.places}
+        blamed = {
+            index for deviation, _ in study.outliers for index in deviation.members.rank_indices
+        }
         lost = float(longest) / own.shape[1]
         if place in blamed or lost < self.min_share * study.job.step_ns:
             return
@@ -210,12 +212,12 @@ class StragglerRank(Rule):
         from advisor.measure.ranks.outliers import late_chance
 
         job, result = study.job, study.job.waits
-        steps = max(1, len(job.own.steps))
+        steps = max(1, len(job.profile.steps))
         if job.joined.clocks.error_ns is None or not len(result.row) or not job.step_ns:
             return
-        place = int(np.argmax(result.caused_exposed))
-        taken, last = int(result.taken[place]), int(result.late[place])
-        lost = float(result.caused_exposed[place]) / steps
+        place = int(np.argmax(result.caused_exposed_ns))
+        taken, last = int(result.collective_count[place]), int(result.last_count[place])
+        lost = float(result.caused_exposed_ns[place]) / steps
         if lost < self.min_share * job.step_ns:
             yield PassedCheck(
                 text="no rank keeps the others waiting: the worst costs them "
@@ -238,7 +240,7 @@ class StragglerRank(Rule):
     def _finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
         who = describe_subject(study.job, deviation)
         finding = finding_of(study, deviation, gain, _title(who, deviation))
-        case = "imbalance that moves" if deviation.moves else deviation.kind
+        case = "imbalance that moves" if deviation.rank_varies else deviation.kind
         text = self.case(case, who=who) if case in self.cases else {}
         if not any(summary.kernels for summary in study.job.summaries):
             on_host = self.case("the ranks train on CPUs")
@@ -269,9 +271,9 @@ class StragglerRank(Rule):
 
 
 def _title(who: str, deviation: Deviation) -> str:
-    several = len(deviation.who.places) > 1 and deviation.who.unit == "rank"
+    several = len(deviation.members.rank_indices) > 1 and deviation.members.unit == "rank"
     name = f"{who[0].upper()}{who[1:]}"
-    if deviation.moves:
+    if deviation.rank_varies:
         return "A different rank holds up each step"
     if deviation.kind == "network":
         return f"The links of {who} are slow"

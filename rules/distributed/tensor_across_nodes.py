@@ -89,7 +89,7 @@ class TensorAcrossNodes(Rule):
                 amount_per_step(a, "exposed tensor-parallel collectives", exposed),
                 self.compare("share", share, "min_share"),
                 Evidence("bus bandwidth of a GPU across nodes", _bytes(placed.network), "bytes/s"),
-                Evidence("inside of a node", _bytes(placed.inside), "bytes/s"),
+                Evidence("inside of a node", _bytes(placed.inside_node), "bytes/s"),
             ],
             where=device_places(a, rows, "exposed"),
             edits=edits,

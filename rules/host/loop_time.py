@@ -270,7 +270,7 @@ class LoopTime:
         a = self._a
         main = a.trace.main_thread
         assert main is not None
-        pieces = a.timeline.look(main, a.spans.start, a.spans.end)
+        pieces = a.timeline.pieces_within(main, a.spans.start, a.spans.end)
         python, dispatch = CODE["python"], CODE["dispatch"]
         wanted = (pieces.row >= 0) & np.isin(
             pieces.code, [python, dispatch] if trains else [python]
@@ -450,7 +450,9 @@ class LoopPhases(LoopCode):
         if ns < self.min_share * step or ns < self.min_ms * 1e6:
             return
         line, operators = recorded.hottest_line(LOOP), len(rows) / max(a.step_count, 1)
-        many = line is not None and line.inside is None and operators >= self.many_operators
+        many = (
+            line is not None and line.library_function is None and operators >= self.many_operators
+        )
         spent_in_them = _time(a, rows)
         many = many and spent_in_them * step / max(a.step_ns, 1) >= self.of_operators * ns
         many = many and spent_in_them <= self.max_small_us * 1e3 * operators
@@ -565,7 +567,7 @@ def _waits(a: Analysis, step: float) -> float:
 def _most_of_it(line: HottestLine | None) -> str:
     if line is None:
         return "advisor record --deep shows its lines."
-    place, inside = line.location, f", in {line.inside}" if line.inside else ""
+    place, inside = line.location, f", in {line.library_function}" if line.library_function else ""
     return (
         f"{line.share:.0%} of the sampled stacks are in {place.function} "
         f"({place.file}:{place.line}){inside}."
@@ -634,7 +636,7 @@ class TimeBetweenSteps(Rule):
         """Compare the time between steps with that of the steps."""
         recorded = recorded_steps(a)
         begin, end = recorded.span
-        outside = recorded.outside
+        outside = recorded.outside_steps_ns
         steps = int(recorded.used.sum())
         if steps < self.min_steps or recorded.inference or end <= begin:
             return

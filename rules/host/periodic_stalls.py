@@ -211,7 +211,7 @@ class SavingTime(PeriodicStalls):
         usual = sum(float(np.median(times)) for times in own)
         if not mean or not median or usual >= LOOP_SHARE * median:
             return
-        outside = recorded.outside / int(recorded.used.sum())
+        outside = recorded.outside_steps_ns / int(recorded.used.sum())
         loop = sum(float(times.mean()) for times in own) + outside
         for cause, pattern in _CAUSES.items():
             share, saving = share_in(stacks, pattern)

@@ -219,7 +219,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
             min(max(step.evaluation or before.phases.get("forward", 0) - usual, 0), MAX_VALUE)
             for before, step in pairs
         )
-        whole = recorded.outside + float(recorded.dur.sum())
+        whole = recorded.outside_steps_ns + float(recorded.dur.sum())
         if spent < self.min_step * whole:
             return
         if not a.record_only and any(super().check(a)):

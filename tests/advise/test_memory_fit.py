@@ -56,7 +56,7 @@ def test_time_is_split_by_what_launched_it() -> None:
 def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() -> None:
     post = measured(program())
     found = find_fit(post, None, 80 * GIB)
-    assert found.fits and found.chosen == [] and found.after == found.reserved
+    assert found.fits and found.chosen == [] and found.reserved_after == found.reserved
     # activations grow with the batch, nothing else does
     room = found.available * post.allocated / post.reserved
     assert count_needed_bytes(post, scale=found.largest_batch) <= room
@@ -66,7 +66,7 @@ def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() 
 def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
     post, a = measured(program()), trace().analysis()
     whole = find_fit(post, a, 80 * GIB).reserved
-    by_name = {way.change.name: way for way in find_fit(post, a, 80 * GIB).ways}
+    by_name = {way.change.name: way for way in find_fit(post, a, 80 * GIB).candidates}
     # what costs no time is taken before what does
     found = find_fit(post, a, whole + CUDA_CONTEXT_BYTES - by_name["8-bit optimizer"].bytes // 2)
     assert found.fits and [way.ns for way in found.chosen] == [0.0]
@@ -74,9 +74,9 @@ def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed
     (checkpointed,) = [way for way in found.chosen if way.change.name == "checkpointing"]
     assert found.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
     assert "calls keep their output alone" in checkpointed.change.assumes
-    assert found.after <= found.available
+    assert found.reserved_after <= found.available
     # one call fewer would not do
-    part = checkpointed.change.part
+    part = checkpointed.change.forward_call
     assert part is not None
     fewer = [
         way.change.for_calls(int(part.max())) if way is checkpointed else way.change
@@ -89,7 +89,7 @@ def test_offloading_costs_what_compute_does_not_hide() -> None:
     post, a = measured(program()), trace().analysis()
     gpu = find_gpu("a100 pcie 80gb").gpu
     (way,) = [
-        way for way in find_fit(post, a, 80 * GIB, gpu=gpu).ways
+        way for way in find_fit(post, a, 80 * GIB, gpu=gpu).candidates
         if way.change.name == "offload activations"
     ]  # fmt: skip
     lives = post.history.block_lifetimes
@@ -103,7 +103,7 @@ def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
     post = measured(program(activation=MIB, logits=MIB))
     gpu = find_gpu("a100 sxm4 80gb").gpu
     found = find_fit(post, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
-    ways = {way.change.name: way for way in found.ways}
+    ways = {way.change.name: way for way in found.candidates}
     weights = 10 * 32 * MIB
     assert ways["ZeRO 1"].bytes == pytest.approx(2 * weights * 3 / 4, rel=0.1)
     assert ways["ZeRO 1"].bytes <= ways["ZeRO 2"].bytes <= ways["ZeRO 3"].bytes
@@ -114,7 +114,7 @@ def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
 
 def test_too_large_a_program_is_said_not_to_fit() -> None:
     found = find_fit(measured(program()), None, GIB)
-    assert not found.fits and found.chosen == [] and found.after > found.available
+    assert not found.fits and found.chosen == [] and found.reserved_after > found.available
 
 
 def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +184,7 @@ def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
                 with b.python(f"nn.Module: Block_{layer}"), b.python("nn.Module: Linear_0"):
                     b.launch("gemm", 100 * (layer + 1))
             b.sync()
-    (way,) = [w for w in find_fit(post, b.analysis(), 80 * GIB).ways if w.layers]
+    (way,) = [w for w in find_fit(post, b.analysis(), 80 * GIB).candidates if w.layers]
     assert [layer.ns for layer in way.layers] == pytest.approx(
         [1e5 * (n + 1) for n in range(len(way.layers))]
     )
@@ -192,5 +192,5 @@ def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
     # what a layer holds is what the model of the allocator made there, without its output
     assert len({layer.bytes for layer in way.layers}) == 1
     assert way.layers[0].bytes % (96 * MIB) == 0 < way.layers[0].bytes
-    (unknown,) = [w for w in find_fit(post, trace().analysis(), 80 * GIB).ways if w.layers]
+    (unknown,) = [w for w in find_fit(post, trace().analysis(), 80 * GIB).candidates if w.layers]
     assert {layer.ns for layer in unknown.layers} == {None}  # a trace without modules

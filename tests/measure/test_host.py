@@ -169,8 +169,8 @@ def test_the_timeline_is_the_innermost_operator_at_each_instant(events):
     owner = cpu["thread"].to_numpy()
     for thread in range(a.trace.threads.height):
         for instant in range(500, int(end.max()) + 500, 1000):
-            seen = line.look([thread], [instant], [instant + 1])
-            assert len(seen.which) == 1
+            seen = line.pieces_within([thread], [instant], [instant + 1])
+            assert len(seen.interval) == 1
             inside = np.flatnonzero((owner == thread) & (ts <= instant) & (end > instant))
             assert int(seen.row[0]) == (int(inside[-1]) if len(inside) else -1)
     # back to back, from the first instant to the last, on each thread
@@ -184,8 +184,8 @@ def test_asking_for_a_thread_that_is_not_there_answers_unrecorded():
     b = TraceBuilder(gpu=None)
     with b.op("aten::mm"):
         b.host(10)
-    seen = b.analysis().timeline.look([-1, 0, 99], [0, 0, 0], [5, 5, 5])
-    assert seen.which.tolist() == [0, 1, 2]
+    seen = b.analysis().timeline.pieces_within([-1, 0, 99], [0, 0, 0], [5, 5, 5])
+    assert seen.interval.tolist() == [0, 1, 2]
     assert [CLASSES[code] for code in seen.code] == ["unrecorded", "dispatch", "unrecorded"]
 
 

@@ -138,5 +138,5 @@ def test_pytorchs_threads_are_taken_to_be_at_work_where_nothing_was_sampled() ->
     assert recorded.used_cores is None
     assert recorded.computing_share(0.5, on_host=True) is None
     # a core is free for 5 of 10 ms, and the loading needs it for 5
-    assert recorded.taken(0.5, 1.0) == 0.0
-    assert recorded.taken(0.8, 1.0) == pytest.approx(0.75)
+    assert recorded.remaining_loading_share(0.5, 1.0) == 0.0
+    assert recorded.remaining_loading_share(0.8, 1.0) == pytest.approx(0.75)

@@ -138,7 +138,9 @@ def first_rank(
     if is_url(source.at):
         run = Run(traces={(first.rank, 0): read_source(source, read)})
     else:
-        run = one_rank(open_run(source.at, read, window=options.which), source.at, first.rank)
+        run = one_rank(
+            open_run(source.at, read, window=options.window_to_read), source.at, first.rank
+        )
     known = list(run.traces.values())
     if not is_url(source.at) and not is_run(source.at):
         found = logs_in([Path(source.at).parent], read)

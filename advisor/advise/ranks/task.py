@@ -173,7 +173,7 @@ def summarise_file(
 
     options = options or Options()
     config = read_config() if options.config is None else options.config
-    whole = open_run(path, options.read, rank=_recorded(path, rank), window=options.which)
+    whole = open_run(path, options.read, rank=_recorded(path, rank), window=options.window_to_read)
     run = one_rank(whole, path, rank)
     number, a = next(iter(choose_windows(run, options.window, options.steps).items()))
     findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings

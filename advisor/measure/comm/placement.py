@@ -55,7 +55,7 @@ class PlacementChange(NamedTuple):
     rows: pl.DataFrame
     factor: float
     """Their time then over what it is; waits stay."""
-    least: float
+    factor_without_waits: float
     """The same if there are no more waits."""
 
 
@@ -67,7 +67,7 @@ class TensorPlacement(NamedTuple):
     """GPUs of a node."""
     network: float | None
     """Bus bandwidth of a GPU across nodes, GB/s; ``None``: unknown."""
-    inside: float | None
+    inside_node: float | None
     """The same inside of a node."""
     changes: tuple[PlacementChange, ...]
     """If tensor parallelism gets a node, and others the network; empty: a rate is unknown."""
@@ -185,11 +185,11 @@ def _with_bubble(
             sum((1 - part) * float(each.rows["exposed"].sum()) for each, part in parts) / rest
             for parts in (
                 [(each, each.factor) for each in changes],
-                [(each, each.least) for each in changes],
+                [(each, each.factor_without_waits) for each in changes],
             )
         ]
         same = next((each for each in result if each.rows is axis.rows), None)
-        before = (1.0, 1.0) if same is None else (same.factor, same.least)
+        before = (1.0, 1.0) if same is None else (same.factor, same.factor_without_waits)
         result = [each for each in result if each is not same]
         factors = [
             max(0.0, old - idle * min(1.0, share) / max(time, 1.0))

@@ -152,10 +152,10 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
     inputs = trace.cpu["inputs"].fill_null(NO_ROW).to_numpy()
     described = np.append(inputs >= 0, False)  # the last entry is that of row -1
     op = launches.op
-    up = ~described[op] & described[launches.outer] & (launches.family == launches.outer_family)
-    op = np.where(up, launches.outer, op)
-    triton = _is_triton(trace, launches.inner)
-    op = np.where((op < 0) & triton, launches.inner, op)
+    up = ~described[op] & described[launches.outer_op] & (launches.family == launches.outer_family)
+    op = np.where(up, launches.outer_op, op)
+    triton = _is_triton(trace, launches.innermost_op)
+    op = np.where((op < 0) & triton, launches.innermost_op, op)
     distinct, place = np.unique(op, return_inverse=True)
     result = sum_costs(trace, distinct)
     # When an operator and one inside it both have a formula for the same work, the inner counts.
@@ -188,7 +188,7 @@ def _by_purpose(kernel: Bools, names: _Names, launches: Launches) -> Codes:
     family = np.where(op >= 0, op, name)
     named = name != CODE["other"]
     # An operator of no known family stands between: the kernel's own name says more.
-    family = np.where((launches.op != launches.inner) & named, name, family)
+    family = np.where((launches.op != launches.innermost_op) & named, name, family)
     beside = np.isin(op, _MATRIX_CODES) & ~np.isin(name, _MATRIX_CODES) & named
     beside |= (op == CODE["attention"]) & (name == CODE["gemm"])
     beside |= names.moving & ~np.isin(op, [CODE["copy"], CODE["layout"]])
@@ -279,7 +279,7 @@ def _memory_operations(gpu: pl.DataFrame) -> NDArray[np.float64]:
 
 def _responsible(launches: Launches) -> Rows:
     """Row of the operator judged responsible, -1: none."""
-    return np.where(launches.op >= 0, launches.op, launches.inner)
+    return np.where(launches.op >= 0, launches.op, launches.innermost_op)
 
 
 def _rows(rows: Rows) -> pl.Series:

@@ -153,7 +153,7 @@ def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
         thread[tail] = main
     # until the launch call returned: what the thread was doing (the call itself included)
     upto = np.minimum(np.maximum(returned, part.start), part.end)
-    host_side = _follow(a, a.timeline.look(thread, part.start, upto), thread)
+    host_side = _follow(a, a.timeline.pieces_within(thread, part.start, upto), thread)
     host_side = _one_off(a, _overhead(a, host_side))
     # after it: the work is queued and the device does not run it yet
     queued = np.flatnonzero(upto < part.end)
@@ -173,11 +173,11 @@ def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
 def _follow(a: Analysis, pieces: HostPieces, thread: NDArray[np.int32]) -> _Blame:
     """Causes of the pieces; where a thread did nothing that explains them, what others did."""
     blame = _Blame(
-        pieces.which,
+        pieces.interval,
         pieces.start,
         pieces.end,
         _OF_CLASS[pieces.code],
-        thread[pieces.which].astype(np.int32),
+        thread[pieces.interval].astype(np.int32),
         pieces.row,
     )
     dark = np.isin(pieces.code, _UNEXPLAINED)
@@ -186,13 +186,15 @@ def _follow(a: Analysis, pieces: HostPieces, thread: NDArray[np.int32]) -> _Blam
         rows = np.flatnonzero(dark & (blame.thread != other) & (blame.thread >= 0))
         if not len(rows):
             continue
-        seen = a.timeline.look(np.full(len(rows), other), blame.start[rows], blame.end[rows])
+        seen = a.timeline.pieces_within(
+            np.full(len(rows), other), blame.start[rows], blame.end[rows]
+        )
         explains = ~np.isin(seen.code, _UNEXPLAINED)
         if not explains.any():
             continue
         kept = np.ones(len(dark), dtype=bool)
         kept[rows] = False
-        again = blame.take(rows[seen.which])
+        again = blame.take(rows[seen.interval])
         followed = _Blame(
             again.which,
             seen.start,

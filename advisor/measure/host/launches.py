@@ -24,17 +24,17 @@ _OPTIMIZER = r"^Optimizer\.step"
 class Launches(NamedTuple):
     """Aligned with ``trace.gpu``; rows are rows of ``trace.cpu``, -1: none."""
 
-    inner: Rows
+    innermost_op: Rows
     """Innermost operator around the launch. None for work of a CUDA graph: the operator around
     the launch of a graph did not launch each of its kernels; a capture names those that did."""
     op: Rows
     """Nearest operator, from the inside, that does work of a known family."""
-    outer: Rows
+    outer_op: Rows
     """The next such operator around that."""
     family: NDArray[np.int8]
     """Family code of ``op``; -1: none."""
     outer_family: NDArray[np.int8]
-    """Family code of ``outer``; -1: none."""
+    """Family code of ``outer_op``; -1: none."""
     optimizer: NDArray[np.bool_]
     """Launched inside ``Optimizer.step``."""
     sdpa: Rows
@@ -64,9 +64,9 @@ def find_launches(trace: Trace) -> Launches:
     outer = climb_stack(parent, has_family, rows_around(parent, op))
     op, outer = op[op_back], outer[op_back]
     return Launches(
-        inner=inner,
+        innermost_op=inner,
         op=op,
-        outer=outer,
+        outer_op=outer,
         family=_at(codes, op),
         outer_family=_at(codes, outer),
         optimizer=_around(cpu, parent, start, "annotation", _OPTIMIZER)[back] >= 0,
@@ -120,14 +120,14 @@ class LostRecords(NamedTuple):
     lost: int
     replayed: int = 0
     """Of the lost ones, those of graph replays: how much of their time is missing is unknown."""
-    cut: bool = False
+    truncated: bool = False
     """The file is cut off. Profilers write the host's operators first and in no order of time after
     that, so that device work may be missing anywhere."""
 
     @property
     def reported(self) -> bool:
         """So many that what looks idle may be a hole in the records."""
-        return self.cut or self.lost > REPORTED_SHARE * self.launches
+        return self.truncated or self.lost > REPORTED_SHARE * self.launches
 
     @property
     def has_lost_replays(self) -> bool:

@@ -511,7 +511,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
     memory = measure_layer_memory(a, layers)
     nodes = nodes.with_columns(
         allocated=None if memory is None else pl.Series(memory.allocated),
-        kept=None if memory is None else pl.Series(memory.kept),
+        kept=None if memory is None else pl.Series(memory.net_allocated),
         peak=None if memory is None or memory.peak is None else pl.Series(memory.peak),
     )
     chosen = sorted(sorted(time, key=lambda place: (-time[place], place))[:MAX_GROUPS])

@@ -357,7 +357,7 @@ class HottestLine(NamedTuple):
     location: Location
     share: float
     """Of the part's samples."""
-    inside: str | None
+    library_function: str | None
     """The function of a library below it in which most of them are; ``None``: in itself."""
 
 

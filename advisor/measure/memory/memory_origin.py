@@ -276,7 +276,7 @@ class LayerMemory(NamedTuple):
 
     allocated: NDArray[np.int64]
     """In its calls, summed over the window. The backward pass is in no call."""
-    kept: NDArray[np.int64]
+    net_allocated: NDArray[np.int64]
     """The same less what the calls release; negative: they release what others allocated."""
     peak: NDArray[np.int64] | None
     """The most that one call adds to what was allocated when it began; ``None``: the ends of calls

@@ -32,7 +32,7 @@ class Change(NamedTuple):
     name: str
     rows: Ints
     """Rows of ``MemoryHistory.block_lifetimes``; a row may recur, with other times."""
-    keep: float | np.ndarray
+    kept_share: float | np.ndarray
     """Of their bytes, what stays; an array: of those of each row."""
     assumes: str
     begin: Ints | None = None
@@ -42,18 +42,18 @@ class Change(NamedTuple):
     """The line that it is about; ``None``: no one line."""
     group: str = ""
     """Only one change of a group can be made; empty: any."""
-    part: Ints | None = None
+    forward_call: Ints | None = None
     """Call of its forward pass that a row belongs to: of checkpointing, which can be done for
     some."""
 
     def for_calls(self, count: int) -> Change:
         """The change made to the first ``count`` calls of each pass."""
-        if self.part is None or self.begin is None or self.end is None:
+        if self.forward_call is None or self.begin is None or self.end is None:
             return self
-        chosen = self.part < count
+        chosen = self.forward_call < count
         return self._replace(
             rows=self.rows[chosen], begin=self.begin[chosen], end=self.end[chosen],
-            part=self.part[chosen],
+            forward_call=self.forward_call[chosen],
         )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: flo
     share = np.ones(len(lives))
     for each in made:
         if each.begin is None:
-            share[each.rows] *= each.keep
+            share[each.rows] *= each.kept_share
     if scale != 1.0:
         share[batch_rows(post)] *= scale
     curve = h.allocated.astype(np.float64)
@@ -91,7 +91,7 @@ def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: flo
     )
     for each in made:
         if each.begin is not None and each.end is not None:
-            away = -lives.size[each.rows] * share[each.rows] * (1 - each.keep)
+            away = -lives.size[each.rows] * share[each.rows] * (1 - each.kept_share)
             born = lives.start_event[each.rows]
             begin = np.where(born < 0, each.begin, np.maximum(each.begin, born + 1))
             end = np.minimum(each.end, lives.end_event[each.rows])
@@ -227,7 +227,7 @@ def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> 
         np.repeat([call[2] for call in gaps], counts),
         Origin("forward", *place),
         group="activations",
-        part=np.repeat([call[3] for call in gaps], counts),
+        forward_call=np.repeat([call[3] for call in gaps], counts),
     )
 
 

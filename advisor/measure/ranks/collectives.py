@@ -220,7 +220,7 @@ def transfer_excess(job: JobMeasurements, without: frozenset[int] = frozenset())
         cells = np.flatnonzero(rows[which])
         total = np.bincount(member[cells], weights=excess[which[cells]], minlength=ranks)
         there = np.bincount(member[cells], minlength=ranks) > 0
-        result.append(np.where(there, total / max(1, len(job.own.steps)), np.nan))
+        result.append(np.where(there, total / max(1, len(job.profile.steps)), np.nan))
     return result
 
 
@@ -254,15 +254,15 @@ def slow_links(job: JobMeasurements) -> list[Deviation]:
         every = transfer_excess(job, done)
         # where half of the groups of one kind have a slow member, their scatter hides the others
         for excess in every:
-            if who := find_members(excess, floor, MAX_CHANCE / len(every), job.places):
+            if who := find_members(excess, floor, MAX_CHANCE / len(every), job.topology):
                 break
         else:
             return deviations
         worst = _same(job, who, excess)
         deviations.append(
-            Deviation("network", worst, float(np.nanmean(excess[list(worst.places)])))
+            Deviation("network", worst, float(np.nanmean(excess[list(worst.rank_indices)])))
         )
-        done |= set(worst.places)
+        done |= set(worst.rank_indices)
     return deviations
 
 
@@ -271,12 +271,12 @@ def _same(job: JobMeasurements, who: list[Members], excess: Floats) -> Members:
     worst = who[0]
     if worst.unit != "rank":
         return worst
-    level = float(excess[worst.places[0]])
+    level = float(excess[worst.rank_indices[0]])
     similar = [
-        w for w in who if w.unit == "rank" and abs(excess[w.places[0]] - level) < 0.1 * level
+        w for w in who if w.unit == "rank" and abs(excess[w.rank_indices[0]] - level) < 0.1 * level
     ]
-    places = tuple(sorted(place for w in similar for place in w.places))
+    places = tuple(sorted(place for w in similar for place in w.rank_indices))
     if len(places) == 1:
         return worst
-    name = format_ranks([job.places.ranks[place] for place in places])
-    return Members("rank", name, places, worst.chance)
+    name = format_ranks([job.topology.ranks[place] for place in places])
+    return Members("rank", name, places, worst.p_value)

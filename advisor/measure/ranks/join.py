@@ -113,7 +113,7 @@ class CollectiveWaits:
 
     row: Ints
     """Row of ``JoinedCollectives``, by collective."""
-    last: Ints
+    last_rank: Ints
     """Place of the rank that arrives last; -1: all within twice the error of the clocks."""
     skew: Floats
     """Last arrival less the first, ns."""
@@ -127,13 +127,13 @@ class CollectiveWaits:
     """By one of ``cells``: ns until the last has come."""
     exposed: Floats
     """By one of ``cells``: of that at most, with no compute."""
-    taken: Ints
+    collective_count: Ints
     """By place: collectives that a rank takes part in."""
-    late: Ints
+    last_count: Ints
     """By place: at how many it is last."""
-    caused: Floats
+    caused_ns: Floats
     """By place: ns, summed over those: mean wait of the others."""
-    caused_exposed: Floats
+    caused_exposed_ns: Floats
     """By place: its exposed part."""
 
 
@@ -333,17 +333,17 @@ def measure_waits(
     transfer = np.maximum(group_medians(end, at) - latest, 0.0)
     return CollectiveWaits(
         row=rows,
-        last=last,
+        last_rank=last,
         skew=skew,
         mean_wait=mean_wait,
         transfer=transfer,
         cells=cells,
         wait=wait,
         exposed=exposed,
-        taken=np.bincount(joined.rank[cells], minlength=ranks),
-        late=np.bincount(last[known], minlength=ranks),
-        caused=_summed(last[known], mean_wait[known], ranks),
-        caused_exposed=_summed(last[known], mean_exposed[known], ranks),
+        collective_count=np.bincount(joined.rank[cells], minlength=ranks),
+        last_count=np.bincount(last[known], minlength=ranks),
+        caused_ns=_summed(last[known], mean_wait[known], ranks),
+        caused_exposed_ns=_summed(last[known], mean_exposed[known], ranks),
     )
 
 

@@ -64,11 +64,11 @@ class Members(NamedTuple):
     unit: str
     """``rank``, ``host``, ``rack`` or ``stage``."""
     name: str
-    places: tuple[int, ...]
-    chance: float
+    rank_indices: tuple[int, ...]
+    p_value: float
 
 
-class Places:
+class RankTopology:
     """Which ranks are on which host, and hosts in which rack."""
 
     def __init__(self, summaries: Sequence[RankSummary]) -> None:
@@ -85,7 +85,7 @@ class Places:
 
 
 def find_members(
-    excess: Floats, floor: float, limit: float, places: Places, *, spreads: bool = False
+    excess: Floats, floor: float, limit: float, places: RankTopology, *, spreads: bool = False
 ) -> list[Members]:
     """Ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
     ``floor`` and would come by chance in less than ``limit``; named as hosts and racks where most
@@ -101,7 +101,7 @@ def find_members(
     if spreads:
         _shared(excess, chance < limit, places, flagged, by_host)
     result = _racks(excess, floor, limit, places, by_host)
-    covered = {place for who in result for place in who.places}
+    covered = {place for who in result for place in who.rank_indices}
     for host, p in by_host.items():
         if not set(places.hosts[host]) <= covered:
             result.append(Members("host", host, places.hosts[host], p))
@@ -109,11 +109,11 @@ def find_members(
     for place, p in flagged.items():
         if place not in covered:
             result.append(Members("rank", str(places.ranks[place]), (int(place),), p))
-    return sorted(result, key=lambda who: -float(np.nanmean(excess[list(who.places)])))
+    return sorted(result, key=lambda who: -float(np.nanmean(excess[list(who.rank_indices)])))
 
 
 def _hosts(
-    excess: Floats, floor: float, limit: float, places: Places, flagged: dict[int, float]
+    excess: Floats, floor: float, limit: float, places: RankTopology, flagged: dict[int, float]
 ) -> dict[str, float]:
     """Hosts that are outliers as a whole, with the significance of each."""
     several = {name: own for name, own in places.hosts.items() if len(own) > 1}
@@ -136,7 +136,7 @@ def _hosts(
 def _shared(
     excess: Floats,
     unlikely: NDArray[np.bool_],
-    places: Places,
+    places: RankTopology,
     flagged: dict[int, float],
     result: dict[str, float],
 ) -> None:
@@ -155,7 +155,7 @@ def _shared(
 
 
 def _racks(
-    excess: Floats, floor: float, limit: float, places: Places, hosts: dict[str, float]
+    excess: Floats, floor: float, limit: float, places: RankTopology, hosts: dict[str, float]
 ) -> list[Members]:
     result = []
     units = {}

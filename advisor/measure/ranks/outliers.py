@@ -22,7 +22,7 @@ from advisor.measure.ranks.members import (
     MIN_COLLECTIVES,
     MIN_LATE,
     Members,
-    Places,
+    RankTopology,
     binomial_tail,
     find_members,
     group_residuals,
@@ -65,16 +65,16 @@ NEW_EACH_STEP = 0.5
 
 @dataclass
 class Deviation:
-    """An outlier, as measured; ``places`` index the list of summaries."""
+    """An outlier, as measured; its members' ``rank_indices`` index the list of summaries."""
 
     kind: str
-    who: Members
+    members: Members
     excess_ns: float
     """Own time (of ``network``: transfer) per step above the others'."""
-    moves: bool = False
-    more: dict[str, float] = field(default_factory=dict)
+    rank_varies: bool = False
+    excess_by_class: dict[str, float] = field(default_factory=dict)
     """By class, ns per step above the others."""
-    device: float | None = None
+    device_slowdown: float | None = None
     """How many times as long the same kernels take there; ``None``: not known, or no cause."""
     kernels: int = 0
     """Kernels that ``device`` is measured by."""
@@ -82,7 +82,7 @@ class Deviation:
     others_ns: float = 0.0
     """Own time of the others, ns per step."""
     note: str = ""
-    late: bool = False
+    arrives_late: bool = False
     """Found by who arrives last, not by own work."""
 
     @property
@@ -96,23 +96,23 @@ class JobMeasurements:
     """What the searches look at."""
 
     summaries: Sequence[RankSummary]
-    own: RankProfile
+    profile: RankProfile
     joined: JoinedCollectives
     waits: CollectiveWaits
     stage: Ints
-    places: Places
+    topology: RankTopology
 
     @property
     def step_ns(self) -> float:
         """Median of the ranks' mean steps."""
-        known = self.own.step_ns[self.own.step_ns > 0]
+        known = self.profile.step_ns[self.profile.step_ns > 0]
         return float(np.median(known)) if len(known) else 0.0
 
 
 def find_outliers(job: JobMeasurements) -> list[Deviation]:
     """All searches; what one explains another does not tell again."""
     result = find_persistent(job)
-    blamed = {place for deviation in result for place in deviation.who.places}
+    blamed = {place for deviation in result for place in deviation.members.rank_indices}
     result += find_long_stages(job)
     result += find_moving(job, blamed)
     if not result:
@@ -125,7 +125,7 @@ def find_outliers(job: JobMeasurements) -> list[Deviation]:
 
 def find_persistent(job: JobMeasurements) -> list[Deviation]:
     """Ranks, hosts and racks with more work of their own than those that have the same part."""
-    own, step = job.own, job.step_ns
+    own, step = job.profile, job.step_ns
     if step <= 0:
         return []
     floor = MIN_SHARE * step
@@ -138,9 +138,9 @@ def find_persistent(job: JobMeasurements) -> list[Deviation]:
     deviations: list[Deviation] = []
     for name, excess in left.items():
         limit, spreads = MAX_CHANCE / len(left), name in ("host", "input")
-        for who in find_members(excess, floor, limit, job.places, spreads=spreads):
+        for who in find_members(excess, floor, limit, job.topology, spreads=spreads):
             # others wait for the whole of a rank's work, not for a class of it
-            if float(np.nanmax(total[list(who.places)])) > floor:
+            if float(np.nanmax(total[list(who.rank_indices)])) > floor:
                 _add(deviations, _seen(job, who, total))
     return _merge_imbalances(job, deviations)
 
@@ -153,9 +153,9 @@ def _middle(by_step: Floats, stage: Ints) -> Floats:
 
 def _add(result: list[Deviation], fresh: Deviation) -> None:
     """A larger unit that has the same excess takes the place of its parts."""
-    own = set(fresh.who.places)
+    own = set(fresh.members.rank_indices)
     for deviation in list(result):
-        theirs = set(deviation.who.places)
+        theirs = set(deviation.members.rank_indices)
         if own <= theirs:
             return
         if theirs < own:
@@ -164,22 +164,22 @@ def _add(result: list[Deviation], fresh: Deviation) -> None:
 
 
 def _seen(job: JobMeasurements, who: Members, total: Floats) -> Deviation:
-    index = list(who.places)
+    index = list(who.rank_indices)
     inside = set(index)
     like = [
         place
         for place in range(len(job.summaries))
         if place not in inside and job.stage[place] in set(job.stage[index].tolist())
     ] or [place for place in range(len(job.summaries)) if place not in inside]
-    mean = means_over(job.own.values[index], axis=0)
+    mean = means_over(job.profile.values[index], axis=0)
     return _classified(
         job,
         Deviation(
             kind="host",
-            who=who,
+            members=who,
             excess_ns=float(np.nanmean(total[index])),
-            more=_more(job, mean, like),
-            others_ns=float(medians_over(job.own.own[like][None, :], axis=1)[0]),
+            excess_by_class=_more(job, mean, like),
+            others_ns=float(medians_over(job.profile.own_ns[like][None, :], axis=1)[0]),
         ),
         like,
     )
@@ -187,7 +187,7 @@ def _seen(job: JobMeasurements, who: Members, total: Floats) -> Deviation:
 
 def _more(job: JobMeasurements, values: Floats, like: Sequence[int] | Ints) -> dict[str, float]:
     """By class, ns per step that ``values`` are above the median of the ranks ``like`` theirs."""
-    above = values - medians_over(job.own.values[like], axis=0)
+    above = values - medians_over(job.profile.values[like], axis=0)
     return dict(zip(OWN, above.tolist(), strict=False))
 
 
@@ -200,16 +200,18 @@ def _kind(more: dict[str, float]) -> str:
 
 def _classified(job: JobMeasurements, deviation: Deviation, like: list[int]) -> Deviation:
     """The same with its kind, by what it has most more of than the ranks ``like`` it."""
-    if (kind := _kind(deviation.more)) != "compute":
+    if (kind := _kind(deviation.excess_by_class)) != "compute":
         return replace(deviation, kind=kind)
-    slow = [_of_whole_steps(job, place) for place in deviation.who.places]
+    slow = [_of_whole_steps(job, place) for place in deviation.members.rank_indices]
     others = [_of_whole_steps(job, place) for place in like]
     speed = compare_devices(slow, others)
     if speed is None:
         more_work = have_other_inputs(slow, others)
         return replace(deviation, kind="imbalance" if more_work else "compute")
     if speed.slower:
-        return replace(deviation, kind="compute", device=speed.ratio, kernels=len(speed.kernels))
+        return replace(
+            deviation, kind="compute", device_slowdown=speed.ratio, kernels=len(speed.kernels)
+        )
     return replace(deviation, kind="imbalance", families=longer_families(slow, others))
 
 
@@ -217,7 +219,7 @@ def _of_whole_steps(job: JobMeasurements, place: int) -> RankSummary:
     """What a rank spends on families of kernels; of a file that is cut off, of the steps before the
     cut, as far as their compute tells."""
     summary = job.summaries[place]
-    compute, own = summary.time.get("compute", 0.0), float(job.own.values[place, 0])
+    compute, own = summary.time.get("compute", 0.0), float(job.profile.values[place, 0])
     if not summary.damage or compute <= 0 or not np.isfinite(own):
         return summary
     return structs.replace(
@@ -240,10 +242,12 @@ def _merge_imbalances(job: JobMeasurements, result: list[Deviation]) -> list[Dev
 
 def merge_outliers(job: JobMeasurements, result: Sequence[Deviation]) -> Deviation:
     """Several outliers of the same kind, as one: the figures are of the largest."""
-    places = tuple(sorted({place for deviation in result for place in deviation.who.places}))
-    name = format_ranks([job.places.ranks[place] for place in places])
-    who = Members("rank", name, places, min(deviation.who.chance for deviation in result))
-    return replace(max(result, key=lambda deviation: deviation.excess_ns), who=who)
+    places = tuple(
+        sorted({place for deviation in result for place in deviation.members.rank_indices})
+    )
+    name = format_ranks([job.topology.ranks[place] for place in places])
+    who = Members("rank", name, places, min(deviation.members.p_value for deviation in result))
+    return replace(max(result, key=lambda deviation: deviation.excess_ns), members=who)
 
 
 # -- parts of a pipeline ----------------------------------------------------------------------
@@ -254,7 +258,7 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
     names = np.unique(job.stage)
     if len(names) < 2 or job.step_ns <= 0:
         return []
-    own = job.own.own
+    own = job.profile.own_ns
     middle = np.array([np.nanmedian(own[job.stage == name]) for name in names])
     if not np.isfinite(middle).all():
         return []
@@ -268,15 +272,15 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
     # against the scatter of the ranks inside of the stages
     inside = np.concatenate([own[job.stage == n] - m for n, m in zip(names, middle, strict=True)])
     p = float(p_values(np.append(inside, middle[top] - np.median(rest)))[-1])
-    median = medians_over(job.own.values[index], axis=0)
+    median = medians_over(job.profile.values[index], axis=0)
     slow = [job.summaries[place] for place in index.tolist()]
     others = [job.summaries[place] for place in like.tolist()]
     return [
         Deviation(
             kind="pipeline",
-            who=Members("stage", str(top), tuple(index.tolist()), p),
+            members=Members("stage", str(top), tuple(index.tolist()), p),
             excess_ns=excess,
-            more=_more(job, median, like),
+            excess_by_class=_more(job, median, like),
             families=longer_families(slow, others),
             others_ns=float(rest.mean()),
             note=f"{len(names)} stages",
@@ -289,7 +293,7 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
 
 def find_moving(job: JobMeasurements, blamed: set[int]) -> list[Deviation]:
     """Steps that are held up by one rank each, and not by the same."""
-    own = job.own.own_ns_by_step
+    own = job.profile.own_ns_by_step
     if own.shape[1] < MIN_STEPS or job.step_ns <= 0:
         return []
     own = own.copy()
@@ -316,7 +320,7 @@ def find_moving(job: JobMeasurements, blamed: set[int]) -> list[Deviation]:
         return []
     more = {}
     for name in OWN:
-        each = job.own.by_step[name][:, steps]
+        each = job.profile.by_step[name][:, steps]
         each = each - medians_over(each, axis=0)
         more[name] = float(np.nanmean(each[last, np.arange(len(steps))]))
     kind = _kind(more).replace("compute", "imbalance")
@@ -325,10 +329,10 @@ def find_moving(job: JobMeasurements, blamed: set[int]) -> list[Deviation]:
     return [
         Deviation(
             kind=kind,
-            who=who,
+            members=who,
             excess_ns=excess,
-            moves=True,
-            more=more,
+            rank_varies=True,
+            excess_by_class=more,
             others_ns=float(np.nanmedian(own)),
             note=f"{len(ranks)} ranks are the last of {len(steps)} steps",
         )
@@ -343,35 +347,35 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
     why: few ranks have no scatter to compare with, and a window of a step or two shows a delay
     that began before it."""
     waits, step = job.waits, job.step_ns
-    steps = max(1, len(job.own.steps))
+    steps = max(1, len(job.profile.steps))
     if not len(waits.row) or step <= 0:
         return []
-    place = int(np.argmax(waits.caused_exposed))
-    taken, last = int(waits.taken[place]), int(waits.late[place])
+    place = int(np.argmax(waits.caused_exposed_ns))
+    taken, last = int(waits.collective_count[place]), int(waits.last_count[place])
     if taken < MIN_COLLECTIVES or last < MIN_LATE * taken:
         return []
-    if waits.caused_exposed[place] / steps < LATE_SHARE * step:
+    if waits.caused_exposed_ns[place] / steps < LATE_SHARE * step:
         return []
     like = np.flatnonzero(np.arange(len(job.summaries)) != place)
-    more = _more(job, job.own.values[place], like)
+    more = _more(job, job.profile.values[place], like)
     if steps > 2 and sum(more.values()) <= 0:
         return []
-    who = Members("rank", str(job.places.ranks[place]), (place,), late_chance(job, place))
+    who = Members("rank", str(job.topology.ranks[place]), (place,), late_chance(job, place))
     result = Deviation(
         kind="host",
-        who=who,
-        excess_ns=float(waits.caused_exposed[place]) / steps,
-        more=more,
-        others_ns=float(np.nanmedian(job.own.own[like])),
-        late=True,
+        members=who,
+        excess_ns=float(waits.caused_exposed_ns[place]) / steps,
+        excess_by_class=more,
+        others_ns=float(np.nanmedian(job.profile.own_ns[like])),
+        arrives_late=True,
     )
     if sum(more.values()) > EXPLAINED_SHARE * result.excess_ns:
         result = _classified(job, result, like.tolist())
     if result.slow_device:  # the slowest at each of so many kernels: further evidence
         ranks = len(job.summaries)
-        chance = min(1.0, 2 * min(who.chance, ranks * (1 / ranks) ** result.kernels))
-        result = replace(result, who=who._replace(chance=chance))
-    return [result] if result.who.chance < MAX_LATE_CHANCE else []
+        chance = min(1.0, 2 * min(who.p_value, ranks * (1 / ranks) ** result.kernels))
+        result = replace(result, members=who._replace(p_value=chance))
+    return [result] if result.members.p_value < MAX_LATE_CHANCE else []
 
 
 def late_chance(job: JobMeasurements, place: int) -> float:
@@ -379,8 +383,8 @@ def late_chance(job: JobMeasurements, place: int) -> float:
     keeps the others waiting as long in step after step."""
     waits = job.waits
     sizes = job.joined.rank_count[waits.row]
-    similar = len(waits.taken[waits.taken > 0])
-    taken, last = int(waits.taken[place]), int(waits.late[place])
+    similar = len(waits.collective_count[waits.collective_count > 0])
+    taken, last = int(waits.collective_count[place]), int(waits.last_count[place])
     chance = min(
         binomial_tail(last, taken, 1 / float(np.median(sizes))), _chance_of_delay(job, place)
     )
@@ -392,7 +396,7 @@ def _chance_of_delay(job: JobMeasurements, place: int) -> float:
     similar ranks that is as often below zero as above."""
     waits, joined = job.waits, job.joined
     step = joined.step[joined.first[waits.row]]
-    sign = np.where(waits.last == place, 1.0, np.where(waits.last >= 0, -1.0, 0.0))
+    sign = np.where(waits.last_rank == place, 1.0, np.where(waits.last_rank >= 0, -1.0, 0.0))
     delay = np.bincount(step[step >= 0], (waits.mean_wait * sign)[step >= 0])
     delay = delay[np.unique(step[step >= 0])]
     if len(delay) < MIN_STEPS:
@@ -409,11 +413,13 @@ def _chance_of_delay(job: JobMeasurements, place: int) -> float:
 def edits_of(job: JobMeasurements, deviation: Deviation) -> list[Edit]:
     """What undoing a deviation changes on each of its ranks (the first MAX_EDITS of them)."""
     result = []
-    for place in deviation.who.places[:MAX_EDITS]:
-        rank, summary = job.places.ranks[place], job.summaries[place]
-        if deviation.slow_device and deviation.device:
+    for place in deviation.members.rank_indices[:MAX_EDITS]:
+        rank, summary = job.topology.ranks[place], job.summaries[place]
+        if deviation.slow_device and deviation.device_slowdown:
             work = Select(on="gpu", kind=("kernel",), family=_COMPUTE)
-            result.append(Edit(op="scale", factor=1 / deviation.device, rank=rank, select=work))
+            result.append(
+                Edit(op="scale", factor=1 / deviation.device_slowdown, rank=rank, select=work)
+            )
         elif deviation.kind == "network" and summary.communication > deviation.excess_ns:
             left = 1 - deviation.excess_ns / summary.communication
             result.append(Edit(op="scale", factor=left, rank=rank, select=_TALK))
@@ -427,17 +433,17 @@ _PARTS = {"compute": "compute", "input": "waiting for input", "host": "host time
 
 def describe_subject(job: JobMeasurements, deviation: Deviation) -> str:
     """``rank 7``, ``host node-03 (ranks 24-31)``, ``a different rank in each step``."""
-    ranks = format_ranks([job.places.ranks[place] for place in deviation.who.places])
-    if deviation.moves:
+    ranks = format_ranks([job.topology.ranks[place] for place in deviation.members.rank_indices])
+    if deviation.rank_varies:
         return "a different rank in each step"
-    if deviation.who.unit == "rank":
-        return f"{'rank' if len(deviation.who.places) == 1 else 'ranks'} {ranks}"
-    return f"{deviation.who.unit} {deviation.who.name} (ranks {ranks})"
+    if deviation.members.unit == "rank":
+        return f"{'rank' if len(deviation.members.rank_indices) == 1 else 'ranks'} {ranks}"
+    return f"{deviation.members.unit} {deviation.members.name} (ranks {ranks})"
 
 
 def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
     """The measurement, without its subject: ``5.1 ms more own work per step than the others …``."""
-    more, excess = deviation.more, format_duration(deviation.excess_ns)
+    more, excess = deviation.excess_by_class, format_duration(deviation.excess_ns)
     share = format_share(deviation.excess_ns / job.step_ns) if job.step_ns else ""
     if deviation.kind == "network":
         return (
@@ -449,9 +455,9 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
         "input": more.get("input", 0.0),
         "host": more.get("host", 0.0) + more.get("copies", 0.0),
     }
-    if deviation.late:
-        place = deviation.who.places[0]
-        taken, last = int(job.waits.taken[place]), int(job.waits.late[place])
+    if deviation.arrives_late:
+        place = deviation.members.rank_indices[0]
+        taken, last = int(job.waits.collective_count[place]), int(job.waits.last_count[place])
         own = sum(more.values())
         text = (
             f"it arrives last at {last} of {taken} collectives, and the others wait {excess} "
@@ -470,8 +476,8 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
     ]
     if each:
         text += f": {' and '.join(each)}"
-    if deviation.device is not None:
-        text += f"; the same kernels take {deviation.device:.2f} times as long"
+    if deviation.device_slowdown is not None:
+        text += f"; the same kernels take {deviation.device_slowdown:.2f} times as long"
     if deviation.families:
         named = " and ".join(f"{name} ({format_duration(ns)})" for name, ns in deviation.families)
         text += f"; more time in {named}"
@@ -485,10 +491,10 @@ def describe_change(job: JobMeasurements, deviation: Deviation) -> str:
         return f"collectives of {who} as fast as the others'"
     if deviation.kind == "pipeline":
         return "the pipeline's stages with equal work"
-    if deviation.moves:
+    if deviation.rank_varies:
         return "no rank that holds a step up"
     if deviation.kind == "imbalance":
         return "the work spread evenly over the ranks"
-    if deviation.late:
+    if deviation.arrives_late:
         return f"{who} arriving with the others"
     return f"{who} as fast as the median"

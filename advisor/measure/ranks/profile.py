@@ -41,7 +41,7 @@ class RankProfile:
     """Mean step, ns."""
 
     @property
-    def own(self) -> Floats:
+    def own_ns(self) -> Floats:
         """Own time of each rank, ns per step."""
         return np.asarray(self.values[:, : len(OWN)].sum(axis=1))
 

@@ -185,9 +185,9 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
     ).with_columns(
         seen=seen,
         complete=seen == table["group_size"],
-        last=who.gather(np.where(found.last >= 0, found.last, len(numbers))),
+        last=who.gather(np.where(found.last_rank >= 0, found.last_rank, len(numbers))),
         skew_ns=found.skew,
-        mean_wait_ns=pl.Series(found.mean_wait).set(pl.Series(found.last < 0), None),
+        mean_wait_ns=pl.Series(found.mean_wait).set(pl.Series(found.last_rank < 0), None),
     )
     owner = joined.rank[found.cells]
     arrivals = pl.DataFrame(
@@ -199,15 +199,15 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
         }
     )
     count, share = len(numbers), np.full(len(numbers), np.nan)
-    np.divide(found.late, found.taken, out=share, where=found.taken > 0)
+    np.divide(found.last_count, found.collective_count, out=share, where=found.collective_count > 0)
     stragglers = pl.DataFrame(
         {
             "rank": numbers,
-            "collectives": found.taken,
-            "last": found.late,
+            "collectives": found.collective_count,
+            "last": found.last_count,
             "last_share": pl.Series(share).fill_nan(None),
-            "caused_wait_ns": found.caused / steps,
-            "caused_exposed_ns": found.caused_exposed / steps,
+            "caused_wait_ns": found.caused_ns / steps,
+            "caused_exposed_ns": found.caused_exposed_ns / steps,
             "wait_ns": np.bincount(owner, found.wait, count) / steps,
             "exposed_wait_ns": np.bincount(owner, found.exposed, count) / steps,
         }

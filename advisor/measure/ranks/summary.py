@@ -246,7 +246,7 @@ class OneRun(NamedTuple):
 
     summaries: list[RankSummary]
     """By rank, each once."""
-    others: list[UnreadRank]
+    other_runs: list[UnreadRank]
     """Of another run, with the reason."""
     notes: dict[str, str]
     """For ``Ranks.not_checked``."""

@@ -95,7 +95,7 @@ class ForwardPasses:
         return int(self.in_loop.sum()) >= MIN_CALLS
 
     @cached_property
-    def own(self) -> tuple[Numbers, Numbers]:
+    def pass_intervals(self) -> tuple[Numbers, Numbers]:
         """Start and end of each pass, ns: of its device work, from the host's start on where the
         device waited for it; without device work the host's."""
         table = self.table

@@ -42,7 +42,7 @@ def measure_serving(a: Analysis) -> Serving | None:
     passes = a.passes
     if passes is None:
         return None
-    start, end = passes.own
+    start, end = passes.pass_intervals
     used = np.flatnonzero(covered_length(start, start + 1, a.spans) > 0)
     if not len(used):
         return None
@@ -95,7 +95,7 @@ def _phase(
     label: str, rows: Numbers, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool
 ) -> ServingPhase:
     """``whole``: the records of the device are complete."""
-    start, end = (times[rows] for times in passes.own)
+    start, end = (times[rows] for times in passes.pass_intervals)
     dur = end - start
     total = float(dur.sum())
     marks = [passes.marks[index] for index in rows.tolist()]

@@ -151,7 +151,7 @@ class StepRecords:
         return sum("forward" in phases for phases in kinds) >= max(1, MOSTLY * len(kinds))
 
     @cached_property
-    def outside(self) -> int:
+    def outside_steps_ns(self) -> int:
         """Time between the steps that went into validation, checkpoints and the like, ns. Before
         the first step lie imports, the making of the model and the like: not between steps."""
         lengths = (step.evaluation for step in self.steps if step.n)
@@ -206,15 +206,15 @@ class StepRecords:
     def unprofiled_median(self) -> float | None:
         """Median of the unprofiled steps within 20 of a kept one, so that a run whose speed drifts
         is compared with itself; ``None``: fewer than five."""
-        result = self.around(self.active)
+        result = self.lengths_around(self.active)
         return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
-    def kept(self, window: int) -> Mask:
+    def kept_by_window(self, window: int) -> Mask:
         """Steps that one window kept."""
         result: Mask = self.active & (self.column("window") == window)
         return result
 
-    def around(self, steps: Mask) -> Floats:
+    def lengths_around(self, steps: Mask) -> Floats:
         """Lengths of the unprofiled steps within 20 of some, where they are known, without the
         first three and the one after a window."""
         some = np.flatnonzero(steps)
@@ -424,7 +424,7 @@ class StepRecords:
         rest = 1 - loading if on_host else 0.0
         return min(1.0, max(0.0, self.used_cores - rest) / max(loading, 1e-9))
 
-    def taken(self, loading: float, computed: float) -> float | None:
+    def remaining_loading_share(self, loading: float, computed: float) -> float | None:
         """Share of the main thread's loading that a step which computes on the CPU goes on to take
         with workers, since they need cores that it computes on: threads that share out an operator
         wait for the one whose core a worker has. Cores that are idle, workers have. Where use was
@@ -479,7 +479,7 @@ class RunSummary(NamedTuple):
     """Of the first rank's steps that count; ``None``: there are none."""
 
     @classmethod
-    def of(cls, path: str) -> RunSummary:
+    def read(cls, path: str) -> RunSummary:
         """Raises AdvisorError: the run cannot be read."""
         recording = read_recording(path)
         manifest = recording.manifest

@@ -336,7 +336,7 @@ def _of_passes(passes: ForwardPasses, select: tuple[int | None, int | None] | No
     longer than a token. Other calls than those of the loop are no steps."""
     rows = np.flatnonzero(passes.in_loop)
     table = passes.table[rows]
-    ts, end = (times[rows] for times in passes.own)
+    ts, end = (times[rows] for times in passes.pass_intervals)
     host = table.select("ts", "end", dur=pl.col("end") - pl.col("ts"))
     if len(ts) > 1:
         near = ts[1:] - end[:-1] <= 0.5 * np.median(np.diff(ts))

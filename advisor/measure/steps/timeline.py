@@ -114,10 +114,10 @@ class HostClasses(NamedTuple):
 
 
 class HostPieces(NamedTuple):
-    """Parts of asked intervals, consecutive and complete: ``which`` of the asked ones, from
+    """Parts of asked intervals, consecutive and complete: ``interval`` of the asked ones, from
     ``start`` to ``end`` (ns), ``row`` of cpu that explains it (-1: none), ``code`` of CLASSES."""
 
-    which: NDArray[np.int64]
+    interval: NDArray[np.int64]
     start: Ints
     end: Ints
     row: NDArray[np.int32]
@@ -153,7 +153,7 @@ class Timeline(NamedTuple):
         following = np.append(self.key[1:], self.threads * self.stride)
         return following - self.thread * self.stride + self.origin
 
-    def look(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> HostPieces:
+    def pieces_within(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> HostPieces:
         """What the given threads did in the given intervals. Intervals of no length give no
         piece; a thread that is not here (-1) did nothing recorded."""
         begin = np.asarray(start, dtype=np.int64)
@@ -173,7 +173,7 @@ class Timeline(NamedTuple):
         )
         if not len(other):
             return pieces
-        order = np.argsort(pieces.which, kind="stable")
+        order = np.argsort(pieces.interval, kind="stable")
         return HostPieces._make(column[order] for column in pieces)
 
 

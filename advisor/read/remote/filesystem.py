@@ -122,48 +122,48 @@ class CutOffError(Exception):
     """Fewer bytes came than were promised."""
 
 
-class Trouble(NamedTuple):
+class ReadFailure(NamedTuple):
     """What is wrong with a file elsewhere."""
 
-    said: str
-    passing: bool
+    message: str
+    retryable: bool
     """Another attempt may succeed."""
 
 
-def explain_error(error: BaseException, place: str) -> Trouble:
+def explain_error(error: BaseException, place: str) -> ReadFailure:
     """What an error means. ``place``: the URL, of which only the scheme counts."""
     chain = list(_chain(error))
     names = {cls.__name__ for item in chain for cls in type(item).__mro__}
     status = next((found for item in chain if (found := _status(item)) is not None), None)
     # the status first: fsspec says that what it could not ask for is not there
     if status in (401, 403):
-        return Trouble(f"access denied ({status}); {_check(place)}", passing=False)
+        return ReadFailure(f"access denied ({status}); {_check(place)}", retryable=False)
     if status == 412:
-        return Trouble("changed while it was read; try again", passing=False)
+        return ReadFailure("changed while it was read; try again", retryable=False)
     if status is not None and (status >= 500 or status in (408, 425, 429)):
-        return Trouble(f"the server answers {status}; try again later", passing=True)
+        return ReadFailure(f"the server answers {status}; try again later", retryable=True)
     if names & _NOBODY:
-        return Trouble(f"no credentials; {_check(place)}", passing=False)
+        return ReadFailure(f"no credentials; {_check(place)}", retryable=False)
     if any(isinstance(item, PermissionError) for item in chain):
-        return Trouble(f"access denied; {_check(place)}", passing=False)
+        return ReadFailure(f"access denied; {_check(place)}", retryable=False)
     if any("bucket does not exist" in str(item) or "NoSuchBucket" in str(item) for item in chain):
-        return Trouble("no such bucket; check its name", passing=False)
+        return ReadFailure("no such bucket; check its name", retryable=False)
     if status in (404, 410) or "NoSuchKey" in names:
-        return Trouble("no such file; check the URL", passing=False)
+        return ReadFailure("no such file; check the URL", retryable=False)
     if names & _SLOW:
-        return Trouble("no answer in time; try again later", passing=True)
+        return ReadFailure("no answer in time; try again later", retryable=True)
     if isinstance(error, CutOffError):
-        return Trouble(f"cut off ({error}); try again later", passing=True)
+        return ReadFailure(f"cut off ({error}); try again later", retryable=True)
     if names & _PASSING:
-        return Trouble("the connection fails or breaks off; try again later", passing=True)
+        return ReadFailure("the connection fails or breaks off; try again later", retryable=True)
     if any(isinstance(item, FileNotFoundError) for item in chain):
-        return Trouble("no such file; check the URL", passing=False)
+        return ReadFailure("no such file; check the URL", retryable=False)
     if isinstance(error, IsADirectoryError):
-        return Trouble("a folder, not a file; give a trace in it", passing=False)
+        return ReadFailure("a folder, not a file; give a trace in it", retryable=False)
     if status is not None:
-        return Trouble(f"the server answers {status}; check the URL", passing=False)
+        return ReadFailure(f"the server answers {status}; check the URL", retryable=False)
     broken = isinstance(error, OSError) and error.errno in (errno.EIO, None)
-    return Trouble(f"cannot be read ({type(error).__name__})", passing=broken)
+    return ReadFailure(f"cannot be read ({type(error).__name__})", retryable=broken)
 
 
 def _not_installed(name: str, error: ImportError) -> AdvisorError:
@@ -266,10 +266,10 @@ def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _
 def give_up_or_wait(error: Exception, place: str, failures: int) -> None:
     """Wait before the next attempt. Raises AdvisorError: it cannot help, or there were enough."""
     what = explain_error(error, place)
-    if not what.passing:
-        raise AdvisorError(f"{redact_url(place)}: {what.said}") from None
+    if not what.retryable:
+        raise AdvisorError(f"{redact_url(place)}: {what.message}") from None
     if failures >= ATTEMPTS:
         often = f" ({failures} attempts)" if failures > 1 else ""
-        raise AdvisorError(f"{redact_url(place)}: {what.said}{often}") from None
+        raise AdvisorError(f"{redact_url(place)}: {what.message}{often}") from None
     wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
     time.sleep(wait * random.uniform(0.5, 1.0))  # not all of many processes at once

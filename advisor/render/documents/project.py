@@ -194,9 +194,9 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
         for way in fit.chosen:
             text, code = describe_change(way.change.name)
             blocks += [Paragraph(f"{text}{_fit_place(way)}: {way.change.assumes}."), Code(code)]
-    blocks += [_layers(way.layers) for way in fit.ways if way.layers]
+    blocks += [_layers(way.layers) for way in fit.candidates if way.layers]
     names = {way.change.name for way in fit.chosen}
-    others = [way for way in fit.ways if way.bytes > 0 and way.change.name not in names]
+    others = [way for way in fit.candidates if way.bytes > 0 and way.change.name not in names]
     if others:
         title = "Other changes, each alone" if fit.chosen else "Changes, each alone"
         blocks.append(_fit_table(title, others))
@@ -208,7 +208,7 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
 
 def _fit_table(title: str, ways: list[CostedChange]) -> Grid:
     head = ["change", "frees", "adds per step"]
-    return Grid(head, [_row(way) for way in ways], title, below=[way.why for way in ways])
+    return Grid(head, [_row(way) for way in ways], title, below=[way.cost_reason for way in ways])
 
 
 def _layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
@@ -238,7 +238,7 @@ def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
 
 
 def _fit_headline(fit: MemoryFit, name: str) -> str:
-    left = t.format_bytes(abs(fit.available - fit.after))
+    left = t.format_bytes(abs(fit.available - fit.reserved_after))
     more = ""
     if fit.fits and fit.largest_batch > 0:
         times = f"{fit.largest_batch:.1f}" if fit.largest_batch < 60 else "more than 60"

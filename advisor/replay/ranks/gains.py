@@ -25,8 +25,8 @@ def estimate_gain(job: JobMeasurements, replay: RanksReplay, deviation: Deviatio
     """What the job's step gains without a deviation; where a change is not certain, the low end is
     of the part that is."""
     change, certain = change_without(job, replay, deviation)
-    kind = fault_kind(deviation.kind, moves=deviation.moves)
-    gain = replay.gain(change, OTHERS if deviation.late else kind)
+    kind = fault_kind(deviation.kind, moves=deviation.rank_varies)
+    gain = replay.gain(change, OTHERS if deviation.arrives_late else kind)
     if certain is None:
         return gain
     return gain._replace(low=min(gain.low, replay.gain(certain, kind).low))
@@ -37,18 +37,18 @@ def change_without(
 ) -> tuple[JobChange, JobChange | None]:
     """The job without a deviation: the rank like the others, the work spread evenly, the link as
     fast. And the part of the change that is certain; ``None``: all of it."""
-    index = list(deviation.who.places)
+    index = list(deviation.members.rank_indices)
     if deviation.kind == "network":
         return _faster(job, replay, index)
     if deviation.kind == "pipeline":
         return replay.scaled_work(_balanced(job, replay)), None
-    usual = usual_work(job, replay, set() if deviation.moves else set(index))
-    if deviation.moves:
+    usual = usual_work(job, replay, set() if deviation.rank_varies else set(index))
+    if deviation.rank_varies:
         return _no_last(replay, usual), None
     change = _like_the_others(replay, usual, index)
     if deviation.kind == "imbalance":
         change = _spread(job, replay, change, index)
-    if deviation.late:
+    if deviation.arrives_late:
         entry = replay.entry.copy()
         entry[index] = np.minimum(entry[index], np.median(np.delete(replay.entry, index)))
         change = change._replace(entry=entry)
@@ -117,7 +117,7 @@ def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> 
     ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
     stage, place = job.stage[replay.rank], replay.places()
     code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
-    kept = np.isfinite(job.own.own)[replay.rank]
+    kept = np.isfinite(job.profile.own_ns)[replay.rank]
     kept &= ~np.isin(replay.rank, sorted(without))
     kept &= replay.runs_same_program(job.stage)
     work = np.full(len(code), np.nan)
@@ -238,7 +238,7 @@ def _repeated(factor: Floats, replay: RanksReplay) -> Floats:
 
 def _balanced(job: JobMeasurements, replay: RanksReplay) -> Floats:
     """The work of all stages spread over the stages."""
-    own = job.own.own
+    own = job.profile.own_ns
     names = np.unique(job.stage)
     middle = np.array([np.nanmedian(own[job.stage == name]) for name in names])
     factor = np.ones(len(own))

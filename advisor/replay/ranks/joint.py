@@ -91,8 +91,8 @@ def _latest(rank: int, alignment: Alignment) -> list[int]:
     """The rank itself, then those for which the others wait longest, at most MAX_RANKS."""
     assert alignment.joined is not None
     found, numbers = measure_waits(alignment.joined), list(alignment.shift_ns)
-    late = found.last >= 0
-    caused = np.bincount(found.last[late], found.skew[late], len(numbers))
+    late = found.last_rank >= 0
+    caused = np.bincount(found.last_rank[late], found.skew[late], len(numbers))
     order = sorted(zip(-caused, numbers, strict=True))
     return [rank, *(n for _, n in order if n != rank)][:MAX_RANKS]
 

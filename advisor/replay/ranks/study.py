@@ -20,7 +20,7 @@ from advisor.core.rule import Evidence
 from advisor.core.text import format_count, format_share
 from advisor.measure.ranks.collectives import slow_links
 from advisor.measure.ranks.join import join_ranks, measure_waits
-from advisor.measure.ranks.members import Places, find_stages
+from advisor.measure.ranks.members import RankTopology, find_stages
 from advisor.measure.ranks.outliers import (
     Deviation,
     JobMeasurements,
@@ -60,7 +60,7 @@ class Study:
     @property
     def numbers(self) -> list[int]:
         """Number of each rank, in the order of the summaries."""
-        return self.job.places.ranks
+        return self.job.topology.ranks
 
     @property
     def replayed(self) -> list[int]:
@@ -82,7 +82,7 @@ class Study:
         kept: list[tuple[Deviation, JobGain | None]] = []
         for deviation in self._merged(result) if replayed else result:
             # a rank that is not replayed (its file is cut off) has no estimate
-            there = replayed and self.replay.whole[list(deviation.who.places)].any()
+            there = replayed and self.replay.whole[list(deviation.members.rank_indices)].any()
             gain = estimate_gain(self.job, self.replay, deviation) if there else None
             if gain is None or gain.gain >= MIN_GAIN_SHARE * self.job.step_ns:
                 kept.append((deviation, gain))
@@ -95,8 +95,12 @@ class Study:
         kept: list[Deviation] = []
         for kind in dict.fromkeys(each.kind for each in result):
             same = [each for each in result if each.kind == kind]
-            single = [each for each in same if each.who.unit == "rank" and not each.moves]
-            if kind != "network" and len(single) > 1 and not any(each.late for each in single):
+            single = [each for each in same if each.members.unit == "rank" and not each.rank_varies]
+            if (
+                kind != "network"
+                and len(single) > 1
+                and not any(each.arrives_late for each in single)
+            ):
                 joint = merge_outliers(self.job, single)
                 gains = [estimate_gain(self.job, self.replay, each).gain for each in single]
                 alone = sum(max(0.0, gain) for gain in gains)
@@ -109,7 +113,7 @@ class Study:
     def values(self) -> Floats:
         """ns per step, ranks x ``CLASSES`` and ``waiting``: waits for others are apart from
         transfers. NaN: not measured."""
-        own, result, joined = self.job.own, self.job.waits, self.job.joined
+        own, result, joined = self.job.profile, self.job.waits, self.job.joined
         open_wait = np.bincount(
             joined.rank[result.cells], weights=result.exposed, minlength=len(own.step_ns)
         )
@@ -121,7 +125,7 @@ class Study:
     def exposed(self) -> list[Evidence]:
         """How much of all ranks' steps is communication that nothing hides, by rank where they are
         few and by kind, and how much of it is waiting; empty: not measured."""
-        joined, step = self.job.joined, self.job.own.step_ns
+        joined, step = self.job.joined, self.job.profile.step_ns
         waiting = self.values[:, -1]
         exposed = self.values[:, -2] + waiting
         known = np.isfinite(exposed) & (step > 0)
@@ -163,7 +167,7 @@ class Study:
             note=self._note(),
             world=max((s.world for s in job.summaries), default=0),
             hosts=len({s.host for s in job.summaries if s.host}),
-            step=_spread(job.own.step_ns),
+            step=_spread(job.profile.step_ns),
             classes=classes,
             clusters=find_clusters(job.summaries, self.values, classes, job.stage),
             outliers=[self._outlier(*each) for each in self.outliers],
@@ -174,11 +178,11 @@ class Study:
         )
 
     def _lines(self) -> list[RankLine]:
-        result, steps = self.job.waits, max(1, len(self.job.own.steps))
+        result, steps = self.job.waits, max(1, len(self.job.profile.steps))
         placed = np.isfinite(self.job.joined.clocks.shift)
         lines = []
         for place, s in enumerate(self.job.summaries):
-            taken = int(result.taken[place])
+            taken = int(result.collective_count[place])
             step = sum(s.time.values())
             lines.append(
                 RankLine(
@@ -187,8 +191,10 @@ class Study:
                     busy_share=1 - s.time.get("idle", 0.0) / step if step else None,
                     communication_ns=s.time.get("communication") if s.time else None,
                     idle_ns=s.time.get("idle") if s.time else None,
-                    last_share=int(result.late[place]) / taken if taken else None,
-                    caused_wait_ns=float(result.caused[place]) / steps if placed[place] else None,
+                    last_share=int(result.last_count[place]) / taken if taken else None,
+                    caused_wait_ns=float(result.caused_ns[place]) / steps
+                    if placed[place]
+                    else None,
                     host=s.host,
                     path=s.path,
                     time=[
@@ -210,18 +216,18 @@ class Study:
         )
 
     def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:
-        index, result = list(deviation.who.places), self.job.waits
-        taken, last = int(result.taken[index].sum()), int(result.late[index].sum())
-        steps, chance = max(1, len(self.job.own.steps)), deviation.who.chance
+        index, result = list(deviation.members.rank_indices), self.job.waits
+        taken, last = int(result.collective_count[index].sum()), int(result.last_count[index].sum())
+        steps, chance = max(1, len(self.job.profile.steps)), deviation.members.p_value
         return Outlier(
-            unit=deviation.who.unit,
-            name=deviation.who.name,
+            unit=deviation.members.unit,
+            name=deviation.members.name,
             ranks=rank_numbers([self.numbers[place] for place in index]),
             kind=deviation.kind,
-            moves=deviation.moves,
+            moves=deviation.rank_varies,
             excess_ns=deviation.excess_ns,
             reason=describe_reason(self.job, deviation),
-            waited_ns=float(result.caused[index].sum()) / steps if len(result.row) else None,
+            waited_ns=float(result.caused_ns[index].sum()) / steps if len(result.row) else None,
             last_share=last / taken if taken else None,
             significance=None if chance >= 1 else min(MAX_SIGNIFICANCE, 1 - chance),
             gain_ns=None if gain is None else gain.gain,
@@ -274,7 +280,7 @@ def study_ranks(
         return None
     joined, own = join_ranks(ordered), profile_ranks(ordered)
     stage = find_stages(joined, len(ordered), len(own.steps))
-    job = JobMeasurements(ordered, own, joined, measure_waits(joined), stage, Places(ordered))
+    job = JobMeasurements(ordered, own, joined, measure_waits(joined), stage, RankTopology(ordered))
     return Study(job, RanksReplay(ordered, own, joined), _missing([*unread, *others]), notes)
 
 

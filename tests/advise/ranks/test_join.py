@@ -44,10 +44,10 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
     joined = join_ranks(summaries)
     found = measure_waits(joined)
     assert [s.rank for s in summaries] == table["rank"].to_list()
-    assert found.taken.tolist() == table["collectives"].to_list()
-    assert found.late.tolist() == table["last"].to_list()
+    assert found.collective_count.tolist() == table["collectives"].to_list()
+    assert found.last_count.tolist() == table["last"].to_list()
     near = 4 * alignment.error_ns * len(found.row)
-    assert np.allclose(found.caused, few.steps * table["caused_wait_ns"].to_numpy(), atol=near)
+    assert np.allclose(found.caused_ns, few.steps * table["caused_wait_ns"].to_numpy(), atol=near)
     own = np.bincount(joined.rank[found.cells], found.wait, len(summaries))
     assert np.allclose(own, few.steps * table["wait_ns"].to_numpy(), atol=near)
     first = min(analyses)
@@ -125,7 +125,7 @@ def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> 
     )
     joined = join_ranks([whole[0], whole[1], cut])
     assert sorted(joined.rank_count.tolist()) == [2] * 8 + [3] * 12
-    assert measure_waits(joined).late.tolist() == [0, 8, 12]
+    assert measure_waits(joined).last_count.tolist() == [0, 8, 12]
 
 
 def test_a_summary_whose_columns_do_not_belong_together_is_refused() -> None:
@@ -190,7 +190,7 @@ def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> No
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(joined.rank) == ranks * count
-    assert found.taken.tolist() == [count] * ranks
+    assert found.collective_count.tolist() == [count] * ranks
     assert joined.clocks.shift[8] - joined.clocks.shift[0] == pytest.approx(-8_000, abs=10)
     assert peak < 1 << 30
     assert took < 60, "seconds of CPU; some 3 where nothing else runs and memory is not traced"

@@ -22,7 +22,9 @@ def rank(
 def test_a_file_of_yesterday_is_set_aside_and_told() -> None:
     found = one_run([rank(0), rank(1), rank(2), rank(3, at=-24 * HOUR)])
     assert [s.rank for s in found.summaries] == [0, 1, 2]
-    assert [(u.rank, "another run with fewer ranks" in u.why) for u in found.others] == [(3, True)]
+    assert [(u.rank, "another run with fewer ranks" in u.why) for u in found.other_runs] == [
+        (3, True)
+    ]
 
 
 def test_of_two_whole_runs_one_is_taken_and_not_some_ranks_of_each() -> None:
@@ -30,18 +32,18 @@ def test_of_two_whole_runs_one_is_taken_and_not_some_ranks_of_each() -> None:
     second = [rank(n, at=HOUR, steps=3 - n % 2) for n in range(4)]
     found = one_run([*first, *second])
     assert found.summaries == first
-    assert {u.path for u in found.others} == {s.path for s in second}
+    assert {u.path for u in found.other_runs} == {s.path for s in second}
 
 
 def test_the_job_that_is_left_out_is_offered() -> None:
     first = [rank(n, path=f"s3://b/runs/jobA/rank{n}.json") for n in range(4)]
     second = [rank(n, at=HOUR, path=f"s3://b/runs/jobB/rank{n}.json") for n in range(4)]
     found = one_run([*first, *second])
-    assert {u.why for u in found.others} == {
+    assert {u.why for u in found.other_runs} == {
         "another run with as many ranks, recorded 3,600 s after the one analysed: "
         "advisor analyze s3://b/runs/jobB"
     }
-    (mixed,) = one_run([*first, rank(0, at=-HOUR, path="s3://b/runs/rank0.json")]).others
+    (mixed,) = one_run([*first, rank(0, at=-HOUR, path="s3://b/runs/rank0.json")]).other_runs
     assert mixed.why.endswith("before the one analysed: give its files to analyse it")
 
 
@@ -57,7 +59,7 @@ def test_times_that_are_no_dates_tell_no_runs_apart() -> None:
 def test_a_job_of_another_size_is_set_aside() -> None:
     found = one_run([rank(0), rank(1), rank(2), rank(3, world=8), rank(3, world=0, path="b")])
     assert [s.path for s in found.summaries] == ["0-0", "1-0", "2-0", "b"]
-    assert [u.path for u in found.others] == ["3-0"]
+    assert [u.path for u in found.other_runs] == ["3-0"]
 
 
 def test_a_rank_twice_is_taken_once_and_told() -> None:

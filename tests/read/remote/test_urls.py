@@ -169,12 +169,12 @@ def test_what_libraries_raise_is_told_in_our_words(
     error: Exception, said: str, passing: bool
 ) -> None:
     what = explain_error(error, "s3://bucket/a")
-    assert said in what.said
-    assert what.passing is passing
-    assert "Signature" not in what.said
+    assert said in what.message
+    assert what.retryable is passing
+    assert "Signature" not in what.message
 
 
 def test_a_missing_file_that_could_not_be_asked_for_is_not_called_missing() -> None:
     error = FileNotFoundError("https://host/a")
     error.__cause__ = ClientError(status=503)
-    assert explain_error(error, "https://host/a").passing
+    assert explain_error(error, "https://host/a").retryable

@@ -277,7 +277,7 @@ def _loading(view: PageView) -> Any:
         "Section",
         element("H1", "Reading the trace"),
         element("P", labels.clean(view.entry.path), cls="path"),
-        element("P", labels.clean(view.entry.doing), id="progress-doing", role="status"),
+        element("P", labels.clean(view.entry.progress), id="progress-doing", role="status"),
         element("Div", element("Div", cls="sweep"), cls="progress"),
         cls="card centred",
         id="progress",
@@ -289,7 +289,7 @@ def _failed(view: PageView) -> Any:
     return element(
         "Section",
         element("H1", "This run cannot be shown"),
-        element("P", labels.clean(view.entry.why), role="alert"),
+        element("P", labels.clean(view.entry.failure_reason), role="alert"),
         element("P", "docs/getting-a-trace.md lists the supported files and how to record them."),
         cls="card centred",
     )

@@ -126,9 +126,9 @@ class OpenedPath:
     """Its number as text: what the URL says (``?run=1``), so that no path comes from a request."""
     path: str
     state: LoadState = "loading"
-    doing: str = "waiting"
+    progress: str = "waiting"
     """What is going on, for the progress page."""
-    why: str = ""
+    failure_reason: str = ""
     """``failed``: the reason, in one line."""
     loaded: LoadedRun | None = None
     """Set when ``ready``; replaced as a whole when a live run's next window was analysed."""
@@ -266,7 +266,10 @@ class DashboardSession:
                     self._compare(*self._in_order(self.entries[0].key, entry.key))
             finally:
                 if entry.state == "loading":
-                    entry.state, entry.why = "failed", "the analysis failed; see the terminal"
+                    entry.state, entry.failure_reason = (
+                        "failed",
+                        "the analysis failed; see the terminal",
+                    )
 
     def comparison(self, before: str, after: str) -> Comparison | str | None:
         """Two entries compared; a text: why not; ``None``: not (yet) made."""
@@ -299,8 +302,8 @@ class DashboardSession:
                     "key": entry.key,
                     "name": entry.name,
                     "state": entry.state,
-                    "doing": entry.doing,
-                    "why": entry.why,
+                    "doing": entry.progress,
+                    "why": entry.failure_reason,
                     "version": entry.version,
                 }
                 for entry in self.entries
@@ -332,16 +335,19 @@ class DashboardSession:
         finally:
             for entry in self.entries[:1] if self.folder else self.entries:
                 if entry.state == "loading":  # the thread dies of a bug: say so, not "loading"
-                    entry.state, entry.why = "failed", "the analysis failed; see the terminal"
+                    entry.state, entry.failure_reason = (
+                        "failed",
+                        "the analysis failed; see the terminal",
+                    )
             self._first.set()
 
     def _load(self, entry: OpenedPath, *, as_run: bool = False) -> None:
         """``as_run``: as one run, whatever it is."""
 
         def reading(path: str, size: int) -> None:
-            entry.doing = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
+            entry.progress = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
 
-        entry.doing = "reading"
+        entry.progress = "reading"
         windows = newest_windows(entry.path) if self.live else None
         try:
             if not as_run and not self.live and self._is_saved(entry):
@@ -350,9 +356,9 @@ class DashboardSession:
             read = replace(self.options.read, progress=reading, memory=memory, urls=False)
             loaded = LoadedRun(entry.path, self._examined(entry, read, alone=as_run))
             for name in WARM_MEASUREMENTS:
-                entry.doing = f"measuring: {name.replace('_', ' ')}"
+                entry.progress = f"measuring: {name.replace('_', ' ')}"
                 getattr(loaded.main, name)
-            entry.doing = "measuring: tables"
+            entry.progress = "measuring: tables"
             for warm in self.warmers:
                 warm(loaded)
         except AdvisorError as error:
@@ -370,7 +376,7 @@ class DashboardSession:
             if ranks is not None and len(ranks.lines) > len(loaded.analyses):
                 entry.job = loaded.report
             entry.version += 1
-            entry.why = ""
+            entry.failure_reason = ""
             entry.state = "ready"
         self._seen = windows
 
@@ -380,10 +386,10 @@ class DashboardSession:
         def progress(done: RanksDone) -> None:
             if self._stop.is_set():
                 raise AdvisorError("the dashboard was closed")
-            entry.doing = f"measuring: {done.ranks:,} of {done.total:,} ranks"
+            entry.progress = f"measuring: {done.ranks:,} of {done.total:,} ranks"
 
         def measuring() -> None:
-            entry.doing = "measuring"
+            entry.progress = "measuring"
 
         options = replace(self.options, read=read, on_progress=progress)
         if not self.live and not alone and files_summarised_apart([entry.path], options):
@@ -403,7 +409,7 @@ class DashboardSession:
 
     def _fail(self, entry: OpenedPath, why: str) -> None:
         """A path that cannot be shown; a live run keeps showing its window before."""
-        entry.why = why
+        entry.failure_reason = why
         entry.state = "ready" if entry.loaded is not None else "failed"
 
     def _options(self, run: Run) -> Options:
@@ -425,7 +431,7 @@ class DashboardSession:
         first, second = self.entry(before), self.entry(after)
         if first.loaded is None or second.loaded is None:
             missing = first if first.loaded is None else second
-            self._comparisons[before, after] = missing.why
+            self._comparisons[before, after] = missing.failure_reason
             return
         from advisor.compare import compare_examined
 

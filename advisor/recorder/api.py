@@ -296,7 +296,7 @@ class PhaseRange:
         from advisor.recorder.session import current_session
 
         session = current_session()
-        if session is None or not session.here():
+        if session is None or not session.on_watched_thread():
             return
         try:
             self._before = session.enter(session.tape.phase(self._name))
@@ -319,7 +319,7 @@ def step() -> None:
     from advisor.recorder.session import current_session
 
     session = current_session()
-    if session is not None and session.here() and not session.in_loop:
+    if session is not None and session.on_watched_thread() and not session.in_loop:
         _contained(session, session.on_step_end)
 
 
@@ -394,7 +394,7 @@ def end_recording(session: RecordingSession, error: BaseException | None = None)
 
 
 def _begin_loop(session: RecordingSession, loader: Iterable[_T], length: Any) -> Iterator[_T]:
-    if session.here():
+    if session.on_watched_thread():
         try:
             session.begin_loop()
             if length is not None:
@@ -405,14 +405,14 @@ def _begin_loop(session: RecordingSession, loader: Iterable[_T], length: Any) ->
 
 
 def _fetch(session: RecordingSession, iterator: Iterator[_T]) -> _T:
-    return session.fetch(iterator) if session.here() else next(iterator)
+    return session.fetch(iterator) if session.on_watched_thread() else next(iterator)
 
 
 def _contained(session: RecordingSession, call: Callable[[], None]) -> None:
     if session.over:
         return
     try:
-        if session.here() or not session.listening:
+        if session.on_watched_thread() or not session.listening:
             call()
     except Exception as error:
         session.broken(error)

@@ -69,7 +69,7 @@ class Listener:
     loaders: Loaders
     looping: list[Any]
     """Not empty: ``Recorder.steps`` waits for a batch."""
-    glance: Callable[[Any], Any] = staticmethod(lambda batch: None)
+    inspect_batch: Callable[[Any], Any] = staticmethod(lambda batch: None)
     """Notes what a batch is made of."""
 
     def on_enter(self, phase: int) -> None:
@@ -93,7 +93,7 @@ class Listener:
     def on_first_backward(self) -> None:
         """The first backward begins."""
 
-    def elsewhere(self, *, updates: bool) -> None:
+    def on_other_thread(self, *, updates: bool) -> None:
         """A backward or an optimizer's step (``updates``) begins in a thread that is not watched;
         it may become the one that is."""
 
@@ -167,7 +167,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._calls: ModuleCalls | None = None
         self._foreign: set[Any] = set()
-        self.lifted = False
+        self.module_calls_suspended = False
         """Forwards are not seen at present."""
 
     def install(self) -> None:
@@ -180,7 +180,7 @@ class Hooks:
         wrap(dataloader._BaseDataLoaderIter, "__next__", _next(self._on))
         wrap(dataloader.DataLoader, "__iter__", _iter(self._on))
         self._foreign.clear()
-        self.look()
+        self.hook_new_imports()
         leave_to_dynamo()
         self._calls = ModuleCalls(self._on.tape.here, lambda calls: _forward(self._on, calls))
         self._calls.install()
@@ -201,7 +201,7 @@ class Hooks:
             optim.register_optimizer_step_post_hook(after),
         ]
 
-    def look(self) -> bool:
+    def hook_new_imports(self) -> bool:
         """Listen to what was imported since: other loaders, ``generate``. Nothing is imported here.
         Whether it was ``generate``."""
         for name, kind in FOREIGN:
@@ -237,16 +237,16 @@ class Hooks:
         self._patches.clear()
 
     def suspend_module_calls(self) -> None:
-        """Give ``Module.__call__`` its own code until ``lower``, before a profiler with Python
-        stacks starts: torch's tracer recognises modules by it, as it is when the first tracer of
-        the process starts."""
-        self.lifted = True
+        """Give ``Module.__call__`` its own code until ``resume_module_calls``, before a profiler
+        with Python stacks starts: torch's tracer recognises modules by it, as it is when the first
+        tracer of the process starts."""
+        self.module_calls_suspended = True
         if self._calls is not None:
             self._calls.remove()
 
-    def lower(self) -> None:
+    def resume_module_calls(self) -> None:
         """That profiler has ended."""
-        self.lifted = False
+        self.module_calls_suspended = False
         if self._calls is not None and self._patches:
             self._calls.install()
 
@@ -264,7 +264,7 @@ class Hooks:
 def _next(on: Listener) -> Callable[[Any], Any]:
     from torch import Tensor
 
-    tape, looping, glance = on.tape, on.looping, on.glance
+    tape, looping, inspect_batch = on.tape, on.looping, on.inspect_batch
     put, here, numbers = tape.log.extend, tape.here, on.loaders.numbers
 
     def make(original: Any) -> Any:
@@ -276,7 +276,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 batch = original(self)
                 if looping:
                     try:
-                        put((FETCHED_INSIDE, now(), BATCH, glance(batch)))
+                        put((FETCHED_INSIDE, now(), BATCH, inspect_batch(batch)))
                         looping.clear()
                     except Exception as error:
                         on.broken(error)
@@ -301,7 +301,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
             try:
                 end = now()
                 kind = type(batch)
-                # two tensors, the usual batch: what ``glance`` would find
+                # two tensors, the usual batch: what ``inspect_batch`` would find
                 if (
                     (kind is list or kind is tuple)
                     and len(batch) == 2
@@ -311,7 +311,7 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                     x, y = batch
                     put((FETCHED, end, BATCH, (((x.shape, x.dtype), (y.shape, y.dtype)), None)))
                 else:
-                    put((FETCHED, end, BATCH, glance(batch)))
+                    put((FETCHED, end, BATCH, inspect_batch(batch)))
                 number = numbers.get(id(self), -1)
                 if number != here[LAST_LOADER]:
                     here[LAST_LOADER] = number
@@ -523,7 +523,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
             if compiling():
                 return original(*args, **kwargs)
             if get_ident() != here[0]:
-                on.elsewhere(updates=False)
+                on.on_other_thread(updates=False)
                 if get_ident() != here[0]:
                     return original(*args, **kwargs)
             before = here[1]
@@ -548,7 +548,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
                 if here[2]:
                     on.on_leave(before)
             if not here[5]:
-                witness.look()
+                witness.remember_state()
             return result
 
         return run_backward
@@ -592,7 +592,7 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
         if compiling():
             return
         if get_ident() != here[0]:
-            on.elsewhere(updates=True)
+            on.on_other_thread(updates=True)
             if get_ident() != here[0]:
                 return
         phase = here[1]
@@ -706,7 +706,7 @@ class UpdateProbe:
         except (RuntimeError, AttributeError, TypeError, IndexError):
             return False
 
-    def look(self) -> None:
+    def remember_state(self) -> None:
         """It has ended."""
         try:
             from torch._C import DisableTorchFunction

@@ -89,18 +89,19 @@ class Inferred(NamedTuple):
 
 
 class Inference:
-    """``emit`` is called with each step. ``lifted``: whether forwards cannot be seen at present.
-    ``anew``: called where the steps so far were none of a model's; these follow."""
+    """``emit`` is called with each step. ``module_calls_suspended``: whether forwards cannot be
+    seen at present. ``on_restart``: called where the steps so far were none of a model's; these
+    follow."""
 
     def __init__(
         self,
         emit: Callable[[Inferred], None],
-        lifted: Callable[[], bool],
-        anew: Callable[[], None],
+        module_calls_suspended: Callable[[], bool],
+        on_restart: Callable[[], None],
     ) -> None:
         self._emit = emit
-        self._lifted = lifted
-        self._anew = anew
+        self._module_calls_suspended = module_calls_suspended
+        self._on_restart = on_restart
         self._plain: list[int] | None = []
         """Modules without parameters in the order of their calls, until it is known whether they
         count; ``None``: it is."""
@@ -241,7 +242,7 @@ class Inference:
         if self._outside:
             self._parts.clear()
             self._begin(now)
-        elif self._parts or (looping and self._lifted()):
+        elif self._parts or (looping and self._module_calls_suspended()):
             self._close(now)
         elif self._batches:
             self._ahead += 1  # a batch fetched ahead: the step goes on
@@ -277,7 +278,7 @@ class Inference:
         self._kept.clear()
         if self.count:
             self.count = 0
-            self._anew()
+            self._on_restart()
 
     def _generate_ended(self, now: int) -> None:
         self._inside = max(0, self._inside - 1)

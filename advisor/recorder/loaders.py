@@ -168,7 +168,7 @@ padding where it was looked at. Everything else is worked out of it later."""
 
 
 class Batches:
-    """Describes batches: ``glance`` in the training thread, ``resolve`` in the writer's.
+    """Describes batches: ``inspect_batch`` in the training thread, ``resolve`` in the writer's.
     ``tell(index, shapes, dtypes)`` is called once for each new set of shapes."""
 
     def __init__(self, tell: Callable[[int, list[list[int]], list[str]], None]) -> None:
@@ -176,7 +176,7 @@ class Batches:
         self._kinds: dict[Any, tuple[int | None, int, int | None]] = {}
         self._seen = 0
 
-    def glance(self, batch: Any) -> Glance | None:
+    def inspect_batch(self, batch: Any) -> Glance | None:
         """Look at a batch; ``None``: it holds no tensor."""
         result: list[tuple[Any, Any]] = []
         _collect(batch, result, 0)

@@ -141,7 +141,7 @@ class RecordingSession(Listener):
         self.looping: list[Any] = []
         self.in_loop = False
         """Inside a loop that says itself where steps end."""
-        self.loaders = Loaders(self.tell)
+        self.loaders = Loaders(self.write_event)
         self.reader = TapeReader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
         self.steps.anew = self._begin_steps_anew
@@ -153,7 +153,7 @@ class RecordingSession(Listener):
         self._generate: tuple[int, Any] | None = None
         """The call of ``generate`` that was going on when it was met first: its frame."""
         self.batches = Batches(self._shapes)
-        self.glance = self.batches.glance
+        self.inspect_batch = self.batches.inspect_batch
         self._pid = os.getpid()
         self._torch = torch
         self._lazy = lazy
@@ -166,7 +166,7 @@ class RecordingSession(Listener):
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
-        self.pauses = Pauses(self.tape, self.tell)
+        self.pauses = Pauses(self.tape, self.write_event)
         self.allocator = AllocatorStats(torch)
         self.marks: Marks | None = None
         if options.cuda_events:
@@ -174,12 +174,14 @@ class RecordingSession(Listener):
         self.windows = Windows(
             options,
             self.rank,
-            lambda data: self.tell("window", data),
+            lambda data: self.write_event("window", data),
             self.hooks,
             TraceRanges(self.tape),
             self._host_is_ahead,
         )
-        self.oom = OutOfMemoryHook(lambda data: self.tell("oom", data), options.memory_history)
+        self.oom = OutOfMemoryHook(
+            lambda data: self.write_event("oom", data), options.memory_history
+        )
         self.writer = Writer(
             out=options.out,
             rank=self._where,
@@ -242,7 +244,7 @@ class RecordingSession(Listener):
             self.inference.start(now)
         self.tape.here[PHASE] = 0
         self.hooks.install()
-        self.windows.guard()
+        self.windows.watch_other_profilers()
         self.pauses.install()
         if self.options.compile_log:
             self.compile_log.install()
@@ -286,7 +288,7 @@ class RecordingSession(Listener):
         except Exception as problem:
             self.broken(problem)
 
-    def here(self) -> bool:
+    def on_watched_thread(self) -> bool:
         """Whether the calling thread is the one that is watched."""
         return self.tape.here[THREAD] == threading.get_ident()
 
@@ -390,7 +392,7 @@ class RecordingSession(Listener):
             self.windows.restarts = True
             self.tape.here[ONLINE] = 1
 
-    def elsewhere(self, *, updates: bool) -> None:
+    def on_other_thread(self, *, updates: bool) -> None:
         """A backward begins in another thread than the one that is watched, or an optimizer's step
         (``updates``)."""
         try:
@@ -470,7 +472,7 @@ class RecordingSession(Listener):
             batch = next(iterator)
             if self.looping:  # no DataLoader, whose hook would have noted it
                 self.tape.log.extend((FETCHED_INSIDE, time.perf_counter_ns()))
-                self.tape.log.extend((BATCH, self.glance(batch)))
+                self.tape.log.extend((BATCH, self.inspect_batch(batch)))
             return batch
         finally:
             self.looping.clear()
@@ -485,12 +487,12 @@ class RecordingSession(Listener):
     def request_window(self, reason: str, asked: bool) -> None:
         """Request a window at the next step boundary."""
         if asked:
-            self.windows.asked = reason
+            self.windows.requested_reason = reason
         else:
-            self.windows.wanted = reason
+            self.windows.automatic_reason = reason
         self._settle()
 
-    def tell(self, kind: str, data: dict[str, Any]) -> None:
+    def write_event(self, kind: str, data: dict[str, Any]) -> None:
         """Write an event into the run's record."""
         self.writer.put(Event(t=time.perf_counter_ns(), kind=kind, data=data))
 
@@ -585,7 +587,7 @@ class RecordingSession(Listener):
     def _meet_generate(self, frame: FrameType | None) -> None:
         """Listen to ``generate``, if it came since the last look; the first call of it may be going
         on already, in a frame around this one."""
-        if not self.hooks.look():
+        if not self.hooks.hook_new_imports():
             return
         while frame is not None:
             code = frame.f_code
@@ -604,7 +606,9 @@ class RecordingSession(Listener):
         self.on_generate_start()
 
     def _look_for_inference(self) -> Inference:
-        result = Inference(self._emit_inferred, lambda: self.hooks.lifted, self._infer_anew)
+        result = Inference(
+            self._emit_inferred, lambda: self.hooks.module_calls_suspended, self._infer_anew
+        )
         self.reader.inference = result
         return result
 
@@ -657,7 +661,7 @@ class RecordingSession(Listener):
             end["reason"] = "interrupted" if interrupted else "exception"
             end["exception"] = type(error).__name__
             end["message"] = clean_value(str(error))[:MAX_MESSAGE]
-        self.tell("end", end)
+        self.write_event("end", end)
 
     def _say(self, code: int) -> None:
         if self.marks is not None and self.marks in self.tape.watched:
@@ -678,7 +682,7 @@ class RecordingSession(Listener):
         """Read the tape in the writer's thread, unless the training thread is at it."""
         self._settle()
         if self.listening:
-            self.hooks.look()
+            self.hooks.hook_new_imports()
         if self._reading.acquire(blocking=False):
             try:
                 self.reader.read(self.tape.take(), aside=True)
@@ -718,7 +722,7 @@ class RecordingSession(Listener):
             self._first(micro)
         duration = segment.end - segment.t
         slowed = window is not None or exporting
-        if self.steps.late or not self.here():
+        if self.steps.late or not self.on_watched_thread():
             windows.add_step(slowed, duration)
         else:
             # without an optimizer, a step is known to have ended when the next one is nearly over
@@ -746,7 +750,7 @@ class RecordingSession(Listener):
             windows.fit_to_forwards(step.forwards)
         windows.unaided = step.unaided
         slowed = window is not None or exporting
-        if step.late or not self.here():
+        if step.late or not self.on_watched_thread():
             windows.add_step(slowed, duration)
         else:
             windows.step(step.n + 1, slowed, duration)
@@ -798,7 +802,7 @@ class RecordingSession(Listener):
         return self.rank, self.world
 
     def _shapes(self, index: int, shapes: list[list[int]], dtypes: list[str]) -> None:
-        self.tell("shapes", {"index": index, "shapes": shapes, "dtypes": dtypes})
+        self.write_event("shapes", {"index": index, "shapes": shapes, "dtypes": dtypes})
 
     def _describe(self, run: str) -> tuple[Manifest, Rank]:
         from advisor.recorder import environment
@@ -809,7 +813,7 @@ class RecordingSession(Listener):
         return manifest, rank
 
     def _opened(self, folder: Path) -> None:
-        self.windows.place(folder)
+        self.windows.set_folder(folder)
         self.oom.folder = folder
         if self.options.network and not self.over:
             self._network = NetworkKeeper(folder)
@@ -822,7 +826,7 @@ class RecordingSession(Listener):
         if self.options.stack_samples and not self.over:
             watched = self.tape.here
             self._stack_sampler = StackSampler(
-                lambda: watched[THREAD], lambda: self.windows.profiling, self.tell
+                lambda: watched[THREAD], lambda: self.windows.profiling, self.write_event
             )
             self._stack_sampler.start()
 
@@ -838,14 +842,14 @@ class RecordingSession(Listener):
         if self.problem is None:
             self.problem = f"{type(error).__name__}: {error}"
             log.warning("advisor: recording stopped, training goes on: %s", self.problem)
-            self.tell("error", {"text": self.problem[:500]})
+            self.write_event("error", {"text": self.problem[:500]})
 
     def _stop_early(self) -> None:
         """Hooks pass through from now on; what was recorded stays."""
         self.tape.here[THREAD] = -1
         self.windows.enabled = False
         if self.writer.folder is None:
-            self.windows.place(None)
+            self.windows.set_folder(None)
         if self._sampler is not None and threading.current_thread().name != "advisor telemetry":
             self._sampler.stop()
         if self._stack_sampler is not None:

@@ -83,9 +83,9 @@ class Windows:
         self.enabled = options.traces(rank)
         self._folder: Path | None = None
         self._placed = threading.Event()
-        self.wanted: str | None = None
+        self.automatic_reason: str | None = None
         """Why a window should open at the next boundary; set by any thread."""
-        self.asked: str | None = None
+        self.requested_reason: str | None = None
         """The same, when somebody asked for it."""
         self._spans: list[list[int | None]] = []
         """When each window opened, when it ended, and when its trace was written."""
@@ -123,10 +123,10 @@ class Windows:
         """Profilers that cannot be stopped, kept: their end would be one."""
         self._others: WeakSet[Any] = WeakSet()
         """Profilers of the user's that are at work, warming up included …"""
-        self._lifting: WeakSet[Any] = WeakSet()
+        self._stack_profilers: WeakSet[Any] = WeakSet()
         """… and those that record Python stacks."""
 
-    def place(self, folder: Path | None) -> None:
+    def set_folder(self, folder: Path | None) -> None:
         """Where traces go, from any thread; ``None``: there will be no such place."""
         self._folder = folder
         self._placed.set()
@@ -160,7 +160,7 @@ class Windows:
         self.at, self._warmup, self._active = options.skip, options.warmup, options.active
         self._own = self._requested = self._written = self._retries = 0
         self.unaided = self.restarts = False
-        self.wanted = None
+        self.automatic_reason = None
         self._before.clear()
 
     @property
@@ -203,7 +203,9 @@ class Windows:
         """Whether steps must be reported at once when they end: a window is open or due."""
         if self._profiler is not None or self.restarts:
             return True
-        wanted = self.first_due or self.asked is not None or self.wanted is not None
+        wanted = (
+            self.first_due or self.requested_reason is not None or self.automatic_reason is not None
+        )
         return self.enabled and wanted
 
     def step(self, number: int, slowed: bool, dur: int) -> None:
@@ -216,7 +218,9 @@ class Windows:
         else:
             self.add_step(slowed, dur)
             first = self.first_due and number >= self.at
-            if self.enabled and (first or self.asked is not None or self.wanted is not None):
+            if self.enabled and (
+                first or self.requested_reason is not None or self.automatic_reason is not None
+            ):
                 self._consider(number)
 
     def finish(self, number: int) -> None:
@@ -264,9 +268,9 @@ class Windows:
         options = self._options
         if self._export is not None:
             return
-        asked = self.asked is not None
-        reason = self.asked or self.wanted or "schedule"
-        self.asked = self.wanted = None
+        asked = self.requested_reason is not None
+        reason = self.requested_reason or self.automatic_reason or "schedule"
+        self.requested_reason = self.automatic_reason = None
         used, most = (self._requested if asked else self._own), options.windows
         if used >= most or self._written >= options.max_bytes:
             if asked:
@@ -327,9 +331,9 @@ class Windows:
             self._tell_unsafe()
             self.enabled = False
         elif asked:
-            self.asked = reason
+            self.requested_reason = reason
         elif not self.first_due:
-            self.wanted = reason
+            self.automatic_reason = reason
 
     def _tell_unsafe(self) -> None:
         why = f"every step that was looked at ended {INSIDE}"
@@ -384,7 +388,7 @@ class Windows:
             return f"profiled steps take {now / usual:.1f} times as long"
         return None
 
-    def guard(self) -> None:
+    def watch_other_profilers(self) -> None:
         """Hear when somebody else starts a profiler, before it does."""
         from torch.autograd.profiler import profile
 
@@ -433,20 +437,20 @@ class Windows:
             self.stop(why)
             self._others.add(other)
             if getattr(other, "with_stack", True) or getattr(other, "with_modules", True):
-                self._lifting.add(other)
+                self._stack_profilers.add(other)
                 self._hooks.suspend_module_calls()
         except Exception as error:  # called inside torch, on the user's behalf
             log.warning("advisor: the window was not ended: %s", error)
 
     def _gave_way(self, other: Any) -> None:
         self._others.discard(other)
-        if other in self._lifting:
-            self._lifting.discard(other)
-            self._lower()
+        if other in self._stack_profilers:
+            self._stack_profilers.discard(other)
+            self._resume_module_calls()
 
-    def _lower(self) -> None:
-        if not self._lifting and not (self._stacks and self._profiler is not None):
-            self._hooks.lower()
+    def _resume_module_calls(self) -> None:
+        if not self._stack_profilers and not (self._stacks and self._profiler is not None):
+            self._hooks.resume_module_calls()
 
     # -- closing --------------------------------------------------------------------------------
 
@@ -467,7 +471,7 @@ class Windows:
         self._spans[-1][1] = perf_counter_ns()
         self._ended.set()
         if self._stacks:
-            self._lower()
+            self._resume_module_calls()
         return profiler
 
     def _over(self) -> None:

@@ -1,7 +1,7 @@
 """In the process of a trial: applies the knobs, times the steps, notes the losses, and ends.
 
-Named to the start-up file by ``ADVISOR_BEGIN``. ``before`` runs ahead of the program's first line,
-``begin`` when torch has been imported. What is measured goes to a file of its own; the
+Named to the start-up file by ``ADVISOR_BEGIN``. ``before_program`` runs ahead of the program's
+first line, ``begin`` when torch has been imported. What is measured goes to a file of its own; the
 program ends by SystemExit after its last step.
 """
 
@@ -35,11 +35,11 @@ NORM_STEPS = 6
 """First steps whose gradients are measured: none that is timed."""
 
 _trial: list[tuple[Spec, Overlay]] = []
-"""That this process is of: one, from ``before`` on."""
+"""That this process is of: one, from ``before_program`` on."""
 
 
-def before() -> None:
-    """Lead what the program writes elsewhere. Raises what is wrong with the trial's own files: a
+def before_program() -> None:
+    """Redirect what the program writes. Raises what is wrong with the trial's own files: a
     program that could write anywhere must not begin."""
     spec = read_spec()
     if spec is None:
@@ -209,7 +209,7 @@ class Timer:
             return
         self.steps_ns.append(took)
         ends = self._has_all()
-        if not ends and not (self.turns and self.turns.over(self._in_block(), now)):
+        if not ends and not (self.turns and self.turns.block_complete(self._in_block(), now)):
             return
         _synchronize()
         self.steps_ns[-1] += time.perf_counter_ns() - now
@@ -228,7 +228,7 @@ class Timer:
         """Whether the step that has just ended is the last one."""
         spec, timed = self.spec, len(self.steps_ns)
         if self.turns:
-            return len(self.blocks) + 1 >= spec.turns and self.turns.over(
+            return len(self.blocks) + 1 >= spec.turns and self.turns.block_complete(
                 self._in_block(), self.last
             )
         return timed >= spec.steps or (
@@ -344,7 +344,7 @@ class PauseControl:
         except (OSError, ValueError):
             return []
 
-    def over(self, steps: int, now: int) -> bool:
+    def block_complete(self, steps: int, now: int) -> bool:
         """Whether so many steps end the block."""
         late = now - self.begun > MAX_BLOCK_OVERRUN * self.spec.seconds * 1e9 / self.spec.turns
         return steps >= self.block or late

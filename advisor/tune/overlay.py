@@ -54,12 +54,12 @@ class Overlay:
         self._lexists, self._isdir = os.path.lexists, os.path.isdir
         self._os = {name: getattr(os, name) for name in ("stat", "lstat", "open")}
 
-    def _kept(self, path: Any) -> str | None:
+    def _protected(self, path: Any) -> str | None:
         """An absolute path where the program may not write; ``None``: it may, or it is no path."""
         plain = _plain(path)
         return None if plain is None or _folder(plain).startswith(self.free) else plain
 
-    def _there(self, path: str) -> bool:
+    def _exists(self, path: str) -> bool:
         try:
             self._os["lstat"](path)
         except (OSError, ValueError):
@@ -68,25 +68,25 @@ class Overlay:
 
     def read_path(self, path: Any) -> Any:
         """Where to look for it."""
-        plain = self._kept(path)
-        return self.files + plain if plain and self._there(self.files + plain) else path
+        plain = self._protected(path)
+        return self.files + plain if plain and self._exists(self.files + plain) else path
 
     def write_path(self, path: Any, *, keep: bool = False) -> Any:
         """Where to write it. ``keep``: what is there is changed, so it is copied first."""
-        plain = self._kept(path)
+        plain = self._protected(path)
         if plain is None:
             return path
         inside = self.files + plain
         self.moved.add(plain)
         folder, inside_folder = os.path.dirname(plain), os.path.dirname(inside)  # noqa: PTH120
-        if not self._there(inside_folder) and self._there(folder):
+        if not self._exists(inside_folder) and self._exists(folder):
             self._make(inside_folder)
-        if keep and not self._there(inside) and self._there(plain):
+        if keep and not self._exists(inside) and self._exists(plain):
             self._copy(plain, inside)
         return inside
 
     def _make(self, folder: str) -> None:
-        if not self._there(folder):
+        if not self._exists(folder):
             self._make(os.path.dirname(folder))  # noqa: PTH120
             self._mkdir(folder, 0o700)
 
@@ -105,12 +105,12 @@ class Overlay:
 
     def removing(self, path: Any) -> Any:
         """Where to remove it: only what the program itself has written."""
-        plain = self._kept(path)
+        plain = self._protected(path)
         if plain is None:
             return path
         inside = self.files + plain
-        if not self._there(inside):
-            if not self._there(plain):
+        if not self._exists(inside):
+            if not self._exists(plain):
                 return path  # the error that the program would get
             self.refuse(plain, "remove")
         return inside
@@ -126,8 +126,8 @@ class Overlay:
 
         @functools.wraps(listdir)
         def both(path: Any = ".") -> list[Any]:
-            plain = self._kept(path)
-            if plain is None or not self._there(self.files + plain):
+            plain = self._protected(path)
+            if plain is None or not self._exists(self.files + plain):
                 return listdir(path)
             own = listdir(self.files + plain)
             if isinstance(path, bytes):
@@ -144,8 +144,8 @@ class Overlay:
 
         @functools.wraps(scandir)
         def both(path: Any = ".") -> Any:
-            plain = self._kept(path)
-            if plain is None or not self._there(self.files + plain):
+            plain = self._protected(path)
+            if plain is None or not self._exists(self.files + plain):
                 return scandir(path)
             with scandir(self.files + plain) as result:
                 entries = {entry.name: entry for entry in result}
@@ -184,19 +184,19 @@ class Overlay:
 
         os.open = low
         for name in ("stat", "lstat", "access", "readlink"):
-            self._lead(name, self.read_path)
+            self._redirect(name, self.read_path)
         for name in ("mkdir", "mkfifo"):
-            self._lead(name, self.write_path)
+            self._redirect(name, self.write_path)
         for name in ("chmod", "utime", "truncate"):
-            self._lead(name, functools.partial(self.write_path, keep=True))
+            self._redirect(name, functools.partial(self.write_path, keep=True))
         for name in ("remove", "unlink", "rmdir"):
-            self._lead(name, self.removing)
+            self._redirect(name, self.removing)
         for name in ("rename", "replace"):
-            self._lead_both(name)
+            self._redirect_both(name)
         for name, both in (("listdir", self.merged_listing), ("scandir", self.scanning)):
             setattr(os, name, both(getattr(os, name)))
 
-    def _lead(self, name: str, to: Callable[[Any], Any]) -> None:
+    def _redirect(self, name: str, to: Callable[[Any], Any]) -> None:
         original = getattr(os, name, None)
         if original is None:
             return
@@ -214,7 +214,7 @@ class Overlay:
             os.supports_effective_ids.add(led)
         setattr(os, name, led)
 
-    def _lead_both(self, name: str) -> None:
+    def _redirect_both(self, name: str) -> None:
         original = getattr(os, name)
 
         @functools.wraps(original)
@@ -282,7 +282,7 @@ class Overlay:
                 return original(*args, **kwargs)
             mode = args[position + 1] if len(args) > position + 1 else kwargs.get("mode")
             plain = _plain(given)
-            large = plain is not None and self._there(plain) and (
+            large = plain is not None and self._exists(plain) and (
                 self._os["stat"](plain).st_size > MAX_COPIED
             )  # fmt: skip
             reads = (name == "__init__" and mode in (None, "r")) or large
@@ -315,12 +315,12 @@ class Overlay:
         if event == "open" and isinstance(args[0], str | bytes):
             mode, flags = args[1], args[2]
             changes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & _WRITES
-            plain = self._kept(args[0])
+            plain = self._protected(args[0])
             if changes and plain is not None:
                 self.refuse(plain, "write")
         elif event in ("os.remove", "os.rmdir", "os.mkdir", "os.rename", "os.truncate"):
             for path in args[: 2 if event == "os.rename" else 1]:
-                plain = self._kept(path)
+                plain = self._protected(path)
                 if plain is not None and -1 in args[1:]:
                     self.refuse(plain, event.removeprefix("os."))
 

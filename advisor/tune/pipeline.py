@@ -109,7 +109,7 @@ def _record(program: TrialProgram, root: Path, wanted: TrialRequest, say: Say) -
 def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialRequest) -> None:
     machine = Machine(count_cores(), _on_gpu(run))
     result = plan_trials(run, machine)
-    report.verdict, report.without = result.verdict, result.without
+    report.verdict, report.without = result.verdict, result.by_hand
     report.trials = [
         t
         for t in [*result.trials, *asked_for(wanted.only, machine, result.trials)]
@@ -254,7 +254,7 @@ class TrialPlan(NamedTuple):
     """Trials in the order of the findings, and the findings that no knob cures."""
 
     trials: list[Trial]
-    without: list[str]
+    by_hand: list[str]
     verdict: str
 
 

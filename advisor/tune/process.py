@@ -77,7 +77,7 @@ class TrialProgram:
         be started."""
         running = self.start(knob_settings, **wanted)
         try:
-            running.go()
+            running.run_turn()
         finally:
             running.end()
         return running.result()
@@ -166,7 +166,7 @@ class RunningTrial:
                 raise AdvisorError(f"{words[0]}: cannot be started ({error})") from None
         (home / GROUP).write_text(str(self.process.pid))
 
-    def go(self, steps: int = 0) -> bool:
+    def run_turn(self, steps: int = 0) -> bool:
         """Until it stops for its next turn (True) or has ended. ``steps``: of the turn; 0: as many
         as before."""
         if self.paused:

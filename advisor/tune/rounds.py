@@ -90,7 +90,7 @@ class Rounds:
                     break
                 item = self._start(knob_settings, turns=self.turns)
                 live[knob_settings] = item
-                if item.go():
+                if item.run_turn():
                     if not number:
                         room = self._room(item)
                         self.longest = max(self.longest, item.spent)
@@ -130,7 +130,7 @@ class Rounds:
                 break
             item = self._start(knob_settings, turns=0)
             try:
-                item.go()
+                item.run_turn()
             finally:
                 item.end()
             result[knob_settings] = self._ended(item)
@@ -155,7 +155,7 @@ class Rounds:
             if first not in live or (late and turn >= MIN_TURNS):
                 break
             for knob_settings in list(live) if turn % 2 == 0 else list(live)[::-1]:
-                if not live[knob_settings].go(block):
+                if not live[knob_settings].run_turn(block):
                     result = self._ended(live.pop(knob_settings))
                     if not (live and self._crowded(result)):
                         results[knob_settings] = result

@@ -82,7 +82,7 @@ class TrialSession:
             self.report.out_of_budget = True
         return fits
 
-    def round_(self, sides: Sequence[KnobSettings]) -> list[KnobSettings]:
+    def run_round(self, sides: Sequence[KnobSettings]) -> list[KnobSettings]:
         """One of the program as it is against those of the sides for which there is room: what was
         run. Raises AdvisorError: the program cannot be tried."""
         if self.rounds.interrupted:
@@ -114,7 +114,7 @@ class TrialSession:
             if number % 2:
                 left = dict(reversed(left.items()))
             while left:
-                done = self.round_(list(left))
+                done = self.run_round(list(left))
                 if not done:
                     return
                 for knob_settings in done:
@@ -299,7 +299,7 @@ class TrialSession:
         for trial in winners[1:]:
             more = (*best, trial.knob_setting)
             for sides in ((best, more), (more, best)):
-                if len(self.round_(sides)) < 2 or any(r.problem for r in self.runs[more]):
+                if len(self.run_round(sides)) < 2 or any(r.problem for r in self.runs[more]):
                     break
             got = self.measure_gain(more, best)
             classes = [find_knob(knob_setting.knob) for knob_setting in more]

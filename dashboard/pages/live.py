@@ -210,7 +210,7 @@ def _findings(view: PageView) -> Any:
     """Findings of the last window."""
     entry = view.session.entries[0]
     if entry.loaded is None:
-        why = labels.clean(entry.why or entry.doing)
+        why = labels.clean(entry.failure_reason or entry.progress)
         return empty_state("No findings yet", f"They appear after the first profiled window. {why}")
     report = entry.loaded.report
     ranked = report_text.ranked_findings(report)[:5]
@@ -224,7 +224,7 @@ def _findings(view: PageView) -> Any:
         "Findings",
         element("Ol", *(finding_line(view, finding) for finding in ranked), cls="lines"),
         tools=link("All", href=view.href("/findings")),
-        aside=f"{basis}; {labels.clean(entry.why)}" if entry.why else basis,
+        aside=f"{basis}; {labels.clean(entry.failure_reason)}" if entry.failure_reason else basis,
     )
 
 

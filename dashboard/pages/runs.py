@@ -117,7 +117,7 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     name = link(shown, href=href, title=labels.clean(entry.path), cls="nowrap")
     verdict: Any = labels.shorten(t.split_sentences(entry.verdict, MAX_VERDICT)[0], 2 * MAX_VERDICT)
     if entry.state == "failed":
-        verdict = t.first_sentence(entry.why)
+        verdict = t.first_sentence(entry.failure_reason)
     elif not verdict:
         verdict = element(
             "Span", "reading" if entry.state == "loading" else "not read yet", cls="dim"

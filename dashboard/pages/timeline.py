@@ -108,7 +108,7 @@ def trace_routes(session: DashboardSession) -> flask.Blueprint:
         given: dict[str, Any] = clean_query(flask.request.args.to_dict(flat=False))
         view = page_view.view(**given)
         if view.entry.loaded is None:
-            return flask.Response(f"{view.entry.why or 'Not read yet.'}\n", 409)
+            return flask.Response(f"{view.entry.failure_reason or 'Not read yet.'}\n", 409)
         try:
             file = files.file(view)
         except AdvisorError as error:

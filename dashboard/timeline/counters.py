@@ -32,7 +32,7 @@ class CounterSeries(NamedTuple):
     """``%``, ``W``, ``MHz``, ``°C``, ``bytes``, ``bytes/s``, ``ns`` or empty."""
     ts: Ints
     value: NDArray[np.float64]
-    hold: int | None
+    max_shown_ns: int | None
     """Longest time that a value is shown for, ns; ``None``: until the next one."""
 
 
@@ -188,8 +188,8 @@ def sample_counter(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray
     before = place[:-1] - 1
     previous = np.maximum(before, 0)
     holds = before >= 0
-    if counter.hold is not None:
-        holds &= cut[:-1] - counter.ts[previous] <= counter.hold
+    if counter.max_shown_ns is not None:
+        holds &= cut[:-1] - counter.ts[previous] <= counter.max_shown_ns
     low[holds] = counter.value[previous[holds]]
     high[holds] = low[holds]
     if len(full):

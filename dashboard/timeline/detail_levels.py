@@ -113,7 +113,7 @@ def _stored(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: 
     level = index.pyramid[k]
     parts = []
     for number in lanes:
-        a, b = int(level.first[number]), int(level.first[number + 1])
+        a, b = int(level.first_run[number]), int(level.first_run[number + 1])
         cell = level.runs.cell[a:b]
         lo = max(int(np.searchsorted(cell, low, side="right")) - 1, 0)
         hi = int(np.searchsorted(cell, high, side="right"))
@@ -243,7 +243,7 @@ class CellTimes(NamedTuple):
 class DetailLevel(NamedTuple):
     """The runs of all lanes at one level; those of lane i are ``first[i]`` to ``first[i + 1]``."""
 
-    first: NDArray[np.int64]
+    first_run: NDArray[np.int64]
     runs: CellRuns
 
 

@@ -55,7 +55,7 @@ class LaneGroup:
     kind: str
     """``steps``, ``phases``, ``idle``, ``stream``, ``collectives``, ``copies``, ``sync``,
     ``thread``, ``overhead``."""
-    first: int
+    first_lane: int
     """Number of its first lane."""
     count: int
     folded: bool = False
@@ -105,7 +105,7 @@ class TimelineIndex:
         columns += self.row.nbytes + self.longest.nbytes
         columns += sum(column.nbytes for column in self.slice_of_row.values())
         cells = sum(
-            level.first.nbytes + sum(column.nbytes for column in level.runs)
+            level.first_run.nbytes + sum(column.nbytes for column in level.runs)
             for level in self.pyramid.values()
         )
         return columns + cells + sum(c.ts.nbytes + c.value.nbytes for c in self.counters)
@@ -246,7 +246,7 @@ class NameTable:
         self._number: dict[str, int] = {}
         self._shown = shown
 
-    def one(self, text: str) -> int:
+    def number_of(self, text: str) -> int:
         """Number of a name."""
         text = self._shown(text)
         return self._number.setdefault(text, len(self._number))
@@ -258,9 +258,11 @@ class NameTable:
         unique = names.unique().drop_nulls()
         codes = unique.to_physical().to_numpy().astype(np.int64)
         missing = int(codes.max()) + 1 if len(codes) else 0
-        table = np.full(missing + 1, self.one("") if names.null_count() else 0, dtype=np.uint32)
+        table = np.full(
+            missing + 1, self.number_of("") if names.null_count() else 0, dtype=np.uint32
+        )
         # one look at each distinct name
-        table[codes] = [self.one(text) for text in unique.cast(pl.String).to_list()]
+        table[codes] = [self.number_of(text) for text in unique.cast(pl.String).to_list()]
         numbers: NDArray[np.uint32] = table[names.to_physical().fill_null(missing).to_numpy()]
         return numbers
 

@@ -163,7 +163,7 @@ def _idle(b: IndexBuilder, a: Analysis) -> None:
     slot = gaps["cause"].to_physical().to_numpy()
     framework = a.trace.meta.framework
     labels = np.array(
-        [b.names.one(cause_label(cause, framework)) for cause in CAUSES], dtype=np.uint32
+        [b.names.number_of(cause_label(cause, framework)) for cause in CAUSES], dtype=np.uint32
     )
     start = gaps["ts"].to_numpy()
     columns = (start, start + gaps["dur"].to_numpy(), labels[slot], slot, np.arange(gaps.height))
@@ -229,7 +229,7 @@ def _sync(b: IndexBuilder, a: Analysis) -> None:
     start = sync["ts"].to_numpy()
     slot = sync["kind"].to_physical().fill_null(0).to_numpy()
     texts = [category.label for category in SYNCS]
-    labels = np.array([b.names.one(text) for text in texts], dtype=np.uint32)
+    labels = np.array([b.names.number_of(text) for text in texts], dtype=np.uint32)
     columns = (start, start + sync["dur"].to_numpy(), labels[slot], slot, np.arange(sync.height))
     b.tracks("sync", "CUDA synchronizations", "sync", "sync", SYNCS, columns, folded=True)
 
@@ -323,7 +323,7 @@ def _activity(b: IndexBuilder, a: Analysis) -> dict[int, Any]:
     owner, code, start, end, row = (c[recorded] for c in (owner, code, start, end, row))
     framework = a.trace.meta.framework
     labels = np.array(
-        [b.names.one(host_label(name, framework)) for name in CLASSES], dtype=np.uint32
+        [b.names.number_of(host_label(name, framework)) for name in CLASSES], dtype=np.uint32
     )
     lanes = {}
     for number in np.unique(owner).tolist():

@@ -127,7 +127,7 @@ def _loaded(session: DashboardSession, args: Any, run: str, rank: str) -> tuple[
     entry = _entry(session, args, run)
     loaded = entry.loaded
     if loaded is None:
-        raise NotReady(entry.state, entry.why or entry.doing)
+        raise NotReady(entry.state, entry.failure_reason or entry.progress)
     number = read_number(args, rank, -1, 10**6, default=next(iter(loaded.analyses)))
     if number not in loaded.analyses:
         raise BadParameter("there is no such rank")
@@ -157,7 +157,7 @@ def _beside(_line: RankTimeline, args: Any) -> Reply:
         _loaded(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
     )
     offset = time_offset(here, there)
-    return flask.jsonify({"ns": offset.ns, "how": offset.how})
+    return flask.jsonify({"ns": offset.ns, "how": offset.alignment})
 
 
 def _info(line: RankTimeline, args: Any) -> Reply:
@@ -193,11 +193,12 @@ def _info(line: RankTimeline, args: Any) -> Reply:
                     "key": g.key,
                     "label": g.label,
                     "kind": g.kind,
-                    "first": g.first,
+                    "first": g.first_lane,
                     "count": g.count,
                     "folded": g.folded,
-                    "sets": [index.lanes[g.first + i].base for i in range(g.count)],
-                    "slices": index.lanes[g.first + g.count - 1].hi - index.lanes[g.first].lo,
+                    "sets": [index.lanes[g.first_lane + i].base for i in range(g.count)],
+                    "slices": index.lanes[g.first_lane + g.count - 1].hi
+                    - index.lanes[g.first_lane].lo,
                 }
                 for g in index.groups
             ],

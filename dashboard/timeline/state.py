@@ -91,7 +91,7 @@ class TimeOffset(NamedTuple):
     """What to add to a time of one timeline to get the same moment of another."""
 
     ns: int
-    how: str
+    alignment: str
     """How the two are aligned, for the reader."""
 
 

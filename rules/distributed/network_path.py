@@ -37,9 +37,9 @@ class NetworkRule(Rule):
         """Judge the log, where there is one."""
         log = a.trace.meta.network
         if log is not None:
-            yield from self.judge(a, log)
+            yield from self.examine_log(a, log)
 
-    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
+    def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """What the log says of the path."""
         raise NotImplementedError
 
@@ -208,7 +208,7 @@ class NcclSockets(NetworkRule):
         },
     }
 
-    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
+    def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Which network the log names, and why not a faster one."""
         if not log.hosts:
             return
@@ -294,7 +294,7 @@ class NcclGpuDirect(NetworkRule):
         }
     }
 
-    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
+    def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Connections over adapters without GPUDirect."""
         verbs = {
             path: n
@@ -384,7 +384,7 @@ class NcclNodePath(NetworkRule):
         }
     }
 
-    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
+    def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """How GPUs of a node reach each other, and how they could."""
         peer = sum(n for path, n in log.paths.items() if path.startswith("P2P"))
         shared = log.paths.get("SHM", 0)
@@ -462,7 +462,7 @@ class NcclNvls(NetworkRule):
 
     min_gpus = Threshold(4, "GPUs of the node: pairs gain nothing", CHOSEN)
 
-    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
+    def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Multicast is said to be missing where the hardware has it."""
         if log.nvls is None:
             return
@@ -510,7 +510,7 @@ class NcclLimits(NetworkRule):
         "too small",
     }
 
-    def judge(self, a: Analysis, log: NetworkLog) -> Outcomes:
+    def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
         """Warnings that name a limit."""
         found = {
             meaning: text

@@ -50,7 +50,7 @@ class LoaderWaitRule(Rule):
     def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
         raise NotImplementedError
 
-    def _praise(self, a: Analysis, share: float) -> Outcomes:
+    def _passed(self, a: Analysis, share: float) -> Outcomes:
         yield from ()
 
     def check(self, a: Analysis) -> Outcomes:
@@ -61,7 +61,7 @@ class LoaderWaitRule(Rule):
         share = waits.exposed / a.span_ns
         batch = waits.total / len(waits.host)
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
-            yield from self._praise(a, share)
+            yield from self._passed(a, share)
             return
         if not is_recurring(waits, self.min_share * a.step_ns):
             yield in_one_step(waits, _loader_name(a))
@@ -164,7 +164,7 @@ class DataLoaderWait(LoaderWaitRule):
             return
         yield from super().check(a)
 
-    def _praise(self, a: Analysis, share: float) -> Outcomes:
+    def _passed(self, a: Analysis, share: float) -> Outcomes:
         if share < self.healthy_share and a.device_id is not None:
             yield PassedCheck(
                 text=f"{_loader_name(a)} keeps up: the GPU waits {share:.1%} {t.format_of(a.per)}"

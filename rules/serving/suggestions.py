@@ -19,7 +19,7 @@ from advisor.rules.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM
 from advisor.testing import Examples, TraceBuilder
 
 Phases = dict[str, ServingPhase]
-Asked = Iterator[tuple[str, list[Evidence]]]
+Occasions = Iterator[tuple[str, list[Evidence]]]
 
 
 class _Suggestion(Rule):
@@ -34,7 +34,7 @@ class _Suggestion(Rule):
         if serving is None or serving.source != "engine":
             return
         phases = {phase.name: phase for phase in serving.phases}
-        for summary, evidence in self.ask(a, serving, phases):
+        for summary, evidence in self.find_occasion(a, serving, phases):
             why = "the trace does not show how fast the other setting is"
             yield Finding(
                 summary=summary,
@@ -43,7 +43,7 @@ class _Suggestion(Rule):
                 informational=True,
             )
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """Summary and evidence, if there is an occasion."""
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class PrefillStallsDecode(_Suggestion):
     verify = "The 99th percentile of the time between tokens falls under the same load."
     falsified_by = "the same percentile with chunks half as large"
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """Steps with prompts beside steps that decode."""
         decode = phases.get(DECODE)
         slow = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
@@ -131,7 +131,7 @@ class SmallDecodeBatch(_Suggestion):
     verify = "Tokens per second rise, and a decode step takes hardly longer."
     falsified_by = "a decode step that takes twice as long with twice the batch"
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """Decode steps of few requests that memory limits."""
         decode = phases.get(DECODE)
         if decode is None or decode.requests is None or decode.limit != "memory":
@@ -185,7 +185,7 @@ class PrefixCacheUnused(_Suggestion):
     verify = "The engine's log shows a prefix cache hit rate above zero."
     falsified_by = "prompts that have nothing in common"
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """Prompts whose keys are all new."""
         marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
         prompts = sum(mark.requests or 0 for mark in marks if mark.phase == PREFILL)
@@ -241,7 +241,7 @@ class CollectivesOfTensorParallel(_Suggestion):
     verify = "Tokens per second per GPU rise under the same load."
     falsified_by = "fewer tokens per second per GPU with fewer GPUs a copy"
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """Collectives among the roles of decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles:
@@ -296,7 +296,7 @@ class PiecewiseGraphs(_Suggestion):
     verify = "Profile again: one graph launch per decode step, and shorter steps."
     falsified_by = "steps that are as long with one graph"
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """Launches of graphs per step, beside the idle time of decode steps."""
         decode, graphs = phases.get(DECODE), serving.graphs
         if decode is None or graphs is None or decode.busy_share is None:
@@ -349,7 +349,7 @@ class SlowDecodeAttention(_Suggestion):
     verify = "Compare the traces: attention per token takes less."
     falsified_by = "another backend that is as slow"
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """Bytes over time of attention in decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles or a.passes is None or a.hardware is None:
@@ -413,7 +413,7 @@ class UnevenExperts(_Suggestion):
     verify = "The longest exchange comes close to the median one."
     falsified_by = "ranks whose experts get the same tokens"
 
-    def ask(self, a: Analysis, serving: Serving, phases: Phases) -> Asked:
+    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
         """How exchanges of experts vary."""
         roles: dict[str, float] = {}
         for phase in phases.values():

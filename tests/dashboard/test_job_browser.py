@@ -164,7 +164,7 @@ def test_a_rank_that_cannot_be_read_says_why_and_the_job_stays(tmp_path: Path) -
     session = DashboardSession([str(file)]).load()
     bad = opened(session, "0.1")
     assert (bad.state, bad.name) == ("failed", "rank 1")
-    assert bad.why
+    assert bad.failure_reason
     good = opened(session, "0.0")
     assert good.loaded is not None
     assert session.entries[0].job is not None
@@ -196,7 +196,10 @@ def test_a_damaged_report_is_told_in_one_line(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     entry = DashboardSession([str(file)]).load().entries[0]
     assert entry.state == "failed"
-    assert entry.why.startswith(f"{file}: not a report: ") and "\n" not in entry.why
+    assert (
+        entry.failure_reason.startswith(f"{file}: not a report: ")
+        and "\n" not in entry.failure_reason
+    )
     other = structs.replace(
         Report.from_json(saved(folder, 2).read_bytes()), schema="advisor.report/99"
     )

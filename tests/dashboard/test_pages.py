@@ -388,7 +388,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
         training.step()
     session = DashboardSession([str(m.write(tmp_path / "memory.pickle"))]).load()
     loaded = session.entries[0].loaded
-    assert loaded is not None, session.entries[0].why
+    assert loaded is not None, session.entries[0].failure_reason
     (post,), (told,) = loaded.main.post_mortems, loaded.report.memory
     drawn = snapshot._timeline(post, post.timeline(50))
     at = int(post.timeline(50)["event"].index_of(post.event) or 0)
@@ -444,7 +444,7 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
     )
     (cache / "matmul_kernel.ttir").write_text('#loc = loc("kernels.py":34:1)\n')
     session = DashboardSession([str(tmp_path)]).load()
-    assert session.entries[0].loaded is not None, session.entries[0].why
+    assert session.entries[0].loaded is not None, session.entries[0].failure_reason
     app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
     with app.server.test_request_context("/kernels"):
         page = str(kernels.layout())

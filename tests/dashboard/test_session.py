@@ -80,7 +80,7 @@ def test_a_path_that_cannot_be_read_leaves_the_others(slow: str, tmp_path: Path)
     bad.write_text("{")
     session = DashboardSession([str(bad), slow, str(tmp_path / "nowhere")]).load()
     assert [entry.state for entry in session.entries] == ["failed", "ready", "failed"]
-    assert all("\n" not in entry.why for entry in session.entries)
+    assert all("\n" not in entry.failure_reason for entry in session.entries)
     assert isinstance(session.comparison("0", "1"), str)
 
 

@@ -30,7 +30,7 @@ def index_of(*lanes: list[Slice]) -> TimelineIndex:
     for number, slices in enumerate(lanes):
         of = (HOST, KERNELS)[number % 2]
         columns = [np.array([s[i] for s in slices], dtype=np.int64) for i in range(3)]
-        name = np.array([b.names.one(f"n{s[2]}") for s in slices], dtype=np.uint32)
+        name = np.array([b.names.number_of(f"n{s[2]}") for s in slices], dtype=np.uint32)
         row = np.arange(len(slices))
         b.group(
             str(number), str(number), "thread", [("cpu", of, *columns[:2], name, columns[2], row)]

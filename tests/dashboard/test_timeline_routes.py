@@ -39,7 +39,7 @@ def client(tmp_path_factory):
     for rank in range(2):
         loop(rank).write(Path(folder, f"rank{rank}.json"))
     session = DashboardSession([str(folder)]).load()
-    assert session.entries[0].state == "ready", session.entries[0].why
+    assert session.entries[0].state == "ready", session.entries[0].failure_reason
     return create_app(session, Access()).server.test_client()
 
 

@@ -382,8 +382,8 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path: Path) -> None:
     bad.write_text("hello")
     session = DashboardSession([str(bad)]).load()
     assert session.entries[0].state == "failed"
-    assert str(bad) in session.entries[0].why
-    assert "\n" not in session.entries[0].why
+    assert str(bad) in session.entries[0].failure_reason
+    assert "\n" not in session.entries[0].failure_reason
     status = create_app(session, Access()).server.test_client().get("/_advisor/status").json
     assert status["done"] and status["entries"][0]["state"] == "failed"
 

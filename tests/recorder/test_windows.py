@@ -302,7 +302,7 @@ def test_a_window_opens_when_asked_by_file_and_by_signal(tmp_path: Path, trainin
         wait_for(rec, lambda session: session.writer.folder is not None)
         time.sleep(0.05)
         (tmp_path / "run" / REQUEST).touch()
-        wait_for(rec, lambda session: session.windows.asked is not None)
+        wait_for(rec, lambda session: session.windows.requested_reason is not None)
         for _ in range(4):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
         wait_for(rec, lambda session: session.windows._export is None)
@@ -324,7 +324,9 @@ def test_a_slowdown_opens_a_window(
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
             time.sleep(0.004 if number < 45 else 0.03)
             if number == 70:
-                wait_for(rec, lambda s: s.windows.wanted is not None or s.windows._number >= 0)
+                wait_for(
+                    rec, lambda s: s.windows.automatic_reason is not None or s.windows._number >= 0
+                )
     done = [w for w in only_rank(tmp_path / "run").events_of("window") if w["state"] == "done"]
     assert len(done) == 1
     assert "median" in done[0]["reason"]
@@ -379,7 +381,9 @@ def test_no_more_windows_once_traces_are_too_large(tmp_path: Path, training: Any
             session.writer._wake.set()
         wait_for(rec, lambda session: session.windows._export is None)
         session.request_window("please", True)
-        while session.windows.asked is not None:  # until a boundary that was read in time
+        while (
+            session.windows.requested_reason is not None
+        ):  # until a boundary that was read in time
             assert time.monotonic() < deadline
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
     windows = only_rank(tmp_path / "run").events_of("window")

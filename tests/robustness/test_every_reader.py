@@ -273,7 +273,7 @@ def dashboard(path: Path) -> None:
     app.server.config[KEY].entries = session.entries
     entry = session.entries[0]
     if entry.loaded is None:
-        assert entry.why and "\n" not in entry.why
+        assert entry.failure_reason and "\n" not in entry.failure_reason
         return
     with app.server.test_request_context():
         for page in dash.page_registry.values():

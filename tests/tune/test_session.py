@@ -23,7 +23,7 @@ class Run(RunningTrial):
     def __init__(self, answer: Result) -> None:
         self.answer, self.spent = answer, 0.0
 
-    def go(self, steps: int = 0) -> bool:
+    def run_turn(self, steps: int = 0) -> bool:
         return False
 
     def end(self) -> None:

@@ -179,16 +179,16 @@ def test_ctrl_c_between_turns_keeps_the_blocks_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = program(tmp_path)
-    count, go = 0, RunningTrial.go
+    count, run_turn = 0, RunningTrial.run_turn
 
     def interrupted(one: RunningTrial, steps: int = 0) -> bool:
         nonlocal count
         count += 1
         if count == 8:  # two starts, two turns of each, and a third of the first are over
             raise KeyboardInterrupt
-        return go(one, steps)
+        return run_turn(one, steps)
 
-    monkeypatch.setattr(RunningTrial, "go", interrupted)
+    monkeypatch.setattr(RunningTrial, "run_turn", interrupted)
     run = rounds(made)
     found = run.run([(), OTHER])
     assert run.interrupted
@@ -214,7 +214,7 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
         root = (Path({str(tmp_path)!r}) / "other").resolve()
         made = TrialProgram({made.words!r}, root)
         one = made.start((), warmup=6, steps=16, seconds=60, timeout=300, turns=4)
-        assert one.go()
+        assert one.run_turn()
         print(one.process.pid, flush=True)
         time.sleep(600)
         """

@@ -22,8 +22,8 @@ HERE = os.path.dirname(__file__)  # noqa: PTH120
 """This folder, as PYTHONPATH has it."""
 RECORDING = "advisor.recorder.injection"
 BEGIN = "ADVISOR_BEGIN"
-"""Names the module that begins in the recording's place: ``before()`` at once, ``begin(note)`` when
-torch is there."""
+"""Names the module that begins in the recording's place: ``before_program()`` at once,
+``begin(note)`` when torch is there."""
 NOTES = "ADVISOR_NOTES"
 """A folder of ``advisor record``: each process notes in it how far it came."""
 
@@ -228,7 +228,7 @@ def _record() -> None:
             return
         import importlib
 
-        importlib.import_module(other).before()
+        importlib.import_module(other).before_program()
     Watch().install()
 
 

@@ -346,7 +346,7 @@ PAIRS = (
 def edit(given: Any) -> Any:
     """An ``Edit``, from a line of the language or from keywords."""
     from advisor import Edit, Select
-    from advisor.replay.language import parse_edit
+    from advisor.replay.edit_language import parse_edit
 
     if isinstance(given, str):
         return parse_edit(given)
@@ -359,7 +359,7 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     import advisor
     from advisor.advise.impact import BoundEstimator
     from advisor.measure import Analysis
-    from advisor.replay.window import WindowReplayer
+    from advisor.replay.window_replayer import WindowReplayer
 
     run = advisor.open(path)
     a = Analysis(run.window(run.ranks[0]))

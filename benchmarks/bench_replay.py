@@ -21,7 +21,7 @@ from public_traces import CORPUS
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.read import read_trace
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 
 REPLAY, HARD = "replay", "hard parts"
 """Sections of the document that are written."""

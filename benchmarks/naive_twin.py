@@ -13,7 +13,7 @@ import numpy as np
 
 from advisor.replay.graph import Edge, Graph
 from advisor.replay.replay import completion_times
-from advisor.replay.trust import EXPLAINED_NS
+from advisor.replay.replay_quality import EXPLAINED_NS
 
 COMPUTED = ("cross-stream starts",)
 """Hard parts that the twin computes at all: the others are host times, which it copies."""

@@ -14,9 +14,9 @@ from msgspec import structs
 
 from advisor.advise.impact import (
     GainEstimator,
-    count_ranks,
     estimate_impact,
     estimator_for,
+    note_rank_counts,
     weigh_confidence,
 )
 from advisor.advise.limits import lost_records
@@ -178,7 +178,7 @@ def merge_ranks(
             seen.setdefault(finding.rule, set()).add(number)
     if len(results) > 1 and counted:
         counts = {rule: len(numbers) for rule, numbers in seen.items()}
-        findings = count_ranks(findings, counts, len(results))
+        findings = note_rank_counts(findings, counts, len(results))
     return replace(results[main], findings=findings)
 
 

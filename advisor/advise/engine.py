@@ -26,9 +26,9 @@ from advisor.advise.check import (
 from advisor.advise.impact import (
     BoundEstimator,
     GainEstimator,
-    count_ranks,
     estimator_for,
     limit_to_cores,
+    note_rank_counts,
     scale_to_run,
     with_gain,
 )
@@ -209,7 +209,7 @@ def _of_all_ranks(
     estimator = RanksEstimator(own, study, checked.rank, checked.findings, saving)
     findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
     seen = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
-    findings = count_ranks(findings, seen, len(study.numbers))
+    findings = note_rank_counts(findings, seen, len(study.numbers))
     findings = [
         structs.replace(f, evidence=[*f.evidence, *study.exposed()])
         if f.rule == EXPOSED_COMMUNICATION

@@ -22,10 +22,10 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
-from advisor.replay.exposed import ExposedTime
+from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.predictions import Band, widened_by_kind, widened_by_rule, worst_case
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.rules.common import device_waits
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     return finding
 
 
-def count_ranks(findings: Iterable[Finding], seen: Mapping[str, int], ranks: int) -> list[Finding]:
+def note_rank_counts(
+    findings: Iterable[Finding], seen: Mapping[str, int], ranks: int
+) -> list[Finding]:
     """Says of each finding on how many of the ranks its rule found it."""
     return [
         replace(
@@ -190,7 +192,7 @@ def severity_of_share(share: float | None) -> Severity:
     return "critical" if share >= CRITICAL_SHARE else "warning"
 
 
-def may_be_nothing(finding: Finding, floor: float) -> bool:
+def gain_may_be_zero(finding: Finding, floor: float) -> bool:
     """Not proven, and by its own range perhaps no gain: no ground to call a run ill."""
     impact = finding.impact
     return (

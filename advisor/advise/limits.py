@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, JAX
-from advisor.measure.steps.oneoff import MAX_BUSY
+from advisor.measure.steps.step_differences import MAX_BUSY
 from advisor.measure.steps.step_records import MIN_DEVICE_TIMED
 from advisor.measure.steps.steps import recorded_extent
 from advisor.measure.steps.unmarked_steps import range_groups
@@ -22,7 +22,7 @@ from advisor.measure.steps.unmarked_steps import range_groups
 if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace, TraceMeta
     from advisor.measure import Analysis
-    from advisor.measure.steps.oneoff import StepDifference
+    from advisor.measure.steps.step_differences import StepDifference
 
 ONE_OFF_CALLS = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""

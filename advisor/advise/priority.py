@@ -15,7 +15,7 @@ from advisor.advise.impact import (
     MIN_GAIN_SHARE,
     WARNING_SHARE,
     GainEstimator,
-    may_be_nothing,
+    gain_may_be_zero,
     without_gain,
 )
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
@@ -82,7 +82,7 @@ def prioritize(
             finding.informational
             or impact is None
             or (impact.currency == "unpriced" and not finding.known_cost)
-            or may_be_nothing(finding, floor)
+            or gain_may_be_zero(finding, floor)
         ):
             notes.append(finding)
         elif not timed and not finding.known_cost and not _counts_in_run(finding):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
     from advisor.core.trace import Run
     from advisor.measure import Analysis
-    from advisor.measure.steps.oneoff import StepDifference
+    from advisor.measure.steps.step_differences import StepDifference
     from advisor.replay.ranks.study import Study
 
 MAX_OPERATORS = 10

@@ -25,7 +25,7 @@ from advisor.core.rule import Rule
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.post_mortem import order_snapshots
-from advisor.measure.steps.steps import refuse_none
+from advisor.measure.steps.steps import require_used_steps
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
@@ -60,7 +60,7 @@ def choose_windows(
     analyses |= _untraced(run, analyses)
     for number, a in analyses.items():
         if not a.record_only:
-            refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
+            require_used_steps(a.steps, a.trace.meta.path, number, selected=steps is not None)
     return analyses
 
 

@@ -47,7 +47,7 @@ from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, Report, RuleText
 from advisor.measure.device.families import MATRIX
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
-from advisor.measure.steps.oneoff import CAPTURE
+from advisor.measure.steps.step_differences import CAPTURE
 
 if TYPE_CHECKING:
     from advisor.advise.check import RankFindings

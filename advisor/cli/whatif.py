@@ -73,7 +73,7 @@ def command(
 
     The edit language is described in docs/whatif.md.
     """
-    from advisor.replay.language import parse_edit
+    from advisor.replay.edit_language import parse_edit
     from advisor.replay.result import what_if
 
     edits = [parse_edit(line) for line in edit]
@@ -108,7 +108,7 @@ def command(
 def _precision(run: Run, name: str, options: o.Options) -> Document:
     """``--precision``: which layers to convert, and the step after it."""
     from advisor.measure import Analysis
-    from advisor.measure.steps.steps import refuse_none
+    from advisor.measure.steps.steps import require_used_steps
     from advisor.render.documents.whatif import build_precision
     from advisor.replay.project.precision import project_precision
 
@@ -116,7 +116,7 @@ def _precision(run: Run, name: str, options: o.Options) -> Document:
         raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
     number = run.ranks[0] if options.rank is None else options.rank
     a = Analysis(run.window(number), options.steps)
-    refuse_none(a.steps, a.trace.meta.path, number, selected=options.steps is not None)
+    require_used_steps(a.steps, a.trace.meta.path, number, selected=options.steps is not None)
     result = project_precision(a, name)
     data = {"schema": 1, **result._asdict()}
     return replace(build_precision(result), data=data)

@@ -17,7 +17,7 @@ from advisor.core.files import read_regular
 from advisor.mcp import answers as b
 from advisor.mcp.answers import AllowedFolders, Ran, TogetherLine, TrialLine, TrialText, Tried
 from advisor.tune.knob import find_knob
-from advisor.tune.report import FILE, MAX_BYTES, Together, Trial, TrialReport
+from advisor.tune.report import FILE, MAX_BYTES, CombinedTrial, Trial, TrialReport
 
 SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 MAX_SECONDS = 3600
@@ -194,7 +194,7 @@ def _code(text: str) -> str:
     return labels.shorten(labels.clean(text, lines=True), 2 * b.LONGEST_TEXT)
 
 
-def _together(both: Together | None) -> TogetherLine | None:
+def _together(both: CombinedTrial | None) -> TogetherLine | None:
     if both is None:
         return None
     return b.take_fields(

@@ -177,7 +177,7 @@ class Tools:
 
     def what_if(self, path: Place, edits: Edits, rank: Rank = None) -> ReplayAnswer:
         """What a step would take with changes, by replaying its dependency graph."""
-        from advisor.replay.language import parse_edit
+        from advisor.replay.edit_language import parse_edit
         from advisor.replay.result import what_if
 
         if not 0 < len(edits) <= MAX_EDITS:
@@ -448,7 +448,7 @@ def _limit(e: Evidence) -> str | None:
 
 
 def _edits(f: Finding) -> list[str]:
-    from advisor.replay.language import write_edit
+    from advisor.replay.edit_language import write_edit
 
     lines = []
     for edit in f.edits[:MAX_EDITS]:

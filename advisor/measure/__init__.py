@@ -52,7 +52,7 @@ from advisor.measure.memory.trace_memory import (
 from advisor.measure.serving.graphs import missing_records
 from advisor.measure.serving.passes import find_engine, find_passes, with_attention
 from advisor.measure.serving.phases import measure_serving
-from advisor.measure.steps.oneoff import compare_halves, one_off
+from advisor.measure.steps.step_differences import compare_halves, one_off
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import find_steps, forward_only
 from advisor.measure.steps.timeline import build_timeline

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Intervals
 
 if TYPE_CHECKING:
-    from advisor.replay.device import DeviceWork
+    from advisor.replay.device_work import DeviceWork
 
 Array = NDArray[Any]
 NEVER = -1e18

@@ -8,9 +8,10 @@ import numpy as np
 import polars as pl
 
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.host.syncs import past_return
+from advisor.measure.host.syncs import work_past_return_ns
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
-from advisor.replay.device import DeviceWork, add_stream_edges, device_nodes, device_work
+from advisor.replay.device_work import DeviceWork, add_stream_edges, device_nodes, device_work
+from advisor.replay.edit_language import BLOCKING
 from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure_latencies
 from advisor.replay.host_nodes import (
     READY_BATCH_NS,
@@ -21,7 +22,6 @@ from advisor.replay.host_nodes import (
     loader_rows,
     wait_rows,
 )
-from advisor.replay.language import BLOCKING
 from advisor.replay.sync_edges import add_sync_edges
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _behind_awaited_work(
     in this order."""
     result = time.copy()
     back = np.flatnonzero(kind == Node.SYNC_END)
-    result[back] += past_return(trace, row[back])
+    result[back] += work_past_return_ns(trace, row[back])
     for owner in np.unique(thread[back]):
         own = thread == owner
         result[own] = np.maximum.accumulate(result[own])

@@ -18,9 +18,9 @@ import polars as pl
 
 from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.trace import LOADER, Trace
-from advisor.measure.device.copies import held_by_copy
+from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.host.syncs import tied_calls
+from advisor.measure.host.syncs import calls_ended_by_stream
 from advisor.replay.graph import Array, Node
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def wait_rows(trace: Trace, start: int, end: int) -> Array:
     cpu = trace.cpu
     call = cpu["call"].is_in(["sync_device", "sync_stream", "sync_event", "memcpy_blocking"])
     named = np.flatnonzero(call.fill_null(False).to_numpy())
-    held = trace.gpu["launch"].to_numpy()[held_by_copy(trace)].astype(np.int64)
-    rows: Array = np.unique(np.concatenate([named, held, tied_calls(trace)]))
+    held = trace.gpu["launch"].to_numpy()[copies_blocking_host(trace)].astype(np.int64)
+    rows: Array = np.unique(np.concatenate([named, held, calls_ended_by_stream(trace)]))
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
 

@@ -9,11 +9,11 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
-from advisor.measure.steps.steps import refuse_none
-from advisor.replay.exposed import ExposedTime
-from advisor.replay.language import parse_edit
-from advisor.replay.trust import ReplayQuality
-from advisor.replay.window import WindowReplayer
+from advisor.measure.steps.steps import require_used_steps
+from advisor.replay.edit_language import parse_edit
+from advisor.replay.exposed_time import ExposedTime
+from advisor.replay.replay_quality import ReplayQuality
+from advisor.replay.window_replayer import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
@@ -152,7 +152,7 @@ def what_if(
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():
-        refuse_none(a.steps, a.trace.meta.path, number, selected=steps is not None)
+        require_used_steps(a.steps, a.trace.meta.path, number, selected=steps is not None)
     whatif = WindowReplayer(analyses.pop(rank), rank, analyses)
     notes = [MEASURE] if any(_lighter(edit) for edit in parsed) else []
     if chosen is None and analyses and not whatif.ranks:

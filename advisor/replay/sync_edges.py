@@ -9,8 +9,8 @@ import polars as pl
 
 from advisor.core.intervals import union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.syncs import clocks_apart, past_return, recorded_waits
-from advisor.replay.device import SLACK_NS, DeviceWork, device_nodes
+from advisor.measure.host.syncs import clock_tolerance_ns, recorded_waits, work_past_return_ns
+from advisor.replay.device_work import SLACK_NS, DeviceWork, device_nodes
 from advisor.replay.graph import CALL_NS, FEW, Array, Edge, Graph, Latencies, Node, median_or
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
@@ -42,7 +42,7 @@ def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork
     called = graph.time[begin] + graph.origin
     ended = graph.time[done] + graph.origin
     own = _own_work(work)
-    apart = np.maximum(clocks_apart(trace), past_return(trace, row))
+    apart = np.maximum(clock_tolerance_ns(trace), work_past_return_ns(trace, row))
     awaited = _awaited(trace, work, row, call, called, ended, own, apart)
     last = np.array(
         [max(((work.ts + work.dur)[w].max(initial=0)), 0) if len(w) else 0 for w in awaited]

@@ -72,7 +72,7 @@ class Trial(Struct, kw_only=True):
         return str(self.knob_setting)
 
 
-class Together(Struct, kw_only=True):
+class CombinedTrial(Struct, kw_only=True):
     """The winners at once."""
 
     knob_settings: list[KnobSetting]
@@ -119,7 +119,7 @@ class TrialReport(Struct, kw_only=True):
     moved: int = 0
     """Files of a run that were written elsewhere than the program meant to."""
     trials: list[Trial] = field(default_factory=list)
-    together: Together | None = None
+    together: CombinedTrial | None = None
     without: list[str] = field(default_factory=list)
     """Findings that no knob cures: to be done by hand."""
     remembered: str = ""

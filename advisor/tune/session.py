@@ -22,7 +22,7 @@ from advisor.tune.measured_gain import (
     measure_paired_gain,
 )
 from advisor.tune.process import TrialProgram, landlock_version
-from advisor.tune.report import Together, Trial, TrialReport
+from advisor.tune.report import CombinedTrial, Trial, TrialReport
 from advisor.tune.rounds import KNOBS_PER_ROUND, Rounds, TrialLimits
 
 MIN_GAIN = 0.01
@@ -320,7 +320,7 @@ class TrialSession:
         got = self.measure_gain(knob_settings)
         if got is None:
             return
-        self.report.together = Together(
+        self.report.together = CombinedTrial(
             knob_settings=list(knob_settings),
             left_out=list(left),
             step_ns=got.after_ns,

@@ -426,7 +426,7 @@ def test_agents_and_the_python_interface_read_logs_too(tmp_path: Path) -> None:
 
 
 def test_an_edit_can_select_the_breaks_of_one_function(tmp_path: Path) -> None:
-    from advisor.replay.language import parse_edit, write_edit
+    from advisor.replay.edit_language import parse_edit, write_edit
 
     edit = parse_edit("remove gap:dispatch at:graph_break region:1,5")
     assert edit.select.region == ("1", "5") and parse_edit(write_edit(edit)) == edit

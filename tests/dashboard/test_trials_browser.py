@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.tune.knob import KnobSetting
-from advisor.tune.report import FILE, Together, Trial, TrialReport
+from advisor.tune.report import FILE, CombinedTrial, Trial, TrialReport
 
 NASTY = '<img src=x onerror="window.hit=1">'
 
@@ -52,7 +52,7 @@ def report() -> TrialReport:
                 why=f"out of memory: {NASTY}",
             ),
         ],
-        together=Together(
+        together=CombinedTrial(
             knob_settings=[workers], step_ns=11e6, gain=0.45, gain_low=0.43, gain_high=0.47
         ),
     )

@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
 from advisor.measure.steps.named_intervals import broken_regions, graph_breaks, step_starts
 from advisor.read import read_trace
-from advisor.replay.exposed import exposed_intervals
+from advisor.replay.exposed_time import exposed_intervals
 from advisor.testing import TraceBuilder
 
 

@@ -13,7 +13,7 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.advise.limits import longer_steps
 from advisor.measure import Analysis
-from advisor.measure.steps.oneoff import compare_halves
+from advisor.measure.steps.step_differences import compare_halves
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 

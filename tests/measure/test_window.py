@@ -21,7 +21,7 @@ from advisor.compare.statistics import autocorrelation
 from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.host.launches import lost_records
-from advisor.measure.steps.oneoff import CAPTURE
+from advisor.measure.steps.step_differences import CAPTURE
 from advisor.read import open_run, read_trace
 from advisor.testing import TraceBuilder
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from advisor import Analysis, Edit
 from advisor.advise.impact import GainRange, estimator_for
-from advisor.replay.language import BLOCKING, parse_edit, write_edit
+from advisor.replay.edit_language import BLOCKING, parse_edit, write_edit
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 TOLERANCE = 0.001

@@ -15,9 +15,9 @@ import pytest
 from advisor import Analysis
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
-from advisor.replay.exposed import ExposedTime
-from advisor.replay.language import parse_edit
-from advisor.replay.window import WindowReplayer
+from advisor.replay.edit_language import parse_edit
+from advisor.replay.exposed_time import ExposedTime
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import CORPUS
 

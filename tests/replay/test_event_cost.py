@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.replay.window import EVENT_COST_NS, MAX_COST, WindowReplayer, event_cost
+from advisor.replay.window_replayer import EVENT_COST_NS, MAX_COST, WindowReplayer, event_cost
 from advisor.testing import TraceBuilder
 
 USUAL = EVENT_COST_NS["plain"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from advisor.core.run_directory import Host
-from advisor.replay.language import parse_edit
-from advisor.replay.window import WindowReplayer
+from advisor.replay.edit_language import parse_edit
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 
 LOADING, STEP = 6_000.0, 10_000.0

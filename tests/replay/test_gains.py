@@ -45,7 +45,7 @@ from whatif_programs import (
 from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
 from advisor.read import read_trace
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 
 WITHIN = 0.05
 """Of the true gain."""
@@ -426,7 +426,7 @@ def test_removed_host_time_is_removed_once(tmp_path: Path) -> None:
 
 
 def test_the_loader_selector_of_the_programs_is_that_of_the_language() -> None:
-    from advisor.replay.language import parse_edit
+    from advisor.replay.edit_language import parse_edit
 
     assert parse_edit("parallelize loader 2").select.name.startswith("^enumerate")
     assert LOADER.startswith("^enumerate")

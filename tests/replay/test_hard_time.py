@@ -17,7 +17,7 @@ from advisor.core.finding import Edit, Select
 from advisor.read import read_trace
 from advisor.replay.graph import NEVER, Edge, Node
 from advisor.replay.replay import ReplayPlan
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 
 Find = Callable[[str], str]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.replay.language import parse_edit, write_edit
-from advisor.replay.window import WindowReplayer
+from advisor.replay.edit_language import parse_edit, write_edit
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 
 US = 1_000

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from advisor import AdvisorError
 from advisor.core.finding import Edit, Select
 from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS
-from advisor.replay.language import LOADER, parse_edit, write_edit
+from advisor.replay.edit_language import LOADER, parse_edit, write_edit
 
 PATTERN = st.sampled_from(
     [

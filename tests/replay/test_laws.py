@@ -31,11 +31,11 @@ from advisor.advise.engine import AnalysisResult, examine
 from advisor.advise.impact import REPLAY, estimator_for
 from advisor.measure.steps.steps import recorded_extent
 from advisor.read import read_trace
-from advisor.replay.language import BLOCKING, parse_edit, write_edit
+from advisor.replay.edit_language import BLOCKING, parse_edit, write_edit
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.result import what_if
 from advisor.replay.selection import host_of_layer, selected_gaps, selected_gpu, selected_host
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 from benchmarks.public_traces import trace_names
 
 EDITS = int(os.environ.get("ADVISOR_LAWS", "10"))

@@ -8,10 +8,10 @@ from advisor import Analysis
 from advisor.core.finding import Select
 from advisor.core.trace import Run
 from advisor.measure.host.layers import work_nodes
-from advisor.replay.language import parse_edit
+from advisor.replay.edit_language import parse_edit
 from advisor.replay.result import what_if
 from advisor.replay.selection import find_near_matches, selected_gpu
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 
 

@@ -36,9 +36,9 @@ from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
 from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.read import open_run, read_trace
-from advisor.replay.language import parse_edit
+from advisor.replay.edit_language import parse_edit
 from advisor.replay.result import what_if
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 
 COMM = Select(on="gpu", family=("communication",))
 CLOCKS = (0.0, 1234.5, -777.25)
@@ -292,7 +292,7 @@ def test_the_package_can_be_called_by_the_name_of_the_public_function(tmp_path: 
     code = (
         "import sys, advisor; run = advisor.open(sys.argv[1])\n"
         "first = advisor.whatif(run, ['remove sync'])\n"
-        "from advisor.replay.language import parse_edit\n"
+        "from advisor.replay.edit_language import parse_edit\n"
         "assert advisor.whatif(run, [parse_edit('remove sync')]) == first\n"
         "assert first.edits[0].selected > 0\n"
     )

@@ -18,8 +18,8 @@ from whatif_by_hand import Job
 
 from advisor.measure import Analysis
 from advisor.read import read_trace
-from advisor.replay.language import parse_edit
-from advisor.replay.window import WindowReplayer
+from advisor.replay.edit_language import parse_edit
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 
 Find = Callable[[str], str]

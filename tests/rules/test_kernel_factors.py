@@ -12,7 +12,7 @@ from advisor.core.finding import Edit, Finding
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.device.traffic import count_bytes
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 
 HALF = "c10::BFloat16"

@@ -145,7 +145,7 @@ class RanksEstimator(GainEstimator):
             return self.own.gain_range(edits)
         saved, alone = self._together(edits), known.gain
         replay = self.study.replay
-        error = min(abs(replay.base - replay.measured), abs(saved))
+        error = min(abs(replay.replayed_ns - replay.measured_ns), abs(saved))
         low, high = (
             saved * (end / alone.gain) if alone.gain > 0 else saved
             for end in (alone.low, alone.high)
@@ -155,7 +155,7 @@ class RanksEstimator(GainEstimator):
         if known.communication:
             # work that is issued ahead also takes up waits, as far as every rank has some: none
             # gets faster than its own work
-            ranks = np.flatnonzero(replay.whole).tolist()
+            ranks = np.flatnonzero(replay.complete_ranks).tolist()
             absorbed = min(known.saved.get(place, 0.0) for place in ranks)
             if absorbed > high:
                 high, alone = absorbed, alone._replace(high_by="assumption")
@@ -186,7 +186,7 @@ class RanksEstimator(GainEstimator):
         if keys not in self._saved:
             replay = self.study.replay
             change = combine_changes(replay, self._changes_of(keys))
-            self._saved[keys] = replay.base - replay.step(change)
+            self._saved[keys] = replay.replayed_ns - replay.step(change)
         return self._saved[keys]
 
     def _changes_of(self, keys: Sequence[Key]) -> list[JobChange]:

@@ -18,7 +18,7 @@ from advisor.advise.ranks.worker_pool import iterate_results, start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
-from advisor.measure.ranks.summary import RankSummary, UnreadRank, one_run
+from advisor.measure.ranks.summary import RankSummary, UnreadRank, select_main_run
 from advisor.read import open_run
 from advisor.read.auxiliary_files import is_named_log, logs_in, with_logs
 from advisor.read.directory import MAX_ELSEWHERE, trace_files
@@ -131,7 +131,7 @@ def first_rank(
     summaries: Sequence[RankSummary], sources: Sequence[RemoteFile], options: Options
 ) -> Run:
     """The first rank of a job, read here: the report's figures are of it."""
-    first = one_run(summaries).summaries[0]
+    first = select_main_run(summaries).summaries[0]
     own = [each for each in sources if each.rank == first.rank]
     source = next((each for each in sources if each.url == first.path), None) or own[0]
     read = replace(options.read, ranks="")

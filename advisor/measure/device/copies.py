@@ -54,7 +54,7 @@ def host_memory(trace: Trace) -> pl.Series:
     return side.set(~side.is_in(["pageable", "pinned"]).fill_null(True), None)
 
 
-def held_by_copy(trace: Trace) -> NDArray[np.bool_]:
+def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
     """Aligned with ``trace.gpu``: copies between host and device whose own call held the host.
 
     True for copies from or to memory that is not known to be pinned, when the call lasted
@@ -113,7 +113,7 @@ def find_copies(a: Analysis) -> pl.DataFrame:
     parts = a.breakdown
     bare = subtract(a.spans, union_of(parts.compute, parts.all_communication))
     waited = a.syncs.filter(pl.col("copy").is_not_null())
-    held = held_by_copy(trace)[rows] | np.isin(rows, waited["copy"].to_numpy())
+    held = copies_blocking_host(trace)[rows] | np.isin(rows, waited["copy"].to_numpy())
     main = compute_stream(a)
     op = work["op"]
     return pl.DataFrame(

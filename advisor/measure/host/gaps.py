@@ -244,7 +244,7 @@ def _overhead(a: Analysis, blame: _Blame) -> _Blame:
 
 def _one_off(a: Analysis, blame: _Blame) -> _Blame:
     """What the host did in a first call that later ones do in a fraction of the time was done
-    once: loading, searching, compiling (``oneoff.py``)."""
+    once: loading, searching, compiling (``step_differences.py``)."""
     rows = a.one_off_costs["host"].to_numpy()
     ts = a.one_off_costs["ts"].to_numpy()
     over = ("launch", "dispatch", "python", "unknown")

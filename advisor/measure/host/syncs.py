@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints, covered_length
 from advisor.core.trace import Trace
-from advisor.measure.device.copies import held_by_copy
+from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import (
     climb_stack,
@@ -219,7 +219,7 @@ def _calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[n
     """Host rows that wait, their kind (index of KINDS) and, for copies, the row of the copy."""
     call = trace.cpu["call"]
     parts = [np.flatnonzero((call == name).fill_null(False).to_numpy()) for name in SYNC_CALLS]
-    copies = np.flatnonzero(held_by_copy(trace))
+    copies = np.flatnonzero(copies_blocking_host(trace))
     held = trace.gpu["launch"].gather(copies).to_numpy().astype(np.int64)
     held, first = np.unique(held, return_index=True)
     rows = np.concatenate([*parts, held])
@@ -404,16 +404,16 @@ a stream ends near its return by chance one time in fifty."""
 NAMED = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 
 
-def clocks_apart(trace: Trace) -> int:
+def clock_tolerance_ns(trace: Trace) -> int:
     """How long after the return of a call the trace may say that the work ended which it waited
-    for, ns: as seen in 95 of 100 of those that do (see :func:`past_return`), and ``CLOCKS_NS`` at
-    least."""
-    over = past_return(trace, np.arange(trace.cpu.height))
+    for, ns: as seen in 95 of 100 of those that do (see :func:`work_past_return_ns`), and
+    ``CLOCKS_NS`` at least."""
+    over = work_past_return_ns(trace, np.arange(trace.cpu.height))
     over = over[over > 0]
     return max(CLOCKS_NS, int(np.quantile(over, 0.95))) if len(over) else CLOCKS_NS
 
 
-def past_return(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def work_past_return_ns(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """By how much the trace has device work end after the return of each call (``rows`` of
     ``trace.cpu``) that cannot have returned before, ns; 0: not at all, or not sure that it waited.
 
@@ -454,7 +454,7 @@ def past_return(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return result
 
 
-def tied_calls(trace: Trace) -> NDArray[np.int64]:
+def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
     """Rows of ``trace.cpu``: long runtime calls that do not wait by their name and yet returned as
     the last work of a stream ended that had been launched before them."""
     cpu, gpu = trace.cpu, trace.gpu
@@ -469,7 +469,7 @@ def tied_calls(trace: Trace) -> NDArray[np.int64]:
     dur = cpu["dur"].to_numpy()[rows]
     tied = np.zeros(len(rows), dtype=bool)
     late = np.maximum(RETURN_NS, LATE_SHARE * dur)
-    apart = clocks_apart(trace)
+    apart = clock_tolerance_ns(trace)
     launched, ends = cpu["ts"].to_numpy(), (gpu["ts"] + gpu["dur"]).to_numpy()
     streams = gpu.select(pl.struct("device", "stream").rank("dense"))["device"].to_numpy()
     for stream in np.unique(streams[known]):  # a handful of streams

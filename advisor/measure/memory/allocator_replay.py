@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 
 from advisor.measure.memory.memory_history import Ints, MemoryHistory
-from advisor.measure.memory.post_mortem import PostMortem, measured_once
+from advisor.measure.memory.post_mortem import PostMortem, cached_measurement
 
 ROUND, SMALL, SMALL_BUFFER = 512, 1 << 20, 2 << 20
 LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
@@ -365,7 +365,7 @@ class Repacking(NamedTuple):
     assumes: str
 
 
-@measured_once
+@cached_measurement
 def measure_repacking(post: PostMortem) -> Repacking | None:
     """The history replayed in the allocator, with expandable segments and without, up to the
     moment; caches that a request could have back are no fragments. ``None``: no history, segments

@@ -13,7 +13,7 @@ from advisor.measure.memory.allocator_replay import measure_repacking
 from advisor.measure.memory.memory_history import PHASES, Ints, Mask
 from advisor.measure.memory.memory_kinds import CATEGORIES
 from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, frame_owner
-from advisor.measure.memory.post_mortem import PostMortem, measured_once
+from advisor.measure.memory.post_mortem import PostMortem, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
 """Of the highest point: smaller savings are not recorded."""
@@ -109,7 +109,7 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
     curve += np.cumsum(total)[:count]
 
 
-@measured_once
+@cached_measurement
 def find_savings(post: PostMortem) -> list[Saving]:
     """What would lower the highest point most, largest first. They overlap: not to be added up."""
     before = count_needed_bytes(post)
@@ -132,7 +132,7 @@ def _saving(each: Change, freed: int) -> Saving:
     return Saving(each.name, freed, each.assumes, *place)
 
 
-@measured_once
+@cached_measurement
 def find_changes(post: PostMortem) -> list[Change]:
     """Those whose blocks are in the history; a change without any is left out."""
     if post.snapshot.exception is not None:

@@ -347,7 +347,7 @@ class PostMortem:
         return pl.DataFrame(columns)
 
 
-def measured_once(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:
+def cached_measurement(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:
     """A measurement of a PostMortem that is made once, and kept as long as that is."""
     made: WeakKeyDictionary[PostMortem, T] = WeakKeyDictionary()
 

@@ -137,7 +137,7 @@ class CollectiveWaits:
     """By place: its exposed part."""
 
 
-def join_ranks(summaries: Sequence[RankSummary]) -> JoinedCollectives:
+def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     """Match the collectives of all ranks and put them on one clock.
 
     Raises AdvisorError: a summary's columns do not belong together.

@@ -17,7 +17,7 @@ from advisor.measure.ranks.collectives import (
     step_summaries,
     working_intervals,
 )
-from advisor.measure.ranks.join import JoinedCollectives, join_ranks, measure_waits
+from advisor.measure.ranks.join import JoinedCollectives, match_collectives, measure_waits
 from advisor.measure.ranks.summary import RankSummary
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
                     collectives=pack_collectives(a, tables[-1], steps),
                 )
             )
-        joined = join_ranks(summaries)
+        joined = match_collectives(summaries)
         placed = np.isfinite(joined.clocks.shift)
         reason = joined.clocks.reason
         if reason or not placed.any():

@@ -241,7 +241,7 @@ SHOWN = 3
 """Files that are known by name."""
 
 
-class OneRun(NamedTuple):
+class MainRun(NamedTuple):
     """The ranks of one run, and what was sorted out because it is of another."""
 
     summaries: list[RankSummary]
@@ -252,7 +252,7 @@ class OneRun(NamedTuple):
     """For ``Ranks.not_checked``."""
 
 
-def one_run(summaries: Sequence[RankSummary]) -> OneRun:
+def select_main_run(summaries: Sequence[RankSummary]) -> MainRun:
     """The run of which most ranks are here."""
     kept, others = _at_one_time(summaries)
     kept, apart = _of_one_size(kept)
@@ -267,7 +267,7 @@ def one_run(summaries: Sequence[RankSummary]) -> OneRun:
             best[summary.rank] = summary
     if again:
         notes["further files of the same ranks"] = f"of ranks {format_ranks(again)}"
-    return OneRun([best[rank] for rank in sorted(best)], [*others, *apart], notes)
+    return MainRun([best[rank] for rank in sorted(best)], [*others, *apart], notes)
 
 
 def _at_one_time(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], list[UnreadRank]]:

@@ -109,7 +109,7 @@ def plain_step(name: str) -> str:
     return re.sub(r"^(?:step #|ProfilerStep\s*#?)(?=\d+$)", "step ", name)
 
 
-def refuse_none(steps: Steps, path: str, rank: int, *, selected: bool) -> None:
+def require_used_steps(steps: Steps, path: str, rank: int, *, selected: bool) -> None:
     """Raises AdvisorError for steps none of which counts: those ``selected`` by hand are others,
     or the marks have no length."""
     if steps.used.height or not steps.table.height:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from advisor.core.intervals import Ints
 from advisor.core.trace import CALLS, LOADER, PYTORCH, Trace
-from advisor.measure.device.copies import held_by_copy
+from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import distinct_names
 from advisor.measure.host.stacks import (
     innermost_ancestor,
@@ -231,7 +231,7 @@ def classify(trace: Trace) -> HostClasses:
     call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     runtime = calls[call]
     code = np.where(runtime >= 0, runtime, code).astype(np.int8)
-    held = trace.gpu["launch"].gather(np.flatnonzero(held_by_copy(trace))).to_numpy()
+    held = trace.gpu["launch"].gather(np.flatnonzero(copies_blocking_host(trace))).to_numpy()
     code[held] = CODE["copy"]
     overhead = (kind == "overhead").to_numpy()
     code[overhead] = CODE["profiler"]

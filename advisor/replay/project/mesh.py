@@ -31,7 +31,7 @@ from advisor.replay.graph import Array
 from advisor.replay.predictions import mesh_error
 from advisor.replay.project.device_scaling import shortest_kernel
 from advisor.replay.project.project import scaled_step
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.layers import MeshAxis

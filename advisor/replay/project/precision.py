@@ -28,7 +28,7 @@ from advisor.replay.project.device_scaling import (
     estimate_product,
     missing_unit,
 )
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec

@@ -17,13 +17,13 @@ from advisor.core.gpus import known_gpus
 from advisor.replay.graph import NEVER, Array, Edge
 from advisor.replay.predictions import device_error, host_error
 from advisor.replay.project.device_scaling import CODE, KINDS, ScaledDeviceWork, scale_device_work
-from advisor.replay.window import WindowReplayer
+from advisor.replay.window_replayer import WindowReplayer
 
 if TYPE_CHECKING:
     from advisor.core.gpus import GpuSpec
     from advisor.core.prices import Prices
     from advisor.measure import Analysis
-    from advisor.replay.window import WindowReplayer
+    from advisor.replay.window_replayer import WindowReplayer
 
 
 MAX_UNKNOWN = 0.5

@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.ranks.members import host_of
-from advisor.measure.steps.steps import refuse_none
+from advisor.measure.steps.steps import require_used_steps
 from advisor.replay.project.mesh import (
     MedianRank,
     Mesh,
@@ -190,7 +190,7 @@ def read_rank(run: Run, rank: int, steps: tuple[int | None, int | None] | None) 
     steps."""
     record = None if run.recording is None else run.recording.ranks.get(max(rank, 0))
     result = Analysis(run.window(rank), steps, record)
-    refuse_none(result.steps, result.trace.meta.path, rank, selected=steps is not None)
+    require_used_steps(result.steps, result.trace.meta.path, rank, selected=steps is not None)
     return result
 
 

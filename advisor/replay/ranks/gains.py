@@ -79,7 +79,7 @@ def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) ->
     the transfers are hidden, not the waits."""
     if communication:
         return JobChange(transfer=_hidden(replay, saved))
-    own = np.nanmean(np.where(replay.whole[:, None], replay.own, 0.0), axis=1)
+    own = np.nanmean(np.where(replay.complete_ranks[:, None], replay.own_ns, 0.0), axis=1)
     share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
     return replay.scaled_work(_repeated(np.maximum(0.0, 1 - share), replay))
 
@@ -116,7 +116,7 @@ def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> 
     """The middle of the ranks of a stage that have as many collectives in the step as most of them,
     ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
     stage, place = job.stage[replay.rank], replay.places()
-    code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
+    code = (stage * len(replay.columns) + replay.step_of_cell) * (int(place.max()) + 1) + place
     kept = np.isfinite(job.profile.own_ns)[replay.rank]
     kept &= ~np.isin(replay.rank, sorted(without))
     kept &= replay.runs_same_program(job.stage)
@@ -130,7 +130,7 @@ def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> 
         work[known] = middle[where[known]]
     tail = np.full(len(replay.tail), np.nan)
     for name in np.unique(job.stage):
-        rows = np.flatnonzero((job.stage == name) & replay.whole)
+        rows = np.flatnonzero((job.stage == name) & replay.complete_ranks)
         like = [row for row in rows.tolist() if row not in without]
         if like:
             tail[rows] = float(np.median(replay.tail[like]))
@@ -153,13 +153,13 @@ def _spread(
     all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
     over when the rank with most of them has them."""
     stage, place = job.stage[replay.rank], replay.places()
-    code = (stage * len(replay.columns) + replay.at) * (int(place.max()) + 1) + place
+    code = (stage * len(replay.columns) + replay.step_of_cell) * (int(place.max()) + 1) + place
     _, of = np.unique(code, return_inverse=True)
     assert change.work is not None and change.tail is not None
     same = replay.runs_same_program(job.stage)
     left = np.where(same, replay.work - change.work, 0.0)
     work = change.work + np.where(same, _mean(of, left, same), 0.0)
-    whole = replay.whole
+    whole = replay.complete_ranks
     tail = change.tail + np.where(whole, _mean(job.stage, replay.tail - change.tail, whole), 0.0)
     row = np.unique(replay.row, return_inverse=True)[1]
     most = np.zeros(int(row.max()) + 1)
@@ -171,7 +171,7 @@ def _spread(
     )
     transfer = np.where(theirs & known, replay.transfer * share, replay.transfer)
     # of the ranks that nobody waits for any more some may have no file: what others wait for those
-    usual = replay.usual.copy()
+    usual = replay.usual_transfer.copy()
     if (theirs & known).any():
         usual[known] *= float(np.median(share[theirs & known]))
     transfer = np.fmin(transfer, usual)
@@ -191,13 +191,13 @@ def _no_last(replay: RanksReplay, usual: TypicalGain) -> JobChange:
     steps = len(replay.columns)
     above = np.where(np.isfinite(usual.work), replay.work - usual.work, 0.0)
     shape = (len(replay.tail), steps)
-    code = replay.rank * steps + replay.at
-    each = np.bincount(code, above, shape[0] * steps).reshape(shape)[replay.whole]
-    if float(np.median(np.abs(each))) > ALL_OVER * replay.measured:
+    code = replay.rank * steps + replay.step_of_cell
+    each = np.bincount(code, above, shape[0] * steps).reshape(shape)[replay.complete_ranks]
+    if float(np.median(np.abs(each))) > ALL_OVER * replay.measured_ns:
         return _all_similar(replay, usual)
     holds = np.zeros(shape, dtype=np.bool_)
-    holds[replay.whole] = each > HELD_UP * each.max(axis=0, keepdims=True)
-    own = holds[replay.rank, replay.at] & (usual.work < replay.work)
+    holds[replay.complete_ranks] = each > HELD_UP * each.max(axis=0, keepdims=True)
+    own = holds[replay.rank, replay.step_of_cell] & (usual.work < replay.work)
     return JobChange(work=np.where(own, usual.work, replay.work))
 
 
@@ -257,7 +257,7 @@ def _faster(
     as slow by the same factor as the others, and only the others are certain."""
     share, known = _slower(job, replay, at)
     # what a rank without a file takes part in holds the wait for it, which may be of them
-    took = np.fmin(replay.transfer * share, np.where(known, replay.usual, np.nan))
+    took = np.fmin(replay.transfer * share, np.where(known, replay.usual_transfer, np.nan))
     if known.all():
         return JobChange(transfer=took), None
     return JobChange(transfer=took), JobChange(transfer=np.where(known, took, replay.transfer))

@@ -16,7 +16,7 @@ import numpy as np
 
 from advisor.measure.ranks.join import measure_waits
 from advisor.measure.ranks.skew import Alignment, align_ranks
-from advisor.replay.device import SLACK_NS
+from advisor.replay.device_work import SLACK_NS
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 from advisor.replay.graph_builder import MAX_NODES, representative_steps
 from advisor.replay.replay import (
@@ -135,9 +135,9 @@ class JointReplay:
         begin = [g.origin + s for g, s in zip(graphs, joint.shift, strict=True)]
         self.offset = np.array(begin, dtype=float) - min(begin)
         """When the window of each rank begins, ns from the first one's start."""
-        self.node = self._shared(joint)
+        self.shared_nodes = self._shared(joint)
         """A row a shared collective, a column a rank: its node, -1: not there."""
-        self.node = self._order()
+        self.shared_nodes = self._order()
         self._known: ReplayPlan | None = None
 
     def _shared(self, joint: JointRanks) -> Array:
@@ -155,23 +155,23 @@ class JointReplay:
     @property
     def members(self) -> list[Array]:
         """For each rank: the nodes of its shared collectives."""
-        return [c[c >= 0] for c in self.node.T]
+        return [c[c >= 0] for c in self.shared_nodes.T]
 
     @cached_property
     def transfer(self) -> list[Array]:
         """For each rank: how long each node takes, shared collectives from the last arrival on."""
-        start = np.full(self.node.shape, np.nan)
+        start = np.full(self.shared_nodes.shape, np.nan)
         end = start.copy()
         for column, graph in enumerate(self.graphs):
-            there = self.node[:, column] >= 0
-            nodes = self.node[there, column]
+            there = self.shared_nodes[:, column] >= 0
+            nodes = self.shared_nodes[there, column]
             end[there, column] = graph.time[nodes] + self.offset[column]
             start[there, column] = end[there, column] - graph.dur[nodes]
         last = np.nanmax(start, axis=1) if len(start) else np.zeros(0)
         result = []
         for column, graph in enumerate(self.graphs):
-            there = self.node[:, column] >= 0
-            nodes = self.node[there, column]
+            there = self.shared_nodes[:, column] >= 0
+            nodes = self.shared_nodes[there, column]
             dur = graph.dur.copy()
             dur[nodes] = np.clip(end[there, column] - last[there], 0.0, graph.dur[nodes])
             result.append(dur)
@@ -182,7 +182,7 @@ class JointReplay:
     def _order(self) -> Array:
         """Give each node a place after all that it may depend on. Collectives that contradict each
         other (then clocks or matches are wrong) are given up; returns those that are left."""
-        node = self.node
+        node = self.shared_nodes
         kept = np.ones(len(node), dtype=bool)
         while True:
             stuck = self._try_order(node[kept])
@@ -194,7 +194,7 @@ class JointReplay:
         """Places for these collectives, or the number of one that cannot be placed."""
         stops = [_stops(graph, node[:, r]) for r, graph in enumerate(self.graphs)]
         missing = (node >= 0).sum(axis=1)
-        self.slot = [np.zeros(len(g), dtype=np.int64) for g in self.graphs]
+        self.arrival_index = [np.zeros(len(g), dtype=np.int64) for g in self.graphs]
         """Place of each node; of a shared collective: of the arrival at it."""
         self.all_arrived = np.full(len(node), -1, dtype=np.int64)
         """Place of the node that comes with the last arrival, by collective; the
@@ -216,32 +216,32 @@ class JointReplay:
                     if arrives:
                         upto = cut
                         missing[collective] -= 1
-                        places = self._place(rank, done[rank], upto, places)
+                        places = self._assign_indices(rank, done[rank], upto, places)
                         done[rank] = upto
                         if not missing[collective]:
                             self.all_arrived[collective] = places
                             places += 1 + int((node[collective] >= 0).sum())
                 else:
                     upto = len(self.graphs[rank])
-                places = self._place(rank, done[rank], upto, places)
+                places = self._assign_indices(rank, done[rank], upto, places)
                 done[rank] = upto
         waiting = [own[n][2] for own, n in zip(stops, next_stop, strict=True) if n < len(own)]
-        self.size = places
+        self.node_count = places
         return waiting[0] if waiting else None
 
-    def _place(self, rank: int, first: int, last: int, places: int) -> int:
-        self.slot[rank][first:last] = places + np.arange(last - first)
+    def _assign_indices(self, rank: int, first: int, last: int, places: int) -> int:
+        self.arrival_index[rank][first:last] = places + np.arange(last - first)
         return places + last - first
 
     @cached_property
-    def place(self) -> list[Array]:
+    def end_index(self) -> list[Array]:
         """Place of each node of each rank; of a shared collective: of its end."""
         result = []
-        count = np.cumsum(self.node >= 0, axis=1)
-        for rank, slot in enumerate(self.slot):
-            there = self.node[:, rank] >= 0
+        count = np.cumsum(self.shared_nodes >= 0, axis=1)
+        for rank, slot in enumerate(self.arrival_index):
+            there = self.shared_nodes[:, rank] >= 0
             place = slot.copy()
-            place[self.node[there, rank]] = self.all_arrived[there] + count[there, rank]
+            place[self.shared_nodes[there, rank]] = self.all_arrived[there] + count[there, rank]
             result.append(place)
         return result
 
@@ -283,11 +283,11 @@ class JointReplay:
                 state = carry.next_state(
                     done[rank].time, float(host[rank]), patched.weight, idle=idle
                 )
-                states.append(self._placed(rank, state))
+                states.append(self._to_joint_state(rank, state))
             offset = offset + host - (offset + host).min()
             begun = layout.starting_from(states)
             for rank, at in enumerate(offset.tolist()):
-                begun.dur[int(self.slot[rank][0])] = at
+                begun.dur[int(self.arrival_index[rank][0])] = at
             done = self._split(replay_layout(begun), offset)
             return ended()
 
@@ -298,8 +298,8 @@ class JointReplay:
         """What becomes of each rank's state at the end of the window."""
         return [CarriedState(g) for g in self.graphs]
 
-    def _placed(self, rank: int, state: State) -> State:
-        slot, place = self.slot[rank], self.place[rank]
+    def _to_joint_state(self, rank: int, state: State) -> State:
+        slot, place = self.arrival_index[rank], self.end_index[rank]
         return State(
             {int(place[n]): at for n, at in state.fixed_times.items()},
             {int(slot[n]): at for n, at in state.earliest_starts.items()},
@@ -308,16 +308,16 @@ class JointReplay:
 
     def _split(self, time: Array, offset: Array) -> list[JointReplayed]:
         result = []
-        for rank, (slot, place) in enumerate(zip(self.slot, self.place, strict=True)):
+        for rank, (slot, place) in enumerate(zip(self.arrival_index, self.end_index, strict=True)):
             result.append(JointReplayed(time[place] - offset[rank], time[place] - time[slot]))
         return result
 
     def _lay_out(self, ranks: Sequence[EditedGraph]) -> Layout:
         """All ranks' edges in one list of nodes."""
         columns: list[tuple[Array, ...]] = []
-        dur = np.zeros(self.size)
+        dur = np.zeros(self.node_count)
         for rank, patched in enumerate(ranks):
-            graph, slot, place = patched.graph, self.slot[rank], self.place[rank]
+            graph, slot, place = patched.graph, self.arrival_index[rank], self.end_index[rank]
             dur[place] = patched.dur
             dur[slot[0]] = self.offset[rank]
             src = np.where(graph.from_start, slot[graph.src], place[graph.src])
@@ -331,7 +331,7 @@ class JointReplay:
         if not usual or self._known is None:
             joint = replace(
                 self.graphs[0],
-                kind=np.full(self.size, Node.DEVICE, dtype=np.uint8),
+                kind=np.full(self.node_count, Node.DEVICE, dtype=np.uint8),
                 src=src,
                 dst=dst,
                 weight=weight,
@@ -347,9 +347,9 @@ class JointReplay:
 
     def _collective_edges(self, rank: int, patched: EditedGraph) -> tuple[Array, ...]:
         """Arrivals of one rank at the shared collectives, and what they let go on."""
-        there = self.node[:, rank] >= 0
-        node, all_arrived = self.node[there, rank], self.all_arrived[there]
-        slot, place = self.slot[rank][node], self.place[rank][node]
+        there = self.shared_nodes[:, rank] >= 0
+        node, all_arrived = self.shared_nodes[there, rank], self.all_arrived[there]
+        slot, place = self.arrival_index[rank][node], self.end_index[rank][node]
         alone, no_skew = np.isin(node, patched.removed_collectives), np.isin(node, patched.no_skew)
         none = np.zeros(len(node))
         comes = np.where(alone | no_skew, NEVER, none)

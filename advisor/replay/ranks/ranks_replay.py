@@ -80,14 +80,14 @@ class RanksReplay:
         """Replayed over measured step, less 1."""
         self.transfer: Floats = np.zeros(0)
         """By collective (cell), ns from the last arrival to the end."""
-        self.measured = 0.0
+        self.measured_ns = 0.0
         """ns per step, mean of the replayed ranks and steps."""
-        self.base = 0.0
+        self.replayed_ns = 0.0
         self._build(summaries, own, joined)
         if self.reason:
             return
-        self.base = self.step()
-        self.error = self.base / self.measured - 1 if self.measured > 0 else None
+        self.replayed_ns = self.step()
+        self.error = self.replayed_ns / self.measured_ns - 1 if self.measured_ns > 0 else None
         self._without_the_lost()
         if self.error is None or abs(self.error) > MAX_ERROR:
             self.reason = "the replay misses the measured step by more than 10%"
@@ -97,15 +97,15 @@ class RanksReplay:
         Where other groups tell what such a transfer takes, and the steps come out as measured with
         that, it is taken instead; then the others' delay is not what they are bound by."""
         kept = self.transfer
-        self.transfer = np.fmin(kept, self.usual)
-        if (self.transfer == kept).all() or self.measured <= 0:
+        self.transfer = np.fmin(kept, self.usual_transfer)
+        if (self.transfer == kept).all() or self.measured_ns <= 0:
             return
         base = self.step()
-        error = base / self.measured - 1
+        error = base / self.measured_ns - 1
         if abs(error) > MAX_LOST_ERROR:
             self.transfer = kept
             return
-        self.base, self.error = base, error
+        self.replayed_ns, self.error = base, error
 
     # -- what is replayed -------------------------------------------------------------------
 
@@ -129,20 +129,22 @@ class RanksReplay:
         self.columns = chosen
         place = np.full(len(own.steps) + 1, -1, dtype=np.int64)
         place[chosen] = np.arange(len(chosen))
-        self.own = own.own_ns_by_step[:, chosen]
+        self.own_ns = own.own_ns_by_step[:, chosen]
         length = _lengths(summaries, column, chosen)
-        self.whole = aligned & np.isfinite(self.own).all(axis=1) & np.isfinite(length).all(axis=1)
-        if self.whole.sum() < 2:
+        self.complete_ranks = (
+            aligned & np.isfinite(self.own_ns).all(axis=1) & np.isfinite(length).all(axis=1)
+        )
+        if self.complete_ranks.sum() < 2:
             self.reason = "fewer than two ranks have the same steps"
             return
-        good &= self.whole[joined.rank]
+        good &= self.complete_ranks[joined.rank]
         cells = np.flatnonzero(good)
         if not len(cells):
             self.reason = "the steps have no collectives"
             return
         self._order(joined, cells, place[of[cells]], ranks)
         if not self.reason:
-            self.measured = float(length[self.whole].mean())
+            self.measured_ns = float(length[self.complete_ranks].mean())
             self.entry = _entries(summaries, column, chosen, joined)
 
     def _order(self, joined: JoinedCollectives, cells: Ints, step: Ints, ranks: int) -> None:
@@ -156,19 +158,19 @@ class RanksReplay:
         order = np.lexsort((start, row, latest[row], joined.rank[cells]))
         cells, step, row = cells[order], step[order], row[order]
         start, end, transfer = start[order], end[order], transfer[order]
-        self.usual = usual[order]
+        self.usual_transfer = usual[order]
         rank = joined.rank[cells]
-        self.rank, self.at = rank, step
+        self.rank, self.step_of_cell = rank, step
         progress, own = self._measured_progress(joined, cells, rank, step)
         first = np.searchsorted(rank, np.arange(ranks + 1))
-        self.first = first
+        self.first_cell = first
         self.work = np.diff(progress, prepend=0.0)
         new = first[:-1][first[:-1] < first[1:]]
         self.work[new] = progress[new]
         self.tail = own.copy()
         there = first[1:] > first[:-1]
         self.tail[there] -= progress[first[1:][there] - 1]
-        self.flight = np.maximum(end - start - joined.exposed[cells], 0.0)
+        self.hidden_ns = np.maximum(end - start - joined.exposed[cells], 0.0)
         self.transfer = transfer
         self.keys = joined.keys
         self.kinds = [key.kind for key in joined.keys]
@@ -177,26 +179,26 @@ class RanksReplay:
         self.amount = joined.amount[cells]
         self.exposed = joined.exposed[cells]
         sent = joined.is_send[self.row]
-        stood = _stood(rank, start, end, progress, self.flight)
-        self.unwaited = sent & ~stood
+        stood = _stood(rank, start, end, progress, self.hidden_ns)
+        self.sends_unwaited = sent & ~stood
         """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
-        self.same = _before_in_group(joined, self.row, rank, _partners(row, rank))
-        self.follows = _waited_for(rank, start, end)
-        queued = (self.same >= 0) & (start <= end[self.same] + QUEUED_NS)
-        queued |= self.follows >= 0
-        each = np.where(np.isfinite(self.own), self.own, 0.0)
+        self.previous_in_group = _before_in_group(joined, self.row, rank, _partners(row, rank))
+        self.waited_for = _waited_for(rank, start, end)
+        queued = (self.previous_in_group >= 0) & (start <= end[self.previous_in_group] + QUEUED_NS)
+        queued |= self.waited_for >= 0
+        each = np.where(np.isfinite(self.own_ns), self.own_ns, 0.0)
         done = np.cumsum(each, axis=1)[rank, step]
         stop = _next(stood, rank * len(self.columns) + step, end)
-        self.point = np.where(stop >= 0, (progress + self.flight)[stop], done)
+        self.blocked_at = np.where(stop >= 0, (progress + self.hidden_ns)[stop], done)
         """Own time of the rank to where it cannot go on without each collective: where it stood
         still for it; for one that was hidden, for a later one, or the end of its step."""
-        self.issue = _issued(progress, queued, row, done - each[rank, step], each[rank, step])
+        self.issued_at = _issued(progress, queued, row, done - each[rank, step], each[rank, step])
         """Own time of the rank to where each was issued."""
-        until = _one_after_the_other(self.point.copy(), first)
+        until = _one_after_the_other(self.blocked_at.copy(), first)
         stride = float(until.max()) + 1.0
         seen = np.searchsorted(
-            until + stride * rank, self.issue + stride * rank + 0.5, side="right"
+            until + stride * rank, self.issued_at + stride * rank + 0.5, side="right"
         )
         # what began while the rank stood still for another was not held up by that one
         over = _one_after_the_other(np.where(stood, end, 0.0), first)
@@ -205,7 +207,7 @@ class RanksReplay:
             seen,
             np.searchsorted(over + stride * rank, start + stride * rank + TOUCHING_NS, "right"),
         )
-        self.before = np.clip(seen, first[rank], here) + rank
+        self.delay_slot = np.clip(seen, first[rank], here) + rank
         """Slot whose delay each collective begins with."""
         self._level(row, first)
 
@@ -214,7 +216,7 @@ class RanksReplay:
     ) -> tuple[Floats, Floats]:
         """Own time of the rank from the first step's start to each collective, and in all of the
         steps by rank."""
-        own = np.where(np.isfinite(self.own), self.own, 0.0)
+        own = np.where(np.isfinite(self.own_ns), self.own_ns, 0.0)
         base = np.cumsum(own, axis=1) - own
         # as the summaries have them, whose `work` counts from the one before
         order = np.lexsort((joined.end[cells], joined.start[cells], step, rank))
@@ -229,7 +231,7 @@ class RanksReplay:
     def _progress(self, work: Floats) -> Floats:
         """Own time of the rank up to each collective."""
         total = np.concatenate([[0.0], np.cumsum(work)])
-        return np.asarray(total[1:] - total[self.first[:-1]][self.rank])
+        return np.asarray(total[1:] - total[self.first_cell[:-1]][self.rank])
 
     def _own(self, work: Floats, tail: Floats) -> Floats:
         """All of it by rank."""
@@ -278,24 +280,24 @@ class RanksReplay:
         tail = self.tail if change.tail is None else change.tail
         transfer, entry = change.transfer, change.entry
         own = self._own(work, tail)
-        progress, until = self.issue, self.point
+        progress, until = self.issued_at, self.blocked_at
         if change.work is not None or change.tail is not None:
             # the same places in the work that is left
             progress, until = self._moved(work, tail, progress), self._moved(work, tail, until)
-        until = _one_after_the_other(until.copy(), self.first)
+        until = _one_after_the_other(until.copy(), self.first_cell)
         took = self.transfer if transfer is None else transfer
-        ranks = len(self.first) - 1
+        ranks = len(self.first_cell) - 1
         delay = np.empty(len(self.rank) + ranks)
-        delay[self.first[:-1] + np.arange(ranks)] = self.entry if entry is None else entry
+        delay[self.first_cell[:-1] + np.arange(ranks)] = self.entry if entry is None else entry
         slot = np.arange(len(self.rank)) + self.rank + 1
         done = np.empty(len(self.rank) + 1)
         done[-1] = -np.inf
         cells = self.cells
         # in the order of the levels, so that each level is a slice
         progress, until, took = progress[cells], until[cells], took[cells]
-        before, slot = self.before[cells], slot[cells]
-        follows, same = self.follows[cells], self.same[cells]
-        free = np.where(self.unwaited[cells], np.inf, 0.0)
+        before, slot = self.delay_slot[cells], slot[cells]
+        follows, same = self.waited_for[cells], self.previous_in_group[cells]
+        free = np.where(self.sends_unwaited[cells], np.inf, 0.0)
         gone = None if change.removed is None else change.removed[cells]
         for begin, end, rows, which in self.levels:
             part = slice(begin, end)
@@ -307,13 +309,13 @@ class RanksReplay:
             done[cells[part]] = over
             here = slot[part]
             delay[here] = np.maximum(delay[here - 1], over - until[part] - free[part])
-        final = delay[self.first[1:] + np.arange(ranks)]
+        final = delay[self.first_cell[1:] + np.arange(ranks)]
         return np.asarray(own + final)
 
     def _moved(self, work: Floats, tail: Floats, points: Floats) -> Floats:
         """The same points of the work as in the measured steps, where it takes ``work``."""
         ranks = np.arange(len(tail))
-        after = self.first[1:]  # behind the last collective of each rank stands its end
+        after = self.first_cell[1:]  # behind the last collective of each rank stands its end
         old = np.insert(self._progress(self.work), after, self._own(self.work, self.tail))
         new = np.insert(self._progress(work), after, self._own(work, tail))
         owner = np.insert(self.rank, after, ranks)
@@ -329,7 +331,7 @@ class RanksReplay:
     def step(self, change: JobChange | None = None) -> float:
         """The job's step, ns: see :meth:`ends`."""
         took = self.ends(change) - self.entry
-        return float(took[self.whole].mean()) / len(self.columns)
+        return float(took[self.complete_ranks].mean()) / len(self.columns)
 
     def gain(self, change: JobChange, kind: str = OTHERS) -> JobGain:
         """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
@@ -339,20 +341,20 @@ class RanksReplay:
         """
         if self.reason:
             raise ValueError(self.reason)
-        gain = self.base - self.step(change)
-        band, error = job_band(kind), min(abs(self.base - self.measured), abs(gain))
+        gain = self.replayed_ns - self.step(change)
+        band, error = job_band(kind), min(abs(self.replayed_ns - self.measured_ns), abs(gain))
         low, high = sorted((gain * min(1.0, band.low), gain * max(1.0, band.high)))
         return JobGain(gain, max(0.0, low - error), max(0.0, high + error))
 
     def scaled_work(self, factor: Floats) -> JobChange:
         """The own work of each rank in each step times ``factor`` (ranks x steps)."""
         return JobChange(
-            work=self.work * factor[self.rank, self.at], tail=self.tail * factor[:, -1]
+            work=self.work * factor[self.rank, self.step_of_cell], tail=self.tail * factor[:, -1]
         )
 
     def places(self) -> Ints:
         """By collective: the how many-th of its rank's step it is."""
-        code = self.rank * len(self.columns) + self.at
+        code = self.rank * len(self.columns) + self.step_of_cell
         new = np.concatenate([[True], code[1:] != code[:-1]])
         begin = np.flatnonzero(new)
         result: Ints = np.arange(len(code)) - begin[np.cumsum(new) - 1]
@@ -361,14 +363,14 @@ class RanksReplay:
     def runs_same_program(self, stage: Ints) -> Bools:
         """By collective: its rank has as many in that step as most ranks of its stage."""
         ranks, steps = len(self.tail), len(self.columns)
-        counts = np.bincount(self.rank * steps + self.at, minlength=ranks * steps)
+        counts = np.bincount(self.rank * steps + self.step_of_cell, minlength=ranks * steps)
         counts = counts.reshape(ranks, steps)
         same = np.zeros((ranks, steps), dtype=np.bool_)
         for name in np.unique(stage):
-            rows = np.flatnonzero((stage == name) & self.whole)
+            rows = np.flatnonzero((stage == name) & self.complete_ranks)
             if len(rows):
                 same[rows] = counts[rows] == np.median(counts[rows], axis=0)
-        return same[self.rank, self.at]
+        return same[self.rank, self.step_of_cell]
 
     def of_kind(self, kind: str) -> Bools:
         """Which of its collectives (cells) are of a kind."""

@@ -19,7 +19,7 @@ from advisor.core.ranks import format_ranks as rank_numbers
 from advisor.core.rule import Evidence
 from advisor.core.text import format_count, format_share
 from advisor.measure.ranks.collectives import slow_links
-from advisor.measure.ranks.join import join_ranks, measure_waits
+from advisor.measure.ranks.join import match_collectives, measure_waits
 from advisor.measure.ranks.members import RankTopology, find_stages
 from advisor.measure.ranks.outliers import (
     Deviation,
@@ -30,7 +30,7 @@ from advisor.measure.ranks.outliers import (
     merge_outliers,
 )
 from advisor.measure.ranks.profile import CLASSES, profile_ranks
-from advisor.measure.ranks.summary import RankSummary, UnreadRank, find_clusters, one_run
+from advisor.measure.ranks.summary import RankSummary, UnreadRank, find_clusters, select_main_run
 from advisor.replay.ranks.gains import estimate_gain, no_stragglers, no_transfers
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
@@ -67,7 +67,9 @@ class Study:
         """Ranks that are replayed together; empty: none are."""
         if self.replay.reason:
             return []
-        return [n for n, there in zip(self.numbers, self.replay.whole, strict=True) if there]
+        return [
+            n for n, there in zip(self.numbers, self.replay.complete_ranks, strict=True) if there
+        ]
 
     def place(self, rank: int) -> int | None:
         """Where a rank stands in the summaries; ``None``: it is not among them."""
@@ -82,7 +84,9 @@ class Study:
         kept: list[tuple[Deviation, JobGain | None]] = []
         for deviation in self._merged(result) if replayed else result:
             # a rank that is not replayed (its file is cut off) has no estimate
-            there = replayed and self.replay.whole[list(deviation.members.rank_indices)].any()
+            there = (
+                replayed and self.replay.complete_ranks[list(deviation.members.rank_indices)].any()
+            )
             gain = estimate_gain(self.job, self.replay, deviation) if there else None
             if gain is None or gain.gain >= MIN_GAIN_SHARE * self.job.step_ns:
                 kept.append((deviation, gain))
@@ -275,10 +279,10 @@ def study_ranks(
 
     Raises AdvisorError: a summary's columns do not belong together.
     """
-    ordered, others, notes = one_run(summaries)
+    ordered, others, notes = select_main_run(summaries)
     if not ordered:
         return None
-    joined, own = join_ranks(ordered), profile_ranks(ordered)
+    joined, own = match_collectives(ordered), profile_ranks(ordered)
     stage = find_stages(joined, len(ordered), len(own.steps))
     job = JobMeasurements(ordered, own, joined, measure_waits(joined), stage, RankTopology(ordered))
     return Study(job, RanksReplay(ordered, own, joined), _missing([*unread, *others]), notes)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
-from advisor.measure.ranks.join import join_ranks, measure_waits
+from advisor.measure.ranks.join import match_collectives, measure_waits
 from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.measure.ranks.summary import pack, unpack
 from advisor.read import open_run
@@ -41,7 +41,7 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
     few = measure_skew(analyses, alignment)
     table = few.stragglers.sort("rank")
     summaries = sorted((summarise_file(file) for file in files), key=lambda s: s.rank)
-    joined = join_ranks(summaries)
+    joined = match_collectives(summaries)
     found = measure_waits(joined)
     assert [s.rank for s in summaries] == table["rank"].to_list()
     assert found.collective_count.tolist() == table["collectives"].to_list()
@@ -76,7 +76,7 @@ def test_clocks_with_offsets_and_drift_are_found_through_a_chain_of_groups() -> 
         return items
 
     ran = run(ranks, 3, program, shift=lambda r: shift[r // 8], drift=lambda r: drift[r // 8])
-    joined = join_ranks(ran.summaries)
+    joined = match_collectives(ran.summaries)
     assert joined.clocks.error_ns is not None
     assert joined.clocks.error_ns < 1_000
     # on the common clock every collective ends for all at once
@@ -100,7 +100,7 @@ def test_stages_that_only_send_to_each_other_are_put_on_one_clock() -> None:
         return items
 
     ran = run(4, 2, program, shift=lambda rank: 3.0 * MS * (rank // 2))
-    clocks = join_ranks(ran.summaries).clocks
+    clocks = match_collectives(ran.summaries).clocks
     assert np.isfinite(clocks.shift).all()
     assert clocks.shift[2] - clocks.shift[0] == pytest.approx(-3.0 * MS, abs=1_000)
 
@@ -123,7 +123,7 @@ def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> 
         steps=short.steps[2:],
         collectives=replace(short.collectives, step=pack(step[rows] - 2), **columns),
     )
-    joined = join_ranks([whole[0], whole[1], cut])
+    joined = match_collectives([whole[0], whole[1], cut])
     assert sorted(joined.rank_count.tolist()) == [2] * 8 + [3] * 12
     assert measure_waits(joined).last_count.tolist() == [0, 8, 12]
 
@@ -140,7 +140,7 @@ def test_a_summary_whose_columns_do_not_belong_together_is_refused() -> None:
     ):
         broken = replace(bad, collectives=replace(bad.collectives, **change))
         with pytest.raises(AdvisorError, match="damaged"):
-            join_ranks([ran.summaries[0], broken])
+            match_collectives([ran.summaries[0], broken])
 
 
 def test_two_runs_of_one_script_are_not_one_job() -> None:
@@ -148,7 +148,7 @@ def test_two_runs_of_one_script_are_not_one_job() -> None:
         return [Work(MS), Meet("world", (0, 1), 10_000)] * 5
 
     ran = run(2, 1, program, shift=lambda rank: rank * 300e9)
-    clocks = join_ranks(ran.summaries).clocks
+    clocks = match_collectives(ran.summaries).clocks
     assert clocks.error_ns is None
     assert "300 s apart" in clocks.reason
 
@@ -184,7 +184,7 @@ def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> No
         summaries.append(replace(template, rank=rank, world=ranks, collectives=own))
     tracemalloc.start()
     begin = time.process_time()
-    joined = join_ranks(summaries)
+    joined = match_collectives(summaries)
     found = measure_waits(joined)
     took = time.process_time() - begin
     _, peak = tracemalloc.get_traced_memory()

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.core.finding import Edit, Select
-from advisor.measure.ranks.join import join_ranks
+from advisor.measure.ranks.join import match_collectives
 from advisor.measure.ranks.profile import profile_ranks
 from advisor.replay.ranks.gains import without_collectives
 from advisor.replay.ranks.ranks_replay import JobChange, RanksReplay
@@ -39,12 +39,14 @@ def stepped(seed: int, barriers: int) -> Program:
 def test_without_barriers_the_ranks_wait_for_each_other_at_the_end_alone(seed: int) -> None:
     """The sum of the slowest pieces becomes the slowest sum: less than the waits at barriers."""
     ran, without = run(3, 5, stepped(seed, 5)), run(3, 5, stepped(seed, 0))
-    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
+    replay = RanksReplay(
+        ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
+    )
     barriers = Select(on="gpu", family=("communication",), name="^gloo:barrier$", max_bytes=1)
     change = without_collectives(replay, Edit(op="scale", select=barriers, factor=0.0))
     assert change is not None and change.removed is not None
     assert change.removed.sum() == 3 * 5 * 5
-    gain = replay.base - replay.step(change)
+    gain = replay.replayed_ns - replay.step(change)
     assert gain == pytest.approx(ran.step_ns - without.step_ns, rel=0.01)
     # edits that say nothing of a message are of transfers alone
     assert without_collectives(replay, Edit(op="remove", select=Select(on="gpu"))) is None
@@ -75,16 +77,20 @@ def random_job(seed: int, *, factor: float = 1.0, link: float = 1.0) -> Program:
 @pytest.mark.parametrize("seed", range(5))
 def test_unchanged_it_is_the_measured_step(seed: int) -> None:
     ran = run(12, 4, random_job(seed), shift=lambda rank: 2.0 * MS * (rank % 3))
-    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
+    replay = RanksReplay(
+        ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
+    )
     assert replay.reason == ""
     assert replay.error == pytest.approx(0, abs=1e-4)
-    assert replay.base == pytest.approx(ran.step_ns, rel=1e-4)
+    assert replay.replayed_ns == pytest.approx(ran.step_ns, rel=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None:
     ran = run(12, 4, random_job(seed, factor=2.0))
-    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
+    replay = RanksReplay(
+        ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
+    )
     factor = np.ones((12, 4))
     factor[5] = 0.5
     again = run(12, 4, random_job(seed, factor=1.0)).step_ns
@@ -97,7 +103,9 @@ def test_a_rank_made_faster_is_worth_what_the_job_run_so_says(seed: int) -> None
 @pytest.mark.parametrize("seed", range(5))
 def test_faster_links_are_worth_what_the_job_run_so_says(seed: int) -> None:
     ran = run(12, 4, random_job(seed, link=3.0))
-    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
+    replay = RanksReplay(
+        ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
+    )
     again = run(12, 4, random_job(seed)).step_ns
     gain = replay.gain(JobChange(transfer=replay.transfer / 3))
     assert gain.gain == pytest.approx(ran.step_ns - again, rel=0.01)
@@ -122,10 +130,10 @@ def test_ranks_that_end_sooner_shorten_the_replay_or_are_left_out(
         lines = summaries[place].steps
         other = replace(lines[-1], name="cut off")
         summaries[place] = replace(summaries[place], steps=[*lines[:-1], other])
-    replay = RanksReplay(summaries, profile_ranks(summaries), join_ranks(summaries))
+    replay = RanksReplay(summaries, profile_ranks(summaries), match_collectives(summaries))
     assert replay.reason == ""
-    assert (len(replay.columns), int(replay.whole.sum())) == (steps, replayed)
-    assert replay.base == pytest.approx(3 * (ranks + 0.1) * MS, rel=0.01)
+    assert (len(replay.columns), int(replay.complete_ranks.sum())) == (steps, replayed)
+    assert replay.replayed_ns == pytest.approx(3 * (ranks + 0.1) * MS, rel=0.01)
 
 
 def test_what_is_not_on_one_clock_is_not_replayed() -> None:
@@ -133,7 +141,9 @@ def test_what_is_not_on_one_clock_is_not_replayed() -> None:
         return [Work(MS), Meet("world", (0, 1), 10_000)] * 5
 
     ran = run(2, 1, program, shift=lambda rank: rank * 300e9)
-    replay = RanksReplay(ran.summaries, profile_ranks(ran.summaries), join_ranks(ran.summaries))
+    replay = RanksReplay(
+        ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
+    )
     assert "apart" in replay.reason
     with pytest.raises(ValueError, match="apart"):
         replay.gain(JobChange())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from advisor.measure.ranks.summary import RankSummary, StepSummary, one_run
+from advisor.measure.ranks.summary import RankSummary, StepSummary, select_main_run
 
 HOUR = 3_600 * 10**9
 
@@ -20,7 +20,7 @@ def rank(
 
 
 def test_a_file_of_yesterday_is_set_aside_and_told() -> None:
-    found = one_run([rank(0), rank(1), rank(2), rank(3, at=-24 * HOUR)])
+    found = select_main_run([rank(0), rank(1), rank(2), rank(3, at=-24 * HOUR)])
     assert [s.rank for s in found.summaries] == [0, 1, 2]
     assert [(u.rank, "another run with fewer ranks" in u.why) for u in found.other_runs] == [
         (3, True)
@@ -30,7 +30,7 @@ def test_a_file_of_yesterday_is_set_aside_and_told() -> None:
 def test_of_two_whole_runs_one_is_taken_and_not_some_ranks_of_each() -> None:
     first = [rank(n, steps=2 + n % 2) for n in range(4)]
     second = [rank(n, at=HOUR, steps=3 - n % 2) for n in range(4)]
-    found = one_run([*first, *second])
+    found = select_main_run([*first, *second])
     assert found.summaries == first
     assert {u.path for u in found.other_runs} == {s.path for s in second}
 
@@ -38,43 +38,47 @@ def test_of_two_whole_runs_one_is_taken_and_not_some_ranks_of_each() -> None:
 def test_the_job_that_is_left_out_is_offered() -> None:
     first = [rank(n, path=f"s3://b/runs/jobA/rank{n}.json") for n in range(4)]
     second = [rank(n, at=HOUR, path=f"s3://b/runs/jobB/rank{n}.json") for n in range(4)]
-    found = one_run([*first, *second])
+    found = select_main_run([*first, *second])
     assert {u.why for u in found.other_runs} == {
         "another run with as many ranks, recorded 3,600 s after the one analysed: "
         "advisor analyze s3://b/runs/jobB"
     }
-    (mixed,) = one_run([*first, rank(0, at=-HOUR, path="s3://b/runs/rank0.json")]).other_runs
+    (mixed,) = select_main_run(
+        [*first, rank(0, at=-HOUR, path="s3://b/runs/rank0.json")]
+    ).other_runs
     assert mixed.why.endswith("before the one analysed: give its files to analyse it")
 
 
 def test_clocks_that_are_some_seconds_apart_are_no_two_runs() -> None:
-    assert len(one_run([rank(n, at=n * 10**10) for n in range(4)]).summaries) == 4
+    assert len(select_main_run([rank(n, at=n * 10**10) for n in range(4)]).summaries) == 4
 
 
 def test_times_that_are_no_dates_tell_no_runs_apart() -> None:
     ranks = [structs.replace(rank(n, at=n * HOUR), clock="monotonic") for n in range(4)]
-    assert one_run(ranks).summaries == ranks
+    assert select_main_run(ranks).summaries == ranks
 
 
 def test_a_job_of_another_size_is_set_aside() -> None:
-    found = one_run([rank(0), rank(1), rank(2), rank(3, world=8), rank(3, world=0, path="b")])
+    found = select_main_run(
+        [rank(0), rank(1), rank(2), rank(3, world=8), rank(3, world=0, path="b")]
+    )
     assert [s.path for s in found.summaries] == ["0-0", "1-0", "2-0", "b"]
     assert [u.path for u in found.other_runs] == ["3-0"]
 
 
 def test_a_rank_twice_is_taken_once_and_told() -> None:
-    found = one_run([rank(0), rank(1), rank(1, path="more", steps=3)])
+    found = select_main_run([rank(0), rank(1), rank(1, path="more", steps=3)])
     assert [(s.rank, s.path) for s in found.summaries] == [(0, "0-0"), (1, "more")]
     assert found.notes == {"further files of the same ranks": "of ranks 1"}
 
 
 def test_the_only_rank_that_is_not_told_is_the_one_that_is_missing() -> None:
-    found = one_run([rank(0), rank(1), rank(3), rank(-1, path="who")])
+    found = select_main_run([rank(0), rank(1), rank(3), rank(-1, path="who")])
     assert [(s.rank, s.path) for s in found.summaries][2] == (2, "who")
     assert not found.notes
 
 
 def test_several_that_are_not_told_get_numbers_that_no_rank_has_and_their_files_are_named() -> None:
-    found = one_run([rank(0), rank(3), rank(-1, path="b"), rank(-1, path="a")])
+    found = select_main_run([rank(0), rank(3), rank(-1, path="b"), rank(-1, path="a")])
     assert [(s.rank, s.path) for s in found.summaries][2:] == [(4, "a"), (5, "b")]
     assert "4 is a, 5 is b" in found.notes["which ranks some files are of"]

@@ -10,14 +10,13 @@ import numpy as np
 
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
-from advisor.replay.exposed import ExposedTime
+from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.graph import NEVER, Array, Edge, Graph
 from advisor.replay.graph_builder import build_graph
 from advisor.replay.operations import collect
 from advisor.replay.predictions import widened_by_kind
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completion_times
-from advisor.replay.selection import Selection
-from advisor.replay.trust import (
+from advisor.replay.replay_quality import (
     EXPLAINED_NS,
     PartQuality,
     ReplayQuality,
@@ -26,6 +25,7 @@ from advisor.replay.trust import (
     host_waits,
     path_composition,
 )
+from advisor.replay.selection import Selection
 
 if TYPE_CHECKING:
     from advisor.core.finding import Decides, Edit
@@ -164,7 +164,7 @@ class WindowReplayer:
             member._steps = steps
             members.append(member)
         joint = JointReplay(joint_ranks, [m.graph for m in members])
-        if not len(joint.node):
+        if not len(joint.shared_nodes):
             return None
         patched = [
             GraphEdits(m._selected, dur=dur).build()

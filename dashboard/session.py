@@ -85,7 +85,7 @@ class LoadedRun:
         """A rank's measurements; the reported rank's when there is no such rank."""
         return self.main if rank is None else self.analyses.get(rank, self.main)
 
-    def view(self, key: Any, make: Callable[[], T]) -> T:
+    def cached(self, key: Any, make: Callable[[], T]) -> T:
         """What ``make`` returns, made once for each key: for tables that a page draws from."""
         with self._lock:
             if key not in self._views:

@@ -62,7 +62,7 @@ def memory_cards(view: PageView) -> list[Any]:
     a = view.analysis
     views = {device_view.device: device_view for device_view in view.loaded.report.memory}
     if a is not view.loaded.main:
-        views = view.loaded.view(
+        views = view.loaded.cached(
             ("memory_views", view.rank), lambda: {e.device: e for e in memory_views(a)}
         )
     parts: list[Any] = []
@@ -157,7 +157,7 @@ def _tables(shown: MemoryView, named: str) -> list[Any]:
 
 def _timeline_table(loaded: LoadedRun, rank: int | None, post: PostMortem) -> pl.DataFrame:
     key = ("memory_timeline", rank, post.device)
-    return loaded.view(key, lambda: post.timeline(POINTS))
+    return loaded.cached(key, lambda: post.timeline(POINTS))
 
 
 def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:

@@ -242,7 +242,7 @@ def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
         return []
     waits = None
     if study is not None:
-        place = study.place(rank)
+        place = study.summary_index(rank)
         waits = None if place is None else collective_waits(study.job.joined, place)
         hosts = {each.rank: each.host for each in study.job.summaries if each.host}
         a.machine = a.machine._replace(hosts=hosts)

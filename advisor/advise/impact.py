@@ -29,7 +29,7 @@ from advisor.replay.window_replayer import WindowReplayer
 from advisor.rules.common import device_waits
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Decides, Severity
+    from advisor.core.finding import RangeCause, Severity
     from advisor.core.report import StepTime
     from advisor.core.rule import Rule
     from advisor.measure import Analysis
@@ -134,7 +134,7 @@ def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Findin
     if finding.moved_ns is not None:
         hand_over = ready_batch_ns(a.trace, a.step_ns, "low")
         most_of_it = saved.gain - saved.low < hand_over
-        low_by: Decides = "hand-over" if most_of_it else saved.low_by
+        low_by: RangeCause = "hand-over" if most_of_it else saved.low_by
         saved = saved._replace(low=max(0.0, saved.low - hand_over), low_by=low_by)
     if finding.validation == "synthetic" and not estimator.is_calibrated(finding.edits):
         low, high = worst_case(saved.low, saved.high, a.step_ns)
@@ -430,8 +430,8 @@ class GainRange(NamedTuple):
     high: float
     max_gain: float = float("inf")
     """What the edits touch: no end of a range is above."""
-    low_by: Decides = ""
-    high_by: Decides = ""
+    low_by: RangeCause = ""
+    high_by: RangeCause = ""
 
 
 class GainEstimator:
@@ -470,7 +470,7 @@ class GainEstimator:
         """What limits the step, ns per step, largest first; empty: unknown."""
         return {}
 
-    def view(self, edits: Sequence[Edit]) -> Replay | None:
+    def describe_replay(self, edits: Sequence[Edit]) -> Replay | None:
         """The replay behind the gains, without and with these edits; ``None``: there is none."""
         return None
 
@@ -510,7 +510,7 @@ class ReplayEstimator(GainEstimator):
     def critical_path(self) -> dict[str, float]:
         return self.whatif.critical_path_parts()
 
-    def view(self, edits: Sequence[Edit]) -> Replay | None:
+    def describe_replay(self, edits: Sequence[Edit]) -> Replay | None:
         whatif, quality = self.whatif, self.whatif.quality
         return Replay(
             step_ns=whatif.a.step_ns * (1 + quality.total_error),
@@ -549,5 +549,5 @@ class BoundEstimator(GainEstimator):
         max_gain = max(high, self._exposed.max_saved(both, optimistic=True) - before)
         wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
         ends = max(0.0, wide.low), max(gain, min(wide.high, max_gain))
-        low_by: Decides = "past" if ends[0] < low else "assumption"
+        low_by: RangeCause = "past" if ends[0] < low else "assumption"
         return GainRange(gain, *ends, max_gain, low_by, "past" if ends[1] > high else "assumption")

@@ -97,7 +97,9 @@ def write_report(
             *problems,
         ],
         ranks=ranks_view(analyses, ranks),
-        replay=estimator.view([edit for finding in ranked.advice for edit in finding.edits]),
+        replay=estimator.describe_replay(
+            [edit for finding in ranked.advice for edit in finding.edits]
+        ),
         step=step_time(a),
         step_durations=step_durations(a),
         crashes=find_crashes(run),

@@ -46,7 +46,7 @@ _BOTH = ("before", "after")
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
 """Figures of ``amounts``; of all others, times and bytes, less is better."""
 
-Judged = Literal["better", "worse", "new", "gone", ""]
+FigureVerdict = Literal["better", "worse", "new", "gone", ""]
 """Of a change; ``new`` and ``gone``: one side has none of it, and what stands in for it is in
 another line; empty: too small to matter, not shown to be one, or not measured."""
 
@@ -66,7 +66,7 @@ class ComparedFigure(NamedTuple):
     """Both as they are shown."""
     change: str
     """The difference with its sign; empty: none, or not measured."""
-    judged: Judged
+    verdict: FigureVerdict
 
 
 def write_verdict(comparison: Comparison) -> str:
@@ -220,7 +220,7 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
 
 def _judged(
     before: float | None, after: float | None, least: float, *, more: bool = False
-) -> Judged:
+) -> FigureVerdict:
     """``least``: a change below it does not matter. ``more``: more of it is better."""
     if before is None or after is None or abs(after - before) <= least:
         return ""

@@ -25,7 +25,7 @@ Category = Literal[
 ]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
 Validation = Literal["real traces", "recordings", "synthetic"]
-Decides = Literal[
+RangeCause = Literal[
     "", "assumption", "profiler", "hand-over", "replay error", "shared cores", "past", "not proven"
 ]
 """What decides an end of a gain's range: the finding's own assumption; host time that the profiler
@@ -178,9 +178,9 @@ class Impact(Struct, frozen=True, kw_only=True):
     """What the gain is of; ``null``: the step, or the run, by the currency."""
     most_ns: int | None = None
     """What the fix's edits touch, ns: no end of the range is above it. ``null``: not limited."""
-    low_by: Decides = ""
+    low_by: RangeCause = ""
     """What decides the lower end."""
-    high_by: Decides = ""
+    high_by: RangeCause = ""
     """What decides the upper end."""
     of_job: bool = False
     """The gain is the job's: what other ranks save and wait is in it."""
@@ -282,9 +282,9 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Lower end of the range of that, ns."""
     marginal_high_ns: int | None = None
     """Upper end of it, ns."""
-    marginal_low_by: Decides = ""
+    marginal_low_by: RangeCause = ""
     """What decides its lower end, as ``impact.low_by``."""
-    marginal_high_by: Decides = ""
+    marginal_high_by: RangeCause = ""
     """What decides its upper end."""
     pays_after: str | None = None
     """Rule id of the finding that must be fixed first for this one to pay."""

@@ -126,7 +126,7 @@ class Grid(Block):
     """A letter a column, ``l`` or ``r``."""
     short: Sequence[Sequence[Inline]] | None = None
     """Those of the rows that are shown where room is short; ``None``: all."""
-    more: str = ""
+    omitted_note: str = ""
     """What is said of the rows that ``short`` leaves out."""
     below: Sequence[str] = ()
     """A line below each row, in a terminal."""
@@ -211,7 +211,7 @@ class Card(Block):
     """Shown on demand."""
     fix: bool = True
     """Counts among those of which a terminal shows the first ones in full."""
-    full: bool = False
+    always_full: bool = False
     """Always shown in full."""
     brief: bool = False
     """In a terminal a line, unless details are asked for."""

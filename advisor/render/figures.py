@@ -252,7 +252,11 @@ class StepTimeline(Figure):
             tag("li", legend_key(_kind(kind)), self._label(kind))
             for kind in sorted(kinds, key=_kind)
         ]
-        more = f"{t.count_noun(shown.more, 'more stream')} with less work." if shown.more else ""
+        more = (
+            f"{t.count_noun(shown.omitted_streams, 'more stream')} with less work."
+            if shown.omitted_streams
+            else ""
+        )
         return join(
             tag("div", *lanes, axis, cls="strips"),
             tag("ul", *keys, cls="keys"),

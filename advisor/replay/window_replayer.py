@@ -28,7 +28,7 @@ from advisor.replay.replay_quality import (
 from advisor.replay.selection import Selection
 
 if TYPE_CHECKING:
-    from advisor.core.finding import Decides, Edit
+    from advisor.core.finding import Edit, RangeCause
     from advisor.measure import Analysis
     from advisor.measure.steps.step_records import StepRecords
     from advisor.replay.ranks.joint import JointRanks, JointReplay
@@ -338,7 +338,7 @@ class WindowReplayer:
 
     def gain_range(
         self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
-    ) -> tuple[float, float, float, float, Decides, Decides]:
+    ) -> tuple[float, float, float, float, RangeCause, RangeCause]:
         """(gain, low, high, most, low_by, high_by): the gain, its range from 0, what the edits
         touch, and what decides each end."""
         gain, (low, high, low_by, high_by) = (
@@ -361,7 +361,7 @@ class WindowReplayer:
 
     def _bounds_and_causes(
         self, edits: Sequence[Edit], applied: Sequence[Edit]
-    ) -> tuple[float, float, Decides, Decides]:
+    ) -> tuple[float, float, RangeCause, RangeCause]:
         both = [*applied, *edits]
         member = self._paced_member(both)
         others = ("profiled", "unprofiled_max") if self._hides_profiler else ("unprofiled",)
@@ -375,15 +375,17 @@ class WindowReplayer:
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
         limit = self._max_saved(both, optimistic=True) * self._of_profiled_step() + beside
         limit -= self._saved(applied, "", member)
-        steps: dict[Decides, list[float]] = {
+        steps: dict[RangeCause, list[float]] = {
             "assumption": gains[1:3],
             "profiler": gains[3:],
             "replay error": [gains[0] - error, gains[0] + error],
             "shared cores": [max(gains) + error + beside] if beside else [],
         }
         steps = {by: ends for by, ends in steps.items() if ends}
-        low_by: Decides = min(steps, key=lambda by: min(steps[by])) if low == least else "past"
-        high_by: Decides = max(steps, key=lambda by: max(steps[by])) if high == largest else "past"
+        low_by: RangeCause = min(steps, key=lambda by: min(steps[by])) if low == least else "past"
+        high_by: RangeCause = (
+            max(steps, key=lambda by: max(steps[by])) if high == largest else "past"
+        )
         return min(low, gains[0]), max(gains[0], min(high, limit)), low_by, high_by
 
     @cached_property

@@ -176,7 +176,7 @@ def _change(line: ComparedFigure) -> Any:
     if not line.change:
         return element("Span", "–", cls="dim")
     arrow = "▲" if line.change.startswith("+") else "▼"
-    look, word = MARKS_OF.get(line.judged, ("dim", ""))
+    look, word = MARKS_OF.get(line.verdict, ("dim", ""))
     return element(
         "Span",
         element("Span", arrow, cls="arrow", aria_hidden="true"),

@@ -97,7 +97,7 @@ def warm(loaded: LoadedRun) -> None:
     """Align the ranks and sum up who is late."""
     ranks = loaded.report.ranks
     if ranks is not None and ranks.aligned and len(loaded.analyses) > 1:
-        loaded.view("skew", lambda: _skew_table(loaded))
+        loaded.cached("skew", lambda: _skew_table(loaded))
 
 
 def _only_one() -> Any:
@@ -163,7 +163,7 @@ def _dash(text: str) -> str:
 
 def _map(view: PageView, what: str) -> Any:
     """Ranks × steps."""
-    rows = view.loaded.view("exposed_by_rank", lambda: exposed_by_rank(view.loaded.analyses))
+    rows = view.loaded.cached("exposed_by_rank", lambda: exposed_by_rank(view.loaded.analyses))
     if rows.is_empty():
         return empty_state("No map", "No rank has GPU work in its steps.")
     column, name = MAPS[what]
@@ -259,7 +259,7 @@ def _last(rank: int | None, count: int) -> str:
 
 def _skew(view: PageView) -> Any:
     """How late ranks come to each kind of collective."""
-    kinds = view.loaded.view("skew", lambda: _skew_table(view.loaded))
+    kinds = view.loaded.cached("skew", lambda: _skew_table(view.loaded))
     if kinds.is_empty():
         return None
     kinds = kinds.with_columns(waiting=pl.col("count") * pl.col("skew_ns"))
@@ -304,7 +304,7 @@ def _collectives(view: PageView) -> Any:
     a = view.analysis
     if a.collectives.is_empty():
         return None
-    rows_ = view.loaded.view(("collectives", view.rank), lambda: sum_collectives(a))
+    rows_ = view.loaded.cached(("collectives", view.rank), lambda: sum_collectives(a))
     peak = a.hardware.link.gb_per_s if a.hardware is not None and a.hardware.link else None
     shown, rest = _folded(rows_, (pl.col("dur"), pl.col("exposed")))
 

@@ -76,7 +76,9 @@ def layout(**query: object) -> Any:
         ),
     )
     try:
-        projector, choices = view.loaded.view(("gpus", view.rank), lambda: _projected(view, prices))
+        projector, choices = view.loaded.cached(
+            ("gpus", view.rank), lambda: _projected(view, prices)
+        )
     except AdvisorError as error:
         reason = labels.clean(str(error)).removeprefix(
             f"{labels.clean(view.analysis.trace.meta.path)}: "

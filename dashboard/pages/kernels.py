@@ -84,11 +84,11 @@ def layout(**query: object) -> Any:
 def warm(loaded: LoadedRun) -> None:
     """Make the tables of the reported rank."""
     a = loaded.main
-    loaded.view(("op_tree", None), lambda: op_tree(a))
-    loaded.view(("op_rows", None), lambda: op_rows(a))
+    loaded.cached(("op_tree", None), lambda: op_tree(a))
+    loaded.cached(("op_rows", None), lambda: op_rows(a))
     if a.device_id is not None:
-        loaded.view(("kernel_rows", None), lambda: kernel_rows(a))
-        loaded.view(("rate_rows", None), lambda: rate_rows(a))
+        loaded.cached(("kernel_rows", None), lambda: kernel_rows(a))
+        loaded.cached(("rate_rows", None), lambda: rate_rows(a))
 
 
 def _lead(a: Analysis) -> str:
@@ -176,7 +176,7 @@ def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
 
 def _kernels(view: PageView) -> Any:
     a = view.analysis
-    rows = view.loaded.view(("kernel_rows", view.rank), lambda: kernel_rows(a))
+    rows = view.loaded.cached(("kernel_rows", view.rank), lambda: kernel_rows(a))
     more = a.hot_kernels.height - len(rows)
     aside = "select a kernel to find it on the timeline; – means not measured"
     return card(
@@ -227,7 +227,7 @@ def _roofline(view: PageView) -> Any:
 def _layers(view: PageView) -> list[Any]:
     """The cards of ``advisor analyze --by layer``; none where no module was recorded."""
     a = view.analysis
-    shown = view.loaded.view(("layers", view.rank), lambda: report_layers(a))
+    shown = view.loaded.cached(("layers", view.rank), lambda: report_layers(a))
     if shown is None:
         return []
     return [draw_section(each) for each in layers.sections(shown, a.per, a.steps.used.height)]
@@ -235,7 +235,7 @@ def _layers(view: PageView) -> list[Any]:
 
 def _tree(view: PageView) -> Any:
     a = view.analysis
-    tree = view.loaded.view(("op_tree", view.rank), lambda: op_tree(a))
+    tree = view.loaded.cached(("op_tree", view.rank), lambda: op_tree(a))
     if tree.is_empty():
         return empty_state(
             "No modules or operators",
@@ -272,7 +272,7 @@ def op_rows(a: Analysis) -> list[dict[str, Any]]:
 
 def _ops(view: PageView) -> Any:
     a = view.analysis
-    rows = view.loaded.view(("op_rows", view.rank), lambda: op_rows(a))
+    rows = view.loaded.cached(("op_rows", view.rank), lambda: op_rows(a))
     if not rows:
         return None
     # without any, a column of zeros would say that it was measured
@@ -394,7 +394,7 @@ def rate_rows(a: Analysis) -> list[dict[str, Any]]:
 def operator_rates(view: PageView) -> Any:
     """The card."""
     a = view.analysis
-    rows = view.loaded.view(("rate_rows", view.rank), lambda: rate_rows(a))
+    rows = view.loaded.cached(("rate_rows", view.rank), lambda: rate_rows(a))
     if not rows:
         return empty_state("No operators by shape", "These steps run no compute kernel.")
     return card(

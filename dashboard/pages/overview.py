@@ -200,7 +200,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
         ticked = zip(fixes or (), ticks or (), strict=False)
         on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]
         kept = known & set(filter(lambda fix: isinstance(fix, int), on))
-        shown = loaded.view(
+        shown = loaded.cached(
             ("stairs", frozenset(kept)),
             lambda: report_charts.build_stairs_of_chosen(
                 loaded.report, kept, loaded.examined.estimator

@@ -99,7 +99,7 @@ def rank_timeline(
 ) -> RankTimeline:
     """The timeline of a rank, built once for each loaded run, and once more without the frames of
     libraries when those are hidden."""
-    return loaded.view(
+    return loaded.cached(
         ("timeline", rank, libraries),
         lambda: RankTimeline(
             loaded.analyses[rank], loaded.report, rank, version, libraries=libraries

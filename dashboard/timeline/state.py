@@ -103,7 +103,7 @@ def time_offset(here: tuple[LoadedRun, int], there: tuple[LoadedRun, int]) -> Ti
     """
     (run, a), (other_run, b) = here, there
     if run is other_run and a != b:
-        alignment = run.view("alignment", lambda: align_ranks(run.analyses))
+        alignment = run.cached("alignment", lambda: align_ranks(run.analyses))
         known = alignment.shift_ns
         if alignment.error_ns is not None and a in known and b in known:
             return TimeOffset(round(known[a] - known[b]), ON_ONE_CLOCK)

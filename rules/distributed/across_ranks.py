@@ -106,7 +106,7 @@ def _places(job: JobMeasurements, at: list[int]) -> list[Location]:
     places = []
     for row in rows.tolist():
         number = int(result.row[row])
-        key, cell = job.joined.keys[job.joined.key[number]], int(job.joined.first[number])
+        key, cell = job.joined.keys[job.joined.key[number]], int(job.joined.first_cell[number])
         summary, step = job.summaries[job.joined.rank[cell]], int(job.joined.step[cell])
         places.append(
             Location(

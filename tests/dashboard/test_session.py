@@ -112,7 +112,7 @@ def test_several_threads_that_ask_for_a_table_get_the_same_one(slow: str) -> Non
 
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(loaded.view("x", make))) for _ in range(8)
+        threading.Thread(target=lambda: found.append(loaded.cached("x", make))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -128,7 +128,7 @@ def test_large_tables_are_made_before_the_run_is_shown(slow: str) -> None:
     loaded = session.load().entries[0].loaded
     assert loaded is not None
     for key in (("op_tree", None), ("op_rows", None), ("kernel_rows", None)):
-        loaded.view(key, lambda: pytest.fail("made while somebody waits"))
+        loaded.cached(key, lambda: pytest.fail("made while somebody waits"))
 
 
 def test_layers_are_drawn_where_modules_were_recorded() -> None:

@@ -64,7 +64,7 @@ class RanksEstimator(GainEstimator):
     ) -> None:
         self.own = own
         self.study = study
-        self.place = study.place(rank)
+        self.place = study.summary_index(rank)
         self._saving = saving
         self.method, self.error, self.reason = own.method, own.error, own.reason
         self.ranks = tuple(study.replayed)
@@ -84,10 +84,10 @@ class RanksEstimator(GainEstimator):
             if (alone := _alone(finding)) is not None:
                 saved = self._of_rule[finding.rule, counts[finding.rule]]
                 own_saved = {} if self.place is None else {self.place: alone.gain}
-                self._learn(finding, {**saved, **own_saved}, alone, own=True)
+                self._note_saving(finding, {**saved, **own_saved}, alone, own=True)
             counts[finding.rule] += 1
 
-    def _learn(
+    def _note_saving(
         self, finding: Finding, saved: dict[int, float], gain: GainRange, *, own: bool
     ) -> None:
         key = tuple(finding.edits)
@@ -123,7 +123,7 @@ class RanksEstimator(GainEstimator):
             if finding is None:
                 continue
             if (gain := _alone(finding)) is not None:
-                self._learn(finding, saved, gain, own=False)
+                self._note_saving(finding, saved, gain, own=False)
             result.append(replace(finding, other_rank=True))
         return result
 
@@ -143,7 +143,7 @@ class RanksEstimator(GainEstimator):
         known = self._known.get(key)
         if known is None:
             return self.own.gain_range(edits)
-        saved, alone = self._together(edits), known.gain
+        saved, alone = self._joint_gain(edits), known.gain
         replay = self.study.replay
         error = min(abs(replay.replayed_ns - replay.measured_ns), abs(saved))
         low, high = (
@@ -166,19 +166,21 @@ class RanksEstimator(GainEstimator):
         return tuple(edits) in self._deviations
 
     def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
-        return self._together([*applied, *edits]) - self._together(applied)
+        return self._joint_gain([*applied, *edits]) - self._joint_gain(applied)
 
     def critical_path(self) -> dict[str, float]:
         return self.own.critical_path()
 
-    def view(self, edits: Sequence[Edit]) -> Replay | None:
-        result = self.own.view([e for e in edits if self._key_of.get(e) not in self._deviations])
+    def describe_replay(self, edits: Sequence[Edit]) -> Replay | None:
+        result = self.own.describe_replay(
+            [e for e in edits if self._key_of.get(e) not in self._deviations]
+        )
         if result is None:
             return None
-        left = max(0.0, result.measured_ns - self._together(edits))
+        left = max(0.0, result.measured_ns - self._joint_gain(edits))
         return replace(result, step_after_ns=left)
 
-    def _together(self, edits: Sequence[Edit]) -> float:
+    def _joint_gain(self, edits: Sequence[Edit]) -> float:
         """What the job's step gains by all of these, ns."""
         keys = tuple(dict.fromkeys(key for e in edits if (key := self._key_of.get(e)) is not None))
         if not keys:
@@ -200,7 +202,7 @@ class RanksEstimator(GainEstimator):
                 changes.append(self._changes[key])
                 continue
             known = self._known[key]
-            if (without := self._without(key)) is not None:
+            if (without := self._without_collectives(key)) is not None:
                 changes.append(without)
                 continue
             share = 1.0  # what is left of it after those before
@@ -214,7 +216,7 @@ class RanksEstimator(GainEstimator):
             changes.append(saving_change(replay, saved, communication=known.communication))
         return changes
 
-    def _without(self, key: Key) -> JobChange | None:
+    def _without_collectives(self, key: Key) -> JobChange | None:
         """The job without the collectives that all edits of a finding take away; ``None``: they
         are about something else."""
         parts = [without_collectives(self.study.replay, edit) for edit in key]

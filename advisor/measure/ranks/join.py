@@ -50,7 +50,7 @@ class JoinedCollectives:
     end: Floats
     exposed: Floats
     work: Floats
-    first: Ints
+    first_cell: Ints
     """First cell of each row, and one past the last of all."""
     key: Ints
     """By row."""
@@ -59,7 +59,7 @@ class JoinedCollectives:
     """Collectives that summaries left out."""
     amount: Floats
     """By cell, as in ``Collectives``."""
-    source: Ints
+    index_on_rank: Ints
     """By cell: which of its rank's collectives it is."""
     origin: int = 0
     """ns on the ranks' own clocks at which ``start`` and ``end`` are 0."""
@@ -72,7 +72,7 @@ class JoinedCollectives:
     @property
     def rank_count(self) -> Ints:
         """Number of ranks that have each row."""
-        return np.diff(self.first)
+        return np.diff(self.first_cell)
 
     @property
     def synchronising(self) -> Bools:
@@ -103,7 +103,7 @@ class JoinedCollectives:
         if not self.rows:
             return np.zeros(0, dtype=np.bool_)
         aligned = np.isfinite(self.clocks.shift)[self.rank]
-        every = np.minimum.reduceat(aligned.astype(np.int8), self.first[:-1]) > 0
+        every = np.minimum.reduceat(aligned.astype(np.int8), self.first_cell[:-1]) > 0
         return self.synchronising & every & (self.rank_count > 1) & ~self.clocks.mismatched
 
 
@@ -182,11 +182,11 @@ def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
         end=end + moved + drift * end,
         exposed=cells["exposed"].astype(np.float64),
         work=cells["work"].astype(np.float64),
-        first=bounds,
+        first_cell=bounds,
         key=key.astype(np.int64),
         clocks=clocks,
         amount=cells["amount"].astype(np.float64),
-        source=cells["source"],
+        index_on_rank=cells["source"],
         dropped=sum(s.collectives.dropped for s in summaries if s.collectives is not None),
         origin=origin,
     )
@@ -370,9 +370,9 @@ def collective_waits(joined: JoinedCollectives, place: int) -> pl.DataFrame:
         return pl.DataFrame(schema=schema)
     aligned = np.isfinite(joined.clocks.shift)[joined.rank]
     size = joined.group_sizes
-    every = np.minimum.reduceat(aligned.astype(np.int8), joined.first[:-1]) > 0
+    every = np.minimum.reduceat(aligned.astype(np.int8), joined.first_cell[:-1]) > 0
     complete = every & (joined.rank_count == size) & ~joined.clocks.mismatched
-    latest = np.maximum.reduceat(np.where(aligned, joined.start, -np.inf), joined.first[:-1])
+    latest = np.maximum.reduceat(np.where(aligned, joined.start, -np.inf), joined.first_cell[:-1])
     which = np.repeat(np.arange(joined.rows), joined.rank_count)
     cells = np.flatnonzero((joined.rank == place) & (joined.step >= 0))
     row = which[cells]

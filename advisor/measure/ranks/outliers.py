@@ -395,7 +395,7 @@ def _chance_of_delay(job: JobMeasurements, place: int) -> float:
     """Student's t of what a rank makes the others wait by step, less what others make it wait: of
     similar ranks that is as often below zero as above."""
     waits, joined = job.waits, job.joined
-    step = joined.step[joined.first[waits.row]]
+    step = joined.step[joined.first_cell[waits.row]]
     sign = np.where(waits.last_rank == place, 1.0, np.where(waits.last_rank >= 0, -1.0, 0.0))
     delay = np.bincount(step[step >= 0], (waits.mean_wait * sign)[step >= 0])
     delay = delay[np.unique(step[step >= 0])]

@@ -87,7 +87,7 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
             break
         if placed.all():
             before = np.cumsum([0, *(table.height for table in tables[:-1])])
-            cells = pl.concat(tables)[before[joined.rank] + joined.source]
+            cells = pl.concat(tables)[before[joined.rank] + joined.index_on_rank]
             begin = np.array([ranks[number].trace.meta.start_ns for number in known])
             return _aligned(joined, cells, begin, known, ranks)
         known = [number for number, there in zip(known, placed, strict=True) if there]
@@ -174,12 +174,12 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
             result[own] = covered_length(begin, until, subtract(a.spans, working_intervals(a)))
         return result
 
-    found = measure_waits(joined, np.logical_and.reduceat(inside, joined.first[:-1]), exposed)
+    found = measure_waits(joined, np.logical_and.reduceat(inside, joined.first_cell[:-1]), exposed)
     names = [set(a.steps.used["name"].to_list()) for a in analyses]
     steps = max(1, len(set.intersection(*names)))
     who = pl.Series([*numbers, None], dtype=pl.Int64)
     seen = pl.Series(joined.rank_count[found.row], dtype=pl.Int64)
-    table = cells[joined.first[found.row]]
+    table = cells[joined.first_cell[found.row]]
     collectives = table.select(
         "collective", "group", "bytes", "annotation", "label", "step"
     ).with_columns(

@@ -43,7 +43,7 @@ class StepLanes(NamedTuple):
     dur_ns: int
     lanes: list[Lane]
     """Streams, those with most work first, then idle time by cause."""
-    more: int
+    omitted_streams: int
     """Streams with work that are left out."""
 
 
@@ -74,7 +74,7 @@ def build_step_lanes(a: Analysis) -> StepLanes | None:
         step=str(used["name"][chosen]),
         dur_ns=end - begin,
         lanes=[*lanes[:MAX_STREAMS], *_idle(a, begin, end)],
-        more=more,
+        omitted_streams=more,
     )
 
 

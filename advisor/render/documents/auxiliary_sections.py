@@ -246,7 +246,9 @@ def _grid(
 ) -> Grid:
     """Where room is short, the first rows."""
     more = t.count_noun(len(rows) - MAX_SHORT, f"more {head[0]}")
-    return Grid(head, rows, short=rows[:MAX_SHORT], more=more, align=align, optional=optional)
+    return Grid(
+        head, rows, short=rows[:MAX_SHORT], omitted_note=more, align=align, optional=optional
+    )
 
 
 def _triton_row(view: TritonKernel, head: list[str]) -> list[str]:

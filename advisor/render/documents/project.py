@@ -225,7 +225,7 @@ def _layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
     head = ["call", "frees at the peak", "forward again"]
     more = t.count_noun(len(rows) - MAX_LAYERS, "more row")
     return Grid(head, rows, "Checkpointing, by layer", short=rows[:MAX_LAYERS],
-                more=f"{more}: --format json has all")  # fmt: skip
+                omitted_note=f"{more}: --format json has all")  # fmt: skip
 
 
 def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:

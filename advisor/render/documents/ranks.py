@@ -193,7 +193,7 @@ def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
         rows,
         align="ll" + "r" * (len(head) - 2),
         short=rows[:MAX_GROUPS],
-        more=f"{t.count_noun(len(rows) - MAX_GROUPS, 'more group')}: --format json has all",
+        omitted_note=f"{t.count_noun(len(rows) - MAX_GROUPS, 'more group')}: --format json has all",
         optional=[1, *(4 + ranks.classes.index(name) for name in smallest)],
     )
     yield Section("Groups of similar ranks", [table], "median per step")

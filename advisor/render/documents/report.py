@@ -128,7 +128,7 @@ def _ranks(report: Report) -> Iterator[Block]:
             [row.cells for row in table.rows],
             align="r" * len(table.head),
             short=[row.cells for row in short.rows],
-            more=short.more,
+            omitted_note=short.more,
         )
         notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
         yield Section("Ranks", [shown, *notes], f"{table.total} in this recording")

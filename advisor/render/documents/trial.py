@@ -91,7 +91,9 @@ def _card(trial: Trial) -> Card:
     ]
     code = [Code(trial.diff or trial.lines, "diff" if trial.diff else "python", "write")]
     kept: list[Block] = [*code] if trial.outcome == "gain" and code[0].text else []
-    return Card(f"{trial.name}: {trial.title}", [FieldList(fields), *kept], fix=False, full=True)
+    return Card(
+        f"{trial.name}: {trial.title}", [FieldList(fields), *kept], fix=False, always_full=True
+    )
 
 
 def _together(report: TrialReport) -> Iterator[Block]:

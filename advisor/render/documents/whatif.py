@@ -194,7 +194,7 @@ def _layers(title: str, layers: Sequence[LayerChange]) -> Section | None:
     reasons = dict.fromkeys(f"{layer.shape}: {layer.why}" for layer in layers if layer.why)
     head = ["layers", "m × n × k", "calls", "now", "then", "range"]
     more = f"{t.count_noun(len(rows) - MAX_SHAPES, 'more shape')}; JSON has all"
-    grid = Grid(head, rows, align="llrrrr", short=rows[:MAX_SHAPES], more=more,
+    grid = Grid(head, rows, align="llrrrr", short=rows[:MAX_SHAPES], omitted_note=more,
                 optional=(2,))  # fmt: skip
     return Section(title, [grid, *([Items(list(reasons)[:MAX_SHAPES], "∙")] if reasons else [])])
 

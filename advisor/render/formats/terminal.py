@@ -122,7 +122,7 @@ class _Screen:
         before: d.Block | None = None
         for place, block in enumerate(blocks):
             match block:
-                case d.Card() if not (block.fix or block.full or self.details):
+                case d.Card() if not (block.fix or block.always_full or self.details):
                     _row(self.page, block)
                 case d.FieldList() if not any(
                     row.parts and (self.details or not row.detail) for row in block.rows
@@ -167,7 +167,7 @@ class _Screen:
         page.wrap(labels.clean(card.title), first=f"{number}  ", indent=4, style="bold")
         if card.gain:
             page.flow("gain", [card.gain], style="green")
-        asked, self.details = self.details, self.details or card.full
+        asked, self.details = self.details, self.details or card.always_full
         for block in (*card.blocks, *(card.details if self.details else ())):
             if isinstance(block, d.FieldList):
                 self.fields(block, indent=4)
@@ -250,8 +250,8 @@ class _Screen:
             align="".join(table.sides[n] for n in kept),
             below=table.below,
         )
-        if table.more and len(rows) < len(table.rows):
-            self.page.wrap(labels.clean(table.more), indent=2, style="dim")
+        if table.omitted_note and len(rows) < len(table.rows):
+            self.page.wrap(labels.clean(table.omitted_note), indent=2, style="dim")
 
 
 def styled_parts(text: d.Inline) -> list[str | tuple[str, str]]:

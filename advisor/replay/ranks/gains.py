@@ -115,7 +115,7 @@ class TypicalGain(NamedTuple):
 def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> TypicalGain:
     """The middle of the ranks of a stage that have as many collectives in the step as most of them,
     ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
-    stage, place = job.stage[replay.rank], replay.places()
+    stage, place = job.stage[replay.rank], replay.order_in_step()
     code = (stage * len(replay.columns) + replay.step_of_cell) * (int(place.max()) + 1) + place
     kept = np.isfinite(job.profile.own_ns)[replay.rank]
     kept &= ~np.isin(replay.rank, sorted(without))
@@ -152,7 +152,7 @@ def _spread(
     """What some ranks no longer do is done by all that have the same part of the work, and an
     all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
     over when the rank with most of them has them."""
-    stage, place = job.stage[replay.rank], replay.places()
+    stage, place = job.stage[replay.rank], replay.order_in_step()
     code = (stage * len(replay.columns) + replay.step_of_cell) * (int(place.max()) + 1) + place
     _, of = np.unique(code, return_inverse=True)
     assert change.work is not None and change.tail is not None

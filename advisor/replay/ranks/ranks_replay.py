@@ -352,7 +352,7 @@ class RanksReplay:
             work=self.work * factor[self.rank, self.step_of_cell], tail=self.tail * factor[:, -1]
         )
 
-    def places(self) -> Ints:
+    def order_in_step(self) -> Ints:
         """By collective: the how many-th of its rank's step it is."""
         code = self.rank * len(self.columns) + self.step_of_cell
         new = np.concatenate([[True], code[1:] != code[:-1]])

@@ -71,7 +71,7 @@ class Study:
             n for n, there in zip(self.numbers, self.replay.complete_ranks, strict=True) if there
         ]
 
-    def place(self, rank: int) -> int | None:
+    def summary_index(self, rank: int) -> int | None:
         """Where a rank stands in the summaries; ``None``: it is not among them."""
         return self.numbers.index(rank) if rank in self.numbers else None
 

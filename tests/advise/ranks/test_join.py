@@ -80,7 +80,7 @@ def test_clocks_with_offsets_and_drift_are_found_through_a_chain_of_groups() -> 
     assert joined.clocks.error_ns is not None
     assert joined.clocks.error_ns < 1_000
     # on the common clock every collective ends for all at once
-    for first, last in zip(joined.first[:-1], joined.first[1:], strict=True):
+    for first, last in zip(joined.first_cell[:-1], joined.first_cell[1:], strict=True):
         assert np.ptp(joined.end[first:last]) < 5_000
     assert joined.matched.all()
     apart = joined.clocks.shift + shift[np.arange(ranks) // 8]

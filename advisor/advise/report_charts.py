@@ -203,15 +203,15 @@ EMPTY_CELL: Final = "–"
 """A cell of what was not measured."""
 
 
-def build_rank_table(report: Report, most: int = 1024) -> RankTable | None:
-    """The ranks side by side, the ``most`` that the others wait for longest; ``None``: one rank."""
+def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
+    """Ranks side by side, the ``limit`` that the others wait for longest; ``None``: one rank."""
     if report.ranks is None:
         return None
     lines = sorted(report.ranks.lines, key=_slowness, reverse=True)
     latest = lines[0] if lines and lines[0].caused_wait_ns else None
     rows = [
         RankRow(line.rank, _rank_cells(line), line is latest)
-        for line in sorted(lines[:most], key=lambda line: line.rank)
+        for line in sorted(lines[:limit], key=lambda line: line.rank)
     ]
     return RankTable(RANK_HEAD, rows, len(lines), labels.clean(report.ranks.note))
 

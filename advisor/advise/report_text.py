@@ -360,10 +360,10 @@ def memory_peak(report: Report) -> str:
     return f"{t.format_bytes(peak)} of {t.format_bytes(capacity)}"
 
 
-def join_names(items: list[str], most: int = 4) -> str:
+def join_names(items: list[str], limit: int = 4) -> str:
     """``a, b, c and 12 more``."""
-    shown = ", ".join(labels.shorten(labels.clean(item), 30) for item in items[:most])
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+    shown = ", ".join(labels.shorten(labels.clean(item), 30) for item in items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
 def ranked_findings(report: Report) -> list[Finding]:
@@ -393,14 +393,14 @@ def has_large_gain(report: Report) -> bool:
     return any(not is_small(finding) for finding in ranked_findings(report))
 
 
-def distinct_places(finding: Finding, most: int = 3) -> list[Location]:
+def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
     """Where it is, worst first, places of the same name once."""
     result: dict[object, Location] = {}
     for place in finding.where:
         result.setdefault(
             (place.file, place.line, place.function, place.op, place.kernel, place.step), place
         )
-    return list(result.values())[:most]
+    return list(result.values())[:limit]
 
 
 def line_not_recorded(report: Report, finding: Finding) -> str:
@@ -416,11 +416,11 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
 
 
 def named_places(
-    finding: Finding, most: int = 3, *, name_width: int = 48, path_width: int = 60
+    finding: Finding, limit: int = 3, *, name_width: int = 48, path_width: int = 60
 ) -> list[tuple[Location, list[str]]]:
     """The same with their names, as :func:`~advisor.core.text.location_names` has them: kernels and
     operators of one finding stay apart however short they are."""
-    result = distinct_places(finding, most)
+    result = distinct_places(finding, limit)
     short = labels.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)
     return [
         (place, t.location_names(place, name_width=name_width, path_width=path_width, short=short))
@@ -428,7 +428,7 @@ def named_places(
     ]
 
 
-def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
+def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
     """(share of the samples, place, text) of the hottest lines."""
     return [
         (
@@ -436,7 +436,7 @@ def hot_lines(report: Report, most: int = 8) -> list[tuple[str, str, str]]:
             f"{t.shorten_path(line.file, 50)}:{line.line}",
             labels.shorten(labels.clean(line.text), 80),
         )
-        for line in report.hot_lines[:most]
+        for line in report.hot_lines[:limit]
     ]
 
 

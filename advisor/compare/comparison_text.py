@@ -379,12 +379,12 @@ def describe_realised_gain(c: Comparison) -> list[str]:
     ]
 
 
-def work_lines(c: Comparison, most: int = MAX_WORK, width: int = WIDTH) -> list[ComparedFigure]:
+def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list[ComparedFigure]:
     """Device work that differs, by operator and shape, with labels of at most ``width``
     characters."""
     items: list[ComparedWork] = []
     for item in c.work:
-        if abs(item.after_ns - item.before_ns) < 0.5 or len(items) == most:
+        if abs(item.after_ns - item.before_ns) < 0.5 or len(items) == limit:
             break
         items.append(item)
     names = [work_name(item) for item in items]

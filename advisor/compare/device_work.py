@@ -163,5 +163,5 @@ def _work(row: dict[str, Any]) -> ComparedWork:
     )
 
 
-def _short(text: str | None, most: int = MAX_NAME) -> str | None:
-    return text if text is None else shorten(text, most)
+def _short(text: str | None, max_length: int = MAX_NAME) -> str | None:
+    return text if text is None else shorten(text, max_length)

@@ -59,20 +59,22 @@ def open_regular(path: str | Path) -> BinaryIO:
         raise
 
 
-def read_regular(path: str | Path, most: int) -> bytes:
-    """A regular file's bytes. Raises AdvisorError: it is longer than ``most`` bytes; and what
+def read_regular(path: str | Path, max_bytes: int) -> bytes:
+    """A regular file's bytes. Raises AdvisorError: it is longer than ``max_bytes``; and what
     :func:`open_regular` raises."""
     with open_regular(path) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise AdvisorError(f"{path}: larger than {format_size(most)}, too large for such a file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise AdvisorError(
+            f"{path}: larger than {format_size(max_bytes)}, too large for such a file"
+        )
     return data
 
 
-def read_lines(file: BinaryIO, most: int, longest: int) -> Iterator[bytes | None]:
-    """The lines of a file that are not blank, up to ``most`` bytes of it; ``None`` for each that
+def read_lines(file: BinaryIO, max_bytes: int, longest: int) -> Iterator[bytes | None]:
+    """The lines of a file that are not blank, in its first ``max_bytes``; ``None`` for each that
     is longer than ``longest`` bytes, of which no more than that is held."""
-    rest, skipping, left = b"", False, most
+    rest, skipping, left = b"", False, max_bytes
     while left > 0 and (block := file.read(min(BLOCK, left))):
         left -= len(block)
         *whole, rest = (rest + block).split(b"\n")

@@ -45,15 +45,15 @@ def decode_json(
     kind: type[AnySaved],
     name: str,
     schema: str,
-    most: int | None = None,
+    max_bytes: int | None = None,
     *,
     older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
 ) -> AnySaved:
     """What was written as JSON of this schema; ``name``: what a person calls it. ``older``: by
     earlier schema, how its JSON becomes that of this one. Raises AdvisorError: it is something
-    else, of another version, or larger than ``most`` bytes."""
-    if most is not None and len(text) > most:
-        raise AdvisorError(f"not a {name}: larger than {most >> 20} MiB")
+    else, of another version, or larger than ``max_bytes``."""
+    if max_bytes is not None and len(text) > max_bytes:
+        raise AdvisorError(f"not a {name}: larger than {max_bytes >> 20} MiB")
     try:
         converter = (older or {}).get(msgspec.json.decode(text, type=_Head).schema)
         if converter is None:
@@ -80,18 +80,20 @@ def has_schema(path: str | Path, schema: str) -> bool:
         return False
 
 
-def read_saved(path: str | Path, kind: type[AnySaved], schema: str, most: int) -> AnySaved | None:
+def read_saved(
+    path: str | Path, kind: type[AnySaved], schema: str, max_bytes: int
+) -> AnySaved | None:
     """What a file holds of a kind, of any version of its schema; ``None``: it is something else,
-    or cannot be read. Raises AdvisorError: it is one, and damaged or larger than ``most`` bytes."""
+    or cannot be read. Raises AdvisorError: it is one, and damaged or larger than ``max_bytes``."""
     if not has_schema(path, schema):
         return None
     try:
         with open_regular(path) as opened:
-            text = opened.read(most + 1)
+            text = opened.read(max_bytes + 1)
     except (OSError, ValueError):
         return None  # the reader of traces says what is wrong with it
-    if len(text) > most:
-        raise AdvisorError(f"{path}: larger than {most >> 20} MiB; write it again")
+    if len(text) > max_bytes:
+        raise AdvisorError(f"{path}: larger than {max_bytes >> 20} MiB; write it again")
     try:
         return kind.from_json(text)
     except AdvisorError as error:

@@ -533,15 +533,17 @@ def memory_weight(item: object) -> int:
     return 400
 
 
-def _lines(file: Path, kind: type[_T], problems: list[str], most: int) -> Iterator[tuple[int, _T]]:
+def _lines(
+    file: Path, kind: type[_T], problems: list[str], max_bytes: int
+) -> Iterator[tuple[int, _T]]:
     """What is in a file of JSON lines, with the bytes read so far; damage is noted and left out."""
     decoder = msgspec.json.Decoder(kind)
     bad = read = 0
     try:
         with open_regular(file) as opened:
-            if os.fstat(opened.fileno()).st_size > most:
-                problems.append(f"{file}: read up to {format_size(most)}")
-            for line in read_lines(opened, most, MAX_LINE_BYTES):
+            if os.fstat(opened.fileno()).st_size > max_bytes:
+                problems.append(f"{file}: read up to {format_size(max_bytes)}")
+            for line in read_lines(opened, max_bytes, MAX_LINE_BYTES):
                 # what would take long to decode only to be cut down is not decoded
                 if line is None or (kind is not Event and line.count(b"{") > MAX_OBJECTS):
                     bad += 1

@@ -158,7 +158,7 @@ def _rooflines(a: Analysis) -> CsvTable:
         attainable_bytes_per_s bound efficiency saved_ns_per_step""".split()
     if a.record_only or a.device_id is None:
         return CsvTable(head, [])
-    return CsvTable(head, map(_RATE, rooflines(a, most=None)))
+    return CsvTable(head, map(_RATE, rooflines(a, limit=None)))
 
 
 _RATE = attrgetter(

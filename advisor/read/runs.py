@@ -145,7 +145,9 @@ def read_source(source: RemoteFile, options: ReadOptions) -> Trace:
     from advisor.read.remote.fetch import open_locally
 
     say = options.progress
-    with open_locally(source, most=options.max_bytes, progress=say, check=refuse_unknown) as path:
+    with open_locally(
+        source, max_bytes=options.max_bytes, progress=say, check=refuse_unknown
+    ) as path:
         copy = str(path)
         if copy == source.at:
             return read_trace(copy, options)

@@ -61,14 +61,14 @@ def read_snapshot(
     return made.snapshot()
 
 
-def _bounded(blocks: Iterable[bytes], path: str, most: int) -> Iterable[bytes]:
+def _bounded(blocks: Iterable[bytes], path: str, max_bytes: int) -> Iterable[bytes]:
     seen = 0
     for block in blocks:
         seen += len(block)
-        if seen > most:
+        if seen > max_bytes:
             raise AdvisorError(
-                f"{path}: a snapshot of more than {most >> 20:,} MiB; record one with a smaller "
-                "max_entries"
+                f"{path}: a snapshot of more than {max_bytes >> 20:,} MiB; record one with a "
+                "smaller max_entries"
             )
         yield block
 

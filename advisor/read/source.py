@@ -84,12 +84,12 @@ class ByteSource:
         (first, rest), self._begun = self._begun, None
         return chain([first] if first else [], rest)
 
-    def read_all(self, most: int, advice: str) -> bytes:
+    def read_all(self, max_bytes: int, advice: str) -> bytes:
         """All of it at once. Raises AdvisorError, with the advice: it has more bytes than that."""
         data = bytearray()
         for block in self.blocks():
             data += block
-            if len(data) > most:
+            if len(data) > max_bytes:
                 raise AdvisorError(f"{self.path}: {advice}")
         return bytes(data)
 

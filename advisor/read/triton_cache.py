@@ -117,13 +117,13 @@ class _Budget:
     def __init__(self) -> None:
         self.left = MAX_BYTES
 
-    def read(self, file: Path, most: int) -> bytes:
+    def read(self, file: Path, max_bytes: int) -> bytes:
         """The first bytes of a regular file; empty: it is none, is a link, or cannot be read."""
         try:
             if file.is_symlink():
                 return b""
             with open_regular(file) as opened:
-                data = opened.read(most)
+                data = opened.read(max_bytes)
         except (OSError, ValueError):
             return b""
         self.left -= len(data)

@@ -105,14 +105,14 @@ class GraphEdits:
 
     # -- what edits take away ---------------------------------------------------------------
 
-    def shrink_host(self, held: dict[int, Intervals], factor: float) -> None:
+    def shrink_host(self, intervals: dict[int, Intervals], factor: float) -> None:
         """Scale the host time inside the intervals (by thread, ns from the window's start)."""
-        for thread, time in held.items():
+        for thread, time in intervals.items():
             self.host.setdefault(thread, HostTime()).parts.append((time, factor))
 
-    def capture(self, held: dict[int, Intervals], cost: float) -> None:
+    def capture(self, intervals: dict[int, Intervals], cost: float) -> None:
         """Host time around launches goes, but for ``cost`` ns each, and with it their latency."""
-        for thread, time in held.items():
+        for thread, time in intervals.items():
             self.host.setdefault(thread, HostTime()).captured.append((time, cost))
 
     # -- all at once ------------------------------------------------------------------------

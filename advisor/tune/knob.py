@@ -63,8 +63,8 @@ class Knob:
     def __init__(self) -> None:
         self.used = False
 
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
-        """Settings to try, that of the prediction first. ``wanted``: the number that the finding
+    def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
+        """Settings to try, that of the prediction first. ``predicted``: the number that the finding
         names (workers)."""
         return self.settings
 

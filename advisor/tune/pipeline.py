@@ -61,33 +61,33 @@ Say = Callable[[str], None]
 
 
 def try_program(
-    words: Sequence[str], recorded: Path | None, wanted: TrialRequest, say: Say
+    words: Sequence[str], recorded: Path | None, request: TrialRequest, say: Say
 ) -> tuple[TrialReport, Path]:
     """Try a command. ``recorded``: its run, where there is one already. Returns the report and the
     run's folder, in which it is kept. Raises AdvisorError: it cannot be tried."""
     begun = time.monotonic()
-    end = begun + wanted.limits.budget
+    end = begun + request.limits.budget
     report = TrialReport(version=advisor.__version__, program=clean_command(list(words)))
     with scratch_folder() as folder:
         root = folder.resolve()
-        program = TrialProgram(words, root, allowed=wanted.allowed)
-        run = recorded if recorded is not None else _record(program, root, wanted, say)
-        _plan(report, run, words, wanted)
-        if report.trials and not wanted.dry:
-            TrialSession(program, report, wanted.limits, end, say).run()
-    report.dry = wanted.dry
+        program = TrialProgram(words, root, allowed=request.allowed)
+        run = recorded if recorded is not None else _record(program, root, request, say)
+        _plan(report, run, words, request)
+        if report.trials and not request.dry:
+            TrialSession(program, report, request.limits, end, say).run()
+    report.dry = request.dry
     report.seconds = time.monotonic() - begun
-    if not wanted.dry:
-        save_trials(report, run, remember=wanted.remember)
+    if not request.dry:
+        save_trials(report, run, remember=request.remember)
     return report, run
 
 
-def _record(program: TrialProgram, root: Path, wanted: TrialRequest, say: Say) -> Path:
+def _record(program: TrialProgram, root: Path, request: TrialRequest, say: Say) -> Path:
     """Record the program inside the scratch folder; the run's folder, where the user has runs."""
     say("recording")
     inside = root / "recorded"
     inside.mkdir()
-    limits = wanted.limits
+    limits = request.limits
     result = program.run(
         (),
         warmup=RECORDED_LEAST,
@@ -99,21 +99,21 @@ def _record(program: TrialProgram, root: Path, wanted: TrialRequest, say: Say) -
     if not (inside / rundir.MANIFEST).is_file():
         raise not_tried(f"nothing was recorded: {why_not(result)}", result)
     try:
-        run = new_run(wanted.out)
+        run = new_run(request.out)
         shutil.copytree(inside, run, dirs_exist_ok=True)
     except OSError as error:
         raise AdvisorError(f"no run directory can be made ({error.strerror or error})") from None
     return run
 
 
-def _plan(report: TrialReport, run: Path, words: Sequence[str], wanted: TrialRequest) -> None:
+def _plan(report: TrialReport, run: Path, words: Sequence[str], request: TrialRequest) -> None:
     machine = Machine(count_cores(), _on_gpu(run))
     result = plan_trials(run, machine)
     report.verdict, report.without = result.verdict, result.by_hand
     report.trials = [
         t
-        for t in [*result.trials, *asked_for(wanted.only, machine, result.trials)]
-        if not wanted.only or {t.knob_setting.knob, t.name} & set(wanted.only)
+        for t in [*result.trials, *asked_for(request.only, machine, result.trials)]
+        if not request.only or {t.knob_setting.knob, t.name} & set(request.only)
     ]
     script = next((Path(word) for word in words[1:2] if word.endswith(".py")), None)
     for trial in report.trials:

@@ -65,7 +65,7 @@ def level_of_detail(
     x1: int,
     px: int,
     flags: NDArray[np.uint8] | None = None,
-    most: int = MAX_SLICES,
+    max_slices: int = MAX_SLICES,
 ) -> VisibleSlices:
     """What to draw of [x0, x1) of the given lanes on ``px`` pixels.
 
@@ -77,7 +77,7 @@ def level_of_detail(
     spans = [(number, *index.within(number, x0, x1)) for number in lanes]
     spans = [span for span in spans if span[2] > span[1]]
     wide = _wide(index, spans, 2 << k)
-    while sum(map(len, wide)) > most and k < 60:
+    while sum(map(len, wide)) > max_slices and k < 60:
         k += 1
         wide = _wide(index, spans, 2 << k)
     position = np.concatenate([*wide, np.zeros(0, dtype=np.int64)])

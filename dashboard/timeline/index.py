@@ -284,8 +284,8 @@ MAX_LOOPED = 300_000
 """Overlapping slices that are placed one by one: about 0.2 s."""
 
 
-def assign_tracks(start: Ints, end: Ints, most: int = MAX_TRACKS) -> NDArray[np.int64]:
-    """Track of each slice (ordered by start): the first one that is free, at most ``most``.
+def assign_tracks(start: Ints, end: Ints, max_tracks: int = MAX_TRACKS) -> NDArray[np.int64]:
+    """Track of each slice (ordered by start): the first one that is free, at most ``max_tracks``.
 
     Slices that overlap none are on track 0. Beyond MAX_LOOPED overlapping slices they take
     turns, whether a track is free or not.
@@ -300,7 +300,7 @@ def assign_tracks(start: Ints, end: Ints, most: int = MAX_TRACKS) -> NDArray[np.
     if not len(rows):
         return track
     if len(rows) > MAX_LOOPED:
-        track[rows] = np.arange(1, len(rows) + 1) % most
+        track[rows] = np.arange(1, len(rows) + 1) % max_tracks
         return track
     # Where a slice goes depends on where those before it went: a loop over the overlapping ones
     # only, each stretch of which begins with the slice before it.
@@ -318,7 +318,7 @@ def assign_tracks(start: Ints, end: Ints, most: int = MAX_TRACKS) -> NDArray[np.
                 track[row] = number
                 break
         else:
-            if len(free) < most:
+            if len(free) < max_tracks:
                 free.append(finish)
             else:
                 free[-1] = max(free[-1], finish)

@@ -368,8 +368,8 @@ def read_span(args: Mapping[str, str], index: TimelineIndex) -> tuple[int, int]:
     return x0, x1
 
 
-def read_numbers(args: Mapping[str, str], key: str, most: int) -> list[int]:
-    """``0-3,7``: numbers below ``most``, in order, each once; absent or empty: none."""
+def read_numbers(args: Mapping[str, str], key: str, limit: int) -> list[int]:
+    """``0-3,7``: numbers below ``limit``, in order, each once; absent or empty: none."""
     text = args.get(key, "")
     values: set[int] = set()
     parts = text.split(",") if text else []
@@ -380,7 +380,7 @@ def read_numbers(args: Mapping[str, str], key: str, most: int) -> list[int]:
         if match is None:
             raise BadParameter(f"{key} is not a list of numbers")
         first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < most:
+        if not first <= last < limit:
             raise BadParameter(f"{key}: there is no {part}")
         if last - first > MAX_ASKED:
             raise BadParameter(f"{key} asks for too many")

@@ -282,7 +282,7 @@ def _inside(
 
 
 def longest_slices(
-    index: TimelineIndex, lanes: list[int], x0: int, x1: int, most: int
+    index: TimelineIndex, lanes: list[int], x0: int, x1: int, max_slices: int
 ) -> dict[str, Any]:
     """The longest slices in view, in order of start; ``total``: how many there are in view."""
     spans = [index.within(number, x0, x1) for number in lanes]
@@ -291,12 +291,12 @@ def longest_slices(
     for lo, hi in spans:
         dur = index.end[lo:hi] - index.start[lo:hi]
         positions = np.arange(lo, hi)
-        if len(positions) > most:
-            positions = lo + np.argpartition(-dur, most)[:most]
+        if len(positions) > max_slices:
+            positions = lo + np.argpartition(-dur, max_slices)[:max_slices]
         best.append(positions)
     longest = np.concatenate([*best, np.zeros(0, dtype=np.int64)])
     dur = index.end[longest] - index.start[longest]
-    longest = longest[np.argsort(-dur, kind="stable")[:most]]
+    longest = longest[np.argsort(-dur, kind="stable")[:max_slices]]
     longest = longest[np.argsort(index.start[longest], kind="stable")]
     rows = []
     for position in longest.tolist():

@@ -158,7 +158,7 @@ def test_levels_are_stored_only_where_there_are_many_slices_a_cell():
 
 def test_more_slices_than_an_answer_holds_are_told_in_wider_cells():
     index = index_of([(i * 10, i * 10 + 10, i % 3) for i in range(4000)])
-    few = level_of_detail(index, [0], 0, 40_000, 8192, most=500)
+    few = level_of_detail(index, [0], 0, 40_000, 8192, max_slices=500)
     assert few.k > level_of_detail(index, [0], 0, 40_000, 8192).k
     assert len(few.position) <= 500
     assert set(cells(few, index)) == {(0, c) for c in range(((40_000 - 1) >> few.k) + 1)}

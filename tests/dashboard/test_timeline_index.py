@@ -113,7 +113,7 @@ def test_slices_on_one_track_do_not_overlap_and_tracks_are_as_few_as_can_be(pair
     pairs.sort(key=lambda p: p[0])
     start = np.array([p[0] for p in pairs], dtype=np.int64)
     end = start + np.array([p[1] for p in pairs], dtype=np.int64)
-    track = assign_tracks(start, end, most=100)
+    track = assign_tracks(start, end, max_tracks=100)
     deepest = 0
     for i in range(len(pairs)):
         for j in range(i):
@@ -125,7 +125,7 @@ def test_slices_on_one_track_do_not_overlap_and_tracks_are_as_few_as_can_be(pair
 
 def test_beyond_the_last_track_slices_share_it():
     start = np.arange(30, dtype=np.int64)
-    assert assign_tracks(start, start + 1000, most=4).max() == 3
+    assert assign_tracks(start, start + 1000, max_tracks=4).max() == 3
 
 
 # -- counters ---------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_the_rest_of_its_parent() -> None:
             with b.op(f"aten::op{i}", [[8]], "float"):
                 b.launch(f"k{i}", 10 + i)
         b.sync()
-    tree = op_tree(b.analysis(), most=12)
+    tree = op_tree(b.analysis(), limit=12)
     assert tree.height <= 12
     root = tree.filter(pl.col("parent").is_null())
     assert root["ns"].to_list() == [sum(10 + i for i in range(40)) * US]

@@ -110,7 +110,7 @@ class HeatMap(NamedTuple):
         return f"{describe_rank(line)} · {result}"
 
 
-def build_heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
+def build_heat_map(ranks: Ranks, limit: int = MAX_RANKS) -> HeatMap | None:
     """``None``: no rank, or no class that was measured."""
     places = range(len(ranks.classes))
     lines = [line for line in ranks.lines if len(line.time) == len(ranks.classes)]
@@ -122,12 +122,12 @@ def build_heat_map(ranks: Ranks, most: int = MAX_RANKS) -> HeatMap | None:
     apart = sorted(abs(v - medians[place]) for place in places for v in columns[place]) or [0.0]
     scale = max(apart[int(SCALE_QUANTILE * (len(apart) - 1))], MIN_SCALE * step, 1.0)
     note = ""
-    if len(lines) > most:
+    if len(lines) > limit:
         note = (
-            f"Shown are the {t.format_count(most)} of {t.format_count(len(lines))} ranks that "
+            f"Shown are the {t.format_count(limit)} of {t.format_count(len(lines))} ranks that "
             "differ most."
         )
-        lines = sorted(lines, key=lambda line: -abs(line.step_ns - step))[:most]
+        lines = sorted(lines, key=lambda line: -abs(line.step_ns - step))[:limit]
         lines.sort(key=lambda line: line.rank)
     return HeatMap(ranks.classes, lines, medians, scale, note)
 
@@ -194,9 +194,9 @@ def describe_missing(item: MissingRanks) -> str:
     return f"{t.count_noun(item.count, 'rank')}{names}: {clean(item.why)}"
 
 
-def shorten_numbers(numbers: str, most: int = MAX_NUMBERS) -> str:
+def shorten_numbers(numbers: str, max_length: int = MAX_NUMBERS) -> str:
     """Numbers of ranks, not endless."""
-    return shorten(clean(numbers), most)
+    return shorten(clean(numbers), max_length)
 
 
 def outlier_name(outlier: Outlier) -> str:

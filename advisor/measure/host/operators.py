@@ -229,9 +229,9 @@ MAX_TENSORS = 4
 """Tensors of an operator whose shapes are written out."""
 
 
-def rooflines(a: Analysis, most: int | None = MAX_ROWS) -> list[OperatorRate]:
-    """Operators by shape, those with most device time first. ``most``: ``None`` for all."""
-    table = a.rooflines if most is None else a.rooflines.head(most)
+def rooflines(a: Analysis, limit: int | None = MAX_ROWS) -> list[OperatorRate]:
+    """Operators by shape, those with most device time first. ``limit``: ``None`` for all."""
+    table = a.rooflines if limit is None else a.rooflines.head(limit)
     rows = table.drop("kernels", "inputs", "longest").rename(
         {"op": "name", "dur": "ns", "moved": "bytes", "saved": "saved_ns"}
     )

@@ -98,14 +98,14 @@ def range_table(a: Analysis) -> pl.DataFrame:
     )
 
 
-def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
+def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
     """Modules, operators and annotations inside ``spans``, merged by their path of names.
 
     ``node``, ``parent`` (null: outermost), ``name``, ``count`` (events merged), ``ns``: device
     time launched inside it, on the analysed device; without device work its host time. Both are
     sums over the window. ``ProfilerStep#5`` and ``ProfilerStep#6`` are one name, ``Linear_0`` and
     ``Linear_1`` too. Never more than
-    ``most`` nodes: the largest are kept, and what is left of a node that lost children is a child
+    ``limit`` nodes: the largest are kept, and what is left of a node that lost children is a child
     called ``(rest)``. Largest first among siblings; a parent precedes its children.
     """
     cpu = a.trace.cpu
@@ -137,7 +137,7 @@ def op_tree(a: Analysis, most: int = MAX_NODES) -> pl.DataFrame:
             if up[node] >= 0:
                 total[up[node]] += total[node]
     names = map_names(cpu["name"].gather(first), _plain, pl.String).to_list()
-    return largest_nodes(total, count, up, names, most)
+    return largest_nodes(total, count, up, names, limit)
 
 
 def _plain(name: str) -> str:
@@ -201,14 +201,14 @@ def largest_nodes(
     count: NDArray[np.int64],
     up: NDArray[np.int64],
     names: list[str],
-    most: int,
+    limit: int,
 ) -> pl.DataFrame:
     """The largest nodes, each with its parents, and the rest of those that lost children."""
     order = np.lexsort((np.arange(len(total)), -total))
     chosen = order[total[order] > 0]
     # a parent is at least as large as its child and older, so it comes before it in this order;
     # half of the nodes may be needed for the rests of the others
-    chosen = chosen[: max(1, most // 2)]
+    chosen = chosen[: max(1, limit // 2)]
     number = {int(node): i for i, node in enumerate(chosen)}
     sums = dict.fromkeys(number, 0)
     rows = []

@@ -69,7 +69,7 @@ def parent_rows(trace: Trace) -> Rows:
     return trace.cpu["parent"].fill_null(-1).to_numpy().astype(np.int32, copy=False)
 
 
-def innermost_ancestor(parent: Rows, wanted: Mask) -> Rows:
+def innermost_ancestor(parent: Rows, mask: Mask) -> Rows:
     """For each row the innermost wanted row among itself and its ancestors, -1: none.
 
     Every row points at itself when it is wanted, else at its parent; following all pointers
@@ -77,7 +77,7 @@ def innermost_ancestor(parent: Rows, wanted: Mask) -> Rows:
     """
     count = len(parent)
     own = np.arange(count, dtype=np.int32)
-    jump = np.append(np.where(wanted, own, np.where(parent < 0, count, parent)), count)
+    jump = np.append(np.where(mask, own, np.where(parent < 0, count, parent)), count)
     jump = jump.astype(np.int32, copy=False)
     while True:
         further = jump[jump]
@@ -88,11 +88,11 @@ def innermost_ancestor(parent: Rows, wanted: Mask) -> Rows:
     return np.where(result == count, np.int32(-1), result)
 
 
-def outermost_ancestor(parent: Rows, wanted: Mask) -> Rows:
+def outermost_ancestor(parent: Rows, mask: Mask) -> Rows:
     """For each row the outermost wanted row among itself and its ancestors, -1: none."""
-    near = innermost_ancestor(parent, wanted)
+    near = innermost_ancestor(parent, mask)
     above = np.where(parent < 0, np.int32(-1), near[np.maximum(parent, 0)])
-    return innermost_ancestor(parent, wanted & (above < 0))
+    return innermost_ancestor(parent, mask & (above < 0))
 
 
 def is_operator(trace: Trace) -> Mask:
@@ -106,7 +106,7 @@ def outermost_operator(trace: Trace) -> Rows:
     return outermost_ancestor(parent_rows(trace), is_operator(trace))
 
 
-def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) -> Rows:
+def climb_stack(parent: Rows, mask: Mask, rows: Rows, *, top: bool = False) -> Rows:
     """:func:`innermost_ancestor` (with ``top``: :func:`outermost_ancestor`) for a few rows only
     (-1: none): as many rounds as their stacks are deep."""
     result = np.full(len(rows), -1, dtype=parent.dtype)
@@ -114,7 +114,7 @@ def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) ->
     row = rows[index]
     levels = 0
     while len(index):
-        hit = wanted[row]
+        hit = mask[row]
         result[index[hit]] = row[hit]
         if not top:
             index, row = index[~hit], row[~hit]
@@ -125,7 +125,7 @@ def climb_stack(parent: Rows, wanted: Mask, rows: Rows, *, top: bool = False) ->
             # Ways up through Python frames meet early: go on once for each distinct row.
             distinct, back = np.unique(row, return_inverse=True)
             if 2 * len(distinct) < len(row):
-                above = climb_stack(parent, wanted, distinct, top=top)[back]
+                above = climb_stack(parent, mask, distinct, top=top)[back]
                 result[index] = np.where(above >= 0, above, result[index])
                 break
     return result

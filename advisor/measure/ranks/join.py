@@ -291,16 +291,16 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
 
 def measure_waits(
     joined: JoinedCollectives,
-    wanted: Bools | None = None,
+    rows_counted: Bools | None = None,
     exposed_of: Callable[[Ints, Floats], Floats] | None = None,
 ) -> CollectiveWaits:
     """How late each rank comes to the collectives that others wait in, and what that costs.
 
-    ``wanted``: rows that count, all where it is not given. ``exposed_of``: the exposed part of
-    waits in some cells, where more is known of it than how much of the whole collective is.
+    ``rows_counted``: which rows count; default: all. ``exposed_of``: the exposed part of waits in
+    some cells, where more is known of it than how much of the whole collective is.
     """
     ranks = len(joined.clocks.shift)
-    matched = joined.matched if wanted is None else joined.matched & wanted
+    matched = joined.matched if rows_counted is None else joined.matched & rows_counted
     rows = np.flatnonzero(matched)
     cells = np.flatnonzero(matched[joined.row]) if len(rows) else rows
     size = joined.rank_count[rows]

@@ -203,9 +203,9 @@ def unpack_findings(details: bytes) -> list[Finding]:
         raise AdvisorError("a rank's summary is damaged") from None
 
 
-def _inflate(data: bytes, most: int) -> bytes:
-    result = zlib.decompressobj().decompress(data, most + 1)
-    if len(result) > most:
+def _inflate(data: bytes, max_bytes: int) -> bytes:
+    result = zlib.decompressobj().decompress(data, max_bytes + 1)
+    if len(result) > max_bytes:
         raise ValueError
     return result
 

@@ -41,7 +41,7 @@ def open_locally(
     source: RemoteFile,
     *,
     folder: str | Path | None = None,
-    most: int = LIMIT,
+    max_bytes: int = LIMIT,
     timeout: float | None = None,
     progress: Callable[[str, int], None] | None = None,
     check: Callable[[bytes, str], None] | None = None,
@@ -49,10 +49,10 @@ def open_locally(
     """A local path to a file, for the time of the ``with`` block: its own if it is here, else a
     copy of the same name in a folder of its own, gone afterwards.
 
-    ``folder``: for the copy; default: the system's for temporary files. ``most``: bytes that it may
-    have. ``timeout``: seconds that a block may take; default ``filesystem.TIMEOUT``. ``progress``:
-    called with (shown URL, bytes so far) after each block. ``check``: called with the first block
-    and the copy's path before more is fetched; what it raises ends that.
+    ``folder``: for the copy; default: the system's for temporary files. ``max_bytes``: its
+    size at most. ``timeout``: seconds that a block may take; default ``filesystem.TIMEOUT``.
+    ``progress``: called with (shown URL, bytes so far) after each block. ``check``: called with the
+    first block and the copy's path before more is fetched; what it raises ends that.
 
     Raises AdvisorError, with one line: missing, access denied, too large, no room on the disk, cut
     off or slow in spite of several attempts.
@@ -65,7 +65,7 @@ def open_locally(
     seconds = filesystem.TIMEOUT if timeout is None else timeout
     with scratch_folder(folder) as inside:
         copy = inside / file_name(source.at)
-        _Copy(source, copy, most, seconds, progress, check).make()
+        _Copy(source, copy, max_bytes, seconds, progress, check).make()
         yield copy
 
 

@@ -82,12 +82,12 @@ def sections(layers: Layers, per: Per, steps: int, top: int | None = None) -> li
     return blocks
 
 
-def _tree(layers: Layers, most: int) -> list[Block]:
+def _tree(layers: Layers, limit: int) -> list[Block]:
     depth: list[int] = []
     for layer in layers.layers:
         depth.append(0 if layer.parent is None else depth[layer.parent] + 1)
     order = sorted(range(len(depth)), key=lambda place: (-layers.layers[place].ns, place))
-    shown = sorted([place for place in order if depth[place] < MAX_DEPTH][:most])
+    shown = sorted([place for place in order if depth[place] < MAX_DEPTH][:limit])
     rows = [_row(layers.layers[place], depth[place]) for place in shown]
     rows.append(_outside(layers))
     columns = range(len(_HEAD))
@@ -164,7 +164,7 @@ def _memory_note(layers: Layers) -> str:
     return f"kept: memory that the calls allocate and do not release{most}."
 
 
-def _kinds(layers: Layers, most: int) -> Grid:
+def _kinds(layers: Layers, limit: int) -> Grid:
     rows: list[list[Inline]] = [
         [
             row.kind,
@@ -176,7 +176,7 @@ def _kinds(layers: Layers, most: int) -> Grid:
             _bytes(row.kept_bytes),
             _bytes(row.peak_bytes),
         ]
-        for row in layers.kinds[: min(most, MAX_KINDS)]
+        for row in layers.kinds[: min(limit, MAX_KINDS)]
     ]
     head = ["kind", "modules", "calls", "time", "own time", "own share", "kept", "peak"]
     known = len(head) if any(row.kept_bytes is not None for row in layers.kinds) else -2

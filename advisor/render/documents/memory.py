@@ -216,8 +216,8 @@ def _bases(view: MemoryView) -> list[str]:
     ]
 
 
-def _table(title: str, head: list[str], rows: list[list[str]], most: int) -> Grid:
-    rows = rows[:most]
+def _table(title: str, head: list[str], rows: list[list[str]], limit: int) -> Grid:
+    rows = rows[:limit]
     return Grid(head, rows, title, short=rows[:MAX_SHORT])
 
 
@@ -230,8 +230,8 @@ def _held(view: MemoryView) -> list[list[str]]:
     return rows
 
 
-def modules(view: MemoryView, most: int = MAX_ROWS) -> Grid:
-    """The ``most`` largest modules as a tree, and what none of them allocated."""
+def modules(view: MemoryView, limit: int = MAX_ROWS) -> Grid:
+    """The ``limit`` largest modules as a tree, and what none of them allocated."""
     depth: list[int] = []
     for each in view.modules:
         depth.append(0 if each.parent is None else depth[each.parent] + 1)
@@ -245,7 +245,7 @@ def modules(view: MemoryView, most: int = MAX_ROWS) -> Grid:
     rows = [
         row("  " * depth[place] + _module_name(each), each.bytes, each.own_bytes,
             t.format_count(each.blocks))
-        for place in sorted(largest[:most])
+        for place in sorted(largest[:limit])
         for each in [view.modules[place]]
     ]  # fmt: skip
     if rows:

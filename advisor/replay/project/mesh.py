@@ -299,21 +299,21 @@ class MeshProjector:
         local = self._local(mesh, axis) if self.crosses(mesh, axis) else size
         return ring_latency(kind, size, local, protocol)
 
-    def transfer(self, mesh: Mesh, axis: str, kind: str, size: float, which: int) -> float:
-        """What one collective takes along an axis of a mesh once all are there, ns. ``which``:
+    def transfer(self, mesh: Mesh, axis: str, kind: str, size: float, bound: int) -> float:
+        """What one collective takes along an axis of a mesh once all are there, ns. ``bound``:
         LOW, MIDDLE, HIGH."""
         ranks, _ = mesh.extent(axis)
         factor = bus_factor(kind, ranks)
         if factor is None:
             return 0.0
-        end = (HIGH, MIDDLE, LOW)[which]
+        end = (HIGH, MIDDLE, LOW)[bound]
         if self.crosses(mesh, axis):
             rate = self._network_rates[end]
             if kind != "send_recv":  # a ring enters and leaves each node once, over all its NICs
                 rate = min(self._node_rates[end], rate * self._local(mesh, axis))
         else:
             rate = self._node_rates[end]
-        return self.latency(mesh, axis, kind, which) + size * factor / rate
+        return self.latency(mesh, axis, kind, bound) + size * factor / rate
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -361,15 +361,15 @@ class MeshProjector:
         )
 
     def _step(
-        self, mesh: Mesh, work: _Work, which: int, slots: int
+        self, mesh: Mesh, work: _Work, bound: int, slots: int
     ) -> tuple[float, float, dict[str, float]]:
         """The step, the bubble in it, and what new collectives add by axis."""
-        factor = work.factors(which)
+        factor = work.factors(bound)
         step = self._replay(factor, work.launches)
-        added = work.added(which)
+        added = work.added(bound)
         step += sum(added.values())
         # a pipeline waits for the stages before and after: not in the optimizer and what follows
-        once = work.once(which)
+        once = work.once(bound)
         bubble = max(0.0, step - once) * (mesh.pp - 1) / slots
         return step + bubble, bubble, added
 
@@ -471,7 +471,7 @@ class _Work:
         ).is_empty()
         """The activations between tensor-parallel parts are split along the sequence."""
 
-    def factors(self, which: int) -> Array:
+    def factors(self, bound: int) -> Array:
         """New duration of each piece of device work over the old one."""
         factor = np.ones(len(self.dur))
         size = np.full(len(self.dur), self.tokens)
@@ -479,16 +479,16 @@ class _Work:
         rest = self.kernel & ~self.matrix & ~self.optimizer
         least, most = sorted((self.split, 1.0))
         between = (least, math.sqrt(least * most), most)
-        size[rest] *= self.split if self.sequence else between[which]
+        size[rest] *= self.split if self.sequence else between[bound]
         if not self.sequence:  # norms are not split without it
             size[self.norm] = self.tokens
         fill = self._fill(size)
-        size = size * (np.minimum(fill, 1.0), np.sqrt(fill), np.maximum(fill, 1.0))[which]
+        size = size * (np.minimum(fill, 1.0), np.sqrt(fill), np.maximum(fill, 1.0))[bound]
         fixed = np.minimum(self.dur, self.base)
         grown = (fixed + (self.dur - fixed) * size) / self.dur
         factor[self.kernel] = (grown * self.launches)[self.kernel]
         factor[self.optimizer] = self.parameters
-        self._collectives(factor, which)
+        self._collectives(factor, bound)
         return factor
 
     def _fill(self, size: Array) -> Array:
@@ -500,7 +500,7 @@ class _Work:
         result[~self.matrix | ~np.isfinite(result)] = 1.0
         return np.asarray(result)
 
-    def _collectives(self, factor: Array, which: int) -> None:
+    def _collectives(self, factor: Array, bound: int) -> None:
         """Messages and how many there are change by axis; a transfer by its bytes, its ring and its
         link; waits for other ranks as the work does. A pipeline's are its bubble, which is added
         later."""
@@ -520,7 +520,7 @@ class _Work:
             elif size is None:
                 raise AdvisorError("the sizes of the collectives are not recorded")
             else:
-                then = of.transfer(mesh, axis, kind, size * message, which)
+                then = of.transfer(mesh, axis, kind, size * message, bound)
             waits = 0.0 if axis == "pp" else (dur - transfer) * self.tokens * self.split
             factor[row] = (then + waits) * many / max(dur, 1)
 
@@ -538,7 +538,7 @@ class _Work:
             return self.launches, self.tokens * mesh.cp / old.cp * self.split
         return self.launches, self.tokens
 
-    def added(self, which: int) -> dict[str, float]:
+    def added(self, bound: int) -> dict[str, float]:
         """Time of collectives along axes that were not recorded, ns per step: nothing hides it."""
         of, mesh, old = self.of, self.mesh, self.of.measured
         result = {}
@@ -549,13 +549,13 @@ class _Work:
         activations, layers = self._activations() if self._needs_activations() else (0.0, 0.0)
         calls = layers * self.launches
         if mesh.tp > 1 and old.tp == 1:
-            each = of.transfer(mesh, "tp", "all_reduce", activations * self.tokens, which)
+            each = of.transfer(mesh, "tp", "all_reduce", activations * self.tokens, bound)
             result["tp"] = 4 * calls * each
         if mesh.cp > 1 and old.cp == 1:  # keys and values of the sequence, and their gradients
             size = 2 * activations * self.tokens * mesh.cp / mesh.tp
-            result["cp"] = 3 * calls * of.transfer(mesh, "cp", "all_gather", size, which)
+            result["cp"] = 3 * calls * of.transfer(mesh, "cp", "all_gather", size, bound)
         if mesh.pp > 1 and old.pp == 1:
-            each = of.transfer(mesh, "pp", "send_recv", activations * self.tokens, which)
+            each = of.transfer(mesh, "pp", "send_recv", activations * self.tokens, bound)
             result["pp"] = 2 * of.slots * self.launches / self.layers * each
         return result
 
@@ -578,10 +578,10 @@ class _Work:
             )
         return float(np.median(sizes)) * of.measured.tp, len(sizes) / of.a.step_count
 
-    def once(self, which: int) -> float:
+    def once(self, bound: int) -> float:
         """What a step has once, however many micro-batches: the optimizer and the gradients that
         nothing hides, ns."""
-        of, factor = self.of, self.factors(which)
+        of, factor = self.of, self.factors(bound)
         steps = of.a.step_count
         own = self.optimizer & of.a.in_window
         total = float((self.dur * factor)[own].sum()) / steps

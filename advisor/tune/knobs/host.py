@@ -41,7 +41,7 @@ class Threads(Knob):
     safety = "reordered"
     keep = "torch.set_num_threads({value})"
 
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+    def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
         """As many as cores, half of them, one."""
         return list(dict.fromkeys([machine.cores, max(1, machine.cores // 2), 1]))
 

@@ -15,19 +15,19 @@ class _Loaders(Knob):
         """The arguments that keep it."""
         raise NotImplementedError
 
-    def change(self, given: dict[str, object], value: Value) -> bool:
+    def change(self, arguments: dict[str, object], value: Value) -> bool:
         """Edit the arguments of a loader; whether there was anything to change."""
         wanted = self.kept_arguments(value)
-        if not given.get("num_workers") or wanted.items() <= given.items():
+        if not arguments.get("num_workers") or wanted.items() <= arguments.items():
             return False
-        given.update(wanted)
+        arguments.update(wanted)
         return True
 
     def apply(self, value: Value) -> None:
         """Loaders that are made from now on."""
 
-        def change(given: dict[str, object]) -> None:
-            if self.change(given, value):
+        def change(arguments: dict[str, object]) -> None:
+            if self.change(arguments, value):
                 self.took_effect()
 
         loader_arguments(change)
@@ -47,10 +47,10 @@ class LoaderWorkersKnob(_Loaders):
     title = "DataLoader workers"
     redraws = True
 
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+    def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
         """What the finding says, then powers of two up to the cores. None (``workers=0``) undoes
         what is there, and is tried where it is asked for."""
-        result = [wanted] if wanted else []
+        result = [predicted] if predicted else []
         count = 1
         while count <= machine.cores:
             result.append(count)
@@ -60,21 +60,21 @@ class LoaderWorkersKnob(_Loaders):
     def kept_arguments(self, value: Value) -> dict[str, object]:
         return {"num_workers": value, "persistent_workers": bool(value)}
 
-    def change(self, given: dict[str, object], value: Value) -> bool:
+    def change(self, arguments: dict[str, object], value: Value) -> bool:
         from torch.utils.data import IterableDataset
 
-        before, workers = given.get("num_workers", 0), int(value or 0)
+        before, workers = arguments.get("num_workers", 0), int(value or 0)
         # one that never had workers may not divide its items among them: each would give all
-        alone = not before and isinstance(given.get("dataset"), IterableDataset)
+        alone = not before and isinstance(arguments.get("dataset"), IterableDataset)
         if before == workers or alone:
             return False
-        given["num_workers"] = workers
+        arguments["num_workers"] = workers
         if workers:
-            given["persistent_workers"] = True
+            arguments["persistent_workers"] = True
         else:
             for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context",
                          "timeout"):  # fmt: skip
-                given.pop(name, None)
+                arguments.pop(name, None)
         return True
 
 
@@ -113,9 +113,9 @@ class LoaderPinning(Knob):
         """Loaders that are made, and copies to a device, from now on."""
         import torch
 
-        def change(given: dict[str, object]) -> None:
-            if not given.get("pin_memory"):
-                given["pin_memory"] = True
+        def change(arguments: dict[str, object]) -> None:
+            if not arguments.get("pin_memory"):
+                arguments["pin_memory"] = True
                 self.took_effect()
 
         loader_arguments(change)

@@ -123,7 +123,7 @@ class CompileModel(Knob):
     title = "torch.compile"
     safety = "reordered"
 
-    def values(self, wanted: int | None, machine: Machine) -> Sequence[Value]:
+    def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
         """The modes; those with CUDA graphs where there is a GPU."""
         return ("default", "reduce-overhead") if machine.cuda else ("default",)
 

@@ -45,10 +45,10 @@ class BatchSize(Knob):
 
         inside = 0
 
-        def change(given: dict[str, Any]) -> None:
-            size = given.get("batch_size", 1)
-            if given.get("batch_sampler") is None and isinstance(size, int):
-                given["batch_size"] = self._size(size, value)
+        def change(arguments: dict[str, Any]) -> None:
+            size = arguments.get("batch_size", 1)
+            if arguments.get("batch_sampler") is None and isinstance(size, int):
+                arguments["batch_size"] = self._size(size, value)
 
         def around(original: Any) -> Any:
             def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
@@ -110,10 +110,10 @@ class FusedOptimizer(Knob):
     def apply(self, value: Value) -> None:
         """Every optimizer that is made from now on."""
 
-        def change(given: dict[str, Any]) -> None:
-            if not given.get(str(value)):
-                given.update(fused=None, foreach=None)
-                given[str(value)] = True
+        def change(arguments: dict[str, Any]) -> None:
+            if not arguments.get(str(value)):
+                arguments.update(fused=None, foreach=None)
+                arguments[str(value)] = True
                 self.took_effect()
 
         optimizer_arguments(str(value), change)

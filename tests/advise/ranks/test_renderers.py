@@ -129,7 +129,7 @@ def test_of_very_many_ranks_the_map_shows_those_that_differ_most(
 ) -> None:
     report = make_job(100)
     report.lines[40] = make_line(40, 150e6, [110e6, 30e6, 2e6, 8e6])
-    heat = rank_charts.build_heat_map(report, most=10)
+    heat = rank_charts.build_heat_map(report, limit=10)
     assert heat is not None
     assert len(heat.lines) == 10
     assert 40 in [row.rank for row in heat.lines]

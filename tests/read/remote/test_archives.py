@@ -146,7 +146,7 @@ def test_a_member_that_unpacks_to_more_than_the_bound_is_refused(web: Server) ->
     web.state.files["/a.zip"] = zipped({"bomb.json": bytes(50_000_000)})
     (one,) = locate_traces([f"zip://::{web.url}/a.zip"])
     assert len(web.state.files["/a.zip"]) < 100_000
-    with pytest.raises(AdvisorError, match="larger than 10 MB"), open_locally(one, most=10**7):
+    with pytest.raises(AdvisorError, match="larger than 10 MB"), open_locally(one, max_bytes=10**7):
         pass
 
 

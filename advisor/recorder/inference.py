@@ -4,7 +4,7 @@ It reads the same tape as ``steps``, beside it, until something is learnt in the
 backward, an optimizer's step) or the user says where steps end. Once a step is found that way, all
 that was found here was a validation before the training, and is dropped. So it is written apart
 (``inference.jsonl``), and nothing of it reaches the record of a training. Where little was learnt
-and many forwards follow, the session has it look again (``RecordingSession._look_again``).
+and many forwards follow, the session has it look again (``RecordingSession._retry_inference``).
 
 - With a loader a step goes from one fetch to the next, however many forwards are in it.
 - Without one it ends with an outermost forward, and begins where the one before ended. Where

@@ -145,9 +145,9 @@ class RecordingSession(Listener):
         self.reader = TapeReader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
         self.steps.anew = self._begin_steps_anew
-        self.inference = self._look_for_inference()
-        self.reader.learnt = self._learnt
-        self.reader.rests = self._look_again
+        self.inference = self._new_inference()
+        self.reader.on_training = self._stop_inference
+        self.reader.on_more_forwards = self._retry_inference
         self._looked_again = 0
         self.tape.here[LEARNT] = 0
         self._generate: tuple[int, Any] | None = None
@@ -184,7 +184,7 @@ class RecordingSession(Listener):
         )
         self.writer = Writer(
             out=options.out,
-            rank=self._where,
+            rank=self._rank_and_world,
             names=self.tape.names,
             describe=self._describe,
             failed=self._failed,
@@ -249,7 +249,7 @@ class RecordingSession(Listener):
         if self.options.compile_log:
             self.compile_log.install()
         self.oom.install()  # a first step may be the one that does not fit
-        self._settle()
+        self._update_optimizer_hooks()
         self._home, self._home_trained = threading.get_ident(), False
         self.tape.here[THREAD] = self._home
 
@@ -365,7 +365,7 @@ class RecordingSession(Listener):
             if self._generate is not None:
                 self._leave_generate(sys._getframe(2))
             elif GENERATION in sys.modules:
-                self._meet_generate(sys._getframe(2))
+                self._hook_generate(sys._getframe(2))
             model = getattr(module, "_parameters", None) or getattr(module, "_modules", None)
             put((FORWARD_OF, id(module) if model else -id(module)))
             self._inferred()
@@ -397,7 +397,7 @@ class RecordingSession(Listener):
         (``updates``)."""
         try:
             if os.getpid() != self._pid:
-                self._begin_anew()
+                self._record_in_child()
             elif self._may_move(updates):
                 now = time.perf_counter_ns()
                 self._home_trained |= self.tape.here[THREAD] == self._home and bool(
@@ -431,20 +431,20 @@ class RecordingSession(Listener):
 
     def on_step_end(self) -> None:
         """A step ends here."""
-        self._say(BOUNDARY)
+        self._log_boundary(BOUNDARY)
         if self.marks is not None and self.steps.explicit:
             self.marks.on_tick()
 
     def begin_loop(self) -> None:
         """A loop begins whose every iteration is a step."""
         self.in_loop = True
-        self._say(BEGIN)
+        self._log_boundary(BEGIN)
 
     def end_loop(self, *, broken_off: bool) -> None:
         """It ended; ``broken_off``: in the middle of an iteration, as far as is known."""
         self.in_loop = False
         if broken_off:
-            self._say(BREAK_OFF)
+            self._log_boundary(BREAK_OFF)
 
     def enter(self, phase: int) -> int:
         """A phase of the user's begins; what was open before, for ``leave``."""
@@ -490,7 +490,7 @@ class RecordingSession(Listener):
             self.windows.requested_reason = reason
         else:
             self.windows.automatic_reason = reason
-        self._settle()
+        self._update_optimizer_hooks()
 
     def write_event(self, kind: str, data: dict[str, Any]) -> None:
         """Write an event into the run's record."""
@@ -584,7 +584,7 @@ class RecordingSession(Listener):
         ticks = steps.seen["optimized"] if steps.count else steps.forwards
         return min(MAX_TICKS, -(-ticks // count)) if count else 1
 
-    def _meet_generate(self, frame: FrameType | None) -> None:
+    def _hook_generate(self, frame: FrameType | None) -> None:
         """Listen to ``generate``, if it came since the last look; the first call of it may be going
         on already, in a frame around this one."""
         if not self.hooks.hook_new_imports():
@@ -605,14 +605,14 @@ class RecordingSession(Listener):
             frame = frame.f_back
         self.on_generate_start()
 
-    def _look_for_inference(self) -> Inference:
+    def _new_inference(self) -> Inference:
         result = Inference(
-            self._emit_inferred, lambda: self.hooks.module_calls_suspended, self._infer_anew
+            self._emit_inferred, lambda: self.hooks.module_calls_suspended, self._restart_inference
         )
         self.reader.inference = result
         return result
 
-    def _look_again(self, forwards: int) -> None:
+    def _retry_inference(self, forwards: int) -> None:
         """So many forwards have followed what was learnt last. Where that was little, as to try the
         model or to warm up, they may be a loop that does not train, or a validation."""
         steps, windows = self.steps, self.windows
@@ -623,22 +623,22 @@ class RecordingSession(Listener):
         if not little or self._looked_again >= MAX_LOOKS:
             return
         self._looked_again += 1
-        self.inference = self._look_for_inference()
+        self.inference = self._new_inference()
         self.inference.start(self.reader.clock.last)
         self.tape.here[LEARNT] = self.tape.here[OPTIMIZED] = 0
 
-    def _infer_anew(self) -> None:
+    def _restart_inference(self) -> None:
         """What was taken for steps of a loop that does not train came before the model."""
         self.writer.put(NO_INFERENCE)
         if self.windows.enabled:
             self.windows.restart("it lies before the model's forwards")
 
-    def _learnt(self) -> None:
+    def _stop_inference(self) -> None:
         """A backward or the like: from now on no steps of another loop are looked for."""
         self.tape.here[LEARNT] = 1
         self.windows.unaided = False
 
-    def _begin_anew(self) -> None:
+    def _record_in_child(self) -> None:
         """In a forked child that trains: it gets a recording of its own, under the command."""
         self.tape.here[THREAD] = -1
         self.hooks.remove()
@@ -663,14 +663,14 @@ class RecordingSession(Listener):
             end["message"] = clean_value(str(error))[:MAX_MESSAGE]
         self.write_event("end", end)
 
-    def _say(self, code: int) -> None:
+    def _log_boundary(self, code: int) -> None:
         if self.marks is not None and self.marks in self.tape.watched:
             self.marks.on_enter(self.tape.here[PHASE])
         self.tape.log.extend((code, time.perf_counter_ns()))
         if self.tape.here[ONLINE]:
             self.read_tape()
 
-    def _settle(self) -> None:
+    def _update_optimizer_hooks(self) -> None:
         """Work out whether hooks must call when an optimizer has stepped. In any thread: whatever
         changes the answer calls this afterwards."""
         here = self.tape.here
@@ -680,7 +680,7 @@ class RecordingSession(Listener):
 
     def _read_in_writer(self) -> None:
         """Read the tape in the writer's thread, unless the training thread is at it."""
-        self._settle()
+        self._update_optimizer_hooks()
         if self.listening:
             self.hooks.hook_new_imports()
         if self._reading.acquire(blocking=False):
@@ -719,7 +719,7 @@ class RecordingSession(Listener):
             )
         )
         if number == 0:
-            self._first(micro)
+            self._on_first_step(micro)
         duration = segment.end - segment.t
         slowed = window is not None or exporting
         if self.steps.late or not self.on_watched_thread():
@@ -727,7 +727,7 @@ class RecordingSession(Listener):
         else:
             # without an optimizer, a step is known to have ended when the next one is nearly over
             windows.step(number + 1 + self.steps.is_undecided, slowed, duration)
-            self._settle()
+            self._update_optimizer_hooks()
 
     def _begin_steps_anew(self) -> None:
         """What was taken for steps so far were parts of steps."""
@@ -746,7 +746,7 @@ class RecordingSession(Listener):
         )  # fmt: skip
         if step.n == 0:
             self._forget_training()
-            self._first(1)
+            self._on_first_step(1)
             windows.fit_to_forwards(step.forwards)
         windows.unaided = step.unaided
         slowed = window is not None or exporting
@@ -754,7 +754,7 @@ class RecordingSession(Listener):
             windows.add_step(slowed, duration)
         else:
             windows.step(step.n + 1, slowed, duration)
-            self._settle()
+            self._update_optimizer_hooks()
 
     def _forget_training(self) -> None:
         """A loop that does not train has begun, after little training."""
@@ -786,19 +786,19 @@ class RecordingSession(Listener):
     def _host_is_ahead(self) -> bool:
         return self.marks is not None and self.marks.host_is_ahead
 
-    def _first(self, micro: int) -> None:
+    def _on_first_step(self, micro: int) -> None:
         """The first step has ended: this process does train."""
         if self.loaders.length is not None:
             self.windows.fit_to_loader(self.loaders.length // micro)
-        self._where()  # a window may open before the writer's thread has asked
+        self._rank_and_world()  # a window may open before the writer's thread has asked
         self.writer.open()
         self.oom.install()
 
-    def _where(self) -> tuple[int, int]:
+    def _rank_and_world(self) -> tuple[int, int]:
         """Rank and world size, asked once training has begun: before, the process may not know."""
         self.rank, self.world = rank_of(self._torch)
         self.windows.enabled = self.options.traces(self.rank) and not self.over
-        self._settle()
+        self._update_optimizer_hooks()
         return self.rank, self.world
 
     def _shapes(self, index: int, shapes: list[list[int]], dtypes: list[str]) -> None:

@@ -49,9 +49,9 @@ class TapeReader:
         self.loaders = loaders
         self.inference: Inference | None = None
         """Looks for the steps of a loop that does not train, until something is learnt."""
-        self.learnt: Callable[[], None] | None = None
+        self.on_training: Callable[[], None] | None = None
         """Called when that happens."""
-        self.rests: Callable[[int], None] | None = None
+        self.on_more_forwards: Callable[[int], None] | None = None
         """Called with the forwards since anything was learnt, once ``inference`` is gone."""
         self._forwards = 0
         self.memory: Any = None
@@ -98,12 +98,12 @@ class TapeReader:
         if self.inference is not None and not self.inference.read(codes, values):
             self.inference = None
             self._forwards = 0
-            if self.learnt is not None:
-                self.learnt()
+            if self.on_training is not None:
+                self.on_training()
         self._repeats.forget()
-        together = aside and self._emit_block is not None
+        in_blocks = aside and self._emit_block is not None
         count, entry, size = steps.count, 0, len(values)
-        breath = ENTRIES_PER_READ if aside else size
+        next_pause = ENTRIES_PER_READ if aside else size
         while entry < size:
             code, value = codes[entry], values[entry]
             entry += 1
@@ -115,16 +115,16 @@ class TapeReader:
                 clock.enter(code, value)
             else:
                 handlers[code](value)
-                if together and steps.count != count:
+                if in_blocks and steps.count != count:
                     entry = self._follow(codes, values, entry, steps.count - count)
                     count = steps.count
-            if entry >= breath:
+            if entry >= next_pause:
                 time.sleep(BREATH_SECONDS)
-                breath = entry + ENTRIES_PER_READ
-        if self.inference is None and self.rests is not None:
+                next_pause = entry + ENTRIES_PER_READ
+        if self.inference is None and self.on_more_forwards is not None:
             self._forwards = _forwards_since(codes, self._forwards)
             if self._forwards:
-                self.rests(self._forwards)
+                self.on_more_forwards(self._forwards)
 
     def _follow(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
         """Read on as far as steps repeat; the entry that comes next."""

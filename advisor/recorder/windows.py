@@ -221,7 +221,7 @@ class Windows:
             if self.enabled and (
                 first or self.requested_reason is not None or self.automatic_reason is not None
             ):
-                self._consider(number)
+                self._open_if_due(number)
 
     def finish(self, number: int) -> None:
         """Recording ends."""
@@ -233,7 +233,7 @@ class Windows:
             else:
                 self._abandon("never", "the run ended before a step was profiled")
         elif self._unsafe and self.first_due:
-            self._tell_unsafe()
+            self._warn_unsafe()
         elif self.enabled and self.first_due and number:
             steps = f"{number} step{'s' * (number != 1)}"
             why = f"the run has {steps}; the first window opens after {self.at}"
@@ -264,7 +264,7 @@ class Windows:
 
     # -- opening --------------------------------------------------------------------------------
 
-    def _consider(self, number: int) -> None:
+    def _open_if_due(self, number: int) -> None:
         options = self._options
         if self._export is not None:
             return
@@ -281,7 +281,7 @@ class Windows:
 
         another = bool(self._others) or torch.autograd._profiler_enabled()
         if not another and not is_outermost(torch):
-            self._put_off(number, reason, asked)
+            self._postpone(number, reason, asked)
             return
         if another:
             self._retries += 1
@@ -320,7 +320,7 @@ class Windows:
         self._ranges.begin()
         self._tell({"window": self._number, "reason": reason, "state": "open", "steps": [number]})
 
-    def _put_off(self, number: int, reason: str, asked: bool) -> None:
+    def _postpone(self, number: int, reason: str, asked: bool) -> None:
         """This step ended where no profiler may start. One that was asked for waits; whoever looks
         too often would slow a program whose every step is like this."""
         self._unsafe += 1
@@ -328,14 +328,14 @@ class Windows:
         if self.first_due:
             self.at = number + self._pause
         if self._unsafe >= MAX_UNSAFE:
-            self._tell_unsafe()
+            self._warn_unsafe()
             self.enabled = False
         elif asked:
             self.requested_reason = reason
         elif not self.first_due:
             self.automatic_reason = reason
 
-    def _tell_unsafe(self) -> None:
+    def _warn_unsafe(self) -> None:
         why = f"every step that was looked at ended {INSIDE}"
         self._tell({"window": self._number + 1, "reason": "schedule", "state": "never", "why": why})
 
@@ -397,7 +397,7 @@ class Windows:
             def call(other: Any, *args: Any, **kwargs: Any) -> Any:
                 ours = self._profiler
                 if ours is None or other is not getattr(ours, "profiler", None):
-                    self._make_way(other)
+                    self._suspend_for_profiler(other)
                 return original(other, *args, **kwargs)
 
             return call
@@ -414,7 +414,7 @@ class Windows:
             try:
                 return exits(other, *args, **kwargs)
             finally:
-                self._gave_way(other)
+                self._resume_after_profiler(other)
 
         profile.__exit__ = leave
         self._guards.append(("__exit__", exits))
@@ -428,7 +428,7 @@ class Windows:
                 setattr(profile, name, original)
             self._guards.clear()
 
-    def _make_way(self, other: Any) -> None:
+    def _suspend_for_profiler(self, other: Any) -> None:
         try:
             why = "another profiler was started"
             if self._profiler is not None and not self._in_its_thread():
@@ -442,7 +442,7 @@ class Windows:
         except Exception as error:  # called inside torch, on the user's behalf
             log.warning("advisor: the window was not ended: %s", error)
 
-    def _gave_way(self, other: Any) -> None:
+    def _resume_after_profiler(self, other: Any) -> None:
         self._others.discard(other)
         if other in self._stack_profilers:
             self._stack_profilers.discard(other)
@@ -460,7 +460,7 @@ class Windows:
         self._profiler = None
         self.enabled = False
         self._ended.set()
-        self._over()
+        self._end_span()
         self._tell_end("stopped", why)
 
     def _end(self) -> Any:
@@ -474,14 +474,14 @@ class Windows:
             self._resume_module_calls()
         return profiler
 
-    def _over(self) -> None:
+    def _end_span(self) -> None:
         """From now on steps are what they were."""
         span, now = self._spans[-1], perf_counter_ns()
         span[1:] = now if span[1] is None else span[1], now
 
     def _abandon(self, state: str, why: str) -> None:
         self._end()
-        self._over()
+        self._end_span()
         self._tell_end(state, why)
 
     def _tell_end(self, state: str, why: str) -> None:
@@ -491,7 +491,7 @@ class Windows:
     def _close(self, state: str, why: str | None) -> None:
         if self._number <= self._dropped:
             self._end()
-            self._over()
+            self._end_span()
             return
         kept = self._steps[self._warmup :]
         event: dict[str, Any] = {"window": self._number, "reason": self._reason, "state": state}
@@ -525,7 +525,7 @@ class Windows:
                 "advisor: the trace of window %d was not written: %s", number, self.problem or error
             )
         self._tell(event)
-        self._over()
+        self._end_span()
         self._export = None
 
 

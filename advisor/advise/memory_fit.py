@@ -152,7 +152,7 @@ def find_fit(
         for made in sorted(_sets(ways), key=_cost):
             after = reserved(made)
             if after <= available:
-                chosen = [_fewest(way, made, reserved, available) for way in made]
+                chosen = [_checkpoint_fewest_calls(way, made, reserved, available) for way in made]
                 after = reserved(chosen)
                 break
             best = min(best, after)
@@ -182,7 +182,7 @@ def _sets(ways: list[CostedChange]) -> list[tuple[CostedChange, ...]]:
     return made
 
 
-def _fewest(
+def _checkpoint_fewest_calls(
     way: CostedChange,
     made: Sequence[CostedChange],
     reserved: Callable[[Sequence[CostedChange]], int],

@@ -60,7 +60,7 @@ class PrioritizedFindings:
         return [f for f in self.findings if f.priority is not None and not f.other_rank]
 
 
-def _of_one_launch(note: Finding) -> float:
+def _gain_per_launch(note: Finding) -> float:
     """By what one launch of a profiled kernel saves, the largest first; others stay in order."""
     return -sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
 
@@ -96,7 +96,7 @@ def prioritize(
     dropped = [finding for finding in dropped if not finding.known_cost]
     ordered = _with_unknown(ordered, unknown)
     notes += without_gain(dropped, estimator, a, floor)
-    notes.sort(key=_of_one_launch)
+    notes.sort(key=_gain_per_launch)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
 
 
@@ -137,7 +137,7 @@ def _order(
     ``pays_after``; what never pays is left out. Folded findings come last, without a rank.
     """
     waiting = list(range(len(findings)))
-    latest = [_alone(finding) for finding in findings]
+    latest = [_own_gain(finding) for finding in findings]
     chosen: list[Finding] = []
     folded: list[Finding] = []
     shown: set[int] = set()
@@ -146,12 +146,12 @@ def _order(
         if by_kind_alone(findings[index]):
             index, gain = _named_cause(findings, waiting, (index, gain), chosen, estimator, a)
         waiting.remove(index)
-        best, alone = findings[index], _alone(findings[index])
+        best, alone = findings[index], _own_gain(findings[index])
         rival = next(
             (c for c in chosen if best.alternatives and c.alternatives == best.alternatives), None
         )
         if rival is None and chosen and gain < FOLD_BELOW * alone:
-            rival = _taker(best, chosen, estimator)
+            rival = _find_overlapping(best, chosen, estimator)
         if rival is not None:
             if alone >= floor:
                 folded.append(replace(best, folded_under=rival.rule))
@@ -198,7 +198,7 @@ def _named_cause(
         if captures and WAITS_LEAD_FROM * a.step_ns < least and _fills_queue(finding, a):
             least = WAITS_LEAD_FROM * a.step_ns
         least = max(most, least)
-        if _alone(finding) >= least and marginal_gain(finding, chosen, estimator) >= least:
+        if _own_gain(finding) >= least and marginal_gain(finding, chosen, estimator) >= least:
             most = marginal_gain(finding, chosen, estimator)
             result = index, most
     return result
@@ -217,7 +217,7 @@ def _fills_queue(finding: Finding, a: Analysis) -> bool:
     return MAX_APART * after <= launches < MAX_APART * before
 
 
-def _alone(finding: Finding) -> float:
+def _own_gain(finding: Finding) -> float:
     impact = finding.impact
     return float(impact.gain_ns or 0) if impact is not None else 0.0
 
@@ -251,7 +251,7 @@ def _best(
 def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
     """What a finding's fix saves once those of the chosen ones are done, ns per step."""
     if not chosen or not finding.edits or finding.other_rank:
-        return _alone(finding)
+        return _own_gain(finding)
     applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
     return estimator.marginal(finding.edits, applied)
 
@@ -283,6 +283,6 @@ def _with_range(
     )
 
 
-def _taker(finding: Finding, chosen: list[Finding], estimator: GainEstimator) -> Finding:
+def _find_overlapping(finding: Finding, chosen: list[Finding], estimator: GainEstimator) -> Finding:
     """The chosen finding after which this one gains least; the first of equals."""
     return min(chosen, key=lambda c: marginal_gain(finding, [c], estimator))

@@ -136,7 +136,7 @@ class GraphEdits:
         beyond = np.maximum(-weight[early] - self.dur[own], 0.0)
         left = np.minimum(dur[own] / np.maximum(self.dur[own], 1.0), 1.0)
         weight[early] = (weight[early] + beyond) * left - beyond
-        self._shrink(weight)
+        self._shrink_host_edges(weight)
         if self.batch != 1.0:
             loaded = graph.kind[graph.dst] == Node.LOADER_END
             weight[loaded & np.isin(graph.edge, _LOADING) & (weight > 0)] *= self.batch
@@ -151,7 +151,7 @@ class GraphEdits:
             graph, weight = move_to_streams(self, weight)
         return EditedGraph(graph, weight, dur, np.flatnonzero(gone), np.flatnonzero(self.no_skew))
 
-    def _shrink(self, weight: Array) -> None:
+    def _shrink_host_edges(self, weight: Array) -> None:
         graph = self.graph
         host = {thread: HostTime(list(h.parts), h.captured) for thread, h in self.host.items()}
         for thread, calls in self._calls_gone().items():
@@ -278,7 +278,9 @@ def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
     if len(multi):
         steps = np.diff(np.searchsorted(graph.step_boundaries, graph.dst[multi], side="right"))
         later = weight[multi[1:]].sum() * steps / max(1, steps.sum())
-        weight[multi] = np.append(weight[multi[:1]], later) * _more(patch, workers)
+        weight[multi] = np.append(weight[multi[:1]], later) * _batch_share_with_more_workers(
+            patch, workers
+        )
     single = rate[weight[rate] <= NEVER]
     if len(single):
         own = program[np.isin(graph.dst[program], graph.dst[single])]
@@ -287,21 +289,23 @@ def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
         mean = float(batches.mean()) + off * {"low": 1, "high": -1}.get(patch.assumption, 0)
         length = max(float(graph.time[graph.step_boundaries[-1]]), 1.0)
         share = min(batches.sum() / length, 1.0)
-        computed = _computed(patch, loaded, share)
-        weight[single] = (max(mean, 0.0) + hand) * _slower(patch, computed, share, workers)
-        slowed = SLOWED_SHARE[patch.assumption] * _computed_at_most(patch, share)
-        left = max(slowed, _taken(patch, computed, share))
+        computed = _computed_share(patch, loaded, share)
+        weight[single] = (max(mean, 0.0) + hand) * _batch_share_with_workers(
+            patch, computed, share, workers
+        )
+        slowed = SLOWED_SHARE[patch.assumption] * _max_computed_share(patch, share)
+        left = max(slowed, _loading_share_left(patch, computed, share))
         batch = cost[graph.dst[own]]
         weight[own] = np.minimum(batch, hand) + left * batch
 
 
-def _computed(patch: GraphEdits, loaded: Array, share: float) -> float:
+def _computed_share(patch: GraphEdits, loaded: Array, share: float) -> float:
     """Share of the loading that is computed, and needs a core wherever it is done. What was waited
     for (storage, a sleep) needs none. Which is which follows from the operators recorded in there;
     under the pessimistic assumption all of it is, as far as the CPU time of the process allows.
     ``share``: the loading's own, of the step."""
     if patch.assumption == "low":
-        return _computed_at_most(patch, share)
+        return _max_computed_share(patch, share)
     graph, cpu = patch.graph, patch.a.trace.cpu
     rows = graph.row[loaded]
     begin, thread = cpu["ts"].to_numpy()[rows], cpu["thread"].to_numpy()[rows]
@@ -314,7 +318,7 @@ def _computed(patch: GraphEdits, loaded: Array, share: float) -> float:
     return at_work / max(1, int((end - begin).sum()))
 
 
-def _computed_at_most(patch: GraphEdits, share: float) -> float:
+def _max_computed_share(patch: GraphEdits, share: float) -> float:
     """The same as far as the CPU time of the process allows; not recorded: all of it."""
     recorded = patch.a.recorded
     known = (
@@ -325,7 +329,9 @@ def _computed_at_most(patch: GraphEdits, share: float) -> float:
     return 1.0 if known is None else known
 
 
-def _slower(patch: GraphEdits, computed: float, share: float, workers: int) -> float:
+def _batch_share_with_workers(
+    patch: GraphEdits, computed: float, share: float, workers: int
+) -> float:
     """What a batch takes with so many workers, as a share of what it took before: what is computed
     has the cores that are free, and the main thread's while that loads no longer."""
     recorded = patch.a.recorded
@@ -336,7 +342,7 @@ def _slower(patch: GraphEdits, computed: float, share: float, workers: int) -> f
     return computed / cores + (1 - computed) / workers
 
 
-def _more(patch: GraphEdits, times: int) -> float:
+def _batch_share_with_more_workers(patch: GraphEdits, times: int) -> float:
     """What a batch takes with so many times the workers, as a share of what it took before. What
     the workers compute gets the cores that they have and those that are free; the main thread has
     one (or PyTorch's threads, where the step computes on the host), under the pessimistic
@@ -350,7 +356,7 @@ def _more(patch: GraphEdits, times: int) -> float:
     return max(1 / times, own / max(own + recorded.free_cores, 1e-9))
 
 
-def _taken(patch: GraphEdits, computed: float, share: float) -> float:
+def _loading_share_left(patch: GraphEdits, computed: float, share: float) -> float:
     """Share of the loading that the step goes on to take where it is computed on the host, on the
     cores that workers would need. Under the optimistic assumption all cores share the loss. Without
     a recording nobody knows the cores: all or none."""

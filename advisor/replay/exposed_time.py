@@ -63,7 +63,7 @@ class SelectedWork(NamedTuple):
     host: float
 
 
-def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
+def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
     select = edit.select
     factor = edit.factor
     if optimistic and edit.factor_low is not None:
@@ -92,7 +92,7 @@ def _touched(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
     if edit.op in ("scale", "roofline"):
         return SelectedWork(share * work, share * around)
     if edit.op == "overlap":
-        return SelectedWork(min(work, _hidden(a, mask)) + _latency(a, mask), 0.0)
+        return SelectedWork(min(work, _hideable_time(a, mask)) + _latency(a, mask), 0.0)
     gpu = a.trace.gpu.filter(pl.Series(mask))
     names = ("launch",) if edit.op == "remove" else ("launch", "op")
     rows = pl.concat([gpu[name] for name in names]).drop_nulls().unique().to_numpy()
@@ -138,7 +138,7 @@ def _latency(a: Analysis, mask: Mask) -> float:
     return float(gap.filter("chosen")["gap"].sum())
 
 
-def _hidden(a: Analysis, mask: Mask) -> float:
+def _hideable_time(a: Analysis, mask: Mask) -> float:
     """What the rest of the steps can hide of this work: work of one name stays in order, so that
     it hides behind all else, not behind itself. Without the host's events nothing but the device's
     own work is known to be there."""
@@ -216,7 +216,7 @@ class ExposedTime:
     def __init__(self, a: Analysis) -> None:
         self.a = a
         self._claims: dict[Edit, GainClaim] = {}
-        self._touched: dict[tuple[Edit, bool], SelectedWork] = {}
+        self._selected_work: dict[tuple[Edit, bool], SelectedWork] = {}
 
     @cached_property
     def _idle(self) -> tuple[float, float]:
@@ -241,9 +241,9 @@ class ExposedTime:
         device = host = launches = 0.0
         for edit in dict.fromkeys(edits):
             key = edit, optimistic
-            if key not in self._touched:
-                self._touched[key] = _touched(self.a, edit, optimistic=optimistic)
-            own = self._touched[key]
+            if key not in self._selected_work:
+                self._selected_work[key] = _selected_work(self.a, edit, optimistic=optimistic)
+            own = self._selected_work[key]
             device += own.device
             if edit.op == "drop_launch":
                 launches += own.host
@@ -273,7 +273,7 @@ class ExposedTime:
         parts = [self._claims[edit] for edit in edits]
         steps = max(1, self.a.step_count)
         middle, low, high = (
-            _largest([(part.shares[number], part.time) for part in parts]) / steps
+            _sum_claims([(part.shares[number], part.time) for part in parts]) / steps
             for number in range(3)
         )
         middle = min(middle, self.max_saved(edits))
@@ -281,7 +281,7 @@ class ExposedTime:
         return middle, min(low, middle), high
 
 
-def _largest(parts: list[tuple[float, Intervals]]) -> float:
+def _sum_claims(parts: list[tuple[float, Intervals]]) -> float:
     total, taken = 0.0, EMPTY
     for share, time in sorted(parts, key=lambda part: -part[0]):
         total += share * subtract(time, taken).total

@@ -39,9 +39,9 @@ def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]
     least three where there are three; whole cycles where every n-th step is long. Long steps that
     leave no three others in a row are the loop's own pace, and replayed with them."""
     used = a.steps.table["used"].to_numpy()
-    group = _in_a_row(used)
+    group = _longest_run(used)
     if 0 < len(group) < 3:
-        every = _in_a_row((a.steps.table["dur"] > 0).to_numpy())
+        every = _longest_run((a.steps.table["dur"] > 0).to_numpy())
         group = every if len(every) >= 3 else group
     if not len(group):
         return 0, 0
@@ -54,7 +54,7 @@ def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]
     return last - (last - first) // (cycle := _cycle_steps(a, first, last)) * cycle, last
 
 
-def _in_a_row(wanted: Array) -> Array:
+def _longest_run(wanted: Array) -> Array:
     """The longest run of consecutive places that are wanted."""
     rows = np.flatnonzero(wanted)
     return max(np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1), key=len)

@@ -231,10 +231,10 @@ class CarriedState:
             self.stands_for += np.where(place >= 0, inside[np.maximum(place, 0)], -1).tolist()
             self.first.append(int(inside[0]))
             self.final.append(int(inside[-1]))
-        self._loader()
-        self._between()
+        self._measure_loader()
+        self._find_crossing_edges()
 
-    def _between(self) -> None:
+    def _find_crossing_edges(self) -> None:
         """Edges from the first step into the second one, and what they would join if the last
         step came before the first: nodes at the same place of their thread or stream."""
         graph = self.graph
@@ -261,7 +261,7 @@ class CarriedState:
             if len(zero) == len(last):
                 self.out_of |= dict(zip(zero.tolist(), last.tolist(), strict=True))
 
-    def _loader(self) -> None:
+    def _measure_loader(self) -> None:
         """From the last batch of a window that was waited for to the first one, as measured."""
         graph = self.graph
         self.loader = np.flatnonzero(graph.edge == Edge.LOADER)
@@ -269,7 +269,7 @@ class CarriedState:
             first, last = graph.time[graph.dst[self.loader[[0, -1]]]]
             self.batch_gap = float(first + graph.time[graph.step_boundaries[-1]] - last)
 
-    def _batch_after(self, weight: Array) -> float:
+    def _next_batch_gap(self, weight: Array) -> float:
         """The same at the rate that the loader has with other weights."""
         rate, before = weight[self.loader], self.graph.weight[self.loader]
         if rate.min() <= NEVER:
@@ -296,7 +296,7 @@ class CarriedState:
                     earliest_starts[node] = max(earliest_starts.get(node, 0.0), begin)
         if len(self.loader):
             first, last = int(self.graph.dst[self.loader[0]]), int(self.graph.dst[self.loader[-1]])
-            after = self._batch_after(weight)
+            after = self._next_batch_gap(weight)
             if after > NEVER:
                 earliest_starts[first] = float(time[last]) - host + after
         return State(fixed_times, earliest_starts)

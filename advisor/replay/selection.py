@@ -458,8 +458,8 @@ def find_near_matches(a: Analysis, select: Select) -> NearMatches:
     One part of the selector at a time is left out, from ``under`` on: what then selects something
     was what nothing fits, and the names are of what could stand in its place.
     """
-    if select.under and _weights(a, wide := replace(select, under="")):
-        around = _around(a, wide)
+    if select.under and _time_by_name(a, wide := replace(select, under="")):
+        around = _names_around(a, wide)
         what = "operators, ranges and Python frames around it"
         return NearMatches(what, _nearest(around, select.under), f"under:{select.under}")
     select = replace(select, under="")
@@ -471,7 +471,7 @@ def find_near_matches(a: Analysis, select: Select) -> NearMatches:
             else {**dict(layers.nodes.select("name", "ns").iter_rows()), **_kinds(layers)}
         )
         return NearMatches("modules", _nearest(times, select.layer), f"layer:{select.layer}")
-    what = _what(select)
+    what = _kind_of_events(select)
     if select.on == "gap":
         return NearMatches(
             what, _nearest(_causes(a), " ".join(select.cause)), " ".join(select.cause)
@@ -482,7 +482,7 @@ def find_near_matches(a: Analysis, select: Select) -> NearMatches:
         name = " ".join(select.family)
         return NearMatches("kernel families", _nearest(_families(a), name), name)
     return NearMatches(
-        what, _nearest(_weights(a, replace(select, name="")), select.name), select.name
+        what, _nearest(_time_by_name(a, replace(select, name="")), select.name), select.name
     )
 
 
@@ -490,7 +490,7 @@ def _kinds(layers: LayerTable) -> dict[str, float]:
     return dict(layers.nodes.group_by("kind").agg(pl.col("ns").sum().cast(pl.Float64)).iter_rows())
 
 
-def _what(select: Select) -> str:
+def _kind_of_events(select: Select) -> str:
     if select.on == "gap":
         return "idle causes"
     if select.call:
@@ -501,7 +501,7 @@ def _what(select: Select) -> str:
     return " and ".join(kinds) or ("device work" if select.on == "gpu" else "host events")
 
 
-def _weights(a: Analysis, select: Select) -> dict[str, float]:
+def _time_by_name(a: Analysis, select: Select) -> dict[str, float]:
     """Time by name of what is selected."""
     if select.on == "gap":
         return _causes(a) if selected_gaps(a, select).any() else {}
@@ -509,10 +509,10 @@ def _weights(a: Analysis, select: Select) -> dict[str, float]:
         rows, table = selected_gpu(a, select, anywhere=True), a.trace.gpu
     else:
         rows, table = selected_host(a, select), a.trace.cpu
-    return _summed(table["name"], table["dur"], rows)
+    return _sum_by_name(table["name"], table["dur"], rows)
 
 
-def _summed(names: pl.Series, dur: pl.Series, rows: np.ndarray) -> dict[str, float]:
+def _sum_by_name(names: pl.Series, dur: pl.Series, rows: np.ndarray) -> dict[str, float]:
     table = pl.DataFrame({"name": names, "dur": dur}).filter(pl.Series(rows))
     table = table.group_by("name").agg(pl.col("dur").sum()).drop_nulls()
     result = table.with_columns(pl.col("name").cast(pl.String)).sort(
@@ -521,7 +521,7 @@ def _summed(names: pl.Series, dur: pl.Series, rows: np.ndarray) -> dict[str, flo
     return dict(zip(result["name"], result["dur"], strict=True))
 
 
-def _around(a: Analysis, select: Select) -> dict[str, float]:
+def _names_around(a: Analysis, select: Select) -> dict[str, float]:
     """Names of the host events of the threads that the selected ones begin on."""
     kinds = pl.Series(["op", "annotation", "python"])
     cpu = a.trace.cpu
@@ -529,17 +529,19 @@ def _around(a: Analysis, select: Select) -> dict[str, float]:
     if select.on == "host":
         threads = cpu["thread"].filter(pl.Series(selected_host(a, select))).unique()
         rows = rows & cpu["thread"].is_in(threads.implode()).to_numpy()
-    return _summed(cpu["name"], cpu["dur"], rows)
+    return _sum_by_name(cpu["name"], cpu["dur"], rows)
 
 
 def _causes(a: Analysis) -> dict[str, float]:
     gaps = a.gaps
-    return _summed(gaps["cause"].cast(pl.String), gaps["dur"], np.ones(gaps.height, dtype=bool))
+    return _sum_by_name(
+        gaps["cause"].cast(pl.String), gaps["dur"], np.ones(gaps.height, dtype=bool)
+    )
 
 
 def _copies(a: Analysis) -> dict[str, float]:
     gpu = a.trace.gpu
-    return _summed(gpu["copy"].cast(pl.String), gpu["dur"], a.in_window)
+    return _sum_by_name(gpu["copy"].cast(pl.String), gpu["dur"], a.in_window)
 
 
 def _families(a: Analysis) -> dict[str, float]:

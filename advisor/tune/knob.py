@@ -41,15 +41,15 @@ class Knob:
     """A class in ``advisor/tune/knobs/``; found there by itself. A rule names it.
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
-    It replaces entry points of torch and calls ``self.met()`` when one of them changed something:
-    a knob that met nothing is reported as such and not believed.
+    It replaces entry points of torch and calls ``self.took_effect()`` when one of them changed
+    something: a knob that took no effect is reported as such and not believed.
     """
 
     id: ClassVar[str] = ""
     title: ClassVar[str] = ""
     """What it does, in a few words."""
     safety: ClassVar[Safety] = "exact"
-    redraws: ClassVar[bool] = False
+    changes_random_numbers: ClassVar[bool] = False
     """Random numbers may be drawn by another generator (loader workers have their own): where
     losses are not equal for that, their curve must stay in the band of ``precision``."""
     needs_cuda: ClassVar[bool] = False

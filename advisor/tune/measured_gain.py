@@ -197,14 +197,17 @@ class LossCheck(NamedTuple):
 
 
 def check_losses(
-    safety: Safety, redraws: bool, baseline: Sequence[Result], tried: Sequence[Result]
+    safety: Safety,
+    changes_random_numbers: bool,
+    baseline: Sequence[Result],
+    tried: Sequence[Result],
 ) -> LossCheck:
     """Hold the losses of each trial against those of the program as it is."""
     if not baseline or not baseline[0].losses:
         return LossCheck(True, "no losses seen")
     before = baseline[0]
     steady = all(_equal(before.losses, other.losses) for other in baseline[1:])
-    if safety == "exact" and steady and not redraws and len(tried) > 1:
+    if safety == "exact" and steady and not changes_random_numbers and len(tried) > 1:
         same = [_equal(before.losses, other.losses) and bool(other.losses) for other in tried]
         others = [other for other, equal in zip(tried, same, strict=True) if not equal]
         if any(same) and others and all(_rounded(before, other) for other in others):
@@ -213,7 +216,7 @@ def check_losses(
             return LossCheck(True, text)
     worst: LossCheck | None = None
     for result in tried:
-        results = _one(safety, redraws, steady, before, result)
+        results = _one(safety, changes_random_numbers, steady, before, result)
         if worst is None or not results.passed:
             worst = results
         if not results.passed:
@@ -221,7 +224,9 @@ def check_losses(
     return worst or LossCheck(True, "not run")
 
 
-def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Result) -> LossCheck:
+def _one(
+    safety: Safety, changes_random_numbers: bool, steady: bool, before: Result, after: Result
+) -> LossCheck:
     a, b = before.losses, after.losses
     if not b:
         return LossCheck(False, "no loss was seen", failed=True)
@@ -233,10 +238,10 @@ def _one(safety: Safety, redraws: bool, steady: bool, before: Result, after: Res
     if _equal(a, b):
         return LossCheck(True, "equal")
     first = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y) + 1
-    if safety == "exact" and steady and not redraws:
+    if safety == "exact" and steady and not changes_random_numbers:
         text = f"differs from loss {first} on, and must not"
         return LossCheck(False, text, needs_rerun=_rounded(before, after))
-    if safety == "precision" or redraws or (safety == "exact" and not steady):
+    if safety == "precision" or changes_random_numbers or (safety == "exact" and not steady):
         result = _in_band(before, after)
         if safety != "precision" and result.passed:
             why = "other random numbers" if steady else "as its own runs"

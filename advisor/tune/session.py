@@ -207,7 +207,7 @@ class TrialSession:
             trial.outcome, trial.why = "dropped", "it ended before a step was timed"
             return
         trial.device_bytes, trial.host_bytes = last.device_bytes, last.host_bytes
-        result = check_losses(item.safety, item.redraws, self.runs[()], runs)
+        result = check_losses(item.safety, item.changes_random_numbers, self.runs[()], runs)
         trial.losses = result.text
         # before a second run of the program nobody knows whether it repeats its own losses
         once = len(self.runs[()]) < 2 and not result.failed
@@ -307,7 +307,10 @@ class TrialSession:
             fine = (
                 not any(r.problem for r in self.runs.get(more, []))
                 and check_losses(
-                    worst, any(c.redraws for c in classes), self.runs[()], self.runs.get(more, [])
+                    worst,
+                    any(c.changes_random_numbers for c in classes),
+                    self.runs[()],
+                    self.runs.get(more, []),
                 ).passed
             )
             if got is not None and fine and got.low > 0:

@@ -208,7 +208,7 @@ def test_accumulated_gradients_are_sent_once_a_step_and_stay_what_they_were(
     after = run_once(accumulation(1), KnobSetting("ddp-no-sync"))
     assert (before.problem, after.problem, after.idle) == ("", "", [])
     one = find_knob("ddp-no-sync")
-    assert check_losses(one.safety, one.redraws, [before], [after]).passed
+    assert check_losses(one.safety, one.changes_random_numbers, [before], [after]).passed
 
 
 def test_a_step_that_would_be_made_with_unsent_gradients_ends_the_run(run_once: Run) -> None:

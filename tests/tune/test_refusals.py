@@ -65,7 +65,7 @@ def test_a_knob_that_changes_the_losses_is_refused(
     assert one.safety == safety
     result = run_once(TRAPS, KnobSetting(name), here=home, steps=8)
     assert result.problem == "" and result.idle == []
-    found = check_losses(one.safety, one.redraws, [unchanged], [result])
+    found = check_losses(one.safety, one.changes_random_numbers, [unchanged], [result])
     assert not found.passed
     assert why in found.text
 

@@ -236,7 +236,7 @@ class MemoryHistory:
         passes = self._forward_passes()
         if len(passes) >= 2:
             return "forward passes", passes
-        teeth = np.empty(0, dtype=np.int64) if self.has_stacks else self._teeth()
+        teeth = np.empty(0, dtype=np.int64) if self.has_stacks else self._curve_minima()
         return ("rise and fall of memory", teeth) if len(teeth) >= 2 else ("", teeth[:0])
 
     def _forward_passes(self) -> Ints:
@@ -261,7 +261,7 @@ class MemoryHistory:
         is_pass = np.median(level) - low <= (high - low) / 2 and not (once > marks[1]).any()
         return marks if is_pass else np.empty(0, dtype=np.int64)
 
-    def _teeth(self) -> Ints:
+    def _curve_minima(self) -> Ints:
         """Lowest points between peaks of the curve, its steady growth aside."""
         curve = self.allocated.astype(np.float64)
         parts = np.array_split(curve, 8)

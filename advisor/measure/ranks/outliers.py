@@ -141,7 +141,7 @@ def find_persistent(job: JobMeasurements) -> list[Deviation]:
         for who in find_members(excess, floor, limit, job.topology, spreads=spreads):
             # others wait for the whole of a rank's work, not for a class of it
             if float(np.nanmax(total[list(who.rank_indices)])) > floor:
-                _add(deviations, _seen(job, who, total))
+                _add(deviations, _measure_deviation(job, who, total))
     return _merge_imbalances(job, deviations)
 
 
@@ -163,7 +163,7 @@ def _add(result: list[Deviation], fresh: Deviation) -> None:
     result.append(fresh)
 
 
-def _seen(job: JobMeasurements, who: Members, total: Floats) -> Deviation:
+def _measure_deviation(job: JobMeasurements, who: Members, total: Floats) -> Deviation:
     index = list(who.rank_indices)
     inside = set(index)
     like = [
@@ -178,14 +178,16 @@ def _seen(job: JobMeasurements, who: Members, total: Floats) -> Deviation:
             kind="host",
             members=who,
             excess_ns=float(np.nanmean(total[index])),
-            excess_by_class=_more(job, mean, like),
+            excess_by_class=_excess_by_class(job, mean, like),
             others_ns=float(medians_over(job.profile.own_ns[like][None, :], axis=1)[0]),
         ),
         like,
     )
 
 
-def _more(job: JobMeasurements, values: Floats, like: Sequence[int] | Ints) -> dict[str, float]:
+def _excess_by_class(
+    job: JobMeasurements, values: Floats, like: Sequence[int] | Ints
+) -> dict[str, float]:
     """By class, ns per step that ``values`` are above the median of the ranks ``like`` theirs."""
     above = values - medians_over(job.profile.values[like], axis=0)
     return dict(zip(OWN, above.tolist(), strict=False))
@@ -280,7 +282,7 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
             kind="pipeline",
             members=Members("stage", str(top), tuple(index.tolist()), p),
             excess_ns=excess,
-            excess_by_class=_more(job, median, like),
+            excess_by_class=_excess_by_class(job, median, like),
             families=longer_families(slow, others),
             others_ns=float(rest.mean()),
             note=f"{len(names)} stages",
@@ -357,7 +359,7 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
     if waits.caused_exposed_ns[place] / steps < LATE_SHARE * step:
         return []
     like = np.flatnonzero(np.arange(len(job.summaries)) != place)
-    more = _more(job, job.profile.values[place], like)
+    more = _excess_by_class(job, job.profile.values[place], like)
     if steps > 2 and sum(more.values()) <= 0:
         return []
     who = Members("rank", str(job.topology.ranks[place]), (place,), late_chance(job, place))

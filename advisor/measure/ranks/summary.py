@@ -288,7 +288,7 @@ def _at_one_time(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], l
     others: list[UnreadRank] = []
     for run in runs:
         if run is not most:
-            kept, apart = _parted(kept, {id(s) for s in run}, _another(run, most))
+            kept, apart = _parted(kept, {id(s) for s in run}, _why_other_run(run, most))
             others += apart
     return kept, others
 
@@ -298,7 +298,7 @@ def _size(run: Sequence[RankSummary]) -> int:
     return len({(s.rank, s.rank < 0 and s.path) for s in run})
 
 
-def _another(run: Sequence[RankSummary], most: Sequence[RankSummary]) -> str:
+def _why_other_run(run: Sequence[RankSummary], most: Sequence[RankSummary]) -> str:
     """Why a run is left out beside the one that is analysed, and how to analyse it."""
     ns = run[0].steps[0].start - most[0].steps[0].start
     size = "with as many ranks" if _size(run) == _size(most) else "with fewer ranks"

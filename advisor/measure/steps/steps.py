@@ -153,7 +153,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     below three steps.
     """
     if trace.meta.step_ranges is not None:
-        return _finish(trace, *_said(trace, trace.meta.step_ranges), select)
+        return _finish(trace, *_named_steps(trace, trace.meta.step_ranges), select)
     passes = find_passes(trace)
     if passes is not None and passes.source == ENGINE:
         return _of_passes(passes, select)
@@ -237,7 +237,7 @@ def own_span(trace: Trace) -> tuple[int, int]:
     return int(ts[first]), int(until[-1])
 
 
-def _said(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
+def _named_steps(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
     """The ranges of that name on the thread that has the first of them, without those inside
     others, and what to call them."""
     try:

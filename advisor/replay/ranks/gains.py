@@ -39,7 +39,7 @@ def change_without(
     fast. And the part of the change that is certain; ``None``: all of it."""
     index = list(deviation.members.rank_indices)
     if deviation.kind == "network":
-        return _faster(job, replay, index)
+        return _speed_up_links(job, replay, index)
     if deviation.kind == "pipeline":
         return replay.scaled_work(_balanced(job, replay)), None
     usual = usual_work(job, replay, set() if deviation.rank_varies else set(index))
@@ -47,7 +47,7 @@ def change_without(
         return _no_last(replay, usual), None
     change = _like_the_others(replay, usual, index)
     if deviation.kind == "imbalance":
-        change = _spread(job, replay, change, index)
+        change = _spread_evenly(job, replay, change, index)
     if deviation.arrives_late:
         entry = replay.entry.copy()
         entry[index] = np.minimum(entry[index], np.median(np.delete(replay.entry, index)))
@@ -78,7 +78,7 @@ def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) ->
     earlier at the next collective, which gains what the others waited for it. Of ``communication``
     the transfers are hidden, not the waits."""
     if communication:
-        return JobChange(transfer=_hidden(replay, saved))
+        return JobChange(transfer=_hide_transfers(replay, saved))
     own = np.nanmean(np.where(replay.complete_ranks[:, None], replay.own_ns, 0.0), axis=1)
     share = np.divide(saved, own, out=np.zeros_like(own), where=own > 0)
     return replay.scaled_work(_repeated(np.maximum(0.0, 1 - share), replay))
@@ -146,7 +146,7 @@ def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int])
     return JobChange(work=np.where(own, usual.work, replay.work), tail=tail)
 
 
-def _spread(
+def _spread_evenly(
     job: JobMeasurements, replay: RanksReplay, change: JobChange, index: Sequence[int]
 ) -> JobChange:
     """What some ranks no longer do is done by all that have the same part of the work, and an
@@ -224,7 +224,7 @@ def no_transfers(replay: RanksReplay, kind: str | None = None) -> JobGain:
     return replay.gain(JobChange(transfer=took))
 
 
-def _hidden(replay: RanksReplay, saved: Floats) -> Floats:
+def _hide_transfers(replay: RanksReplay, saved: Floats) -> Floats:
     """Transfers less what each rank could hide of its exposed communication, ns per step."""
     ranks, steps = len(replay.tail), len(replay.columns)
     exposed = np.bincount(replay.rank, weights=replay.exposed, minlength=ranks) / steps
@@ -248,7 +248,7 @@ def _balanced(job: JobMeasurements, replay: RanksReplay) -> Floats:
     return _repeated(factor, replay)
 
 
-def _faster(
+def _speed_up_links(
     job: JobMeasurements, replay: RanksReplay, at: Sequence[int]
 ) -> tuple[JobChange, JobChange | None]:
     """Transfers of some ranks as fast as the same ones of groups without them.

@@ -120,8 +120,8 @@ class RanksReplay:
         column = _columns(summaries, own)
         of = column[joined.rank, joined.step]
         good = (of >= 0) & aligned[joined.rank] & (joined.step >= 0)
-        good &= np.isin(of, _in_common(np.isfinite(own.own_ns_by_step) & aligned[:, None]))
-        chosen = _chosen(of[good], len(own.steps))
+        good &= np.isin(of, _common_steps(np.isfinite(own.own_ns_by_step) & aligned[:, None]))
+        chosen = _steps_within_limit(of[good], len(own.steps))
         good &= np.isin(of, chosen)
         if not good.any():
             self.reason = "the ranks have no steps in common"
@@ -179,7 +179,7 @@ class RanksReplay:
         self.amount = joined.amount[cells]
         self.exposed = joined.exposed[cells]
         sent = joined.is_send[self.row]
-        stood = _stood(rank, start, end, progress, self.hidden_ns)
+        stood = _stood_still(rank, start, end, progress, self.hidden_ns)
         self.sends_unwaited = sent & ~stood
         """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
         here = np.arange(len(cells))
@@ -189,19 +189,21 @@ class RanksReplay:
         queued |= self.waited_for >= 0
         each = np.where(np.isfinite(self.own_ns), self.own_ns, 0.0)
         done = np.cumsum(each, axis=1)[rank, step]
-        stop = _next(stood, rank * len(self.columns) + step, end)
+        stop = _next_stop(stood, rank * len(self.columns) + step, end)
         self.blocked_at = np.where(stop >= 0, (progress + self.hidden_ns)[stop], done)
         """Own time of the rank to where it cannot go on without each collective: where it stood
         still for it; for one that was hidden, for a later one, or the end of its step."""
-        self.issued_at = _issued(progress, queued, row, done - each[rank, step], each[rank, step])
+        self.issued_at = _issue_times(
+            progress, queued, row, done - each[rank, step], each[rank, step]
+        )
         """Own time of the rank to where each was issued."""
-        until = _one_after_the_other(self.blocked_at.copy(), first)
+        until = _in_collective_order(self.blocked_at.copy(), first)
         stride = float(until.max()) + 1.0
         seen = np.searchsorted(
             until + stride * rank, self.issued_at + stride * rank + 0.5, side="right"
         )
         # what began while the rank stood still for another was not held up by that one
-        over = _one_after_the_other(np.where(stood, end, 0.0), first)
+        over = _in_collective_order(np.where(stood, end, 0.0), first)
         stride = float(end.max()) + 1.0
         seen = np.minimum(
             seen,
@@ -209,7 +211,7 @@ class RanksReplay:
         )
         self.delay_slot = np.clip(seen, first[rank], here) + rank
         """Slot whose delay each collective begins with."""
-        self._level(row, first)
+        self._build_levels(row, first)
 
     def _measured_progress(
         self, joined: JoinedCollectives, cells: Ints, rank: Ints, step: Ints
@@ -237,7 +239,7 @@ class RanksReplay:
         """All of it by rank."""
         return np.asarray(np.bincount(self.rank, work, len(tail)) + tail)
 
-    def _level(self, row: Ints, first: Ints) -> None:
+    def _build_levels(self, row: Ints, first: Ints) -> None:
         """Which collectives can be done at once: all whose members have done theirs before."""
         size = np.bincount(row)
         waiting = np.zeros(len(size), dtype=np.int64)
@@ -283,8 +285,11 @@ class RanksReplay:
         progress, until = self.issued_at, self.blocked_at
         if change.work is not None or change.tail is not None:
             # the same places in the work that is left
-            progress, until = self._moved(work, tail, progress), self._moved(work, tail, until)
-        until = _one_after_the_other(until.copy(), self.first_cell)
+            progress, until = (
+                self._rescale_points(work, tail, progress),
+                self._rescale_points(work, tail, until),
+            )
+        until = _in_collective_order(until.copy(), self.first_cell)
         took = self.transfer if transfer is None else transfer
         ranks = len(self.first_cell) - 1
         delay = np.empty(len(self.rank) + ranks)
@@ -312,7 +317,7 @@ class RanksReplay:
         final = delay[self.first_cell[1:] + np.arange(ranks)]
         return np.asarray(own + final)
 
-    def _moved(self, work: Floats, tail: Floats, points: Floats) -> Floats:
+    def _rescale_points(self, work: Floats, tail: Floats, points: Floats) -> Floats:
         """The same points of the work as in the measured steps, where it takes ``work``."""
         ranks = np.arange(len(tail))
         after = self.first_cell[1:]  # behind the last collective of each rank stands its end
@@ -377,7 +382,7 @@ class RanksReplay:
         return np.array([each == kind for each in self.kinds], dtype=np.bool_)[self.key]
 
 
-def _stood(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Floats) -> Bools:
+def _stood_still(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Floats) -> Bools:
     """Whether each rank stood still for each of its collectives until that was over. Not for one of
     which a part is in the open because the rank stood still for another: where each begins and
     ends, it is known how far its own time has got, and so what of the last part it stood still."""
@@ -393,7 +398,7 @@ def _stood(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Flo
     return np.asarray(still > STOOD_NS + STOOD_SHARE * part)
 
 
-def _next(stood: Bools, which: Ints, end: Floats) -> Ints:
+def _next_stop(stood: Bools, which: Ints, end: Floats) -> Ints:
     """Of each cell the one of its rank and step (``which``) that is over with it or next after it
     of those for which the rank stood still; -1: there is none."""
     stops = np.flatnonzero(stood)
@@ -443,7 +448,7 @@ def _waited_for(rank: Ints, start: Floats, end: Floats) -> Ints:
     return np.where(near, result, -1)
 
 
-def _issued(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Floats) -> Floats:
+def _issue_times(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Floats) -> Floats:
     """Own time to where each collective was issued. One that was queued behind another began later
     than that. The ranks of a collective run one program: it was issued no later than at the least
     part of its step's work (``own``, after ``base``) at which it began on any of them."""
@@ -467,7 +472,7 @@ def _columns(summaries: Sequence[RankSummary], own: RankProfile) -> Ints:
     return result
 
 
-def _in_common(there: Bools) -> Ints:
+def _common_steps(there: Bools) -> Ints:
     """Steps (columns) that many ranks (rows) have: those with the most steps of ranks that have
     them all. A rank whose recording ends sooner shortens the replay or is left out of it."""
     have = there.sum(axis=0)
@@ -476,7 +481,7 @@ def _in_common(there: Bools) -> Ints:
     return sets[int(np.argmax(whole))] if sets else np.flatnonzero(have)
 
 
-def _chosen(of: Ints, steps: int) -> Ints:
+def _steps_within_limit(of: Ints, steps: int) -> Ints:
     """The first steps that all together have not too many collectives."""
     counts = np.bincount(of, minlength=steps)
     there = np.flatnonzero(counts)
@@ -536,7 +541,7 @@ def _usual_transfer(joined: JoinedCollectives, cells: Ints, transfer: Floats) ->
     return result
 
 
-def _one_after_the_other(until: Floats, first: Ints) -> Floats:
+def _in_collective_order(until: Floats, first: Ints) -> Floats:
     """Waits of a rank are over in the order of its collectives."""
     for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
         until[begin:end] = np.maximum.accumulate(until[begin:end])

@@ -45,7 +45,7 @@ class LoaderWorkersKnob(_Loaders):
 
     id = "workers"
     title = "DataLoader workers"
-    redraws = True
+    changes_random_numbers = True
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
         """What the finding says, then powers of two up to the cores. None (``workers=0``) undoes
@@ -94,7 +94,7 @@ class LoaderPersistent(_Loaders):
 
     id = "loader-persistent"
     title = "workers that outlive the epoch"
-    redraws = True
+    changes_random_numbers = True
 
     def kept_arguments(self, value: Value) -> dict[str, object]:
         return {"persistent_workers": True}

@@ -2,9 +2,9 @@
 module that computes any of these.
 
 A gain is a replay of the steps with the finding's edits in it. Where a window cannot be replayed
-well (``WhatIf.unusable_reason``), an upper bound stands in for it and says so: the exposed time of
-the events that the edits touch, that is device work that nothing else covers, or host time during
-which the device is idle."""
+well (``WindowReplayer.unusable_reason``), an upper bound stands in for it and says so: the exposed
+time of the events that the edits touch, that is device work that nothing else covers, or host time
+during which the device is idle."""
 
 from __future__ import annotations
 

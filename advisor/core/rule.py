@@ -171,7 +171,7 @@ class Rule:
     program: Program = Program()
     """What it looks at, as far as words depend on that; put in by :meth:`for_program`."""
     advice: FrameworkAdvice | None = None
-    """Of ``elsewhere``, for that program; ``None``: what the rule says is for PyTorch."""
+    """Of ``framework_advice``, for that program; ``None``: what the rule says is for PyTorch."""
     framework_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Framework (``trace.meta.framework``, or :data:`ANY_FRAMEWORK`) -> what is advised there in
     place of the texts above. A rule without is not run on programs that are surely not
@@ -243,7 +243,8 @@ class Rule:
 
     def for_program(self: R, program: Program) -> R:
         """The rule with the words that fit the program, chosen before ``check`` makes texts of
-        them: ``inference`` where nothing is trained, ``elsewhere`` where PyTorch is not used."""
+        them: ``inference`` where nothing is trained, ``framework_advice`` where PyTorch is not
+        used."""
         other = {} if program.trains else dict(self.inference)
         advice = self.advice_for(program.framework, program.vendor) if program.foreign else None
         advice = self.engine_advice.get(program.engine or "", advice)

@@ -1,4 +1,4 @@
-"""WhatIf: the measured steps, replayed; the same with edits; how far to trust it."""
+"""The measured steps, replayed; the same with edits; how far to trust the replay."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ class JointReplay:
         return self._split(replay_layout(self._lay_out(ranks)), self.offset)
 
     def steady_step(self, ranks: Sequence[EditedGraph], member: int = 0) -> float:
-        """Steady-state time of one step of one rank, ns. See ``Plan.steady_step``: the state in
+        """Steady-state time of one step of one rank, ns. See ``ReplayPlan.steady_step``: the state in
         which all ranks ended is the one in which they begin again."""
         layout = self._lay_out(ranks)
         offset = self.offset

@@ -367,21 +367,21 @@ def impact_per_step(
         most = min(step, waits + outside)
     if step:
         gain, high = min(gain, most), min(gain if high is None else high, most)
-    impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, of=step)
+    impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, total=step)
     return replace(impact, currency="step_time")
 
 
 def impact_over_run(
-    gain: float, *, low: float = 0.0, high: float | None = None, method: str, of: float = 0.0
+    gain: float, *, low: float = 0.0, high: float | None = None, method: str, total: float = 0.0
 ) -> Impact:
-    """An impact in time over the recorded run, ns; ``of``: the time that it is a share of."""
+    """An impact in time over the recorded run, ns; ``total``: the time that it is a share of."""
     return Impact(
         currency="run_time",
         gain_ns=round(gain),
         low_ns=round(low),
         high_ns=round(gain if high is None else high),
         method=method,
-        share=gain / of if of else None,
+        share=gain / total if total else None,
     )
 
 

@@ -85,7 +85,7 @@ def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
 
 
 def note_rank_counts(
-    findings: Iterable[Finding], seen: Mapping[str, int], ranks: int
+    findings: Iterable[Finding], counts: Mapping[str, int], ranks: int
 ) -> list[Finding]:
     """Says of each finding on how many of the ranks its rule found it."""
     return [
@@ -93,7 +93,7 @@ def note_rank_counts(
             finding,
             confidence_notes=[
                 *finding.confidence_notes,
-                f"seen on {seen[finding.rule]} of {ranks} ranks",
+                f"seen on {counts[finding.rule]} of {ranks} ranks",
             ],
         )
         for finding in findings

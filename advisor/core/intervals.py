@@ -89,13 +89,13 @@ def gaps(a: Intervals, start: int, end: int) -> Intervals:
     return subtract(union([start], [end]), a)
 
 
-def covered_length(start: ArrayLike, end: ArrayLike, by: Intervals) -> Ints:
+def covered_length(start: ArrayLike, end: ArrayLike, covering: Intervals) -> Ints:
     """How much of each given interval lies in the set, ns: one value an interval, vectorised."""
     s = np.asarray(start, dtype=np.int64)
     e = np.maximum(np.asarray(end, dtype=np.int64), s)
-    if not len(by):
+    if not len(covering):
         return np.zeros(len(s), dtype=np.int64)
-    return _before(e, by) - _before(s, by)
+    return _before(e, covering) - _before(s, covering)
 
 
 def _before(t: Ints, by: Intervals) -> Ints:

@@ -219,8 +219,8 @@ class GraphEdits:
 _LOADING = (Edge.PROGRAM, Edge.LOADER)
 
 
-def _covered(begin: Array, end: Array, by: Intervals) -> Array:
-    result: Array = covered_length(begin.astype(np.int64), end.astype(np.int64), by)
+def _covered(begin: Array, end: Array, covering: Intervals) -> Array:
+    result: Array = covered_length(begin.astype(np.int64), end.astype(np.int64), covering)
     return result
 
 

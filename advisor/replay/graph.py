@@ -61,9 +61,9 @@ class Latencies:
     """From the end of the awaited work to the return of the call that waited for it."""
 
 
-def median_or(sample: Array, usual: float) -> float:
+def median_or(sample: Array, default: float) -> float:
     """The median of a sample; the usual value where there are too few."""
-    return float(np.median(sample)) if len(sample) >= FEW else usual
+    return float(np.median(sample)) if len(sample) >= FEW else default
 
 
 def measure_latencies(work: DeviceWork) -> Latencies:
@@ -93,11 +93,11 @@ def measure_latencies(work: DeviceWork) -> Latencies:
 
 
 def _by_group(
-    values: Array, chosen: Array, work: DeviceWork, similar: Array, usual: float
+    values: Array, chosen: Array, work: DeviceWork, similar: Array, default: float
 ) -> Array:
     """The median of each group, with those similar to it; else that of its kind (kernel, copy or
     memset), else that of all device work."""
-    every = median_or(values[chosen], usual)
+    every = median_or(values[chosen], default)
     of_kind = {}
     for kind in np.unique(work.kind).tolist():
         sample = values[chosen & (work.kind == kind)]
@@ -264,10 +264,10 @@ class EdgeList:
 
 
 def add_edges(
-    graph: Graph, weight: Array, more: list[tuple[int, int, float, int]], **changed: object
+    graph: Graph, weight: Array, extra: list[tuple[int, int, float, int]], **changed: object
 ) -> tuple[Graph, Array]:
     """The graph with further edges (source, target, weight, kind) and with fields changed."""
-    src, dst, value, kind = (np.array(c) for c in zip(*more, strict=True)) if more else _NO_EDGES
+    src, dst, value, kind = (np.array(c) for c in zip(*extra, strict=True)) if extra else _NO_EDGES
     dst = np.concatenate([graph.dst, dst.astype(np.int64)])
     order = np.argsort(dst, kind="stable")
     weight = np.concatenate([weight, value.astype(float)])[order]

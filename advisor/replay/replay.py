@@ -164,13 +164,13 @@ class Layout(NamedTuple):
 
 
 def steady_period(
-    steps: int, ended: tuple[float, float], again: Callable[[bool], tuple[float, float]]
+    steps: int, ended: tuple[float, float], replay_again: Callable[[bool], tuple[float, float]]
 ) -> float:
     """Time of one step once a window that is replayed over and over takes no other time, ns.
 
     ``ended``: when all was complete and when the host was done with the last step, ns from the
-    window's start. ``again(idle)`` replays from the state of that moment, as if the device had
-    nothing left to do if ``idle``, and says the same of its end.
+    window's start. ``replay_again(idle)`` replays from the state of that moment, as if the device
+    had nothing left to do if ``idle``, and says the same of its end.
     """
     end, host = ended
     period, ahead = np.inf, end - host
@@ -178,7 +178,7 @@ def steady_period(
         # falling behind for long: begin with an idle device and see how far ahead it gets
         idle = number == MAX_PASSES // 2
         last_end, last_host, last_period, last_ahead = end, host, period, ahead
-        end, host = again(idle)
+        end, host = replay_again(idle)
         period = (last_host + end - last_end) / steps
         ahead = end - host
         falling = last_ahead - ahead > STEADY * steps * period and ahead > 0

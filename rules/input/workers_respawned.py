@@ -135,7 +135,7 @@ class WorkersRespawned(Rule):
                 low=min(lost, float(np.sum(spawns))),
                 high=max(lost, upper),
                 method="time of the first batches of epochs beyond the others",
-                of=time,
+                total=time,
             ),
         )
 

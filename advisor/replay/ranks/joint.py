@@ -2,8 +2,8 @@
 
 The graphs of the ranks become one. A collective that is on several of them is split: its node
 keeps what it took once all were there; a node before it, the arrival, takes over all that it had
-to wait for; and a node that all ranks share comes with the last arrival. So what a
-rank spends waiting inside a collective is computed from the others' replay, never copied.
+to wait for; and a node that all ranks share comes with the last arrival. So what a rank spends
+waiting inside a collective is computed from the others' replay, never copied.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ class JointReplay:
         return self._split(replay_layout(self._lay_out(ranks)), self.offset)
 
     def steady_step(self, ranks: Sequence[EditedGraph], member: int = 0) -> float:
-        """Steady-state time of one step of one rank, ns. See ``ReplayPlan.steady_step``: the state in
-        which all ranks ended is the one in which they begin again."""
+        """Steady-state time of one step of one rank, ns. See ``ReplayPlan.steady_step``: the state
+        in which all ranks ended is the one in which they begin again."""
         layout = self._lay_out(ranks)
         offset = self.offset
         done = self._split(replay_layout(layout), offset)

@@ -381,7 +381,7 @@ class DashboardSession:
         self._seen = windows
 
     def _examined(self, entry: OpenedPath, read: ReadOptions, *, alone: bool) -> AnalysisResult:
-        """Analyse a path, with progress in ``entry.doing``; ``alone``: one rank of a job."""
+        """Analyse a path, with progress in ``entry.progress``; ``alone``: one rank of a job."""
 
         def progress(done: RanksDone) -> None:
             if self._stop.is_set():

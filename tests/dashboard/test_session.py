@@ -139,7 +139,7 @@ def test_layers_are_drawn_where_modules_were_recorded() -> None:
         b.sync()
     a = b.analysis()
     view: Any = SimpleNamespace(
-        analysis=a, rank=None, loaded=SimpleNamespace(view=lambda key, make: make())
+        analysis=a, rank=None, loaded=SimpleNamespace(cached=lambda key, make: make())
     )
     cards = json.dumps(
         [card.to_plotly_json() for card in kernels._layers(view)], cls=PlotlyJSONEncoder

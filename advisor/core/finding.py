@@ -1,4 +1,4 @@
-"""The vocabulary of advice: Finding, Edit, Impact, Rule. Every folder may import it."""
+"""The vocabulary of advice: Finding, Edit, Impact. Every folder may import it."""
 
 from __future__ import annotations
 

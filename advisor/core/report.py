@@ -299,7 +299,7 @@ class HostShare(Struct, frozen=True):
     """Host time of the main thread, per step."""
 
     name: str
-    """One of ``measure.host.host.CLASSES``; without a trace, a phase that the recorder measured."""
+    """One of ``measure.steps.timeline.CLASSES``; without a trace, a phase of the record."""
     ns: float
     """Per step, ns, exclusive."""
     share: float

@@ -129,11 +129,12 @@ class Threshold(Generic[T]):
 class Rule:
     """Looks at an :class:`~advisor.measure.Analysis` and yields what it found.
 
-    One rule a file. The class docstring is the rule's documentation: the first paragraph says
-    what it looks for and why that costs time, the rest gives definitions, sources and traps.
-    What is the same for every trace stands as class attributes; ``check`` measures and yields
-    evidence, places and edits. A rule never computes its own gain and knows no other rule. When a
-    signal it needs is missing it yields :class:`SkippedCheck`.
+    One rule a file, or a family that shares its check. The class docstring is the rule's
+    documentation: the first paragraph says what it looks for and why that costs time, the rest
+    gives definitions, sources and traps. What is the same for every trace stands as class
+    attributes; ``check`` measures and yields evidence, places and edits. A rule never computes its
+    own gain and knows no other rule. When a signal it needs is missing it yields
+    :class:`SkippedCheck`.
     """
 
     id: ClassVar[str] = ""

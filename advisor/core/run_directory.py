@@ -394,7 +394,7 @@ def rank_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _decoded(file: Path, kind: type[_T]) -> _T:
-    """A JSON file of one object. Raises OSError, or one of DAMAGE."""
+    """A JSON file of one object. Raises OSError, or one of ``DAMAGE_ERRORS``."""
     return msgspec.json.decode(read_regular(file, MAX_JSON_BYTES), type=kind)
 
 

@@ -394,7 +394,7 @@ class Analysis:
     @cached_property
     def memory_histories(self) -> list[PostMortem]:
         """``post_mortems``; without a snapshot, those of the trace's own allocator events
-        (``memory.py``), the host's (device -1) last."""
+        (``trace_memory.py``), the host's (device -1) last."""
         if self.snapshot is not None:
             return self.post_mortems
         recorded = recorded_snapshot(self)

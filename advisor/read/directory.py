@@ -62,7 +62,7 @@ def open_run(
 
     A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
     name or the nearest folder that has one, else -1; one file may hold several ranks that were
-    merged into it (``merged_ranks.py``). Files of one rank are its windows, in order
+    merged into it. Files of one rank are its windows, in order
     of time; ones that overlap in time are an error, because two recordings of one rank cannot.
     A run directory of the recorder is opened with all that was recorded, with or without traces.
     ``rank`` keeps one rank only, ``options.ranks`` several. ``window``: of a run directory,

@@ -1,6 +1,6 @@
 """The dimensions of matrix products, convolutions and attention, from recorded inputs.
 
-``flops.py`` and ``traffic.py`` both start from these. Argument positions are those of PyTorch's
+``kernels.py`` and ``traffic.py`` both start from these. Argument positions are those of PyTorch's
 operator schemas (``torch._C._jit_get_schemas_for_operator``).
 """
 

@@ -73,8 +73,8 @@ class LayerTable:
     ``name``, ``kind`` (the name without its number), ``calls`` (inside ``spans``; null: not
     recorded), ``kernels`` (pieces of work), ``own`` (ns of work outside its children), ``ns``
     (with them), ``backward`` (the part of ``ns`` in the backward pass), ``flops`` and ``moved``
-    (bytes; null: known for less than ``KNOWN`` of the time that they are of). Sums over the
-    window; without device work ``ns`` is own host time of operators."""
+    (bytes; null: known for less than ``MIN_KNOWN_SHARE`` of the time that they are of). Sums over
+    the window; without device work ``ns`` is own host time of operators."""
     total_ns: int
     """All work inside ``spans``, ns."""
     pieces: int

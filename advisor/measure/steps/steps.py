@@ -62,7 +62,7 @@ class Steps:
     """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
     ``ProfilerStep`` (or what other frameworks call their marks, ``TraceMeta.step_marks``),
     ``engine``, ``recorder``, ``optimizer``, ``module calls``, ``vocabulary look-ups``, ``ranges``,
-    one of GUESSED or ``whole trace``.
+    one of ``GUESSED_STEP_SOURCES`` or ``whole trace``.
 
     Where the host runs ahead of the device, a step is the device's period, from the first work of
     a step to the first of the next (``launches.py``): ``ahead_ns`` is the time that the work of a
@@ -142,7 +142,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     else ProfilerStep ranges, else the recorder's ``advisor::step`` ranges, else the period of
     ``Optimizer.step``, else the calls of a model that only infers (``serving/passes.py``); in
     formats without marks of their own the range or the sequence of device work that repeats
-    (``repeats.py``); else the whole trace.
+    (``unmarked_steps.py``); else the whole trace.
 
     Raises AdvisorError: no range is named as was said.
 

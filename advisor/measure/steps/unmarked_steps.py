@@ -57,7 +57,7 @@ class RangeGroup(NamedTuple):
 
 def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     """Marks of the steps (``name``, ``ts``, ``dur``, in time's order) and what they are: ``ranges``
-    that are called steps, or one of GUESSED. ``None``: nothing repeats."""
+    that are called steps, or one of ``GUESSED_STEP_SOURCES``. ``None``: nothing repeats."""
     device = analysed_device(trace)
     if device is None:
         marks = _cycle(trace)

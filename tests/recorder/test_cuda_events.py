@@ -116,11 +116,12 @@ def test_all_steps_that_are_long_are_timed(
 ) -> None:
     monkeypatch.setattr(watchers, "LONG_STEP_NS", 20_000_000)
     with Recorder(str(tmp_path / "run"), **QUIET):
-        for batch in training.loader(20):
+        for batch in training.loader(30):
             training.learn(batch)
             time.sleep(0.03)
     steps = only_rank(tmp_path / "run").steps
-    assert sum(step.gpu is not None for step in steps) >= len(steps) - 4
+    # the first ones lie before a pause, and the last one has no end
+    assert sum(step.gpu is not None for step in steps) >= len(steps) - 6
 
 
 def test_steps_of_several_optimizers_are_timed(

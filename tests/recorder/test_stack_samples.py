@@ -191,7 +191,7 @@ def test_the_innermost_function_of_the_user_that_covers_half_is_named() -> None:
         (6, f"{main}; {log}; json/__init__.py(231): dumps"), (3, f"{main}; {log}"), (1, main)
     )
     assert (found.location.line, found.location.function, found.share) == (4, "log", 0.9)
-    assert found.inside == "dumps (json/__init__.py:231)"
+    assert found.library_function == "dumps (json/__init__.py:231)"
     assert line((MIN_SAMPLES - 1, main)) is None
     assert line((20, "torch/functional.py(3): norm")) is None
     # several lines of the loop itself are no culprit, one is

@@ -178,7 +178,8 @@ def test_a_teacher_between_forward_and_backward_is_part_of_the_step(
 
     record = recorded(run)
     assert len(record.steps) == 8
-    assert [step.n for step in record.steps if step.evaluation > 5e6] == []
+    # what was before the first step is told apart too
+    assert [step.n for step in record.steps[1:] if step.evaluation] == []
     assert all(step.phases["forward"] > 0 and step.dur > 10e6 for step in record.steps)
 
 

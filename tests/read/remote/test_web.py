@@ -84,7 +84,7 @@ def test_a_server_that_does_not_know_how_long_a_file_is(web: Server) -> None:
     web.state.files["/big.json"] = BIG
     web.state.lengths = False
     assert read(f"{web.url}/big.json") == BIG
-    assert "larger than 1 MB" in refused(f"{web.url}/big.json", most=10**6)
+    assert "larger than 1 MB" in refused(f"{web.url}/big.json", max_bytes=10**6)
 
 
 def test_what_breaks_off_goes_on_where_it_was(web: Server) -> None:
@@ -215,10 +215,10 @@ def test_a_signature_is_never_shown(
 
 def test_a_file_over_the_bound_is_refused_before_it_is_fetched(web: Server) -> None:
     web.state.files["/a.json"] = BIG
-    assert "larger than 1 MB" in refused(f"{web.url}/a.json", most=10**6)
+    assert "larger than 1 MB" in refused(f"{web.url}/a.json", max_bytes=10**6)
     assert web.state.asked["GET /a.json"] == 0
     web.state.ranges = False
-    assert "larger than 1 MB" in refused(f"{web.url}/a.json", most=10**6)
+    assert "larger than 1 MB" in refused(f"{web.url}/a.json", max_bytes=10**6)
 
 
 def test_a_full_disk_is_told(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,9 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         _forget_stdout()
         return BROKEN_PIPE
+    except PermissionError as error:
+        place = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return _complain(f"{place}{error.strerror or 'Permission denied'}", BAD_INPUT)
     except MemoryError:
         return _complain("out of memory; analyse one rank or fewer steps at a time", BAD_INPUT)
     return code if isinstance(code, int) else 0

@@ -60,14 +60,19 @@ def command(
 
 
 def _append_prediction(comparison: Comparison) -> None:
-    """In the folder of the later run; a folder that cannot be written to is no error."""
+    """In the folder of the later run, which is said; one that cannot be written to is no error."""
+    import sys
     import time
     from contextlib import suppress
 
     from advisor.compare.compare import append_prediction
+    from advisor.core.labels import clean
+    from advisor.replay.predictions import FILE
 
     with suppress(AdvisorError):
-        append_prediction(comparison, unix=int(time.time()))
+        if append_prediction(comparison, unix=int(time.time())):
+            kept = f"{comparison.after.path}/{FILE}"
+            print(f"advisor: what the fix saved is kept in {clean(kept)}", file=sys.stderr)
 
 
 def _compare(

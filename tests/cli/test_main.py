@@ -279,3 +279,18 @@ def test_a_command_that_analyses_by_itself_uses_each_shared_option(command: str)
     fields = {"gpu": "read", "memory": "read"}
     unused = [name for name in names if f"options.{fields.get(name, name)}" not in text]
     assert len(names) > 1 and not unused
+
+
+@pytest.mark.parametrize("name", ["/root/x.html", None])
+def test_what_may_not_be_read_or_written_is_one_line(
+    name: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``Path.is_dir`` raises in a folder that one may not enter."""
+
+    def refuse(_: str) -> None:
+        raise PermissionError(13, "Permission denied", name)
+
+    monkeypatch.setattr(cli, "_command", refuse)
+    assert cli.run(["analyze"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"advisor: {name + ': ' if name else ''}Permission denied\n"

@@ -150,10 +150,14 @@ def class_label(name: str) -> str:
     return t.CLASS_LABELS.get(name) or clean(name).replace("_", " ")
 
 
+WHAT_IF = "What if"
+"""The title of the list of changes."""
+
+
 def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
     """(title, aside, lines): what a change gains, what was not read, what was not compared."""
     result = [
-        ("What if", "in the ranks' replay", [describe_what_if(item) for item in ranks.what_if]),
+        (WHAT_IF, "in the ranks' replay", [describe_what_if(item) for item in ranks.what_if]),
         ("Ranks that were not read", "", [describe_missing(item) for item in ranks.missing]),
         (
             "Not compared",

@@ -129,8 +129,13 @@ def _mesh_notes(report: Report) -> Iterator[str]:
         yield "Which ranks share a node is unknown (--node-size)."
 
 
-def sections(ranks: Ranks) -> Iterator[Block]:
-    """What a table of the ranks does not show; of a few, the map and lists alone."""
+SLOWED = 0.25
+"""From this slowdown of the window on, times of it are said to be no times of the run."""
+
+
+def sections(ranks: Ranks, slowdown: float = 0.0) -> Iterator[Block]:
+    """What a table of the ranks does not show; of a few, the map and lists alone. ``slowdown``: how
+    much longer the profiled steps are than the run's, as a share of these."""
     many = len(ranks.lines) > rank_charts.FEW_RANKS
     if many and (bins := rank_charts.build_histogram(ranks)):
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
@@ -139,6 +144,8 @@ def sections(ranks: Ranks) -> Iterator[Block]:
     if many:
         yield from build_rank_groups(ranks)
     for title, _, lines in rank_charts.build_lists(ranks):
+        if title == rank_charts.WHAT_IF and slowdown >= SLOWED:
+            title = f"{title} · of profiled steps, {slowdown:.0%} longer than the run's"
         yield Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")])
 
 

@@ -135,7 +135,8 @@ def _ranks(report: Report) -> Iterator[Block]:
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections
 
-        yield from sections(report.ranks)
+        step = report.step
+        yield from sections(report.ranks, 0.0 if step is None else step.window_slowdown or 0.0)
 
 
 # -- what to do ---------------------------------------------------------------------------------

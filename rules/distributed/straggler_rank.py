@@ -129,8 +129,8 @@ class StragglerRank(Rule):
             "fix": "Move layers from {who} to the others, or split it; embeddings and the loss "
             "count as layers.",
             "assumptions": (
-                "the gain is of rebalanced stages, all with the same work; layers move as a whole, so "
-                "less of it may be reached",
+                "the gain is of rebalanced stages, all with the same work; layers move as a whole, "
+                "so less of it may be reached",
             ),
         },
         "the ranks train on CPUs": {

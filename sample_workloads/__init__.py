@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, suggest
 
 Variant = Literal["slow", "cured"]
 ShownOn = Literal["cpu", "cuda"]
@@ -147,11 +147,8 @@ def find(name: str) -> Workload:
     """The workload of a name. Raises AdvisorError: there is none."""
     known = catalogue()
     if name not in known:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, known, 1)
-        hint = f": did you mean {near[0]}?" if near else "; see 'advisor workloads list'"
-        raise AdvisorError(f"no workload {name!r}{hint}")
+        hint = suggest(name, known, "see 'advisor workloads list'")
+        raise AdvisorError(f"no workload {name!r}; {hint}")
     return known[name]
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
 from advisor.core.auxiliary_inputs import SNAPSHOT
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, suggest
 from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category
 from advisor.core.rule import Rule
@@ -139,7 +139,7 @@ def load_rules(
         if rule_id not in classes:
             raise AdvisorError(
                 f"pyproject.toml: [tool.advisor.rules.{rule_id}]: no such rule; "
-                "see 'advisor rules list'"
+                + suggest(rule_id, classes, "see 'advisor rules list'")
             )
     return [
         _configured(classes[rule_id], config.get(rule_id, {}))
@@ -238,9 +238,9 @@ def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
         if name == "enabled":
             continue
         if name not in known:
-            have = ", ".join(sorted(known)) or "none"
+            have = suggest(name, known, f"have: {', '.join(sorted(known)) or 'none'}")
             raise AdvisorError(
-                f"pyproject.toml: [tool.advisor.rules.{cls.id}]: no option {name!r} (have: {have})"
+                f"pyproject.toml: [tool.advisor.rules.{cls.id}]: no option {name!r} ({have})"
             )
         default = known[name]
         number = isinstance(default, int | float) and not isinstance(default, bool)

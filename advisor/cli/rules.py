@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advisor.cli import output as out
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, suggest
 
 if TYPE_CHECKING:
     from advisor.core.rule import Rule
 
 app = typer.Typer(help="List the rules, and what each looks for.", rich_markup_mode=None)
 
+SEE = "see 'advisor rules list'"
 Folder = Annotated[
     Path | None, typer.Option("--rules", metavar="DIR", help="More rules: every *.py in it.")
 ]
@@ -47,7 +48,7 @@ def show(
 
     rules = {rule.id: rule for rule in _load(folder)}
     if rule_id not in rules:
-        raise AdvisorError(f"no rule {rule_id!r}{_suggestion(rule_id, list(rules))}")
+        raise AdvisorError(f"no rule {rule_id!r}; {suggest(rule_id, rules, SEE)}")
     out.show_document(build(rules[rule_id]))
 
 
@@ -56,10 +57,3 @@ def _load(folder: Path | None) -> list[Rule]:
     from advisor.advise.select import load_rules
 
     return load_rules(folder, config={})
-
-
-def _suggestion(name: str, known: list[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, known, n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else "; see 'advisor rules list'"

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
+NEAR = 0.6
+"""Likeness, 0 to 1, of a name that may be meant."""
+MAX_NAME = 200
+"""Characters of a name that are compared."""
+
 
 class AdvisorError(Exception):
     """Something the user can act on: says what is wrong with which file, and what to do.
@@ -13,6 +21,26 @@ class AdvisorError(Exception):
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """``did you mean …?`` with the up to three known names that are nearest to one that is none,
+    by all of it or by its words; ``otherwise`` where none is near."""
+    from difflib import SequenceMatcher
+
+    def likeness(given: str, other: str) -> float:
+        return SequenceMatcher(None, given, other).ratio()
+
+    def nearness(other: str) -> float:
+        words = re.findall(r"[^\W_]+", other.casefold())
+        by_words = sum(max((likeness(item, word) for word in words), default=0) for item in wanted)
+        return max(likeness(name.casefold(), other.casefold()), by_words / max(1, len(wanted)))
+
+    wanted = re.findall(r"[^\W_]+", name[:MAX_NAME].casefold())
+    scored = sorted(((nearness(other), other) for other in known), key=lambda pair: -pair[0])
+    enough = max([NEAR, *(0.85 * score for score, _ in scored[:1])])
+    *first, last = [other for score, other in scored[:3] if score >= enough] or [""]
+    return f"did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else otherwise
 
 
 def describe_failure(error: BaseException) -> str:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -154,13 +155,17 @@ def _started(pid: int) -> str:
         return ""
 
 
-def remove_if_empty(run: Path) -> bool:
-    """Take away a run directory that nothing was recorded into."""
-    try:
-        run.rmdir()
-    except OSError:
-        return False
-    return True
+def missing_folders(out: str) -> list[Path]:
+    """What is not there yet of the folder that runs, or this run, go into: the deepest first."""
+    wanted = Path(out or "runs").absolute()
+    return [path for path in (wanted, *wanted.parents) if not path.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Take away those of the folders, the deepest first, that nothing was recorded into."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 SECONDS = 60.0

@@ -27,10 +27,11 @@ from advisor.core.text import count_noun
 from advisor.recorder import injection as reach
 from advisor.recorder.folder import (
     RUN_DIR,
+    missing_folders,
     new_run,
     print_message,
     print_result,
-    remove_if_empty,
+    remove_empty,
     with_injected,
 )
 from advisor.recorder.injection import STOP_AFTER
@@ -100,6 +101,7 @@ def _for_python(path: Path) -> bool:
 def record(words: list[str], options: Mapping[str, Any]) -> int:
     """Run the program and record it; its exit code. Raises AdvisorError: no run directory."""
     decided = resolve_options(**options)
+    made = missing_folders(decided.out)
     try:
         run_dir = new_run(decided.out)
     except OSError as error:
@@ -110,10 +112,14 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
     if reason:
         print_message(f"this will not be recorded: {reason}")
     with reach.note_folder() as folder:
-        code = run(words, {**environment(run_dir, options), reach.NOTES: str(folder)})
-        parts = _recorded(run_dir)
+        try:
+            code = run(words, {**environment(run_dir, options), reach.NOTES: str(folder)})
+            parts = _recorded(run_dir)
+        finally:
+            if run_dir != Path(decided.out or "runs").absolute():
+                made.insert(0, run_dir)
+            remove_empty(made)
         if not parts:
-            remove_if_empty(run_dir)
             print_message(f"nothing was recorded: {reason or reach.why_nothing(folder, code)}")
             return code
         problems = reach.list_problems(folder)

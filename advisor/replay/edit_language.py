@@ -64,11 +64,11 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, suggest
 from advisor.core.finding import Edit, Operation, Select
 from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
 
@@ -145,7 +145,7 @@ def parse_edit(line: str) -> Edit:
         raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
     verb, rest = FORMER_VERBS.get(words[0].lower(), words[0].lower()), words[1:]
     if verb not in VERBS:
-        raise wrong(f"no verb {words[0]!r}; there are {', '.join(VERBS)}")
+        raise wrong(f"no verb {words[0]!r}; {_suggest(words[0], VERBS)}")
     factors: tuple[float | None, float | None, float | None] = (None, None, None)
     numbers = [w for w in rest[1:] if _NUMBER.fullmatch(w)]
     if len(numbers) == 1:
@@ -171,7 +171,7 @@ def parse_edit(line: str) -> Edit:
         raise wrong("remove_skew needs the late rank, rank:N")
     target, _, pattern = named[0].partition(":")
     if target not in TARGETS:
-        raise wrong(f"no target {target!r}; there are {', '.join(TARGETS)}")
+        raise wrong(f"no target {target!r}; {_suggest(target, TARGETS)}")
     if target in NEEDS_PATTERN and not pattern:
         raise wrong(f"{target} needs a pattern, {target}:REGEX")
     try:
@@ -213,6 +213,10 @@ def parse_edit(line: str) -> Edit:
     return replace(edit, rank=int(ranks[0])) if ranks else edit
 
 
+def _suggest(name: str, known: Iterable[str]) -> str:
+    return suggest(name, known, f"there are {', '.join(known)}")
+
+
 def _narrowed(
     select: Select, qualifiers: list[str], wrong: Callable[[str], AdvisorError]
 ) -> Select:
@@ -247,7 +251,7 @@ def _narrowed(
         value = given.get(name, ())
         for item in (value,) if isinstance(value, str) else value:  # type: ignore[attr-defined]
             if item not in known:
-                raise wrong(f"{name}:{item}: there are {', '.join(known)}")
+                raise wrong(f"{name}:{item}: {_suggest(item, known)}")
     try:
         return replace(select, **given)
     except TypeError as error:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, field
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, suggest
 
 Safety = Literal["exact", "reordered", "precision", "learning"]
 """What a knob may do to the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal
@@ -129,7 +129,8 @@ def find_knob(name: str) -> Knob:
     """The knob of an id. Raises AdvisorError: there is none."""
     known = all_knobs()
     if name not in known:
-        raise AdvisorError(f"no knob {name!r}: there are {', '.join(sorted(known))}")
+        near = suggest(name, known, f"there are {', '.join(sorted(known))}")
+        raise AdvisorError(f"no knob {name!r}; {near}")
     return known[name]()
 
 

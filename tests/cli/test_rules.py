@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from advisor.advise.select import load_rules
 
 Run = Callable[..., tuple[int, str, str]]
@@ -108,7 +110,39 @@ def test_a_name_that_is_nearly_right_gets_a_suggestion(advisor: Run) -> None:
     code, out, err = advisor("rules", "show", "exposed-comunication")
     assert (code, out) == (2, "")
     assert "did you mean exposed-communication" in err
-    assert advisor("rules", "show", "zzz")[2].count("\n") == 1
+    assert (
+        advisor("rules", "show", "zzz")[2] == "advisor: no rule 'zzz'; see 'advisor rules list'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (("rules", "show", "lanch"), "launch-bound?"),
+        (("rules", "show", "loader"), "loader-workers"),
+        (("workloads", "run", "simpl_cnn"), "simple_cnn?"),
+        (("try", "--only", "loder", "train.py"), "loader-"),
+        (("whatif", "t.json", "--edit", "scle kernel:x 2"), "scale?"),
+        (("whatif", "t.json", "--edit", "scale kernl:x 2"), "kernel?"),
+        (("whatif", "t.json", "--edit", "remove work kind:kernl"), "kernel?"),
+        (("project", "t.json", "--gpu", "h10"), "NVIDIA H100"),
+        (("analyse", "t.json"), "analyze"),
+        (("rules", "lst"), "list"),
+    ],
+)
+def test_every_mistyped_name_gets_the_nearest(
+    advisor: Run, slow_trace: Path, typed: tuple[str, ...], meant: str
+) -> None:
+    slow_trace.rename("t.json")
+    code, out, err = advisor(*typed)
+    assert (code, out) == (2, "")
+    assert err.lower().count("did you mean") == err.count("\n") == 1
+    assert meant in err
+
+
+def test_a_name_like_no_other_gets_no_suggestion(advisor: Run) -> None:
+    for typed in (("project", "t.json", "--gpu", "zzzz"), ("rules", "show", "---")):
+        assert "did you mean" not in advisor(*typed)[2]
 
 
 def test_what_a_trace_fills_in_is_a_placeholder_and_no_code(advisor: Run) -> None:

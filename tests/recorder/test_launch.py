@@ -422,6 +422,33 @@ def test_a_program_that_fails_before_it_trains_is_not_told_to_mark_steps(
     assert "advisor.step()" not in said
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("import no_such_module", 1), ("x = = 1", 1), ("raise SystemExit(3)", 3)],
+)
+@pytest.mark.parametrize("out", [(), ("-o", "deep/er/run"), ("-o", "mine")])
+def test_a_program_that_fails_at_once_leaves_no_folder(
+    tmp_path: Path, text: str, code: int, out: tuple[str, ...]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "train.py").write_text(text)
+    words = [sys.executable, "-m", "advisor", "record", *out, "train.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert f"the program ended with exit code {code}" in " ".join(done.stderr.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "train.py"]
+
+
+def test_a_program_that_cannot_be_started_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"\0not a program")
+    (tmp_path / "broken").chmod(0o755)
+    words = [sys.executable, "-m", "advisor", "record", "./broken"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "./broken: cannot be started" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
 def test_paths_are_quoted_for_a_shell(tmp_path: Path, capfd: Any) -> None:
     from advisor.recorder.folder import print_result
 

@@ -13,7 +13,6 @@ save is therefore judged by what others reached.
 from __future__ import annotations
 
 import re
-from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from statistics import median_low
@@ -21,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, suggest
 
 _FORMATS = {
     "fp64": ("fp64", "float64", "double"),
@@ -229,7 +228,6 @@ _MIN_MEMORY, _MAX_MEMORY = 0.88, 1.01
 _SAME_RATES = 0.12
 """How far the rates of one model's variants may differ (a V100's SXM2 board and PCIe card: 10%) to
 stand for each other where nothing says which it is; then the slowest is taken."""
-_MAX_NAMES = 3
 _NO_MODEL = frozenset("nvidia amd tesla geforce instinct gpu oam hbm2 hbm2e hbm3 hbm3e".split())
 """Words that do not tell one model from another."""
 _FORM = re.compile(r"(sxm|pcie|nvl)\d?")
@@ -304,17 +302,11 @@ def find_gpu(name: str) -> GpuMatch:
         return GpuMatch(called[0], ())
     fitting = [gpu for gpu in known_gpus() if wanted and wanted <= _words(gpu.name)]
     if not fitting:
-        near = sorted(known_gpus(), key=lambda gpu: -_closeness(wanted, _words(gpu.name)))
-        names = [gpu.name for gpu in near[:_MAX_NAMES]]
-        raise AdvisorError(f"no GPU {name!r} is known; did you mean {', '.join(names)}?")
+        near = suggest(name, (gpu.name for gpu in known_gpus()), "give a name such as 'h100 sxm'")
+        raise AdvisorError(f"no GPU {name!r} is known; {near}")
     exact = [gpu for gpu in fitting if _words(gpu.name) - {"nvidia", "amd"} == wanted]
     gpu = (exact or fitting)[0]
     return GpuMatch(gpu, tuple(other.name for other in fitting if other is not gpu))
-
-
-def _closeness(wanted: set[str], words: set[str]) -> float:
-    """How well each wanted word is met by its most similar one."""
-    return sum(max(SequenceMatcher(None, word, w).ratio() for w in words) for word in wanted)
 
 
 def _words(name: str) -> set[str]:

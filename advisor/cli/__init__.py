@@ -290,6 +290,11 @@ class CommandHelp(TyperCommand):
             if shown := [line for line in lines if line is not None]:
                 with formatter.section(heading):
                     formatter.write_dl(shown)
+        if self.name == "analyze":
+            from advisor.read.registry import list_formats
+
+            with formatter.section("Formats"):
+                formatter.write("".join(f"  {each}\n" for each in list_formats()))
 
 
 class GroupHelp(TyperGroup):

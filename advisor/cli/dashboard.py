@@ -97,8 +97,8 @@ def command(
             f"the dashboard needs {error.name}: {install_command('dashboard')}"
         ) from None
     from advisor.dashboard.access import Access, bind
-    from advisor.dashboard.session import MAX_RUNS, DashboardSession
-    from advisor.read.directory import refuse_several
+    from advisor.dashboard.session import MAX_RUNS, DashboardSession, saved_report
+    from advisor.read.directory import refuse_several, require_trace
     from advisor.read.runs import SeveralRuns
 
     folder = ""
@@ -109,6 +109,9 @@ def command(
         if len(paths) > 1 or live:
             raise
         folder, paths = paths[0], list(map(str, error.found[:MAX_RUNS]))
+    for path in paths if not (live or folder) else ():
+        if saved_report(path) is None:
+            require_trace(path)
     session = DashboardSession(
         paths, options, live=live, perfetto=viewer, editor=sources, folder=folder
     )

@@ -27,7 +27,7 @@ from advisor.read.auxiliary_files import (
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs
 from advisor.read.readers.kernel_profiler import layout_of, trace_of
-from advisor.read.registry import is_trace_name, read_trace, trace_suffixes, with_window
+from advisor.read.registry import SEE_FORMATS, is_trace_name, read_trace, reader_of, with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
 from advisor.read.runs import (
     SeveralRuns,
@@ -38,12 +38,15 @@ from advisor.read.runs import (
     wanted_traces,
     without_copies,
 )
+from advisor.read.source import ByteSource
 from advisor.read.triton_cache import find_entries, kernels_in, read_triton_cache
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
 MAX_ELSEWHERE = 64
 """Files of a URL that are held at once."""
+SMALL = 1 << 20
+"""Bytes of a file that is read to know what it is."""
 OVERLAP_NS = 1_000_000
 """Device times are converted to the host's clock: ends and starts this close are not an overlap."""
 
@@ -375,8 +378,7 @@ def _files(path: str, one_of_several: bool) -> list[str]:
         if not any(Path(path).iterdir()):
             raise AdvisorError(f"{path}: an empty directory; give one with traces, or a file")
         raise AdvisorError(
-            f"{path}: a directory without traces ({', '.join(trace_suffixes())}; also .gz, .zst); "
-            "give a file of another name itself"
+            f"{path}: a directory without traces by their names; give a file, or {SEE_FORMATS}"
         )
     if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
@@ -404,6 +406,26 @@ def refuse_several(path: str) -> None:
     with os.scandir(folder) as entries:
         if not any(is_trace_name(entry.name) and entry.is_file() for entry in entries):
             raise SeveralRuns(path, runs)
+
+
+def require_trace(path: str) -> None:
+    """Raise AdvisorError where no file of a path can be a trace, by how it begins; small files are
+    read. A run directory is one whatever it holds, and standard input is not looked at."""
+    if path == "-" or is_run(path):
+        return
+    problem: AdvisorError | None = None
+    for file in map(str, trace_files(path, one_of_several=False)):
+        try:
+            source = ByteSource(file)
+            if source.expected_bytes() > SMALL:
+                reader_of(source)
+            else:
+                _read(file, None)
+            return
+        except AdvisorError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
 
 
 def _traces_under(folder: Path) -> Iterator[str]:

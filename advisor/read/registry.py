@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -21,6 +20,7 @@ from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import PACKINGS, ByteSource, kind_of
 
 ENTRY_POINTS = "advisor.readers"
+SEE_FORMATS = "'advisor analyze --help' lists the formats"
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -60,9 +60,15 @@ def all_readers() -> tuple[Reader, ...]:
     return (*bundled_readers(), *installed_readers())
 
 
+def list_formats() -> list[str]:
+    """What is read, in a person's words; PyTorch's own stand first."""
+    known = dict.fromkeys(reader.description for reader in all_readers())
+    return sorted(known, key=lambda text: "PyTorch profiler" not in text)
+
+
 def reader_of(source: ByteSource) -> Reader:
     """The reader that is most certain of a file; of equals the first. Raises AdvisorError: none
-    knows it, and then the line says what is read."""
+    knows it."""
     head = source.head()
     own = _most_certain(bundled_readers(), head, source.path)
     if own is not None and own[0] is ReaderClaim.SURE:
@@ -79,18 +85,8 @@ def reader_of(source: ByteSource) -> Reader:
         and max(claim for claim, _ in result) is not ReaderClaim.SURE
     ):
         what, cure = other or ("unknown format", None)
-        raise AdvisorError(f"{source.path}: {what}; {cure or _what_is_read(head)}")
+        raise AdvisorError(f"{source.path}: {what}; {cure or SEE_FORMATS}")
     return max(result, key=lambda claim: claim[0])[1]
-
-
-def _what_is_read(head: bytes) -> str:
-    """``give`` and the formats; of a database those that are one. PyTorch's own stand first."""
-    known = (reader.description for reader in bundled_readers())
-    ours = sorted(known, key=lambda text: "PyTorch profiler" not in text)
-    if head.startswith(b"SQLite format 3"):
-        ours = [each for each in ours if re.search(r"\.(sqlite|db|rpd)\b", each)]
-    *most, last = dict.fromkeys([*ours, *(reader.description for reader in installed_readers())])
-    return f"give {', '.join(most)}, or {last}" if most else f"give {last}"
 
 
 def refuse_unknown(first: bytes, path: str) -> None:
@@ -111,12 +107,6 @@ def is_named_for(reader: Reader, name: str) -> bool:
     name = name.lower()
     bare = next((name.removesuffix(end) for end in PACKINGS if name.endswith(end)), name)
     return any(fnmatchcase(bare, each) for each in reader.patterns)
-
-
-def trace_suffixes() -> list[str]:
-    """The suffixes that are looked for in a folder, as patterns; other names are looked for too."""
-    patterns = dict.fromkeys(each for reader in all_readers() for each in reader.patterns)
-    return [each for each in patterns if each.startswith("*.") and "*" not in each[1:]]
 
 
 def _most_certain(

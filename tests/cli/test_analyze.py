@@ -113,6 +113,32 @@ def test_a_folder_without_traces_is_one_line(advisor: Run, tmp_path: Path) -> No
     assert "without traces" in one_line(err)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("notes.xyz", b"hello"),
+        ("core.bin", bytes(range(256)) * 16),
+        ("empty.json", b""),
+        ("other.json", b'{"a": 1}'),
+        ("train.py", b"print(1)"),
+        ("data.db", b"SQLite format 3\0"),
+        ("folder/README.md", b"text"),
+        ("empty/", b""),
+    ],
+)
+@pytest.mark.parametrize("command", [["analyze"], ["dashboard", "--no-browser"]])
+def test_what_is_no_trace_is_refused_in_two_lines_of_a_terminal(
+    advisor: Run, name: str, content: bytes, command: list[str]
+) -> None:
+    path = Path(name)
+    (path if name.endswith("/") else path.parent).mkdir(exist_ok=True)
+    if not name.endswith("/"):
+        path.write_bytes(content)
+    code, out, err = advisor(*command, path.parts[0])
+    assert (code, out) == (2, "")
+    assert len(one_line(err)) <= 2 * 80, err
+
+
 def test_an_escape_sequence_in_a_file_name_is_not_obeyed(advisor: Run, tmp_path: Path) -> None:
     code, _, err = advisor("analyze", tmp_path / "\x1b[31mred\nline\x07.json")
     assert code == 2

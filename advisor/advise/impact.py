@@ -299,8 +299,18 @@ def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]
         if finding.edits or finding.rule not in of_record:
             finding = _carry_over(finding, step, device=a.device_id is not None)
             finding = _match_loading(finding, a)
-        result.append(finding)
+        result.append(_share_of_reference(finding, step))
     return result
+
+
+def _share_of_reference(finding: Finding, step: StepTime | None) -> Finding:
+    """The finding with its gain as a share of the step that the report leads with."""
+    impact = finding.impact
+    if step is None or impact is None or impact.currency != "step_time" or impact.gain_ns is None:
+        return finding
+    share = impact.gain_ns / step.reference_ns
+    severity = severity_of_share(share)
+    return replace(finding, impact=replace(impact, share=share), severity=severity)
 
 
 def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Finding:

@@ -36,6 +36,9 @@ WAITS_LEAD_FROM = 0.10
 """Of the step: waits for the GPU that gain as much come before launching less, where they are so
 frequent that no graph can hold them. Launching itself is reported from the same share on."""
 
+VAGUE_WEIGHT = 0.5
+"""Of a finding that names no place and may gain nothing: the middle of its range counts."""
+
 MAX_APART = 30
 """Launches between two waits for the GPU that do not fill its queue."""
 
@@ -222,6 +225,14 @@ def _own_gain(finding: Finding) -> float:
     return float(impact.gain_ns or 0) if impact is not None else 0.0
 
 
+def _weight(finding: Finding) -> float:
+    """What its gain counts for the order: the confidence in the cause, less where it may gain
+    nothing and names no place."""
+    impact = finding.impact
+    is_vague = not finding.where and impact is not None and not impact.low_ns
+    return finding.confidence * (VAGUE_WEIGHT if is_vague else 1.0)
+
+
 def _best(
     findings: list[Finding],
     waiting: list[int],
@@ -238,7 +249,7 @@ def _best(
     largest = max(map(abs, latest), default=0.0)
     fresh: set[int] = set()
     while True:
-        best = max(waiting, key=lambda i: (latest[i] * findings[i].confidence, findings[i].rule))
+        best = max(waiting, key=lambda i: (latest[i] * _weight(findings[i]), findings[i].rule))
         hopeless = [i for i in waiting if latest[i] < 0.01 * largest and i not in fresh]
         again = [best] if best not in fresh else hopeless if chosen else []
         if not again:

@@ -171,7 +171,7 @@ def build_stairs_of_chosen(
     full = build_stairs(report)
     if full is None:
         return None
-    scale = report.step.ns / report.step.window_ns if report.step and report.step.window_ns else 1.0
+    scale = report.gain_scale or 1.0
     result = report_text.ranked_findings(report)
     chosen = [finding for finding in result if finding.priority in kept]
     left, done, fixes = full.measured.left_ns, 0, []

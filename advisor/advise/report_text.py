@@ -651,8 +651,10 @@ def describe_all_fixes(report: Report) -> str:
     if replay is None or not ranked_findings(report):
         return ""
     fixes = "all fixes" if len(ranked_findings(report)) > 1 else "this fix"
-    scale = report.step_ns / replay.measured_ns if replay.measured_ns else 1.0
-    after = replay.step_after_ns * scale
+    scale = report.gain_scale
+    if scale is None and replay.measured_ns:
+        scale = report.step_ns / replay.measured_ns
+    after = report.step_ns - (replay.measured_ns - replay.step_after_ns) * (scale or 1.0)
     saved = sum(
         f.marginal_gain_ns or 0 for f in ranked_findings(report) if f.edits and not f.other_rank
     )

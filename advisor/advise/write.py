@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from advisor.advise.check import RankFindings
     from advisor.advise.impact import GainEstimator
     from advisor.advise.priority import PrioritizedFindings
-    from advisor.core.finding import Finding, HotLine, Impact, SkippedCheck
+    from advisor.core.finding import Finding, HotLine, SkippedCheck
     from advisor.core.report import HostShare, StepTime
     from advisor.core.rule import Rule
     from advisor.core.trace import Run
@@ -199,15 +199,25 @@ def write_verdict(
     if report.flight is not None and report.flight.problems:
         status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
     step = report.step
-    if step is not None and step.window_ns is not None and _varies(step):
-        mean, median = t.format_duration(step.mean_ns), t.format_duration(step.ns)
-        text = f"{text} The run's steps vary: median {median}, mean {mean}."
+    if step is not None and step.varies and f"median {t.format_duration(step.ns)}" not in text:
+        text = f"{text} The run's steps vary: {_mean_and_median(step)}."
+    if leak := _memory_runs_out(report):
+        text = f"{text} {leak}" if status == "bottlenecks" else f"{leak} {text}"
+        status = "limited" if status == "healthy" else status
     if between := _time_between_steps(report):
         status, text = "limited" if status == "healthy" else status, f"{between} {text}"
     crash = t.describe_crashes(report.crashes)
     if not crash:
         return status, text
     return "limited" if status == "healthy" else status, f"{crash} {text}"
+
+
+def _memory_runs_out(report: Report) -> str:
+    """That memory grows, and when none is left; empty: it does not, or that is not known."""
+    for risk in report.risks:
+        if risk.rule == "memory-leak" and risk.impact is not None and risk.impact.reason:
+            return f"{risk.title}: {risk.impact.reason}."
+    return ""
 
 
 def _time_between_steps(report: Report) -> str:
@@ -335,22 +345,24 @@ def _name_step(report: Report) -> str:
     step = report.step
     if step is not None and step.window_ns is not None:
         if abs(step.window_slowdown or 0.0) >= MIN_APART_SHARE:
-            profiled = t.format_duration(step.window_ns)
-            return f"a profiled {unit} of {profiled} ({t.format_duration(step.ns)} unprofiled)"
-    elif step is not None and _varies(step):
+            profiled = f"a profiled {unit} of {t.format_duration(step.window_ns)}"
+            if step.varies:
+                return f"{profiled} (unprofiled: {_mean_and_median(step)})"
+            return f"{profiled} ({t.format_duration(step.ns)} unprofiled)"
+    elif step is not None and step.varies:
         return _name_mean_step(step)
     return t.with_article(f"{t.format_duration(report.step_ns)} {unit}")
 
 
 def _name_mean_step(step: StepTime) -> str:
     """The same of the recorder's phases, whose shares are of the mean of the run's own steps."""
-    mean, median = t.format_duration(step.mean_ns), t.format_duration(step.ns)
-    return f"a mean step of {mean} (median {median})" if _varies(step) else f"a step of {mean}"
+    if not step.varies:
+        return f"a step of {t.format_duration(step.ns)}"
+    return f"a mean step of {t.format_duration(step.mean_ns)} (median {t.format_duration(step.ns)})"
 
 
-def _varies(step: StepTime) -> bool:
-    """A few steps are much longer than most: the mean tells another story than the median."""
-    return abs(step.mean_ns / step.ns - 1) >= MIN_APART_SHARE
+def _mean_and_median(step: StepTime) -> str:
+    return f"mean {t.format_duration(step.mean_ns)}, median {t.format_duration(step.ns)}"
 
 
 def _without_gpu(
@@ -491,7 +503,7 @@ def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
     recorded = report.recorded
     if report.scope.step_source == "record":
         label = _name_phase(top.name)
-    elif top.name != "unknown":
+    elif top.name != "unknown" and not _phase_says_more(report):
         pass
     elif recorded is not None and recorded.phases and report.step is not None:
         label, share = _name_phase(recorded.phases[0].name), recorded.phases[0].share
@@ -507,6 +519,16 @@ def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
         label, share = t.host_label(part.name, own), part.share
         rest = "; the rest is not recorded" * bool(known) + " (with_stack=True shows it)"
     return f"{label}, {t.format_share(share)} of {of_step}{rest}"
+
+
+def _phase_says_more(report: Report) -> bool:
+    """The profiler lengthens the window's steps, and the run's own are mostly in one part of
+    training."""
+    step, recorded = report.step, report.recorded
+    if step is None or recorded is None or not recorded.phases:
+        return False
+    slowed = (step.window_slowdown or 0.0) >= MIN_APART_SHARE
+    return slowed and recorded.phases[0].name not in ("other", "between steps")
 
 
 _PHASES = {
@@ -645,23 +667,17 @@ def _lead(report: Report) -> str:
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
-    share = f"{t.format_share(impact.share)}{_of_which(report.step, impact)}"
+    varies = report.step is not None and report.step.varies and impact.currency == "step_time"
+    share = f"{t.format_share(impact.share)}{' of the mean' * varies}"
+    if not impact.low_ns and not first.where:
+        deep = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
+        return f"First: {title}, at most {saving.removeprefix('up to ')} ({share}){deep}"
     high_ns = max(impact.gain_ns, impact.high_ns or 0)
     if impact.low_ns is not None and (
         impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
     ):
         share += f"; range {t.format_range(impact.low_ns, high_ns)}"
     return f"First: {title}. A fix saves {about}{saving} ({share})"
-
-
-def _of_which(step: StepTime | None, impact: Impact) -> str:
-    """Of which step time a gain is a share, where a verdict gives the mean and the median."""
-    if step is None or step.window_ns is not None or not _varies(step):
-        return ""
-    if impact.currency != "step_time" or not impact.gain_ns or not impact.share:
-        return ""
-    whole = impact.gain_ns / impact.share
-    return f" of the {'median' if abs(whole - step.ns) < abs(whole - step.mean_ns) else 'mean'}"
 
 
 def find_crashes(run: Run) -> list[Crash]:

@@ -159,9 +159,12 @@ class StepDurations(Struct, frozen=True, kw_only=True):
             raise ValueError("steps and their numbers differ in count")
 
 
+VARYING_STEPS_SHARE = 0.10
+"""A mean that differs from the median by more than this share of it tells another story."""
+
+
 class StepTime(Struct, kw_only=True):
-    """The step time that a report of a recorded run leads with: what the run's own steps take
-    while nothing is profiled. Gains are of it."""
+    """What the run's own steps take while nothing is profiled."""
 
     ns: float
     """Median of the steps that count (``StepRecords.timed``), ns."""
@@ -185,6 +188,17 @@ class StepTime(Struct, kw_only=True):
     atypical: bool = False
     """The window is not typical of the run: ``nearby_ns`` differs from ``ns`` by 10% or more, and
     fewer than a quarter of the run's steps are as far off."""
+
+    @property
+    def varies(self) -> bool:
+        """A few steps are much longer than most, or shorter."""
+        return abs(self.mean_ns / self.ns - 1) >= VARYING_STEPS_SHARE
+
+    @property
+    def reference_ns(self) -> float:
+        """The step that a report leads with and that gains are shares of: the mean where steps
+        vary, because the run takes as many of it, else the median, ns."""
+        return self.mean_ns if self.varies else self.ns
 
 
 class Crash(Struct, kw_only=True):
@@ -911,7 +925,13 @@ class Report(Struct, kw_only=True):
     @property
     def step_ns(self) -> float:
         """The step that gains are of: the run's own, else the mean of the trace's, ns."""
-        return self.scope.step_ns if self.step is None else self.step.ns
+        return self.scope.step_ns if self.step is None else self.step.reference_ns
+
+    @property
+    def gain_scale(self) -> float | None:
+        """The run's usual step over that of the window; ``None``: there are not both."""
+        step = self.step
+        return step.ns / step.window_ns if step is not None and step.window_ns else None
 
     @property
     def per(self) -> Per:

@@ -472,7 +472,7 @@ class LoopPhases(LoopCode):
         case = "the loss" if loss else "many operators" if many else ""
         yield Finding(
             summary=(
-                f"The loop's own code takes {t.format_duration(ns)} of each step "
+                f"The loop's own code takes {t.format_duration(ns)} of the median step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
                 + "The backward pass goes through much of it. " * loss
                 + _most_of_it(line)

@@ -106,7 +106,15 @@ def test_a_verdict_says_that_a_runs_steps_vary(tmp_path: Path, trace_alone: Repo
     even = report_of(tmp_path / "even", run_of((40, 6), profiled=profiled, rest=(40, 6)))
     assert "vary" not in even.verdict
     late = report_of(tmp_path / "late", run_of((40, 6), (10, 60), profiled=profiled, rest=(40, 6)))
-    assert "The run's steps vary: median 6 ms, mean 12.8 ms." in late.verdict
+    assert "(unprofiled: mean 12.8 ms, median 6 ms)" in late.verdict
+    assert late.step is not None
+    assert late.step_ns == late.step.mean_ns
+    gains = [f.impact for f in late.findings if f.impact is not None]
+    gains = [impact for impact in gains if impact.currency == "step_time" and impact.gain_ns]
+    assert gains
+    for impact in gains:
+        assert impact.gain_ns is not None
+        assert impact.share == pytest.approx(impact.gain_ns / late.step.mean_ns)
 
 
 def test_all_renderers_lead_with_the_runs_own_step(tmp_path: Path, trace_alone: Report) -> None:

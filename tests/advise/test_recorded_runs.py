@@ -62,6 +62,7 @@ def test_a_run_whose_window_was_never_reached_still_gives_a_report(tmp_path: Pat
     assert sum(phase.ns for phase in report.recorded.phases) == 10 * MS
     assert report.status != "healthy"
     assert report.verdict.startswith("The program runs on the CPU.") and "60%" in report.verdict
+    assert "advisor record --deep shows its lines" in report.verdict
     assert "no profiled window" in REPORTS.render("terminal", report)
     assert any("on the device" in item.what for item in report.not_checked)
     for text in (REPORTS.render("terminal", report), REPORTS.render("markdown", report)):

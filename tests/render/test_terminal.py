@@ -445,7 +445,7 @@ def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., F
     impact = Impact(currency="risk", reason="97% of the memory is taken")
     risk = finding(1, title="Near capacity", impact=impact, priority=None)
     shown = REPORTS.render("terminal", report(1, risks=[risk]), details=True)
-    assert "risk: 97% of the memory is taken" in section(shown, "Memory and risks")
+    assert "risk     97% of the memory is taken" in section(shown, "Memory and risks")
     assert "Near capacity" not in section(shown, "What to change")
 
 

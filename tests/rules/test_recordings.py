@@ -86,3 +86,18 @@ def test_phases_of_every_recorded_step_add_up(name: str) -> None:
     assert recording is not None and recording.problems == []
     for step in recording.ranks[0].steps:
         assert sum(step.phases.values()) == step.dur
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in RECORDED.iterdir()))
+def test_gains_of_a_report_are_shares_of_one_step(name: str) -> None:
+    report = analyze(RECORDED / name, Options(config={}))
+    for finding in (*report.findings, *report.notes):
+        impact = finding.impact
+        if impact is not None and impact.currency == "step_time" and impact.gain_ns:
+            assert impact.share == pytest.approx(impact.gain_ns / report.step_ns)
+
+
+def test_a_verdict_claims_no_saving_of_code_that_it_cannot_name() -> None:
+    verdict = analyze(RECORDED / "leak.slow", Options(config={})).verdict
+    assert "A fix saves" not in verdict and "advisor record --deep shows its lines" in verdict
+    assert "out of memory in 4,030 steps" in verdict

@@ -166,7 +166,8 @@ class _Screen:
         number = f"{card.number:>2}" if card.number else " ∙"
         page.wrap(labels.clean(card.title), first=f"{number}  ", indent=4, style="bold")
         if card.gain:
-            page.flow("gain", [card.gain], style="green")
+            is_risk, gain = card.gain.startswith("risk: "), card.gain.removeprefix("risk: ")
+            page.flow("risk" if is_risk else "gain", [gain], style="yellow" if is_risk else "green")
         asked, self.details = self.details, self.details or card.always_full
         for block in (*card.blocks, *(card.details if self.details else ())):
             if isinstance(block, d.FieldList):

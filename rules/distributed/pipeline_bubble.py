@@ -46,7 +46,7 @@ class PipelineBubble(Rule):
     fix = (
         "Use an interleaved schedule with two stages on each rank. Or cut the batch into more, "
         "smaller micro-batches: four per stage and more, as long as kernels stay large. Both halve "
-        "the bubble, and send activations more often. {memory}"
+        "the bubble, and send activations more often."
     )
     code = (
         "from torch.distributed.pipelining import ScheduleInterleaved1F1B\n"
@@ -110,7 +110,7 @@ class PipelineBubble(Rule):
             ],
             where=device_places(a, rows, "exposed"),
             edits=[scale_edit(select, then, then, 1 - (1 - then) * WORST)],
-            fix=self.fix.format(memory=memory if gpipe else "").strip(),
+            fix=f"{self.fix} {memory if gpipe else ''}".strip(),
         )
 
     @staticmethod

@@ -64,7 +64,7 @@ class SlowDevice(Rule):
     assumptions = ("the ranks wait for each other at collectives in each step",)
 
     fix = (
-        "Check the GPU of {who}: clocks and why they are held down, temperature, power limit, "
+        "Check the GPU of {ranks}: clocks and why they are held down, temperature, power limit, "
         "other processes, ECC errors (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC). Replace it if it "
         "stays slow."
     )
@@ -126,7 +126,7 @@ class SlowDevice(Rule):
             Evidence("its GPU", slow.device or None),
         ]
         notes = [*finding.confidence_notes, *(["only two ranks to compare"] if few else [])]
-        fields = {"fix": self.fix.format(who=who)}
+        fields = {"fix": self.fix.format(ranks=who)}
         if mixed:
             fields |= self.case("the ranks have different GPUs")
         return replace(

@@ -84,7 +84,7 @@ class StragglerRank(Rule):
     assumptions = ("without the late rank the others would go on at once",)
 
     fix = (
-        "Check the host of {who}: CPU clock and cores bound to the process, NUMA node, garbage "
+        "Check the host of {ranks}: CPU clock and cores bound to the process, NUMA node, garbage "
         "collection, logging or checkpoints on these ranks only, other jobs on the machine."
     )
     code = (
@@ -96,17 +96,17 @@ class StragglerRank(Rule):
     )
     cases = {
         "compute": {
-            "fix": "The GPU of {who} computes longer. Compare its clocks, temperature and other "
+            "fix": "The GPU of {ranks} computes longer. Compare its clocks, temperature and other "
             "processes with the others' (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC); if they are "
             "equal, give it less work."
         },
         "input": {
-            "fix": "Check the input of {who}: loader workers, CPU cores bound to the process, the "
-            "storage that it reads from, larger samples in its shard."
+            "fix": "Check the input of {ranks}: loader workers, CPU cores bound to the process, "
+            "the storage that it reads from, larger samples in its shard."
         },
         "network": {
-            "fix": "Check the links of {who}: NVLink or PCIe errors, counters and firmware of the "
-            "adapter, the switch port, NCCL's choice of network (NCCL_DEBUG=INFO).",
+            "fix": "Check the links of {ranks}: NVLink or PCIe errors, counters and firmware of "
+            "the adapter, the switch port, NCCL's choice of network (NCCL_DEBUG=INFO).",
             "code": "# all_reduce bandwidth of these hosts, and of others\n"
             "mpirun -np 16 -H host-a:8,host-b:8 all_reduce_perf -b 8M -e 1G -f 2 -g 1",
         },
@@ -115,9 +115,9 @@ class StragglerRank(Rule):
             "embedding tables by cost, or sequence lengths."
         },
         "other shapes": {
-            "fix": "Give the ranks equal work: the operators of {who} get larger inputs. Deal out "
-            "samples by length, with batches of as many tokens on each rank. Split a data set by "
-            "its size and not by its files.",
+            "fix": "Give the ranks equal work: the operators of {ranks} get larger inputs. Deal "
+            "out samples by length, with batches of as many tokens on each rank. Split a data set "
+            "by its size and not by its files.",
             "code": "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
             "mine = order[dist.get_rank()::dist.get_world_size()]   # similar lengths everywhere",
         },
@@ -126,7 +126,7 @@ class StragglerRank(Rule):
             "packed sequences."
         },
         "pipeline": {
-            "fix": "Move layers from {who} to the others, or split it; embeddings and the loss "
+            "fix": "Move layers from {ranks} to the others, or split it; embeddings and the loss "
             "count as layers.",
             "assumptions": (
                 "the gain is of rebalanced stages, all with the same work; layers move as a whole, "
@@ -148,7 +148,7 @@ class StragglerRank(Rule):
                 "cost, or route requests by sequence length."
             },
             "pipeline": {
-                "fix": "Move layers from {who} to the others, or split it; embeddings and the "
+                "fix": "Move layers from {ranks} to the others, or split it; embeddings and the "
                 "output layer count as layers.",
             },
         }
@@ -241,13 +241,13 @@ class StragglerRank(Rule):
         who = describe_subject(study.job, deviation)
         finding = finding_of(study, deviation, gain, _title(who, deviation))
         case = "imbalance that moves" if deviation.rank_varies else deviation.kind
-        text = self.case(case, who=who) if case in self.cases else {}
+        text = self.case(case, ranks=who) if case in self.cases else {}
         if not any(summary.kernels for summary in study.job.summaries):
             on_host = self.case("the ranks train on CPUs")
             text = on_host if case == "compute" else on_host | text
             if case == "imbalance":
-                text |= self.case("other shapes", who=who)
-        return replace(finding, **{"fix": self.fix.format(who=who), **text})
+                text |= self.case("other shapes", ranks=who)
+        return replace(finding, **{"fix": self.fix.format(ranks=who), **text})
 
     @staticmethod
     def examples() -> dict[str, Any]:

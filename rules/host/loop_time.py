@@ -390,14 +390,16 @@ class LoopTime:
 
 
 class LoopPhases(LoopCode):
-    """The same from the recorder's phases, where no Python stacks were recorded: ``between steps``
-    and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between steps is
-    left out, and so are pauses for garbage collection. The Python stacks that the recorder samples
-    outside its windows name the function. Those in calls of torch.distributed are no code of the
-    loop but a wait for other ranks. Their share is left out too.
+    """Where the training computes on the CPU, the loop's own code adds to each step. Without Python
+    stacks, which loop-code needs, this rule takes its time from the recorder's phases: ``between
+    steps`` and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between
+    steps is left out, and so are pauses for garbage collection. The Python stacks that the recorder
+    samples outside its windows name the function. Those in calls of torch.distributed are no code
+    of the loop but a wait for other ranks. Their share is left out too.
     """
 
     id = "loop-phases"
+    title = "Code between the training phases takes much of the step"
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **LoopCode.cases,
         "the loss": {

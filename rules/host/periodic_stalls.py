@@ -182,8 +182,9 @@ class PeriodicStalls(Rule):
 
 
 class SavingTime(PeriodicStalls):
-    """The same over the whole run, where no stacks were recorded, or too few steps. In so many of
-    the Python stacks that the recorder samples, the training thread saves a checkpoint or logs.
+    """The training thread saves a checkpoint or logs, and no step runs meanwhile. This rule looks
+    at all of the run, where no stacks were recorded, or too few steps for periodic-stalls. In so
+    many of the Python stacks that the recorder samples, the thread saves or logs.
 
     The time is that share of the mean step, and at most what the loop's own code takes besides
     loading, forward, backward and optimizer. Where every step saves, loop-phases says so.

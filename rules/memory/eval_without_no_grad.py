@@ -184,8 +184,9 @@ class EvalWithoutNoGrad(Rule):
 
 
 class EvaluationGraphs(EvalWithoutNoGrad):
-    """The same from the recorder's own count, for evaluation that no profiled window contains, as
-    one every thousand steps. It counts forwards between two backward passes whose results have a
+    """Evaluation without ``torch.no_grad()`` keeps activations that no backward pass uses. This
+    rule reads the recorder's own count, for evaluation that no profiled window contains, as one
+    every thousand steps. It counts forwards between two backward passes whose results have a
     graph, and that no backward pass follows.
     """
 

@@ -21,7 +21,7 @@ from advisor.rules.citations import (
     ENGINE_FLOOR,
     FOREACH,
     OURS,
-    SAM_PAIR,
+    SAM_LAUNCHES,
     SILENT_TRACES,
     TENSORBOARD,
     XPROF,
@@ -415,7 +415,7 @@ class HostReads(Rule):
     bulk_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
     bulk = Threshold(0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS)
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
-    launches_left = Threshold(0.3, "of the launches remain once items go in batches", SAM_PAIR)
+    launches_left = Threshold(0.3, "of the launches remain once items go in batches", SAM_LAUNCHES)
     longest_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
     fewest_left = Threshold(0.05, "of the launches remain, at best", OURS)
 

@@ -106,6 +106,24 @@ def test_a_rule_that_is_switched_off_is_marked(advisor: Run, tmp_path: Path) -> 
     assert "switched off" in shown
 
 
+def test_a_computed_threshold_has_three_digits(advisor: Run) -> None:
+    assert "max_efficiency = 0.333\n" in advisor("rules", "show", "low-bandwidth")[1]
+
+
+def test_placeholders_of_a_rule_are_explained(advisor: Run) -> None:
+    shown = " ".join(advisor("rules", "show", "straggler-rank")[1].split())
+    assert "A report fills in words such as <ranks> from your trace." in shown
+    assert "A report fills in" not in advisor("rules", "show", "loop-phases")[1]
+
+
+def test_every_page_of_a_rule_stands_by_itself() -> None:
+    rules = load_rules(config={})
+    titles = [rule.title for rule in rules]
+    assert sorted(set(titles)) == sorted(titles)
+    begins = {rule.id: type(rule).paragraphs()[0] for rule in rules}
+    assert [name for name, text in begins.items() if text.startswith("The same ")] == []
+
+
 def test_a_name_that_is_nearly_right_gets_a_suggestion(advisor: Run) -> None:
     code, out, err = advisor("rules", "show", "exposed-comunication")
     assert (code, out) == (2, "")

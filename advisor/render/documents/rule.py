@@ -120,7 +120,7 @@ def describe(rule: Rule) -> RulePage:
         id=cls.id,
         title=cls.title,
         category=str(cls.category),
-        paragraphs=cls.paragraphs(),
+        paragraphs=[*cls.paragraphs(), *_explained(cls)],
         fix=_opened(cls.fix),
         code=_opened(cls.code),
         verify=_opened(cls.verify),
@@ -162,6 +162,8 @@ def _inference(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
+MAX_DIGITS = 10
+"""Characters of a number that was chosen; one that was computed has more."""
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -172,6 +174,13 @@ def _opened(texts: Any) -> Any:
     if isinstance(texts, Mapping):
         return {name: _opened(text) for name, text in texts.items()}
     return [_opened(text) for text in texts] if isinstance(texts, list | tuple) else texts
+
+
+def _explained(cls: type[Rule]) -> Iterator[str]:
+    """What the placeholders of a rule's texts stand for, where there are any."""
+    texts = (cls.fix, cls.code, cls.verify, cls.falsified_by, cls.cases, cls.inference)
+    if match := _PLACEHOLDER.search(repr(texts)):
+        yield f"A report fills in words such as {_opened(match[0])} from your trace."
 
 
 def _elsewhere(cls: type[Rule]) -> Iterator[OtherFrameworkAdvice]:
@@ -258,7 +267,9 @@ def override_lines(page: RulePage) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """A value as pyproject.toml writes it."""
+    """A value as pyproject.toml writes it, a fraction such as a third with three digits."""
+    if isinstance(value, float) and len(str(value)) > MAX_DIGITS:
+        value = float(f"{value:.3g}")
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else f'"{value}"'

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
 
+from advisor.advise import report_text
 from advisor.advise.engine import analyze
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location
@@ -118,6 +119,17 @@ def test_a_report_fits_a_screen_and_counts_what_it_leaves_out(
     full = REPORTS.render("terminal", made, details=True)
     assert "Not shown" not in full
     assert full.count("    verify   ") == findings
+
+
+@pytest.mark.parametrize("options", [{"brief": True}, {"top": 0}])
+def test_a_gain_in_a_row_has_its_range_however_long_the_title(
+    report: Make, options: dict[str, Any]
+) -> None:
+    found = report().findings[0]
+    made = replace(report(), findings=[replace(found, title="A title " + "of many words " * 3)])
+    text = REPORTS.render("terminal", made, **options)
+    assert report_text.describe_gain(found) in text
+    assert re.search(r"\(.*–.*\)", report_text.describe_gain(found))
 
 
 def test_brief_is_the_verdict_and_three_rows(report: Make) -> None:

@@ -8,7 +8,6 @@ nothing in it reaches the terminal as a command.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -32,8 +31,6 @@ MAX_ITEMS: Final = 12
 """Of a list then."""
 EMPTY_CELL: Final = "–"
 """A cell of what was not measured: a column of these is left out first, where there is no room."""
-_RANGE: Final = re.compile(r" \([^()]*–[^()]*\)")
-"""Of a gain: ``about 5.4 ms (4.3–5.4 ms), 41%``."""
 STYLES: Final = {
     "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
     "warn": "yellow", "critical": "bold red", "warning": "yellow", "info": "",
@@ -74,8 +71,6 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
 def _row(page: Page, card: d.Card) -> None:
     """One line a fix: what it is and what it brings; two where the title is long."""
     gain, name = labels.clean(card.gain), labels.clean(card.title)
-    if len(name) > page.width - len(gain) - 6:  # a whole title before the range
-        gain = _RANGE.sub("", gain, count=1)
     if len(name) > page.width - len(gain) - 6:
         page.wrap(name, first=f"{card.number:>2}  ", indent=4)
         page.wrap(gain.rjust(page.width - 4), indent=4, style="green")

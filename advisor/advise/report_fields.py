@@ -406,7 +406,7 @@ def _rank_line(number: int, a: Analysis) -> RankLine:
     totals = a.breakdown.totals() if a.device_id is not None else None
     return RankLine(
         rank=number,
-        step_ns=own.ns if (own := step_time(a)) is not None else a.step_ns,
+        step_ns=a.step_ns,
         busy_share=None if totals is None else a.breakdown.busy.total / max(a.span_ns, 1),
         communication_ns=None if totals is None else totals["communication"] / a.step_count,
         idle_ns=None if totals is None else totals["idle"] / a.step_count,

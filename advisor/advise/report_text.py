@@ -121,7 +121,7 @@ def compare_window_with_run(report: Report) -> list[str]:
         return []
     if abs(step.window_slowdown) < EQUAL_STEP_SHARE and not step.atypical:
         return ["as long as the run's"]
-    parts = [f"{_longer(step.window_slowdown)} than the run's"]
+    parts = [f"{longer_by(step.window_slowdown)} than the run's"]
     why = []
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         why.append(f"the profiler adds {t.format_share(step.profiler_overhead)}")
@@ -141,7 +141,8 @@ def compare_window_with_run(report: Report) -> list[str]:
     return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
 
 
-def _longer(share: float) -> str:
+def longer_by(share: float) -> str:
+    """``12% longer``."""
     return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'}"
 
 
@@ -543,7 +544,9 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
         return [f"less than {time}: too little other GPU work is known to hide it under"]
     if impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):
         return []
-    if report.scope.device is None and not impact.of_job:
+    scale = max(1.0, report.gain_scale or 1.0)
+    of_run = impact.gain_ns <= MAX_BEYOND_EVIDENCE * scale * float(shown.value or 0)
+    if of_run or (report.scope.device is None and not impact.of_job):
         return [f"more than {time}: a step of the run is longer than a profiled one"]
     why = "the launches of this work, and the gaps in it, end too"
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)

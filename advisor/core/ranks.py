@@ -11,7 +11,7 @@ class RankLine(Struct, kw_only=True):
     rank: int
     """Its number."""
     step_ns: float
-    """Mean duration of its steps, ns."""
+    """Mean duration of its steps, in the profiled window where there is one, ns."""
     busy_share: float | None
     """Share of its step during which its GPU works; ``null``: no device work."""
     communication_ns: float | None

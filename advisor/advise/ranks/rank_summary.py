@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.memory import memory_of_rank
-from advisor.advise.report_fields import device_time, host_time, step_time
+from advisor.advise.report_fields import device_time, host_time
 from advisor.core.intervals import Ints, covered_length, union
 from advisor.measure.host.reads import outermost_aten
 from advisor.measure.ranks.collectives import (
@@ -53,7 +53,7 @@ def summarise_rank(
     """One rank, measured, and what the rules found on it with their gains on it alone."""
     meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
     path = path or redact_url(meta.path)
-    run_step, used = step_time(a), a.steps.used.head(MAX_STEPS)
+    used = a.steps.used.head(MAX_STEPS)
     return shrink_to_limit(
         RankSummary(
             rank=rank,
@@ -68,7 +68,6 @@ def summarise_rank(
             step_source=a.steps.source,
             steps=step_summaries(a, used),
             step_ns=float(a.step_ns),
-            run_step_ns=None if run_step is None else run_step.ns,
             time={share.name: float(share.ns) for share in figures.get("time", ())},
             idle={cause.cause: float(cause.ns) for cause in figures.get("idle", ())},
             host_time={} if a.record_only else {s.name: float(s.ns) for s in host_time(a)},

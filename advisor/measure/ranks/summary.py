@@ -148,8 +148,6 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     step_source: str = ""
     steps: list[StepSummary] = field(default_factory=list)
     step_ns: float = 0.0
-    run_step_ns: float | None = None
-    """Median of the run's steps that no profiler slowed; ``null``: not recorded."""
     time: dict[str, float] = field(default_factory=dict)
     """What the device does, exclusive, as in the report: ``compute`` … ``idle``."""
     idle: dict[str, float] = field(default_factory=dict)

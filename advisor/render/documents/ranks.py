@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from advisor.advise.ranks import rank_charts
+from advisor.advise.report_text import longer_by
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.layers import MeshAxis
@@ -130,7 +131,7 @@ def _mesh_notes(report: Report) -> Iterator[str]:
 
 
 SLOWED = 0.25
-"""From this slowdown of the window on, times of it are said to be no times of the run."""
+"""From this difference of the window's steps on, times of it are said to be no times of the run."""
 
 
 def sections(ranks: Ranks, slowdown: float = 0.0) -> Iterator[Block]:
@@ -144,8 +145,8 @@ def sections(ranks: Ranks, slowdown: float = 0.0) -> Iterator[Block]:
     if many:
         yield from build_rank_groups(ranks)
     for title, _, lines in rank_charts.build_lists(ranks):
-        if title == rank_charts.WHAT_IF and slowdown >= SLOWED:
-            title = f"{title} · of profiled steps, {slowdown:.0%} longer than the run's"
+        if title == rank_charts.WHAT_IF and abs(slowdown) >= SLOWED:
+            title = f"{title} · of profiled steps, {longer_by(slowdown)} than the run's"
         yield Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")])
 
 

@@ -118,6 +118,7 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
 
 
 def _ranks(report: Report) -> Iterator[Block]:
+    slowdown = 0.0 if report.step is None else report.step.window_slowdown or 0.0
     table, short = (
         report_charts.build_rank_table(report),
         report_charts.build_rank_table(report, MAX_RANKS),
@@ -131,12 +132,12 @@ def _ranks(report: Report) -> Iterator[Block]:
             omitted_note=short.more,
         )
         notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
-        yield Section("Ranks", [shown, *notes], f"{table.total} in this recording")
+        profiled = " · profiled steps" * (abs(slowdown) >= report_text.EQUAL_STEP_SHARE)
+        yield Section("Ranks", [shown, *notes], f"{table.total} in this recording{profiled}")
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections
 
-        step = report.step
-        yield from sections(report.ranks, 0.0 if step is None else step.window_slowdown or 0.0)
+        yield from sections(report.ranks, slowdown)
 
 
 # -- what to do ---------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class Study:
             lines.append(
                 RankLine(
                     rank=s.rank,
-                    step_ns=s.run_step_ns or s.step_ns,
+                    step_ns=s.step_ns,
                     busy_share=1 - s.time.get("idle", 0.0) / step if step else None,
                     communication_ns=s.time.get("communication") if s.time else None,
                     idle_ns=s.time.get("idle") if s.time else None,

@@ -4,6 +4,7 @@ they find, and write it down."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING
 import polars as pl
 from msgspec import structs
 
-import advisor
 from advisor.advise.check import (
     RankFindings,
     add_hot_lines,
@@ -24,7 +24,6 @@ from advisor.advise.check import (
     run_ranks,
 )
 from advisor.advise.impact import (
-    BoundEstimator,
     GainEstimator,
     estimator_for,
     limit_to_cores,
@@ -36,7 +35,7 @@ from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.priority import prioritize
 from advisor.advise.ranks.job import files_summarised_apart, first_rank, summarise_apart
 from advisor.advise.ranks.task import one_line
-from advisor.advise.report_fields import cost_per_step, list_inputs, measure_fields, step_durations
+from advisor.advise.report_fields import cost_per_step
 from advisor.advise.select import choose_windows, load_rules, read_config
 from advisor.advise.write import write_report
 from advisor.core import labels
@@ -45,10 +44,13 @@ from advisor.core.errors import AdvisorError
 from advisor.core.layers import MeshAxis
 from advisor.core.prices import read_prices
 from advisor.core.report import Report
-from advisor.core.trace import Run
+from advisor.core.snapshot import MemorySnapshot
+from advisor.core.trace import Run, Trace
 from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.launches import analysed_device
+from advisor.measure.host.stacks import frame_rank
+from advisor.measure.memory.memory_origin import frame_owner
 from advisor.measure.ranks.join import collective_waits
 from advisor.measure.ranks.members import host_of
 from advisor.measure.serving.graphs import attach_capture, captured_launches, find_replays
@@ -58,7 +60,6 @@ if TYPE_CHECKING:
     from advisor.advise.ranks.estimator import Saving
     from advisor.core.finding import Edit
     from advisor.core.rule import Rule
-    from advisor.core.trace import Trace
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary import RankSummary, UnreadRank
     from advisor.replay.ranks.study import Study
@@ -121,13 +122,10 @@ def examine(
         run = _with_capture(run, options)
     elif run.recording is None and options.window is None:
         run = _with_own_capture(run)
+    refuse_unrelated(run)
     analyses = choose_windows(run, options.window, options.steps)
     _tell_machine(analyses, options)
     main = next(iter(analyses))
-    if why := explain_unrelated(run):
-        each = [(trace, partial(_alone, trace, options)) for trace in run.traces.values()]
-        report = build_unrelated_report(run, analyses, why, each)
-        return AnalysisResult(run, report, analyses, BoundEstimator(analyses[main]))
     results = run_ranks(analyses, rules, options.executor)
     summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
     compared = _compared(summaries, unread)
@@ -291,13 +289,8 @@ def _places(source: str | Path | Sequence[str | Path]) -> list[str]:
     return [str(source)] if isinstance(source, str | Path) else [str(each) for each in source]
 
 
-def _alone(trace: Trace, options: Options) -> Report:
-    """The report of one of several traces that have nothing to do with each other."""
-    plain = dataclasses.replace(options, rank=None, window=None)
-    return examine(Run(traces={(-1, 0): trace}), plain).report
-
-
-MAX_LINES = 30
+MAX_FILES = 6
+"""Names of files in a message."""
 MIN_SHARED_NAMES = 0.02
 """Names of operators and kernels that two windows of one program share at least: its operators are
 the same, even where the kernels are chosen anew."""
@@ -310,12 +303,23 @@ def explain_unrelated(run: Run) -> list[str]:
     """Why the traces cannot be of one run; empty: nothing speaks against it.
 
     They ran on GPUs of different models, ranks were not recorded at one time, or two of them have
-    next to no operator or kernel in common.
+    next to no operator or kernel in common, or no file of the user's code.
     """
     traces = list(run.traces.values())
-    if len(traces) < 2 or run.recording is not None:
+    if run.recording is not None:
         return []
     why = []
+    beside = [s for s in run.snapshots.values() if Path(s.path).parent == run.path]
+    own = [trace.meta.snapshot for trace in traces]
+    taken = [*beside, *(snapshot for snapshot in own if snapshot is not None)]
+    code = [_own_files(snapshot) for snapshot in taken[:MAX_COMPARED]]
+    if taken:
+        code += [_own_files(trace) for trace in traces if trace.meta.snapshot is None]
+    code = [files for files in code if files][:MAX_COMPARED]
+    if any(item.isdisjoint(other) for item, other in combinations(code, 2)):
+        why.append("they have no file of a program in common")
+    if len(traces) < 2:
+        return why
     names = sorted({name for trace in traces if (name := _model(trace))})
     if len(names) > 1:
         shown = [labels.shorten(labels.clean(name), 40) for name in names[:4]]
@@ -333,32 +337,18 @@ def explain_unrelated(run: Run) -> list[str]:
     return why
 
 
-def build_unrelated_report(
-    run: Run,
-    analyses: dict[int, Analysis],
-    why: list[str],
-    each: Sequence[tuple[Trace, Callable[[], Report]]],
-) -> Report:
-    """The report of traces that are not of one run: why they are not, and the verdict of each."""
-    main = next(iter(analyses))
-    lines = []
-    for trace, report in each[:MAX_LINES]:
-        try:
-            said = report().verdict
-        except AdvisorError as error:
-            said = str(error)
-        lines.append(f"{t.shorten_path(PurePath(trace.meta.path).name, 60)}: {said}")
-    if len(each) > MAX_LINES:
-        lines.append(f"Not looked at: {t.count_noun(len(each) - MAX_LINES, 'more trace')}.")
-    return Report(
-        version=advisor.__version__,
-        status="limited",
-        verdict=f"These {len(each)} traces do not look like ranks or windows of one run: "
-        f"{' and '.join(why)}. Give the files of one run. --details has a line for each.",
-        inputs=list_inputs(run, analyses),
-        limits=[*lines, *run.problems],
-        scope=measure_fields(analyses[main])["scope"],
-        step_durations=step_durations(analyses[main]),
+def refuse_unrelated(run: Run) -> None:
+    """Raise AdvisorError for files that cannot be of one run: why, and which there are."""
+    if not (why := explain_unrelated(run)):
+        return
+    paths = [trace.meta.path for trace in run.traces.values()]
+    paths += [snapshot.path for snapshot in run.snapshots.values()]
+    names = [t.shorten_path(PurePath(path).name, 60) for path in dict.fromkeys(paths)]
+    shown = names[:MAX_FILES] + [f"{len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
+    where = "" if run.path is None else f"{run.path}: "
+    raise AdvisorError(
+        f"{where}these {len(names)} files do not look like ranks or windows of one run: "
+        f"{' and '.join(why)}; give those of one run ({', '.join(shown)})"
     )
 
 
@@ -366,6 +356,17 @@ def _model(trace: Trace) -> str | None:
     number = analysed_device(trace)
     device = None if number is None else trace.working_device(number)
     return None if device is None else device.name
+
+
+def _own_files(source: Trace | MemorySnapshot) -> set[str]:
+    """Names of the files of the user's code in its stacks; empty: none was recorded."""
+    if isinstance(source, MemorySnapshot):
+        frames = {frame for stack in source.stacks for frame in stack}
+        files = {frame.file for frame in frames if frame_owner(frame) == 2}
+    else:
+        python = source.cpu.filter(pl.col("kind") == "python")["name"].unique().cast(pl.String)
+        files = {name.partition("(")[0] for name in python if frame_rank(name) == 2}
+    return {re.split(r"[/\\]", file)[-1] for file in files}
 
 
 def _names(trace: Trace) -> set[str]:

@@ -91,6 +91,7 @@ def _view(post: PostMortem) -> MemoryView:
     return MemoryView(
         device=post.device,
         source=post.snapshot.source,
+        file=PurePath(post.snapshot.path).name if post.snapshot.source == "allocator" else "",
         at=at,
         allocated=post.allocated,
         reserved=post.reserved,

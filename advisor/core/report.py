@@ -665,6 +665,8 @@ class MemoryView(Struct, kw_only=True):
     source: str = "allocator"
     """What it was made of: the ``allocator``'s snapshot, the profiler's memory ``timeline``, the
     allocator events of a ``trace``."""
+    file: str = ""
+    """Name of the snapshot's file; empty: it is the trace itself."""
     at: str
     """``out of memory``, ``peak``, or ``snapshot`` where no history was recorded."""
     allocated: int

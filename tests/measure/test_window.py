@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,13 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.advise.limits import list_limits
 from advisor.compare.statistics import autocorrelation
+from advisor.core.errors import AdvisorError
 from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.host.launches import lost_records
 from advisor.measure.steps.step_differences import CAPTURE
 from advisor.read import open_run, read_trace
+from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 
 Shared = Callable[[str], str]
@@ -275,14 +278,36 @@ def test_ranks_merged_into_one_file_are_ranks_again(
     assert [line.rank for line in report.ranks.lines] == [0, 1]
 
 
-def test_traces_that_are_not_of_one_run_are_told_a_line_each(shared_trace: Shared):
-    names = ["triton_example", "h100_bert_small_inference", "mi250_train"]
-    report = analyze([shared_trace(name) for name in names], OPTIONS)
-    assert report.status == "limited"
-    assert report.verdict.startswith("These 3 traces do not look like")
-    assert not report.findings and report.ranks is None
+UNRELATED = {
+    "traces": [
+        "triton_example.json.gz",
+        "h100_bert_small_inference.json.gz",
+        "mi250_train.json.gz",
+    ],
+    "snapshots": ["memory/h100_leak.pickle.gz", "memory/opt13b_weights.pickle.gz"],
+    "a trace and a snapshot": ["h100_qwen_inference.json.gz", "memory/opt13b_weights.pickle.gz"],
+}
+
+
+@pytest.mark.parametrize("names", UNRELATED.values(), ids=UNRELATED)
+def test_files_of_a_folder_that_are_not_of_one_run_are_refused_and_listed(
+    shared_file: Callable[[str], str], tmp_path: Path, names: list[str]
+):
     for name in names:
-        assert sum(line.startswith(f"{name}.json.gz: ") for line in report.limits) == 1
+        shutil.copy(shared_file(name), tmp_path)
+    with pytest.raises(AdvisorError, match=f"these {len(names)} files do not look like") as caught:
+        analyze(tmp_path, OPTIONS)
+    for name in names:
+        assert name.rpartition("/")[2] in str(caught.value)
+
+
+def test_a_report_names_the_snapshot_that_lay_beside_its_trace(
+    shared_file: Callable[[str], str], tmp_path: Path
+):
+    for name in ("alexnet.json.gz", "memory/opt13b_weights.pickle.gz"):
+        shutil.copy(shared_file(name), tmp_path)
+    shown = REPORTS.render("terminal", analyze(tmp_path, OPTIONS))
+    assert "from opt13b_weights.pickle.gz" in shown
 
 
 # -- first calls --------------------------------------------------------------------------------

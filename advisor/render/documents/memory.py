@@ -161,6 +161,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         f"{t.format_bytes(view.allocated)} in tensors",
         f"{t.format_bytes(view.reserved)} reserved" if view.reserved else "",
         peak,
+        f"from {t.shorten_path(view.file, 40)}" if view.file else "",
     ]
     lines = [("held", held), ("by", by), (_BASIS, _bases(view)), ("failed", [view.placement]),
              ("steps", _steps(view))]  # fmt: skip

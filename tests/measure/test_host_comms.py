@@ -18,6 +18,7 @@ from advisor.measure import Analysis
 from advisor.measure.comm.host import has_host_collectives, host_work, list_on_host
 from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.testing import TraceBuilder
+from tests.measure.stragglers import by_rank, stragglers
 
 TRANSFER = 40
 THREADS = 2
@@ -115,27 +116,29 @@ def test_waits_of_any_job_are_those_of_a_walk(
     alignment = align_ranks(ranks)
     assert alignment.error_ns == pytest.approx(0, abs=1e-3)
     found = measure_skew(ranks, alignment)
-    waits = found.arrivals.pivot("rank", index="row", values="wait_ns").sort("row")
-    exposed = found.arrivals.pivot("rank", index="row", values="exposed_wait_ns").sort("row")
+    waits, exposed = (by_rank(ranks, alignment, name) for name in ("wait", "exposed"))
     # steps much longer than the others are set aside
     parts = len(work[0][0])
     steps = [int(name.split("#")[1]) for name in found.collectives["step"]]
     at = [step * parts + steps[:i].count(step) for i, step in enumerate(steps)]
     assert len(at) >= 3 * parts
     for n in ranks:
-        assert (waits[str(n)] / 1e3).to_list() == truth.wait[at, n].tolist()
-        assert (exposed[str(n)] / 1e3).to_list() == truth.exposed[at, n].tolist()
+        assert waits[n] == (truth.wait[at, n] * 1000).tolist()
+        # at most: where in a collective its open part lies is in no summary
+        assert (truth.exposed[at, n] * 1000 <= exposed[n]).all()
+        assert (exposed[n] <= np.array(waits[n])).all()
 
 
 def test_waits_never_count_twice() -> None:
     """Both threads of the quick process wait at once."""
     ranks, truth = simulate([[[10, 10]] * 4, [[300, 100]] * 4], [0, 0])
-    table = measure_skew(ranks, align_ranks(ranks)).stragglers
+    table = stragglers(ranks, align_ranks(ranks))
     late = table.row(1, named=True)
     assert late["last_share"] == 1
     step = ranks[0].step_ns
-    assert late["caused_exposed_ns"] == pytest.approx(truth.exposed[:, 0].sum() * 1e3 / 4)
-    assert late["caused_exposed_ns"] < step
+    lost = truth.exposed[:, 0].sum() * 1e3 / 4
+    # what of a transfer is in the open may count as waiting, that of no other collective
+    assert lost <= late["caused_exposed_ns"] <= lost + 1e3 * TRANSFER < step
 
 
 def test_operators_that_wait_are_no_work() -> None:

@@ -34,11 +34,12 @@ from advisor.advise.engine import analyze
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
-from advisor.measure.ranks.skew import align_ranks, measure_skew
+from advisor.measure.ranks.skew import align_ranks
 from advisor.read import open_run, read_trace
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.result import what_if
 from advisor.replay.window_replayer import WindowReplayer
+from tests.measure.stragglers import stragglers
 
 COMM = Select(on="gpu", family=("communication",))
 CLOCKS = (0.0, 1234.5, -777.25)
@@ -338,11 +339,8 @@ def test_what_a_rank_waits_for_the_others_is_explained_in_time(dlrm: dict[int, A
     whatif = WindowReplayer(dlrm[0], 0, dlrm)
     parts = {part.name: part for part in whatif.quality.hard}
     found = parts["waits for other ranks"]
-    waited = (
-        measure_skew(dlrm, align_ranks(dlrm))
-        .stragglers.filter(pl.col("rank") == 0)["wait_ns"]
-        .item()
-    )
+    waits = stragglers(dlrm, align_ranks(dlrm))
+    waited = waits.filter(pl.col("rank") == 0)["wait_ns"].item()
     assert found.time_ns == pytest.approx(waited, rel=0.02)
     assert found.explained > 0.95
 

@@ -5,7 +5,7 @@ All of it in whole columns: a cell is one collective on one rank, a row is one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -289,15 +289,10 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
     return split
 
 
-def measure_waits(
-    joined: JoinedCollectives,
-    rows_counted: Bools | None = None,
-    exposed_of: Callable[[Ints, Floats], Floats] | None = None,
-) -> CollectiveWaits:
+def measure_waits(joined: JoinedCollectives, rows_counted: Bools | None = None) -> CollectiveWaits:
     """How late each rank comes to the collectives that others wait in, and what that costs.
 
-    ``rows_counted``: which rows count; default: all. ``exposed_of``: the exposed part of waits in
-    some cells, where more is known of it than how much of the whole collective is.
+    ``rows_counted``: which rows count; default: all.
     """
     ranks = len(joined.clocks.shift)
     matched = joined.matched if rows_counted is None else joined.matched & rows_counted
@@ -318,8 +313,6 @@ def measure_waits(
     wait = latest[which] - arrival
     skew = np.maximum.reduceat(wait, at[:-1])
     exposed = np.minimum(wait, joined.exposed[cells])
-    if exposed_of is not None:
-        exposed = exposed_of(cells, wait)
     error = joined.clocks.error_ns or 0.0
     latest_cell = wait <= 0
     decided = (skew > 2 * error) & (np.add.reduceat(latest_cell.astype(np.int64), at[:-1]) == 1)

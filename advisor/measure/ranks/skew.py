@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import Floats, Ints, covered_length, subtract
+from advisor.core.intervals import Bools, Ints, covered_length
 from advisor.measure.comm.host import has_host_collectives
 from advisor.measure.ranks.collectives import (
     SYNCHRONISING,
     collective_table,
     pack_collectives,
     step_summaries,
-    working_intervals,
 )
 from advisor.measure.ranks.join import JoinedCollectives, match_collectives, measure_waits
 from advisor.measure.ranks.summary import RankSummary
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from advisor.measure import Analysis
 
@@ -125,32 +124,20 @@ class Skew(NamedTuple):
 
     A rank whose trace is not here may be later than all of them: then everybody waits for it, and
     that wait is in nobody's figures. ``collectives.complete`` says where all members are here.
-
-    ``collectives``: a row a collective inside the used steps of all its ranks: ``collective``,
-    ``group``, ``bytes``, ``annotation``, ``label``, ``step``, ``seen`` (ranks here), ``complete``
-    (all members are here; null: group size not known), ``last`` (rank that arrives last; null:
-    all arrive within twice the alignment error), ``skew_ns`` (last arrival - first),
-    ``mean_wait_ns`` (of the others; null: nobody is last).
-
-    ``arrivals``: a row a collective and rank: ``row`` (of ``collectives``), ``rank``, ``wait_ns``
-    (until the last rank arrives), ``exposed_wait_ns`` (the part with no compute kernel on that
-    rank; where there is no device, with no operator).
-
-    ``stragglers``: a row a rank: ``rank``, ``collectives`` (it takes part in), ``last`` (at which
-    it arrives last), ``last_share`` (their share), and per step: ``caused_wait_ns`` (summed over
-    those: mean wait of the others), ``caused_exposed_ns`` (its exposed part, the time that they
-    lose), ``wait_ns`` and ``exposed_wait_ns`` (its own, for others).
     """
 
     collectives: pl.DataFrame
-    arrivals: pl.DataFrame
-    stragglers: pl.DataFrame
+    """A row a collective inside the used steps of all its ranks: ``collective``, ``group``,
+    ``bytes``, ``annotation``, ``label``, ``step``, ``seen`` (ranks here), ``complete`` (all members
+    are here; null: group size not known), ``last`` (rank that arrives last; null: all arrive within
+    twice the alignment error), ``skew_ns`` (last arrival - first), ``mean_wait_ns`` (of the others;
+    null: nobody is last)."""
     steps: int
-    """Steps over which the figures per step are taken: used ones that all ranks have, by name."""
+    """Steps over which figures per step are taken: used ones that all ranks have, by name."""
 
 
 def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
-    """How late each rank comes to the collectives, and what that costs the others.
+    """How late each rank comes to the collectives.
 
     Raises ValueError when ``alignment`` says that the ranks could not be aligned: then skew is
     not measured.
@@ -160,23 +147,8 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
         raise ValueError(f"skew is not measured: {alignment.reason}")
     numbers = list(alignment.offset_ns)
     analyses = [ranks[number] for number in numbers]
-    inside = np.zeros(len(joined.rank), dtype=np.bool_)
-    for place, a in enumerate(analyses):
-        own = joined.rank == place
-        inside[own] = a.steps.table["used"].to_numpy()[joined.step[own]]
-
-    def exposed(rows: Ints, wait: Floats) -> Floats:
-        result = np.zeros(len(rows))
-        for place, a in enumerate(analyses):
-            own = np.flatnonzero(joined.rank[rows] == place)
-            begin = cells["start"].to_numpy()[rows[own]]
-            until = begin + np.rint(wait[own]).astype(np.int64)
-            result[own] = covered_length(begin, until, subtract(a.spans, working_intervals(a)))
-        return result
-
-    found = measure_waits(joined, np.logical_and.reduceat(inside, joined.first_cell[:-1]), exposed)
+    found = measure_waits(joined, in_used_steps(joined, analyses))
     names = [set(a.steps.used["name"].to_list()) for a in analyses]
-    steps = max(1, len(set.intersection(*names)))
     who = pl.Series([*numbers, None], dtype=pl.Int64)
     seen = pl.Series(joined.rank_count[found.row], dtype=pl.Int64)
     table = cells[joined.first_cell[found.row]]
@@ -189,30 +161,16 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
         skew_ns=found.skew,
         mean_wait_ns=pl.Series(found.mean_wait).set(pl.Series(found.last_rank < 0), None),
     )
-    owner = joined.rank[found.cells]
-    arrivals = pl.DataFrame(
-        {
-            "row": np.repeat(np.arange(len(found.row)), joined.rank_count[found.row]),
-            "rank": np.array(numbers)[owner],
-            "wait_ns": np.rint(found.wait).astype(np.int64),
-            "exposed_wait_ns": found.exposed.astype(np.int64),
-        }
-    )
-    count, share = len(numbers), np.full(len(numbers), np.nan)
-    np.divide(found.last_count, found.collective_count, out=share, where=found.collective_count > 0)
-    stragglers = pl.DataFrame(
-        {
-            "rank": numbers,
-            "collectives": found.collective_count,
-            "last": found.last_count,
-            "last_share": pl.Series(share).fill_nan(None),
-            "caused_wait_ns": found.caused_ns / steps,
-            "caused_exposed_ns": found.caused_exposed_ns / steps,
-            "wait_ns": np.bincount(owner, found.wait, count) / steps,
-            "exposed_wait_ns": np.bincount(owner, found.exposed, count) / steps,
-        }
-    )
-    return Skew(collectives, arrivals, stragglers, steps)
+    return Skew(collectives, max(1, len(set.intersection(*names))))
+
+
+def in_used_steps(joined: JoinedCollectives, analyses: Sequence[Analysis]) -> Bools:
+    """By row: in a used step of each of its ranks."""
+    inside = np.zeros(len(joined.rank), dtype=np.bool_)
+    for place, a in enumerate(analyses):
+        own = joined.rank == place
+        inside[own] = a.steps.table["used"].to_numpy()[joined.step[own]]
+    return np.logical_and.reduceat(inside, joined.first_cell[:-1])
 
 
 def exposed_by_rank(ranks: Mapping[int, Analysis]) -> pl.DataFrame:

@@ -19,6 +19,7 @@ from advisor.measure.ranks.join import match_collectives, measure_waits
 from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.measure.ranks.summary import pack, unpack
 from advisor.read import open_run
+from tests.measure.stragglers import stragglers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from job_by_hand import MS, Item, Meet, Work, run
@@ -39,7 +40,7 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
     alignment = align_ranks(analyses)
     assert alignment.error_ns is not None
     few = measure_skew(analyses, alignment)
-    table = few.stragglers.sort("rank")
+    table = stragglers(analyses, alignment).sort("rank")
     summaries = sorted((summarise_file(file) for file in files), key=lambda s: s.rank)
     joined = match_collectives(summaries)
     found = measure_waits(joined)

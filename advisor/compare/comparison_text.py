@@ -40,9 +40,6 @@ TITLES = {
     "unchecked before": "not checked before",
 }
 ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
-
-
-_BOTH = ("before", "after")
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
 """Figures of ``amounts``; of all others, times and bytes, less is better."""
 

@@ -327,7 +327,6 @@ class FlightCall(Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
     state: str
     """``scheduled``, ``started`` or ``completed``."""
-    created_ns: int
     where: Location | None
 
 

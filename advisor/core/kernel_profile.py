@@ -58,8 +58,6 @@ class KernelProfile:
     advice: tuple[ToolAdvice, ...] = ()
     device: str = ""
     """Name of the GPU; empty: not recorded."""
-    capability: str = ""
-    """Compute capability (``8.0``) or architecture (``gfx90a``); empty: not recorded."""
     launches: int = 1
     """Launches that the metrics are means of."""
     signature: str = ""

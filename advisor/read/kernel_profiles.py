@@ -215,7 +215,6 @@ def _of_csv(
         grid=_dimensions(_cell(row, column, "Grid Size")),
         block=_dimensions(_cell(row, column, "Block Size")),
         **_common(metrics, advice),
-        capability=_cell(row, column, "CC"),
     )
 
 
@@ -384,11 +383,6 @@ def _result(data: bytes, strings: list[str], tables: dict[str, list[LineRow]]) -
                 by_address[name] = _instances(data, field)
         elif field.number == 19 and (said := _advice(data, field)) is not None:
             advice.append(said)
-    major, minor = (
-        _figure(metrics, f"device__attribute_compute_capability_{part}")
-        for part in ("major", "minor")
-    )
-    known = major is not None and minor is not None
     samples, lines = _where(by_address, tables.get(texts.get(5, ""), []))
     return KernelProfile(
         name=texts.get(7) or texts.get(6) or texts.get(5, ""),
@@ -396,7 +390,6 @@ def _result(data: bytes, strings: list[str], tables: dict[str, list[LineRow]]) -
         grid=sizes.get(10),
         block=sizes.get(11),
         **_common(metrics, advice),
-        capability=f"{major:.0f}.{minor:.0f}" if known else "",
         samples=samples,
         lines=lines,
     )

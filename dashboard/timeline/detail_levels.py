@@ -26,7 +26,6 @@ BLOCK = 16
 """Slices for which the longest duration is kept: long ones are found by it."""
 MAX_SLICES = 20_000
 """Slices of one answer; a view with more is answered in wider cells."""
-MAX_PX = 8192
 
 
 class FlaggedRuns(NamedTuple):

@@ -148,7 +148,7 @@ def _dumps(*ranks: list[str] | None, hangs: bool = True) -> TraceBuilder:
                 group="0", description="default_pg", operation=name, sequence=n + 1, p2p=False,
                 inputs=((1024,),), outputs=((1024,),), dtypes=("Float",),
                 state="scheduled" if hangs and n == len(names) - 1 > 0 else "completed",
-                created_ns=n, where=Location(file="train.py", line=10 + n, function="step"),
+                where=Location(file="train.py", line=10 + n, function="step"),
             )
             for n, name in enumerate(names)
         ]  # fmt: skip

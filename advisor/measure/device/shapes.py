@@ -123,10 +123,6 @@ class OpInputs:
         found = [_shape(sizes) for sizes in _listed(self._dims[at])]
         return [shape for shape in found if shape is not None]
 
-    def is_absent(self, at: int) -> bool:
-        """Whether an optional tensor was recorded as not given."""
-        return at < len(self._types) and self._types[at] == ""
-
     @property
     def has_arguments(self) -> bool:
         """Whether plain arguments (``Concrete Inputs``) were recorded."""

@@ -33,7 +33,6 @@ FP4_FLOPS_PER_BYTE = 4
 MOVING = ("elementwise", "normalisation", "reduction", "softmax", "copy", "layout", "embedding")
 """Families that memory limits, however little is known of their shapes."""
 
-Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 

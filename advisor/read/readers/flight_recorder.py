@@ -123,7 +123,6 @@ def _call(entry: dict[str, Any]) -> FlightCall | None:
         outputs=_sizes(entry.get("output_sizes")),
         dtypes=tuple(_text(item) for item in _list(entry.get("input_dtypes"))),
         state=state,
-        created_ns=_int(entry.get("time_created_ns")) or 0,
         where=_where(entry.get("frames")),
     )
 

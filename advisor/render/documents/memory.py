@@ -138,7 +138,6 @@ _CHURN, _POOLS = "Allocated and freed within a step", "Segments"
 _MODULES = "By module, those inside it included"
 _FOLDED = (_MODULES, _CHURN, _POOLS)
 _BASIS = "known by"
-_HEAD = ["line", "per step", "steps"]
 
 
 def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:

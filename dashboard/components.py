@@ -15,7 +15,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Segment, StepBar
 from advisor.core.finding import Location
-from advisor.render.document import Grid, Items, Paragraph, Section, Span
+from advisor.render import document as d
 
 if TYPE_CHECKING:
     from advisor.dashboard.page_view import PageView
@@ -172,7 +172,7 @@ def table(
     return scrolling(made, caption or header[0] or "Table")
 
 
-def draw_grid(grid: Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
+def draw_grid(grid: d.Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
     """A table of a document, ``rows`` in place of its own. Spaces before a name are its depth."""
     head = [name if name[:2].isupper() else name.capitalize() for name in grid.head]
     drawn = [[_cell(cell) for cell in row] for row in (grid.rows if rows is None else rows)]
@@ -181,7 +181,7 @@ def draw_grid(grid: Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
 
 
 def _cell(cell: Any) -> Any:
-    if not isinstance(cell, str | Span):
+    if not isinstance(cell, str | d.Span):
         return cell
     text = cell if isinstance(cell, str) else cell.text
     depth = len(text) - len(text.lstrip(" "))
@@ -192,17 +192,54 @@ def _cell(cell: Any) -> Any:
     )
 
 
-def draw_section(section: Section) -> Any:
-    """A card of a document's section: its tables, lists and remarks."""
-    parts: list[Any] = []
-    for block in section.blocks:
-        if isinstance(block, Grid):
-            parts.append(draw_grid(block))
-        elif isinstance(block, Items):
-            parts.append(element("Ul", *(element("Li", _cell(item)) for item in block.items)))
-        elif isinstance(block, Paragraph):
-            parts.append(element("P", _cell(block.text), cls="note-line"))
+def draw_section(section: d.Section) -> Any:
+    """A card of a document's section; of cards, these under its heading."""
+    parts = map(draw_block, section.blocks)
+    if any(isinstance(block, d.Card) for block in section.blocks):
+        return element("Div", element("H2", section.title), *parts, cls="stack")
     return card(section.title, *parts, aside=section.aside)
+
+
+MARKS = {"✓": "mark good", "?": "mark"}
+"""Before the items of a list: how they look."""
+
+
+def draw_block(block: d.Block) -> Any:
+    """A block of a document. Not a figure: pages have pictures of their own."""
+    match block:
+        case d.Section():
+            return draw_section(block)
+        case d.Card():
+            return card(labels.clean(block.title), *map(draw_block, block.blocks))
+        case d.Grid():
+            return draw_grid(block)
+        case d.Items() if block.mark in MARKS:
+            mark = element("Span", block.mark, cls=MARKS[block.mark], aria_hidden="true")
+            lines = [element("Li", mark, _inline(item)) for item in block.items]
+            return element("Ul", *lines, cls="plain")
+        case d.Items():
+            return element("Ul", *(element("Li", _inline(item)) for item in block.items))
+        case d.FieldList():
+            parts = [(row.label, [d.plain_text(part) for part in row.parts]) for row in block.rows]
+            texts = [(label, labels.clean(" · ".join(filter(None, own)))) for label, own in parts]
+            return fact_list([(label, text) for label, text in texts if text])
+        case d.Paragraph():
+            return element("P", _inline(block.text), cls="note-line")
+        case d.Code() if block.language == "python":
+            return code(block.text)
+        case d.Code():
+            return element("Pre", element("Code", labels.clean(block.text, lines=True)))
+    return None
+
+
+def _inline(text: d.Inline) -> Any:
+    if not isinstance(text, tuple):
+        return _cell(text)
+    parts = [
+        element("Span", labels.clean(part.text), cls="dim" if part.style == "soft" else "")
+        for part in (each if isinstance(each, d.Span) else d.Span(each) for each in text)
+    ]
+    return element("Span", *parts)
 
 
 def scrolling(made: Any, label: str) -> Any:

@@ -19,6 +19,7 @@ from advisor.dashboard.components import (
     banner,
     card,
     choices,
+    draw_block,
     draw_strip,
     element,
     empty_state,
@@ -32,6 +33,7 @@ from advisor.dashboard.components import (
 )
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
+from advisor.render.documents.comparison import predicted_gain
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
 MAX_WORK = 20
@@ -86,7 +88,7 @@ def layout(other: object = None, **query: object) -> Any:
         _steps(comparison),
         _breakdown(comparison, before, after),
         _findings(comparison),
-        _realised(comparison),
+        *map(draw_block, predicted_gain(comparison)),
         _work(comparison),
     )
 
@@ -284,13 +286,6 @@ def _finding(item: FindingChange, unit: str) -> Any:
     return element(
         "Li", element("B", title), element("Span", " · ".join(rest), cls="dim") if rest else None
     )
-
-
-def _realised(c: Comparison) -> Any:
-    sentences = [labels.clean(sentence) for sentence in words.describe_realised_gain(c)]
-    if not sentences:
-        return None
-    return card("Predicted and measured gains", *(element("P", sentence) for sentence in sentences))
 
 
 def _work(c: Comparison) -> Any:

@@ -17,6 +17,7 @@ from advisor.dashboard.components import (
     card,
     choices,
     code,
+    draw_block,
     editor_href,
     element,
     empty_state,
@@ -30,6 +31,7 @@ from advisor.dashboard.components import (
 )
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages.overview import anchor
+from advisor.render.document import Items
 
 MARGIN = 1.0
 """The timeline shows this many durations of the worst instance on both sides of it."""
@@ -75,17 +77,11 @@ def _head(report: Report) -> Any:
 
 
 def _nothing(report: Report) -> Any:
-    checked = [
-        element(
-            "Li", element("Span", "✓", cls="mark good", aria_hidden="true"), labels.clean(good.text)
-        )
-        for good in report.passed
-    ]
     return empty_state(
         "Nothing to fix" if report.status == "healthy" else "No fix with an estimated gain",
         labels.clean(report.verdict),
         "",
-        element("Ul", *checked, cls="plain", style={"marginTop": "10px"}) if checked else None,
+        draw_block(Items([good.text for good in report.passed], "✓")) if report.passed else None,
     )
 
 

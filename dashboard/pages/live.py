@@ -13,7 +13,7 @@ from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Segment
-from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, RankRecord
+from advisor.core.run_directory import Gpu, Host, RankRecord
 from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
     card,
@@ -33,6 +33,7 @@ from advisor.dashboard.page_view import PageView, parse_query
 from advisor.dashboard.pages.overview import finding_line
 from advisor.dashboard.session import DashboardSession
 from advisor.measure.steps.step_records import StepRecords
+from advisor.render.documents.monitor import throttle_reasons
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
 RECENT_STEPS = 50
@@ -330,10 +331,7 @@ def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, f
     spans: list[tuple[str, float, float, int]] = []
     before = ""
     for when, gpu in gpus:
-        bits = gpu.throttle or 0
-        names = ", ".join(
-            name for name, bit in THROTTLE_BITS.items() if bits & bit and name != "idle"
-        )
+        names = ", ".join(throttle_reasons(gpu))
         second = (when - start) / 1e9
         if names and names == before:
             spans[-1] = (names, spans[-1][1], second, spans[-1][3] + 1)

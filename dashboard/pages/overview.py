@@ -14,12 +14,12 @@ from advisor.core import text as t
 from advisor.core.charts import Stair, Stairs, StepBar
 from advisor.core.finding import Finding
 from advisor.core.report import Report
-from advisor.dashboard import components, page_view, snapshot
+from advisor.dashboard import page_view, snapshot
 from advisor.dashboard.components import (
     banner,
     card,
     draw_bar,
-    draw_grid,
+    draw_block,
     draw_section,
     element,
     link,
@@ -32,8 +32,8 @@ from advisor.dashboard.components import (
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages import network
 from advisor.dashboard.session import DashboardSession
-from advisor.render.document import Grid
 from advisor.render.documents import auxiliary_sections, serving
+from advisor.render.documents.report import checks
 
 STATUS = {
     "bottlenecks": "Bottlenecks found",
@@ -62,7 +62,7 @@ def layout(**query: object) -> Any:
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
         else None,
-        _serving(report),
+        *map(draw_block, serving.sections(report)),
         _staircase(report),
         None if timeless else _top(view, report),
         _rest(report),
@@ -115,16 +115,6 @@ def _status(report: Report) -> str:
     """Logs and dumps show faults, not where the time goes."""
     fault = report.status == "bottlenecks" and (report.flight or report.network)
     return "Problems found" if fault and report.scope.has_no_step_time else STATUS[report.status]
-
-
-def _serving(report: Report) -> Any:
-    """Steps of inference by phase."""
-    if report.serving is None:
-        return None
-    rows = [serving.build_row(phase) for phase in report.serving.phases]
-    rest = [(label, " · ".join(each)) for label, each, _ in serving.describe_lines(report.serving)]
-    shown = draw_grid(Grid(serving.COLUMN_TITLES, rows))
-    return card("Inference by phase", shown, components.fact_list(rest))
 
 
 def _staircase(report: Report) -> Any:
@@ -269,28 +259,7 @@ def _top(view: PageView, report: Report) -> Any:
 
 
 def _rest(report: Report) -> Any:
-    cards = []
-    if report.passed:
-        lines = [
-            element(
-                "Li",
-                element("Span", "✓", cls="mark good", aria_hidden="true"),
-                labels.clean(good.text),
-            )
-            for good in report.passed
-        ]
-        cards.append(card("Passed checks", element("Ul", *lines, cls="plain")))
-    missing = report_text.describe_skipped_checks(report)
-    if missing:
-        lines = [
-            element(
-                "Li",
-                element("Span", "?", cls="mark", aria_hidden="true"),
-                element("Span", what, ": ", element("Span", why, cls="dim")),
-            )
-            for what, why in missing
-        ]
-        cards.append(card("Skipped checks", element("Ul", *lines, cls="plain")))
+    cards = [draw_section(each) for each in checks(report)]
     if not cards:
         return None
     definitions = report_text.define_gains(report)

@@ -13,28 +13,22 @@ from advisor.dashboard import page_view
 from advisor.dashboard.components import (
     banner,
     card,
-    element,
+    draw_block,
     empty_state,
-    fact_list,
     head,
     page,
-    table,
     tiles,
 )
 from advisor.dashboard.page_view import PageView
+from advisor.render.documents.trial import build
 from advisor.tune.report import (
     FILE,
     MAX_BYTES,
-    Trial,
     TrialReport,
     describe_losses,
-    describe_prediction,
-    describe_runs,
     format_interval,
     write_headline,
 )
-
-COLUMNS = ("knob", "rule", "predicted", "measured", "in range", "losses", "memory", "outcome")
 
 
 def has_content(view: PageView) -> bool:
@@ -61,6 +55,7 @@ def layout(**query: object) -> Any:
                 "that needs no file change.",
             ),
         )
+    measured, *blocks = build(report).blocks
     both = report.together
     saved = t.NOT_MEASURED if both is None else format_interval(both.gain_low, both.gain_high)
     return page(
@@ -77,20 +72,8 @@ def layout(**query: object) -> Any:
                 ("Saved", saved, "of the mean step, 95% confidence"),
             ]
         ),
-        _table(report.trials) if report.trials else None,
-        *[_changes(trial) for trial in report.winners],
-        card(
-            "How it was measured",
-            fact_list(
-                [
-                    ("Program", labels.clean(" ".join(report.program))),
-                    ("Runs", labels.clean(" · ".join(describe_runs(report)))),
-                    ("Losses", describe_losses(report) or t.NOT_MEASURED),
-                    ("Past trials", labels.clean(report.remembered) or "none for these rules"),
-                    ("Needs manual change", labels.clean(", ".join(report.without)) or "–"),
-                ]
-            ),
-        ),
+        *map(draw_block, blocks),
+        card("How it was measured", draw_block(measured)),
     )
 
 
@@ -100,34 +83,3 @@ def read(path: str) -> TrialReport | None:
     if not file.is_file():
         return None
     return TrialReport.from_json(read_regular(file, MAX_BYTES))
-
-
-def _table(trials: list[Trial]) -> Any:
-    rows = [
-        [
-            labels.clean(trial.name),
-            labels.clean(trial.rule),
-            format_interval(trial.predicted_low, trial.predicted_high) if trial.predicted else "–",
-            "–" if trial.gain is None else format_interval(trial.gain_low, trial.gain_high),
-            describe_prediction(trial),
-            labels.clean(trial.losses) or "–",
-            t.format_bytes(trial.device_bytes or trial.host_bytes),
-            labels.clean(f"{trial.outcome}: {trial.why}" if trial.why else trial.outcome),
-        ]
-        for trial in trials
-    ]
-    return card(
-        "Changes tried",
-        table(COLUMNS, rows, caption="Gain as a share of the step", names=(0, 7), stacked=True),
-    )
-
-
-def _changes(trial: Trial) -> Any:
-    return card(
-        labels.clean(trial.title),
-        element("P", labels.clean(f"Measured per sample. {trial.schedule}"))
-        if trial.schedule
-        else None,
-        element("Pre", element("Code", labels.clean(trial.diff or trial.lines, lines=True))),
-        aside=labels.clean(trial.name),
-    )

@@ -72,7 +72,11 @@ def test_trials_are_shown_with_what_to_write_and_names_stay_text(
         "40 to 60%",
         "43 to 47%",
         "in range",
-        "dropped: out of memory",
+        "dropped",
+        f"out of memory: {NASTY}",
+        "single-process-loader",
+        "gc-pauses",
+        "322 MB host",
         "+DataLoader(x, num_workers=4)",
         NASTY,
     ):

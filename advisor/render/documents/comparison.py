@@ -61,7 +61,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
                 "Memory by line", "", comparison_text.figures_of(c, ["memory by line"])[:MAX_LINES]
             ),
             *_findings(c),
-            *_predicted(c),
+            *predicted_gain(c),
             *_table(
                 "Device work",
                 f"device work{comparison_text.per_suffix(c)}",
@@ -117,7 +117,8 @@ def _findings(c: Comparison) -> Iterator[Block]:
         yield Section("Findings", lists, short=True)
 
 
-def _predicted(c: Comparison) -> Iterator[Block]:
+def predicted_gain(c: Comparison) -> Iterator[Section]:
+    """What the fixed findings were predicted to gain, beside what was measured."""
     lines = comparison_text.describe_realised_gain(c)
     if lines:
         yield Section("Predicted and measured gain", [Paragraph(line) for line in lines])

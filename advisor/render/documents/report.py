@@ -258,23 +258,32 @@ def _rest(report: Report) -> Iterator[Block]:
         counted = t.count_noun(len(rows), "hot Python line")
         aside = "from a separate run under Scalene"
         yield Section("Hot Python lines", [table], aside, folded=True, summary=counted)
-    good = [item.text for item in report.passed]
-    skipped: list[Inline] = [
-        (f"{what}: ", Span(why, "soft"))
-        for what, why in report_text.describe_skipped_checks(report)
-    ]
-    for title, items, mark, noun in (
-        ("Passed checks", good, "✓", "passed check"),
-        ("Skipped checks", skipped, "?", "skipped check"),
-        ("Limits of this trace", report.limits, "!", "limit"),
-    ):
-        if items:
-            counted = t.count_noun(len(items), noun)
-            yield Section(title, [Items(items, mark)], folded=True, summary=counted)
+    yield from checks(report)
+    if report.limits:
+        yield _counted("Limits of this trace", report.limits, "!", "limit")
     closing = report_text.define_gains(report)
     if closing:
         paragraphs = [Paragraph(line, "soft") for line in closing]
         yield Section("How gains are estimated", paragraphs, folded=True, summary="evidence")
+
+
+def checks(report: Report) -> Iterator[Section]:
+    """The checks that passed, and those that were skipped, with the reason."""
+    if report.passed:
+        good = [item.text for item in report.passed]
+        yield _counted("Passed checks", good, "✓", "passed check")
+    skipped: list[Inline] = [
+        (f"{what}: ", Span(why, "soft"))
+        for what, why in report_text.describe_skipped_checks(report)
+    ]
+    if skipped:
+        yield _counted("Skipped checks", skipped, "?", "skipped check")
+
+
+def _counted(title: str, items: Sequence[Inline], mark: str, noun: str) -> Section:
+    """A folded list, of which a terminal says how long it is."""
+    summary = t.count_noun(len(items), noun)
+    return Section(title, [Items(items, mark)], folded=True, summary=summary)
 
 
 def _note(finding: Finding) -> Card:

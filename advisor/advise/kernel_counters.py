@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from advisor.core import labels
 from advisor.core import text as t
@@ -154,7 +154,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     if report.notes:
         return "bottlenecks", f"{text}{_first_fix(report.notes[0], views)}"
     if limits:
-        text += _raise_occupancy(views)
+        text += _raise_occupancy(views) or _relieve(views)
     elif all(view.duration_ns is None for view in views):
         text += "Give the file of their times with it (--kernels FILE): the bandwidth needs both."
     else:
@@ -163,6 +163,27 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
             "ncu --set full (NVIDIA)."
         )
     return ("bottlenecks" if report.findings else "limited"), text.rstrip()
+
+
+AT_LIMIT, MOST_TIME = 0.8, 0.5
+"""Use of a unit from which it is at its limit; share of all launches' time that one kernel has."""
+RELIEVE: Final = {
+    "L1": "It reads and writes too often for what it computes: keep tiles in registers or shared "
+    "memory, and load several elements at once",
+    "L2": "Make blocks that run together share data, or keep tiles in shared memory",
+    "DRAM": "Move fewer bytes: fuse it with its neighbours, or use a smaller type",
+    "compute": "Its arithmetic is at the limit: use tensor cores, a smaller type or less work",
+}
+
+
+def _relieve(views: Sequence[KernelCounters]) -> str:
+    """What relieves the unit at which the kernel that takes most of the time is at its limit."""
+    timed = [view for view in views if view.duration_ns is not None]
+    longest = max(timed, key=_total, default=None)
+    if longest is None or _total(longest) < MOST_TIME * sum(map(_total, timed)):
+        return ""
+    at_limit = len(views) > 1 and max(longest.use.values(), default=0.0) >= AT_LIMIT
+    return f"{RELIEVE[longest.limit]}. " if at_limit and longest.limit in RELIEVE else ""
 
 
 LOW_OCCUPANCY = 0.25
@@ -229,6 +250,10 @@ def _total(view: KernelCounters) -> float:
     return (view.duration_ns or 0.0) * view.profiled
 
 
+SMALL_FIX = 0.05
+"""Of the time of all launches, below which a fix is no lead."""
+
+
 def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
     """What the first note names, in which kernel, and what its fix saves."""
     title = note.title[0].lower() + note.title[1:]
@@ -240,6 +265,8 @@ def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
     which = "".join(f" ({name}{more})" for name in names if name)
     when = f"if each of the {count} is launched once" if count > 1 else "per launch"
     gain = f" A fix saves up to {t.format_duration(saved)} {when}." if saved else ""
+    if saved and saved < SMALL_FIX * sum(map(_total, views)):
+        return f"{_relieve(views)}A smaller gain: {title}{which}.{gain}"
     return f"First: {title}{which}.{gain}"
 
 

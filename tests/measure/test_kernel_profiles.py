@@ -185,6 +185,14 @@ def test_times_alone_are_no_counters_and_counters_given_beside_them_join() -> No
     assert "1,171 GB/s" in str(both) and "2.64 ms" in str(both)
 
 
+def test_a_small_fix_does_not_lead_beside_a_kernel_at_its_limit() -> None:
+    """Eleven products of one size: the naive one takes most time, with L1 at its limit."""
+    verdict = analyze(str(path_of("ncu/sparse_matmul_a10g.ncu-rep.gz"))).verdict
+    assert "First" not in verdict
+    limit, smaller = verdict.index("keep tiles in registers"), verdict.index("A smaller gain")
+    assert limit < smaller
+
+
 def test_counters_verdict_names_the_fix_that_saves_most() -> None:
     report = analyze(str(path_of("ncu/cutlass_a100_s8.ncu-rep.gz")))
     assert report.verdict.endswith(

@@ -54,6 +54,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     for name in ("pairs", "dlrm_8ranks", "ncu", "serving", "memory"):
         (folder / name).symlink_to(CORPUS / name)
+    for name in ("second_forward.slow", "second_forward.cured"):  # copies: a comparison keeps notes
+        shutil.copytree(CORPUS.parent / "data" / "recorded" / name, folder / name)
     return folder
 
 

@@ -153,49 +153,6 @@ STEP_SERIES = Citation(
 
 # -- public traces ------------------------------------------------------------------------------
 
-HTA, TL = "Holistic Trace Analysis", "TraceLens"
-PUBLIC = {
-    "a100_train_6steps": f"recommender training on an A100 ({HTA})",
-    "b200_eager": f"inference on a B200, rank 0 of 8 ({TL})",
-    "dlrm_8ranks": "DLRM on 8 V100, all-to-all (param)",
-    "h100/checkpointed": "a recording of ours on an H100: checkpointing with free memory",
-    "h100/compiled_breaks": "the same of a compiled model that reads values",
-    "h100/host_metric": "the same of a metric in NumPy",
-    "h100/pin_each_step": "the same of a batch that is pinned in each step",
-    "h100/ping_pong": "the same of data that is clamped on the CPU",
-    "h100_bert_small_inference": f"BERT inference on an H100 ({TL})",
-    "h100_qwen_inference": f"one decoding pass on an H100 ({TL})",
-    "linear_2080ti_launch_bound": "a small linear net on an RTX 2080 Ti (param)",
-    "mi210_gpu_only": f"ResNet training on an MI210, GPU events alone ({HTA})",
-    "mi250_train": f"training on an MI250 ({HTA})",
-    "mi300_timesformer_inference": f"video inference on an MI300X ({TL})",
-    "mi300x_kernels_after_steps": "convolutions on an MI300X (AMD's HPCTrainingExamples)",
-    "ncu/cutlass_a100_s8": "counters of int8 CUTLASS kernels on an A100 (CUTLASS fork)",
-    "ncu/deepseek_ocr_rtx5090": "counters of 20 kernels of a language model on an RTX 5090",
-    "ncu/sparse_matmul_a10g": "counters of eleven matrix products on an A10G (ESMM)",
-    "nccl_collectives": f"ResNet training on an A100 with collectives ({HTA})",
-    "pairs/loader_autograd_workers0": "training with num_workers=0, no step marks (kineto)",
-    "pairs/loader_autograd_workers4": "the same with num_workers=4 (kineto)",
-    "pairs/loader_profiler_workers0": "training with num_workers=0 (kineto)",
-    "pairs/loader_profiler_workers4": "the same with num_workers=4 (kineto)",
-    "pairs/particle_batch128": "particle transformer, batch size 128, GPU-bound",
-    "pairs/particle_batch2": "particle transformer, batch size 2, launch-bound",
-    "pairs/particle_batch32": "particle transformer, batch size 32, launch-bound",
-    "pairs/particle_batch64": "particle transformer, batch size 64, launch-bound",
-    "pairs/sam_1_fp32_many_syncs": "SAM's mask generation in FP32 (segment-anything-fast)",
-    "pairs/sam_2_fp32_few_syncs": "the same with few reads of GPU values",
-    "pairs/sam_3_bf16_compiled_sdpa": "the same in bf16, compiled, with fused attention",
-    "serving/sglang_prefill/replay": f"15 prompts of 1,024 tokens, SGLang on an MI300X ({TL})",
-    "serving/vllm_decode_full/replay": f"a decode step of vLLM in one graph, MI300X ({TL})",
-    "serving/vllm_decode_full/capture": f"the capture of that graph, MI300X ({TL})",
-    "two_ranks": f"the same two steps on two ranks ({HTA})",
-    "two_ranks_rank0": f"recommender training, rank 0 of 2 ({HTA})",
-    "two_ranks_rank1": f"recommender training, rank 1 of 2 ({HTA})",
-    "v100_train_copy_heavy": f"recommender training on a V100 with CUDA graphs ({HTA})",
-}
-"""Public traces that rules name in ``found_in`` and ``silent_in``: what each is, and from which
-project."""
-
 
 def public_traces(names: str) -> tuple[str, ...]:
     """Public traces by name, as ``found_in`` and ``silent_in`` have them."""

@@ -43,11 +43,6 @@ class MeasuredGain(NamedTuple):
     runs: int
     """With the knob."""
 
-    @property
-    def half_width(self) -> float:
-        """Half the width of the interval."""
-        return (self.high - self.low) / 2
-
 
 def measure_gain(
     before: Sequence[Sequence[int]],

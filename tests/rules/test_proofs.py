@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,6 @@ from advisor.advise.check import run_rules
 from advisor.advise.select import load_rules
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.rules.citations import PUBLIC
 from advisor.sample_workloads import catalogue
 from tests.conftest import public_file
 from tests.rules.across import compared
@@ -20,6 +20,7 @@ from tests.rules.across import compared
 RULES = {rule.id: rule for rule in load_rules(config={})}
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
 CORPUS = Path(__file__).parents[1] / "corpus"
+PUBLIC = tomllib.loads((CORPUS / "public_traces.toml").read_text())
 PROOFS = {name for rule in RULES.values() for name in (*rule.found_in, *rule.silent_in)}
 UNJUDGED = {
     # the products are FP32, and few: the device waits for launches, so a replay gains nothing

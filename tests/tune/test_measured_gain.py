@@ -44,7 +44,7 @@ def test_pairs_take_out_what_changed_for_both() -> None:
     apart, together = measure_gain(before, after), measure_paired_gain(before, after)
     assert apart is not None
     assert together is not None
-    assert together.half_width < apart.half_width / 3
+    assert together.high - together.low < (apart.high - apart.low) / 3
 
 
 def test_the_mean_counts_pauses_that_come_now_and_then() -> None:

@@ -264,6 +264,6 @@ def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None
         found = measure_gain([sides[0]], [sides[1]], [turns])
         assert found is not None
         held += found.low <= truth <= found.high
-        widths.append(found.half_width)
+        widths.append((found.high - found.low) / 2)
     assert held >= 180
     assert np.median(widths) < 0.05, "of steps that differ by e times and more"

@@ -21,6 +21,12 @@ help: ## Show this list
 
 demo: $(BASE) ## Analyse a real recording of a slow training run (installs no PyTorch)
 	@$(BIN)/advisor demo
+	@printf '\nNext, with your own trace, or with that one:\n  %s\n' \
+	  "$(BIN)/advisor analyze sample_workloads/recordings/loader_before.json.gz"
+	@printf '". %s/bin/activate" makes that "advisor analyze" in this shell.\n' "$(VENV)"
+	@test -e $(STAMP) || printf '%s\n  %s\n' \
+	  'Not installed here: recording, the dashboard and the tools of agents. They need:' \
+	  '$(BIN)/pip install -e ".[record,dashboard,mcp]"'
 
 demo-record: $(STAMP) ## Record a short training run on this machine and analyse it
 	@$(BIN)/advisor demo --record

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,3 +94,17 @@ def test_a_device_that_is_not_here_is_one_line(advisor: Run) -> None:
     code, out, err = advisor("demo", "--record", "--device", "tpu")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_demo_ends_with_a_command_that_works_in_the_checkout() -> None:
+    root, bin_ = Path(__file__).parents[2], Path(sys.executable).parent
+    if not (root / "Makefile").is_file():
+        pytest.skip("not a checkout")
+    words = ["make", "demo", "-o", ".venv/.base", f"BIN={bin_}", "STAMP=/nowhere"]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
+    said = done.stdout.rpartition("Next, ")[2].splitlines()
+    assert said[1].split()[:2] == [f"{bin_}/advisor", "analyze"]
+    subprocess.run(said[1].split(), cwd=root, capture_output=True, check=True)
+    assert said[2].startswith('". .venv/bin/activate"')
+    assert said[-1].endswith('pip install -e ".[record,dashboard,mcp]"')

@@ -27,6 +27,9 @@ class EditResult(NamedTuple):
     edit: Edit
     selected: int
     """Events of the replayed steps that it selects."""
+    selected_per_step: float
+    selected_ns: float
+    """How long they take: on all streams, or threads."""
     alone_ns: float
     """Saved by it alone."""
     gain_ns: float
@@ -200,7 +203,9 @@ def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
         rows.append(
             EditResult(
                 edit=edit,
-                selected=whatif.count_selected(edit),
+                selected=(count := whatif.count_selected(edit)),
+                selected_per_step=count / whatif.step_count,
+                selected_ns=whatif.time_selected(edit),
                 alone_ns=whatif.gain([edit]),
                 gain_ns=whatif.gain([edit], applied),
                 low_ns=low,
@@ -220,7 +225,9 @@ def _bounds(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
         rows.append(
             EditResult(
                 edit=edit,
-                selected=whatif.count_selected(edit),
+                selected=(count := whatif.count_selected(edit)),
+                selected_per_step=count / whatif.step_count,
+                selected_ns=whatif.time_selected(edit),
                 alone_ns=bound.saved([edit])[0],
                 gain_ns=after[0] - before[0],
                 low_ns=0.0,

@@ -438,11 +438,25 @@ class WindowReplayer:
         """How many events an edit selects in the replayed steps."""
         return GraphEdits(self._selected).count(edit)
 
+    def time_selected(self, edit: Edit) -> float:
+        """How long what an edit selects takes in the replayed steps, ns per step: of device work
+        the sum over streams, of host time that over threads."""
+        if edit.select.on == "gpu":
+            total = self.graph.dur[self._selected.device_work(edit.select)].sum()
+        else:
+            total = sum(time.total for time in self._selected.host_time(edit.select).values())
+        return float(total) / self.step_count
+
+    @property
+    def step_count(self) -> int:
+        """Steps that are replayed."""
+        return max(1, len(self.graph.step_boundaries) - 1)
+
     def critical_path_parts(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """What the critical path consists of with edits applied, ns per step, largest first."""
         time, dur, own = self._replay(edits)
         parts = path_composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
-        steps = max(1, len(self.graph.step_boundaries) - 1)
+        steps = self.step_count
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 
     @cached_property

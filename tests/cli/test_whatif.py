@@ -42,6 +42,30 @@ def test_the_step_then_is_the_measured_step_less_what_is_saved(advisor: Run, tra
     assert found["edited_step_ns"] == pytest.approx(measured - 9e6, rel=0.01)
 
 
+def test_what_an_edit_selects_is_counted_and_timed(advisor: Run, trace: Path) -> None:
+    done = advisor("whatif", str(trace), "--edit", "scale kernel:softmax 0.2")
+    assert "scale kernel:softmax 0.2: 1 kernel per step, 5 ms" in done.out
+    assert "next to nothing" not in done.out
+    found = json.loads(
+        advisor("whatif", str(trace), "--edit", "remove op:aten", "--format", "json").out
+    )
+    assert found["edits"][0]["selected_per_step"] == 2
+
+
+def test_an_edit_of_hidden_work_says_why_nothing_is_gained(advisor: Run, tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(6):
+        with b.step(), b.op("aten::mm"):
+            b.launch("gemm", 10_000)
+            b.launch("hidden", 2_000, stream=9)
+        b.sync()
+    path = b.write(tmp_path / "hidden.json")
+    done = advisor("whatif", str(path), "--edit", "remove kernel:hidden")
+    said = " ".join(done.out.split())
+    assert "remove kernel:hidden: 1 kernel per step, 2 ms" in said
+    assert "'remove kernel:hidden' gains next to nothing: this time is not on the step's" in said
+
+
 SOFTMAX, SGEMM = "softmax_warp_forward", "ampere_sgemm_128x64_nn"
 
 

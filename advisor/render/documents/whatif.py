@@ -19,7 +19,7 @@ from advisor.render.document import (
 )
 from advisor.replay.project.mesh import MeshResult
 from advisor.replay.project.precision import LayerChange, PrecisionResult
-from advisor.replay.result import WhatIfResult
+from advisor.replay.result import EditResult, WhatIfResult
 
 MAX_EDIT: Final = 30
 """Characters of an edit in the table; longer ones are listed above it."""
@@ -29,6 +29,12 @@ UNSEEN_LOADER: Final = (
     "The loader's workers keep up with these steps, so how fast they could be is not in the trace: "
     "the step cannot become shorter than their time per batch."
 )
+NO_GAIN: Final = 0.001
+"""Share of the step below which an edit gains next to nothing."""
+_NOUNS: Final[dict[tuple[str, ...], str]] = {
+    ("kernel",): "kernel", ("memcpy",): "copy", ("memset",): "memset", ("op",): "operator",
+    ("python",): "Python frame", ("annotation",): "range",
+}  # fmt: skip
 AXES: Final = {
     "dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"
 }  # fmt: skip
@@ -64,7 +70,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
         TextField("replayed", _replayed(result)),
         TextField("path", parts or ["the critical path is unknown: the steps are not replayed"]),
     ]
-    said = [*result.notes]
+    said = [*result.notes, *_without_gain(result, lines, ", ".join(parts))]
     if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:
         said.insert(0, UNSEEN_LOADER.rstrip("."))
     return Document(
@@ -113,6 +119,35 @@ def _replayed(result: WhatIfResult) -> list[str]:
     ]
 
 
+def _selected(row: EditResult, result: WhatIfResult) -> str:
+    """``36 kernels per step, 1.2 ms``."""
+    select = row.edit.select
+    noun = {"gpu": "GPU operation", "gap": "idle gap"}.get(select.on, "host event")
+    noun = _NOUNS.get(select.kind, noun)
+    count = row.selected_per_step
+    shown = t.count_noun(round(count), noun) if count >= 1 else f"fewer than one {noun}"
+    per = " per step" if result.marked else ""
+    return f"{shown}{per}, {t.format_duration(row.selected_ns)}"
+
+
+def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list[str]:
+    """Why edits that take time away do not make the step shorter."""
+    hidden = [
+        line
+        for row, line in zip(result.edits, lines, strict=True)
+        if abs(row.gain_ns) < NO_GAIN * result.measured_step_ns
+        and row.selected_ns > 0
+        and not (row.edit.op in ("scale", "merge") and (row.edit.factor or 0) >= 1)
+    ]
+    if not hidden or not path:
+        return []
+    names = " and ".join(f"'{line}'" for line in hidden)
+    return [
+        f"{names} {'gains' if len(hidden) == 1 else 'gain'} next to nothing: this time is not on "
+        f"the step's critical path, which is {path}"
+    ]
+
+
 def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
     """What each edit saves, its range, what it saves alone, and the step after it."""
     if not lines:
@@ -130,7 +165,11 @@ def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
         ]
         for number, (row, line) in enumerate(zip(result.edits, lines, strict=True), start=1)
     ]
-    listed = [] if short else [Items([f"{n}. {line}" for n, line in enumerate(lines, 1)], "")]
+    chosen = [
+        f"{'' if short else f'{n}. '}{line}: {_selected(row, result)}"
+        for n, (row, line) in enumerate(zip(result.edits, lines, strict=True), start=1)
+    ]
+    listed = [Items(chosen, "", "Selected")]
     what = "step" if result.marked else "time"
     return [
         *listed,

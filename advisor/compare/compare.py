@@ -17,14 +17,14 @@ from advisor.compare.device_work import by_shape, compare_kernels, compare_work,
 from advisor.compare.findings import Remaining, compare_findings, find_remaining
 from advisor.compare.steps import UNMARKED_STEPS_NOTE, compare_steps
 from advisor.core import text as t
+from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME
+from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.core.run_directory import is_run
 from advisor.core.trace import Run
 from advisor.replay import predictions
 
-MIN_MATCHED = 0.2
-"""Share of the device time in work that both have, below which the programs are said to differ."""
 MIN_SAME_OPERATORS = 0.8
 """Share of the device time in operators that both have, from which only the shapes differ."""
 AGREEING_SHARE = 0.1
@@ -85,7 +85,7 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     comparison.findings = [change for change, _ in changes]
     comparison.work, comparison.work_rest = compare_work(a, b)
     comparison.matched = matched_share(comparison.work, comparison.work_rest)
-    if comparison.matched is not None and comparison.matched < MIN_MATCHED and by_shape(a, b):
+    if comparison.is_of_other_programs and by_shape(a, b):
         work, rest = compare_work(a, b, shapes=False)
         if (matched_share(work, rest) or 0.0) >= MIN_SAME_OPERATORS:
             comparison.other_shapes = True
@@ -105,6 +105,7 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
 
 def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
     """What two reports alone tell."""
+    _refuse_other_kinds(before, after, paths)
     sides = [
         describe_side(report, path) for report, path in zip((before, after), paths, strict=True)
     ]
@@ -121,6 +122,20 @@ def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison
         amounts=compare_amounts(before, after),
         realised=RealisedGain(rules=[]),
     )
+
+
+def _refuse_other_kinds(before: Report, after: Report, paths: Sequence[str]) -> None:
+    """Raise AdvisorError where only one has steps, or the two are of different tools."""
+    kinds = [
+        each.scope.step_source if each.scope.step_source in AUXILIARY_INPUTS_BY_NAME else "trace"
+        for each in (before, after)
+    ]
+    if kinds[0] != kinds[1]:
+        what = [f"{path} ({kind})" for path, kind in zip(paths, kinds, strict=True)]
+        raise AdvisorError(
+            f"{' and '.join(what)} cannot be compared: give two traces or runs, two memory "
+            "snapshots, or two kernel profiles"
+        )
 
 
 def describe_side(report: Report, path: str = "") -> Side:
@@ -208,7 +223,7 @@ def measure_realised_gain(
         result.reason = "the GPUs differ, and the prediction is for the one before"
     elif c.other_shapes:
         result.reason = "the input shapes differ, and the prediction is for those before"
-    elif _other_program(c):
+    elif c.is_of_other_programs:
         result.reason = "the device work differs, and the prediction is for the work before"
     elif _other_batch(c):
         result.reason = "the batch sizes differ, and the prediction is for the one before"
@@ -225,10 +240,6 @@ def measure_realised_gain(
 
 def _other_batch(c: Comparison) -> bool:
     return None not in (c.before.samples, c.after.samples) and c.before.samples != c.after.samples
-
-
-def _other_program(c: Comparison) -> bool:
-    return c.matched is not None and c.matched < MIN_MATCHED and not c.other_shapes
 
 
 # -- limits -------------------------------------------------------------------------------------
@@ -267,7 +278,7 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
             "The same operators run on other input shapes: another batch size or sequence length. "
             "Device work is compared by operator alone. Compare time per sample or token."
         )
-    elif _other_program(c):
+    elif c.is_of_other_programs:
         result.append(
             f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
             "both have: these look like different programs."

@@ -17,6 +17,10 @@ Change = Literal["fixed", "replaced", "new", "remaining", "unchecked", "unchecke
 GateAnswer = Literal["passed", "not shown", "regression"]
 
 
+MIN_MATCHED = 0.2
+"""Share of the device time in work that both have, below which they are different programs."""
+
+
 class Side(Struct, kw_only=True):
     """One of the two runs."""
 
@@ -284,6 +288,11 @@ class Comparison(Struct, kw_only=True):
     """What makes the two hard to compare, one sentence each."""
     decision: Decision | None = None
     """Whether the run may be slower by this much; ``null``: nobody asked."""
+
+    @property
+    def is_of_other_programs(self) -> bool:
+        """The device work of the two has next to nothing in common."""
+        return self.matched is not None and self.matched < MIN_MATCHED and not self.other_shapes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, as in the JSON."""

@@ -73,6 +73,8 @@ def write_verdict(comparison: Comparison) -> str:
     text = memory_verdict(comparison) if all(snapshots) else phase_verdict(comparison)
     if text:
         pass
+    elif comparison.is_of_other_programs:
+        return " ".join([*_crashes(comparison), _other_programs(comparison)])
     elif steps.difference_ns is None or steps.share is None:
         text = _without_steps(comparison)
     else:
@@ -88,6 +90,19 @@ def write_verdict(comparison: Comparison) -> str:
         parts.append(f"{counts['replaced']} gone with a slower replacement")
     text = f"{text}. Findings: {', '.join(parts)}." if parts else f"{text}."
     return " ".join([*_crashes(comparison), text])
+
+
+def is_unjudged(comparison: Comparison) -> bool:
+    """Neither is called faster: they look like different programs, and are no inference server."""
+    return comparison.is_of_other_programs and not phase_verdict(comparison)
+
+
+def _other_programs(comparison: Comparison) -> str:
+    """What is said in place of a verdict where the device work differs."""
+    text = "These look like different programs, so neither is called faster"
+    if comparison.steps.difference_ns is None:
+        return f"{text}."
+    return f"{text}: a step takes {' and '.join(format_step_times(comparison.steps))}."
 
 
 def _without_steps(comparison: Comparison) -> str:

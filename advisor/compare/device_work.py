@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MAX_ROWS = 500
+COPY = "aten::copy_"
 MAX_KERNELS = 3
 MAX_NAME, MAX_SHAPE = 300, 1000
 """Characters of a name and of a shape; templates of C++ kernels and compiled regions with all
@@ -58,9 +59,11 @@ def compare_kernels(
 def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float | None:
     """Share of the device time of both that is in rows which both have; ``None``: no work.
 
-    What is left out of the rows is counted as matched: it differs too little to be shown.
+    What is left out of the rows is counted as matched: it differs too little to be shown. Copies
+    say nothing: all programs have them.
     """
-    rows = [*work, *([rest] if rest is not None else [])]
+    rows = [row for row in work if row.op != COPY] or list(work)
+    rows += [rest] if rest is not None else []
     total = sum(row.before_ns + row.after_ns for row in rows)
     both = sum(row.before_ns + row.after_ns for row in rows if row.before_count and row.after_count)
     if not any(row.before_count for row in rows) or not any(row.after_count for row in rows):

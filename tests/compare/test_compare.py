@@ -24,6 +24,7 @@ from advisor.testing.record import RecordBuilder, write_run
 
 Make = Callable[..., TraceBuilder]
 Record = Callable[..., Path]
+Shared = Callable[[str], str]
 
 
 def total(c: Comparison, which: str) -> float:
@@ -452,3 +453,29 @@ def test_another_batch_size_is_no_other_program(shared_trace: Callable[[str], st
     assert {work.shape for work in c.work} == {None}
     norm = rows["aten::native_layer_norm"]  # one kernel each, as in the file
     assert norm.before_count == norm.after_count == 45
+
+
+def test_other_programs_get_the_warning_first_and_no_verdict(shared_file: Shared) -> None:
+    lines, other = (
+        Path(shared_file(f"h100/{name}/manifest.json")).parent
+        for name in ("healthy_lm", "host_metric")
+    )
+    comparison = compare(lines, other)
+    assert comparison.is_of_other_programs
+    assert comparison.verdict.startswith("These look like different programs")
+    text = COMPARISONS.render("terminal", comparison)
+    assert text.startswith("These look like different programs")
+    assert "Faster by" not in text and "Slower by" not in text
+    assert not compare(lines, lines).is_of_other_programs
+
+
+def test_the_breakdown_of_recorded_runs_says_that_it_is_of_the_window(shared_file: Shared) -> None:
+    run = Path(shared_file("h100/healthy_lm/manifest.json")).parent
+    assert "Breakdown · of the profiled window" in COMPARISONS.render("terminal", compare(run, run))
+
+
+def test_a_trace_and_a_snapshot_are_not_compared(shared_file: Shared) -> None:
+    paths = shared_file("alexnet.json.gz"), shared_file("memory/h100_leak.pickle.gz")
+    for pair in (paths, paths[::-1]):
+        with pytest.raises(AdvisorError, match=r"\(snapshot\).* cannot be compared: give two tra"):
+            compare(*pair)

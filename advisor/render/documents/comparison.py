@@ -33,7 +33,10 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     c = comparison
     if c.decision is not None:
         return _gate(c, c.decision)
-    style, badge = _STYLE.get(c.steps.verdict, ("bold", ""))
+    verdict = "not measured" if comparison_text.is_unjudged(c) else c.steps.verdict
+    style, badge = _STYLE.get(verdict, ("bold", ""))
+    # step times of recorded runs are those of all steps, what they consist of is the window's
+    window = "of the profiled window" if c.steps.source == "recorder" else ""
     notes = [Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
     kept = comparison_text.figures_of(c, ["memory by layer"])
     return Document(
@@ -49,7 +52,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
                 "Inference by phase", "", comparison_text.figures_of(c, ["phases"]), short=True
             ),
             *_table("Parts of a layer", "", comparison_text.figures_of(c, ["parts"])),
-            *_table("Breakdown", "", comparison_text.breakdown_lines(c)),
+            *_table("Breakdown", "", comparison_text.breakdown_lines(c), aside=window),
             *_table(
                 "Layers",
                 "own time, most changed",
@@ -66,10 +69,11 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
                 "Device work",
                 f"device work{comparison_text.per_suffix(c)}",
                 comparison_text.work_lines(c),
+                aside=window,
             ),
         ],
         name="comparison",
-        status={"slower": "critical", "faster": "healthy"}.get(c.steps.verdict, "limited"),
+        status={"slower": "critical", "faster": "healthy"}.get(verdict, "limited"),
         style=style,
         badge=badge,
     )
@@ -94,12 +98,13 @@ def _table(
     notes: Sequence[Paragraph] = (),
     *,
     short: bool = False,
+    aside: str = "",
 ) -> Iterator[Block]:
     """Figures side by side; ``first``: the head of their names."""
     rows = [[line.label, *line.texts, line.change] for line in lines]
     if rows:
         head = [first, "before", "after", "difference"]
-        yield Section(title, [Grid(head, rows), *notes], short=short)
+        yield Section(title, [Grid(head, rows), *notes], aside, short=short)
 
 
 def _findings(c: Comparison) -> Iterator[Block]:

@@ -1,4 +1,4 @@
-"""The vocabulary of advice: Finding, Edit, Impact. Every folder may import it."""
+"""Finding, Edit, Impact and the other vocabulary of advice. Every folder may import it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Validation = Literal["real traces", "recordings", "synthetic"]
 RangeCause = Literal[
     "", "assumption", "profiler", "hand-over", "replay error", "shared cores", "past", "not proven"
 ]
-"""What decides an end of a gain's range: the finding's own assumption; host time that the profiler
+"""Cause of an end of a gain's range: the finding's own assumption; host time that the profiler
 adds; taking results over from other processes; the error of the replay; past estimates of the kind,
 and how far off they were; the worst of them, where a rule is not proven. Empty: nothing."""
 Operation = Literal[
@@ -46,18 +46,18 @@ Operation = Literal[
 
 
 GUESSED_STEP_SOURCES = ("device sequence", "repeating ranges")
-"""``Steps.source`` of steps that nothing marks: a part of an iteration may be what repeats."""
+"""``Steps.source`` of steps that nothing marks: what repeats may be part of an iteration."""
 
 
 def unit_of(step_source: str) -> Per:
-    """What figures are of, by where their steps come from (``Scope.step_source``)."""
+    """Return the unit that figures are of, by the source of their steps (``Scope.step_source``)."""
     if step_source in GUESSED_STEP_SOURCES:
         return "repetition"
     return "recording" if step_source == "whole trace" else "step"
 
 
 class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which events an :class:`Edit` touches: every field that is given must match.
+    """Selection of the events that an :class:`Edit` touches: every field that is given must match.
 
     Selectors name events by what they are, never by row number. So a person can write an Edit,
     store it, and apply it to another window of the same job.
@@ -73,9 +73,9 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Regular expression searched in the names of the host events around it. For device work
     these are around its launch; for a gap it is the event that is blamed."""
     layer: str = ""
-    """Device work of a module and of the modules in it. The module is given by its name, its kind
-    or its path, with ``*`` and ``?`` as in file names. Without more, ``remove`` and
-    ``scale`` change its host time too."""
+    """Module whose device work is selected, with that of the modules in it. It is given by its
+    name, its kind or its path, with ``*`` and ``?`` as in file names. Without other fields,
+    ``remove`` and ``scale`` change its host time too."""
     family: tuple[str, ...] = ()
     """Kernel families, as in ``Analysis.kernels`` (``gemm``, ``softmax``, ``communication`` …).
     ``communication`` in a trace without a device: gloo's collectives, and the waits for them."""
@@ -112,20 +112,20 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     to the host to the end of the copy back. ``recompute``: while the backward pass recomputes
     activations. ``second_forward``: in layers that repeat those of the trained forward pass."""
     region: tuple[str, ...] = ()
-    """``graph_break``: only breaks that lead into these compiled functions, by their numbers
-    (``1`` of ``Torch-Compiled Region: 1/0``)."""
+    """Compiled functions, by number (``1`` of ``Torch-Compiled Region: 1/0``), into which a break
+    must lead to be selected; for ``graph_break``."""
     stream: tuple[int, ...] = ()
-    """CUDA streams."""
+    """CUDA streams of the events."""
     max_ns: int | None = None
-    """Only events of at most this duration."""
+    """Largest duration of the events, ns."""
     max_bytes: int | None = None
-    """Only collectives whose message has at most so many bytes."""
+    """Largest message of the collectives, bytes."""
     correlation: tuple[int, ...] = ()
     """CUDA correlation ids: the identity of a launch and its device work inside one trace."""
 
 
 class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a fix would change in the step, as an operation over selected events."""
+    """A change that a fix would make to the step: an operation over selected events."""
 
     op: Operation
     """``remove`` the events; ``scale`` their durations by ``factor``; bring kernels to ``factor``
@@ -134,7 +134,7 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cost (CUDA graph, compile); ``parallelize`` loading over ``workers``; ``resize`` the batch by
     ``factor``; ``remove_skew``: the collectives of a rank keep no other rank waiting."""
     select: Select
-    """Which events."""
+    """Events that the operation is applied to."""
     factor: float | None = None
     """``scale`` and ``merge``: new duration = factor x old (the central estimate). ``roofline``:
     share of the attainable rate that is reached. ``resize``: new batch size over old."""
@@ -147,68 +147,67 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_ns: int | None = None
     """``drop_launch``: host time that remains for each launch."""
     ahead: bool = False
-    """``overlap``: it is also issued earlier. So it is done when the host waits for the whole
-    device, as far as the work beside it lasts. Not under the pessimistic assumption."""
+    """Whether an ``overlap`` is also issued earlier. So it is done when the host waits for the
+    whole device, as far as the work beside it lasts. Not under the pessimistic assumption."""
     rank: int | None = None
-    """Where several ranks are replayed together: the only one that is changed; ``None``: each in
-    the same way, because a change to a program is a change on all ranks. ``remove_skew``
-    needs it."""
+    """Rank that alone is changed where several are replayed together; ``None``: each in the same
+    way, because a change to a program is a change on all ranks. ``remove_skew`` needs it."""
 
 
 class Impact(Struct, frozen=True, kw_only=True):
-    """What a fix saves, and in which currency. Currencies are never converted."""
+    """Saving of a fix, in one currency. Currencies are never converted."""
 
     currency: Currency
-    """Time per step, time over the run, memory, risk, or no figure."""
+    """Currency: time per step, time over the run, memory, risk, or no figure."""
     gain_ns: int | None = None
     """Time saved per step (``step_time``) or over the run (``run_time``), central estimate, ns."""
     low_ns: int | None = None
-    """Lower end of the band, ns."""
+    """Lower end of the gain's range, ns."""
     high_ns: int | None = None
-    """Upper end of the band, ns."""
+    """Upper end of the gain's range, ns."""
     share: float | None = None
     """``gain_ns`` as a share of the measured step, or of the run (0 to 1)."""
     freed_bytes: int | None = None
     """``memory``: device memory freed, bytes."""
     method: str = ""
-    """How the figure was got: ``upper bound (exposed time)`` or ``replay``."""
+    """Method of the estimate: ``upper bound (exposed time)`` or ``replay``."""
     reason: str = ""
-    """``unpriced`` and ``risk``: why there is no figure."""
+    """Reason why there is no figure (``unpriced`` and ``risk``)."""
     per: Per | None = None
-    """What the gain is of; ``null``: the step, or the run, by the currency."""
+    """Unit that the gain is of; ``null``: the step, or the run, by the currency."""
     most_ns: int | None = None
-    """What the fix's edits touch, ns: no end of the range is above it. ``null``: not limited."""
+    """Time that the fix's edits touch, ns: an upper bound of the range. ``null``: not limited."""
     low_by: RangeCause = ""
-    """What decides the lower end."""
+    """Cause that decides the lower end."""
     high_by: RangeCause = ""
-    """What decides the upper end."""
+    """Cause that decides the upper end."""
     of_job: bool = False
-    """The gain is the job's: what other ranks save and wait is in it."""
+    """Whether the gain is the job's: what other ranks save and wait is in it."""
 
     @property
     def unit(self) -> Per:
-        """What the gain is of."""
+        """Unit that the gain is of: ``per`` if it is given, else the step or the run."""
         if self.per is not None:
             return self.per
         return "step" if self.currency == "step_time" else "run"
 
 
 class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where it happens: a line of the user's code when stacks were recorded, else op and kernel."""
+    """Place where it happens: a line of the user's code if there are stacks, else op and kernel."""
 
     file: str | None = None
     """Source file."""
     line: int | None = None
-    """Line in it."""
+    """Line in ``file``."""
     function: str | None = None
-    """Function around it."""
+    """Function around the line."""
     sampled_share: float | None = None
-    """The line is known by its share of stack samples alone, this one, which is that of the
-    operator in the step; ``null``: it was recorded."""
+    """Share of stack samples by which alone the line is known, which is the line's share of the
+    operator in the step; ``null``: the line was recorded."""
     layer: str | None = None
     """Modules of the model: ``48 RMSNorm in layers.0–23``."""
     around_layer: bool = False
-    """The line is of code around the model: the layer says more."""
+    """Whether the line is of code around the model: the layer then says more."""
     op: str | None = None
     """Operator, or annotation."""
     kernel: str | None = None
@@ -220,119 +219,119 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     dur_ns: int | None = None
     """Duration of the worst instance, ns."""
     count: int | None = None
-    """How many instances there are in the analysed window."""
+    """Number of instances in the analysed window."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """A bottleneck that was seen: evidence, fix, and the Edit that says what the fix changes. What
-    its rule says of all findings need not be given: the engine fills it in (``Rule.complete``). It
+    """A detected bottleneck: evidence, fix, and the Edit that says what the fix changes. What its
+    rule says of all findings need not be given: the engine fills it in (``Rule.complete``). It
     never changes: each stage returns a new one (``msgspec.structs.replace``)."""
 
     rule: str = ""
     """Identifier of the rule."""
     title: str = ""
-    """What is wrong, in a line."""
+    """Title: what is wrong, in a line."""
     summary: str
-    """One or two sentences: what was seen and why it costs time."""
+    """Summary in one or two sentences: what was measured and why it costs time."""
     fix: str = ""
-    """What to do."""
+    """Advice: what to do."""
     code: str = ""
     """The fix as a snippet the user can paste."""
     verify: str = ""
-    """How to see that the fix worked."""
+    """Way to see that the fix worked."""
     evidence: Sequence[Evidence] = field(default_factory=list)
-    """The measured facts."""
+    """Measured facts behind the finding."""
     where: Sequence[Location] = field(default_factory=list)
-    """The places that cost most, worst first."""
+    """Places that cost most, worst first."""
     edits: Sequence[Edit] = field(default_factory=list)
-    """What the fix changes, for its estimate and what-if."""
+    """Changes that the fix makes, for its estimate and what-if."""
     confidence: float = 0.0
-    """0 to 1: how sure the rule is of the cause, before the engine lowers it for short windows."""
+    """Confidence in the cause, 0 to 1, before the engine lowers it for short windows."""
     confidence_notes: Sequence[str] = field(default_factory=list)
-    """What lowered the confidence."""
+    """Reasons why the confidence was lowered."""
     assumptions: Sequence[str] = field(default_factory=list)
-    """What the gain takes for granted."""
+    """Assumptions that the gain rests on."""
     falsified_by: str = ""
-    """What observation would prove the finding wrong."""
+    """Observation that would prove the finding wrong."""
     moved_ns: float | None = None
-    """Host time per step that the fix moves to other processes, ns: of N of them the step takes no
-    less than an Nth. ``{workers}`` in its texts becomes how many keep up."""
+    """Host time per step that the fix moves to other processes, ns. With N of them the step takes
+    at least an Nth of it. ``{workers}`` in the texts becomes how many keep up."""
     alternatives: str = ""
     """Name of the group of findings of which one fix replaces the others (for example ``fuse``)."""
     impact: Impact | None = None
-    """What a rule itself can estimate (memory, risk); the engine estimates step time from edits."""
+    """Impact that the rule itself estimates (memory, risk); the engine estimates step time."""
     informational: bool = False
-    """Shown among the notes, never ranked, never counted as a bottleneck."""
+    """Whether it is shown among the notes, never ranked, never counted as a bottleneck."""
     known_cost: bool = False
-    """It slows every step for certain, by more than is recorded: ranked even without a gain, and a
-    gain is a lower bound."""
+    """Whether it slows every step for certain, by more than is recorded: ranked even without a
+    gain, and a gain is a lower bound."""
     # filled in by the engine
     category: str = ""
-    """Of the rule."""
+    """Category of the rule."""
     subject: str = ""
-    """The work that it is about, where several rules look at that: ``attention``."""
+    """Work that it is about, where several rules look at that: ``attention``."""
     severity: Severity = "info"
-    """By the share of the step that the fix saves."""
+    """Severity, by the share of the step that the fix saves."""
     priority: int | None = None
-    """Place in the order of fixes; ``null``: not ranked."""
+    """Place in the order of fixes, from 1; ``null``: not ranked."""
     marginal_gain_ns: int | None = None
-    """What it still gains per step once the findings ranked before it are fixed, ns. ``impact`` is
-    what it gains alone."""
+    """Time that the fix still saves per step after the findings ranked before it are fixed, ns.
+    ``impact`` is what it saves alone."""
     marginal_low_ns: int | None = None
-    """Lower end of the range of that, ns."""
+    """Lower end of the range of ``marginal_gain_ns``, ns."""
     marginal_high_ns: int | None = None
-    """Upper end of it, ns."""
+    """Upper end of the range of ``marginal_gain_ns``, ns."""
     marginal_low_by: RangeCause = ""
-    """What decides its lower end, as ``impact.low_by``."""
+    """Cause that decides that lower end, as in ``impact.low_by``."""
     marginal_high_by: RangeCause = ""
-    """What decides its upper end."""
+    """Cause that decides that upper end."""
     pays_after: str | None = None
     """Rule id of the finding that must be fixed first for this one to pay."""
     folded_under: str | None = None
     """Rule id of the finding that already explains this one."""
     other_rank: bool = False
-    """Seen on another rank than the one reported; its gain is that rank's."""
+    """Whether it was found on another rank than the one reported; its gain is that rank's."""
     validation: str = ""
-    """How far the rule was tested: ``real traces``, ``recordings`` or ``synthetic``."""
+    """Level of validation of the rule: ``real traces``, ``recordings`` or ``synthetic``."""
     references: Sequence[str] = field(default_factory=list)
-    """Where to read more."""
+    """References: where to read more."""
     device: int | None = None
-    """GPU it was seen on."""
+    """GPU on which it was found."""
     trace_rank: int | None = None
-    """Rank it was seen on."""
+    """Rank on which it was found."""
 
     @property
     def shown_time(self) -> Evidence | None:
-        """The time that it is about, as its evidence has it; ``None``: there is none."""
+        """Time that the finding is about, from its evidence; ``None``: the evidence has none."""
         timed = (e for e in self.evidence if e.unit == "ns" and e.per is not None and e.value)
         return next(timed, None)
 
 
 class SkippedCheck(Struct, frozen=True, kw_only=True):
-    """A rule abstains: what it could not check, why, and what to record to allow it."""
+    """A check that a rule skipped: what it could not check, why, and what to record to allow it."""
 
     what: str
-    """What could not be checked."""
+    """Name of the check."""
     why: str
-    """What was missing."""
+    """Data that was missing."""
     record: str = ""
-    """The recording option that would allow it (``record_shapes=True`` …)."""
+    """Recording option that would allow it (``record_shapes=True`` …)."""
     rule: str = ""
     """Rules that abstained."""
 
 
 class PassedCheck(Struct, frozen=True, kw_only=True):
-    """Something the run already does well, with the figure that shows it."""
+    """A check that passed: something the run already does well."""
 
     text: str
-    """What, with the figure that shows it."""
+    """Statement of what the run does well, with the figure that shows it."""
     rule: str = ""
     """Rule that looked."""
 
 
 Outcome = Finding | SkippedCheck | PassedCheck
 Outcomes = Iterator[Outcome]
-"""What ``Rule.check`` yields."""
+"""Results that ``Rule.check`` yields."""
 
 
 class HotLine(Struct, frozen=True, kw_only=True):
@@ -342,16 +341,16 @@ class HotLine(Struct, frozen=True, kw_only=True):
     file: str
     """Source file."""
     line: int
-    """Line in it."""
+    """Line in ``file``."""
     text: str
-    """The line."""
+    """Text of the line."""
     function: str | None
-    """Function around it."""
+    """Function around the line; ``null``: none."""
     share: float
-    """All samples of the line."""
+    """Share of the line in all samples."""
     python: float
-    """Of them, in the interpreter."""
+    """Part of ``share`` that is in the interpreter."""
     native: float
-    """In native code that the line called."""
+    """Part of ``share`` that is in native code which the line called."""
     system: float
-    """In the kernel, or waiting."""
+    """Part of ``share`` that is in the kernel, or waiting."""

@@ -1,4 +1,4 @@
-"""Report: what was found, as plain data with a versioned schema. Renderers compute nothing."""
+"""Report: an analysis as plain data with a versioned schema. Renderers compute nothing."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Status = Literal["bottlenecks", "healthy", "limited"]
 
 
 def render(subject: object, formats: str, name: str, **options: Any) -> str:
-    """A subject in the format ``name`` of ``advisor.render.formats.<formats>``, for ``print`` and
-    notebooks. The renderers lie far above and are imported by name, when something is printed."""
+    """Return a subject in the format ``name`` of ``advisor.render.formats.<formats>``, for
+    ``print`` and notebooks. The renderers lie far above and are imported by name, when needed."""
     home = import_module("advisor.render.formats")
     text: str = getattr(home, formats).render(name, subject, **options)
     return text
 
 
 def limit_lines(text: str, rest: str) -> str:
-    """The first MAX_LINES lines, without the last line end; ``rest``: where the others are."""
+    """Return the first MAX_LINES lines; the last then counts the others and adds ``rest``."""
     lines = text.rstrip("\n").split("\n")
     if len(lines) > MAX_LINES:
         from advisor.core.text import count_noun
@@ -51,16 +51,16 @@ def limit_lines(text: str, rest: str) -> str:
 
 
 class Input(Struct, kw_only=True):
-    """One trace that was read."""
+    """A trace that was read."""
 
     path: str
-    """As it was given; ``-``: standard input."""
+    """Path as it was given; ``-``: standard input."""
     rank: int | None
-    """``null``: neither in the file nor in its name."""
+    """Number of the process; ``null``: neither in the file nor in its name."""
     window: int
-    """Which recording of this rank, in order of time, from 0."""
+    """Number of this recording of the rank, in order of time, from 0."""
     windows: int
-    """How many windows this rank has; only one is analysed."""
+    """Number of windows of this rank; only one is analysed."""
     events_read: int
     """Events that were kept."""
     events_dropped: dict[str, int]
@@ -68,73 +68,73 @@ class Input(Struct, kw_only=True):
     bytes_read: int
     """Uncompressed size, bytes."""
     truncated: bool
-    """The file ends early: only what comes before is analysed."""
+    """Whether the file ends early: only what comes before is analysed."""
     damage: str | None = None
-    """What the unpacker or the JSON reader complained of."""
+    """Error message of the unpacker or the JSON reader; ``null``: the file is sound."""
     format: str | None = None
-    """Of the file: ``kineto``, ``nsys``, ``rocpd`` …; ``null``: unknown."""
+    """Format of the file: ``kineto``, ``nsys``, ``rocpd`` …; ``null``: unknown."""
     record_shapes: bool | None = None
-    """Recorded with shapes; ``null``: unknown."""
+    """Whether shapes were recorded; ``null``: unknown."""
     with_stack: bool | None = None
-    """Recorded with Python stacks, which slow the host; ``null``: unknown."""
+    """Whether Python stacks were recorded, which slow the host; ``null``: unknown."""
     profile_memory: bool | None = None
-    """Recorded with memory events; ``null``: unknown."""
+    """Whether memory events were recorded; ``null``: unknown."""
 
 
 class Scope(Struct, kw_only=True):
-    """What the figures are about."""
+    """The rank, steps and device that the figures are about."""
 
     rank: int | None
-    """The rank that the figures are of."""
+    """Rank that the figures are of; ``null``: unknown."""
     step_source: str
-    """``engine`` (marks of an inference engine), ``module calls`` or ``vocabulary look-ups`` of a
-    model that infers, ``ProfilerStep``, ``recorder``, ``optimizer``, ``ranges``,
-    ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num`` or ``program`` of
-    JAX and TensorFlow; ``record`` when no window was profiled and the figures are the recorder's
-    own. Of a source without a trace it is ``snapshot``, ``counters``, ``Triton cache``,
-    ``flight recorder``, ``network log`` or ``compile log``."""
+    """Source of the steps: ``engine`` (marks of an inference engine), ``module calls`` or
+    ``vocabulary look-ups`` of a model that infers, ``ProfilerStep``, ``recorder``, ``optimizer``,
+    ``ranges``, ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num`` or
+    ``program`` of JAX and TensorFlow; ``record`` when no window was profiled and the figures are
+    the recorder's own. Without a trace: ``snapshot``, ``counters``, ``Triton cache``, ``flight
+    recorder``, ``network log`` or ``compile log``."""
     steps_found: int = 0
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int = 0
     """Steps that are measured: whole ones that are no outliers."""
     outliers: list[str] = field(default_factory=list)
-    """Names of the steps that were set aside."""
+    """Names of the steps that were set aside as outliers."""
     span_ns: int = 0
     """Length of the analysed window, ns."""
     step_ns: float = 0.0
     """Mean duration of the used steps, ns."""
     step_min_ns: int = 0
-    """The shortest used step, ns."""
+    """Shortest used step, ns."""
     step_max_ns: int = 0
-    """The longest used step, ns."""
+    """Longest used step, ns."""
     step_median_ns: float = 0.0
-    """Of the used steps, ns."""
+    """Median duration of the used steps, ns."""
     device: int | None = None
-    """The GPU that is analysed, the one with most work; ``null``: no device work."""
+    """GPU that is analysed, the one with most work; ``null``: no device work."""
     device_name: str | None = None
-    """As the trace has it."""
+    """Name of that GPU in the trace; ``null``: not recorded."""
     device_known: bool = False
-    """There is an entry in advisor/core/gpus: rooflines can be measured."""
+    """Whether advisor/core/gpus has the GPU: only then are rooflines computed."""
     devices_seen: int = 0
-    """GPUs with work in the trace."""
+    """Number of GPUs with work in the trace."""
     framework: str | None = None
-    """``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or HIP and none of these);
-    ``null``: unknown."""
+    """Framework of the program: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or
+    HIP and none of these); ``null``: unknown."""
     recorded_ns: int | None = None
-    """Without steps, from the first to the last recorded work of host or GPU, ns: ``span_ns`` is
-    the part from the GPU's first work to its last. ``null``: there are steps, or no GPU work."""
+    """Time from the first to the last recorded work of host or GPU, ns; ``span_ns`` is from the
+    GPU's first work to its last. ``null``: there are steps, or no GPU work."""
     earlier_ns: int = 0
-    """GPU work that was launched before the recording and ran in it, ns: in no table of kernels and
-    no gain."""
+    """GPU work that was launched before the recording and ran in it, ns. It counts in no table of
+    kernels and no gain."""
 
     @property
     def has_no_step_time(self) -> bool:
-        """Of a source without a trace alone: no step has a length."""
+        """Whether the source is none of a trace, so that no step has a length."""
         return self.step_source in AUXILIARY_INPUTS_BY_NAME
 
     @property
     def per(self) -> Per:
-        """The unit of the figures: a step, a recording."""
+        """Unit of the figures: ``step``, ``repetition`` or ``recording``."""
         return unit_of(self.step_source)
 
 
@@ -142,15 +142,15 @@ class StepDurations(Struct, frozen=True, kw_only=True):
     """Durations of the steps of one run, which a comparison with another run is made of."""
 
     run: int = 0
-    """Which run, from 0: a baseline may hold several runs of one program."""
+    """Number of the run, from 0: a baseline may hold several runs of one program."""
     source: Literal["recorder", "trace"]
-    """``recorder``: steps that no profiler slowed, without warm-up, the step after a profiled
-    window and steps with an evaluation. ``trace``: the profiled steps that are used."""
+    """Origin. ``recorder``: steps that no profiler slowed, without warm-up, the step after a
+    profiled window and steps with an evaluation. ``trace``: the profiled steps that are used."""
     numbers: list[tuple[int, int]]
     """Numbers of the steps as ranges, first and last: steps between two ranges are set aside.
     Where steps are not numbered, their places in the recording."""
     durations_ns: list[int]
-    """ns, in order of time; the last 5,000."""
+    """Durations, ns, in order of time; the last 5,000."""
 
     def __post_init__(self) -> None:
         if not all(0 <= ns < MAX_VALUE for ns in self.durations_ns):
@@ -160,44 +160,44 @@ class StepDurations(Struct, frozen=True, kw_only=True):
 
 
 VARYING_STEPS_SHARE = 0.10
-"""A mean that differs from the median by more than this share of it tells another story."""
+"""Difference of mean and median, as a share of the median, from which step times vary."""
 
 
 class StepTime(Struct, kw_only=True):
-    """What the run's own steps take while nothing is profiled."""
+    """Step time of the run while nothing is profiled."""
 
     ns: float
     """Median of the steps that count (``StepRecords.timed``), ns."""
     mean_ns: float
-    """Their mean, ns."""
+    """Mean of these steps, ns."""
     window_ns: float | None = None
     """Mean step of the profiled window, whose trace the other figures are of, ns; ``null``: no
     window was profiled."""
     window_slowdown: float | None = None
-    """How much longer the window's mean step is than ``ns``, as a share of it."""
+    """Excess of the window's mean step over ``ns``, as a share of ``ns``; ``null``: no window."""
     profiler_overhead: float | None = None
-    """What the profiler adds, as a share: the median of the window's steps compared with that of
-    the unprofiled steps within 20 of them. ``null``: too few of either."""
+    """Overhead of the profiler, as a share: the median of the window's steps over that of the
+    unprofiled steps within 20 of it, less 1. ``null``: too few of either."""
     nearby_ns: float | None = None
-    """The latter median, ns."""
+    """Median of the unprofiled steps within 20 of the window, ns; ``null``: too few."""
     share_beyond: float | None = None
     """Share of the run's steps that are at least as long as ``nearby_ns``; where that is shorter
     than ``ns``, at most as long."""
     in_warm_up: bool = False
-    """The window lies in the steps at the start that do not count."""
+    """Whether the window lies in the steps at the start that do not count."""
     atypical: bool = False
-    """The window is not typical of the run: ``nearby_ns`` differs from ``ns`` by 10% or more, and
-    fewer than a quarter of the run's steps are as far off."""
+    """Whether the window is not typical of the run: ``nearby_ns`` differs from ``ns`` by 10% or
+    more, and fewer than a quarter of the run's steps are as far off."""
 
     @property
     def varies(self) -> bool:
-        """A few steps are much longer than most, or shorter."""
+        """Whether a few steps are much longer than most, or shorter: mean and median differ."""
         return abs(self.mean_ns / self.ns - 1) >= VARYING_STEPS_SHARE
 
     @property
     def reference_ns(self) -> float:
-        """The step that a report leads with and that gains are shares of: the mean where steps
-        vary, because the run takes as many of it, else the median, ns."""
+        """Step time that a report leads with and that gains are shares of, ns: the mean where steps
+        vary, because the run's duration is made of it, else the median."""
         return self.mean_ns if self.varies else self.ns
 
 
@@ -205,47 +205,47 @@ class Crash(Struct, kw_only=True):
     """A rank that an exception ended."""
 
     rank: int
-    """Its number."""
+    """Number of the rank."""
     exception: str
-    """The type of the exception."""
+    """Type of the exception."""
     message: str | None
-    """What it says; ``null``: not recorded."""
+    """Message of the exception; ``null``: not recorded."""
     steps: int | None
-    """Steps that the rank had made; ``null``: not recorded."""
+    """Steps that the rank had completed; ``null``: not recorded."""
 
 
 class IdleCause(Struct, frozen=True):
     """Idle device time attributed to one cause, per step."""
 
     cause: str
-    """One of ``measure.host.gaps.CAUSES``."""
+    """Cause, one of ``measure.host.gaps.CAUSES``."""
     ns: float
-    """Per step, ns."""
+    """Idle time per step, ns."""
     share: float
-    """Of the step."""
+    """Share of the step."""
 
 
 class TimeShare(Struct, frozen=True):
     """Exclusive device time of one class, per step."""
 
     name: str
-    """``compute``, ``communication``, ``copies``, ``memset`` or ``idle``, each only while none of
-    those before it runs."""
+    """Class: ``compute``, ``communication``, ``copies``, ``memset`` or ``idle``, each only while
+    none of those before it runs."""
     ns: float
-    """Per step, ns."""
+    """Time per step, ns."""
     share: float
-    """Of the step."""
+    """Share of the step."""
 
 
 class Family(Struct, frozen=True):
     """Device time of one kernel family per step, not exclusive of other streams."""
 
     name: str
-    """One of ``measure.device.families.FAMILIES``."""
+    """Family, one of ``measure.device.families.FAMILIES``."""
     ns: float
-    """Durations summed, per step, ns."""
+    """Sum of the kernels' durations per step, ns."""
     share: float
-    """Of all device work: kernels, copies and memsets, their durations summed."""
+    """Share of all device work: kernels, copies and memsets, their durations summed."""
     count: float
     """Kernels per step."""
 
@@ -254,296 +254,295 @@ class OperatorRate(Struct, frozen=True, kw_only=True):
     """An operator with one set of inputs, compared with what the device attains."""
 
     name: str | None
-    """As the profiler wrote it; ``null``: the kernel belongs to a CUDA graph, or is not linked."""
+    """Name as the profiler wrote it; ``null``: the kernel is of a CUDA graph, or is not linked."""
     shapes: str | None
-    """Of its tensors; ``null``: not recorded."""
+    """Shapes of its tensors; ``null``: not recorded."""
     family: str
-    """One of ``measure.device.families.FAMILIES``."""
+    """Family of its kernels, one of ``measure.device.families.FAMILIES``."""
     dtype: str | None
-    """What it computes in; ``null``: not known."""
+    """Number format that it computes in; ``null``: not known."""
     kernel: str
-    """Its longest kernel."""
+    """Name of its longest kernel."""
     tensor_core: bool | None
-    """That kernel runs on tensor or matrix cores; ``null``: unknown."""
+    """Whether that kernel runs on tensor or matrix cores; ``null``: unknown."""
     calls: float
-    """Per step."""
+    """Calls per step."""
     ns: float
-    """Durations of all kernels that it launched summed, per step, ns."""
+    """Sum of the durations of all kernels that it launches, per step, ns."""
     share: float
-    """Of kernel time, communication left out."""
+    """Share of kernel time, communication left out."""
     flops: float | None
     """Floating-point operations of one call; ``null``: not known."""
     bytes: float | None
-    """What one call reads and writes at least; ``null``: not known."""
+    """Bytes that one call reads and writes at least; ``null``: not known."""
     flops_per_s: float | None
-    """FLOP/s reached."""
+    """FLOP/s reached; ``null``: not known."""
     bytes_per_s: float | None
-    """Bytes/s reached."""
+    """Bytes/s reached; ``null``: not known."""
     attainable_flops_per_s: float | None
     """FLOP/s that matrix products reach on this device in this format; ``null``: no matrix work, or
     not known."""
     attainable_bytes_per_s: float | None
     """Bytes/s that a copy reaches in this device's memory; ``null``: unknown device."""
     bound: Literal["compute", "memory", "launch", "unknown"]
-    """What limits it at the attainable rates. ``launch``: starting the kernel takes longer than its
-    work. ``unknown``: FLOPs, bytes or the device's rates are not known."""
+    """Limit of the operator at the attainable rates. ``launch``: starting the kernel takes longer
+    than its work. ``unknown``: FLOPs, bytes or the device's rates are not known."""
     efficiency: float | None
-    """Time at the attainable rates over the time taken, at most 1.
-    ``null``: not judged."""
+    """Time at the attainable rates over the time taken, at most 1. ``null``: not judged."""
     saved_ns: float | None
     """Time per step that the attainable rates would save, ns; ``null``: not judged."""
 
 
 class AttainableRate(Struct, frozen=True, kw_only=True):
-    """A rate that operators are compared with."""
+    """A rate that the device can reach, with which operators are compared."""
 
     of: str
-    """A number format, of matrix products; or ``memory``."""
+    """Number format whose matrix products reach the rate; or ``memory``."""
     rate: float
-    """FLOP/s, or bytes/s."""
+    """Rate, FLOP/s or bytes/s."""
     source: str | None
-    """Public measurement that it comes from, or that it is the fastest product of this recording;
-    ``null``: none was found for this device, and it is the datasheet's peak times the share that
-    the vendor's measured devices reach of theirs."""
+    """Public measurement that the rate comes from, or that it is the fastest product of this
+    recording. ``null``: no measurement of this device was found. The rate is then the datasheet's
+    peak times the share that the vendor's measured devices reach of theirs."""
     url: str | None
-    """Where to read it; ``null``: nowhere."""
+    """Address of that measurement; ``null``: it has none."""
 
 
 class HostShare(Struct, frozen=True):
     """Host time of the main thread, per step."""
 
     name: str
-    """One of ``measure.steps.timeline.CLASSES``; without a trace, a phase of the record."""
+    """Class, one of ``measure.steps.timeline.CLASSES``; without a trace, a phase of the record."""
     ns: float
-    """Per step, ns, exclusive."""
+    """Exclusive time per step, ns."""
     share: float
-    """Of the step."""
+    """Share of the step."""
 
 
 class StepVariationPart(Struct, frozen=True):
-    """What longer steps have more of."""
+    """A class of time, kernel, copy or operator that longer steps have more of."""
 
     name: str
     """A class of time (``idle: `` and its cause for idle time; without device work ``host: `` and
     its class), or a kernel, copy or operator."""
     ns: float
-    """How much more of it a longer step has, mean, ns."""
+    """Mean excess of its time in a longer step over that in a shorter one, ns."""
     short_count: float | None = None
-    """Of device work: how often it runs in a shorter step, mean."""
+    """Mean number of runs in a shorter step; ``null``: it is no device work."""
     long_count: float | None = None
-    """In a longer step."""
+    """Mean number of runs in a longer step; ``null``: it is no device work."""
 
 
 class StepVariation(Struct, frozen=True):
-    """The longer half of the steps beside the shorter half: what makes them longer."""
+    """The longer half of the steps compared with the shorter half, and what makes them longer."""
 
     short_ns: float
-    """Mean of the shorter half."""
+    """Mean of the shorter half, ns."""
     long_ns: float
-    """Mean of the longer half."""
+    """Mean of the longer half, ns."""
     classes: list[StepVariationPart] = field(default_factory=list)
     """Exclusive classes of the step's time that hold 15% of the difference or more, largest
     first."""
     work: list[StepVariationPart] = field(default_factory=list)
-    """Device work that does, hidden or not."""
+    """Device work that holds as much of the difference, hidden or not."""
 
 
 class OperatorTime(Struct, frozen=True):
-    """Host time of one operator, on all threads, without what it calls."""
+    """Self time of one operator on the host, over all threads, per step."""
 
     name: str
-    """As the profiler wrote it."""
+    """Name as the profiler wrote it."""
     ns: float
-    """Per step, ns."""
+    """Self time per step, ns."""
     share: float
-    """Of all operators' time."""
+    """Share of all operators' time."""
     count: float
     """Calls per step."""
 
 
 class HardPart(Struct, frozen=True):
-    """How well one of the hard parts of the replay is reproduced."""
+    """Accuracy of the replay for one kind of wait that is hard to reproduce."""
 
     name: str
-    """Syncs that waited, cross-stream starts, queue-blocked launches, thread hand-overs."""
+    """Kind: syncs that waited, cross-stream starts, queue-blocked launches, thread hand-overs."""
     cases: int
-    """How many there are in the replayed steps."""
+    """Number of such waits in the replayed steps."""
     explained: float
-    """Share of the time that was waited there whose end the replay's own edges give."""
+    """Share of the time of these waits whose end the replay's own edges give."""
     error_ns: float
-    """Median absolute error of those ends, ns."""
+    """Median absolute error of the ends of these waits, ns."""
     time_ns: float
-    """How long was waited there, in all replayed steps, ns."""
+    """Total time of these waits in all replayed steps, ns."""
 
 
 class Replay(Struct, kw_only=True):
-    """The replay that prices the findings, and how far to trust it."""
+    """The replay that estimates the gains of the findings, and its accuracy."""
 
     step_ns: float
-    """Replayed step without edits: the measured one, off by the error of the replay, ns."""
+    """Replayed step without edits, ns: it differs from the measured one by the replay's error."""
     measured_ns: float
-    """The measured step, ns."""
+    """Measured step, ns."""
     step_error: float
-    """Mean absolute error of the replayed steps, share of the step."""
+    """Mean absolute error of the replayed steps, as a share of the step."""
     starts: int
-    """Device starts in the replayed steps."""
+    """Number of starts of device work in the replayed steps."""
     explained: float | None
-    """Share of them that the graph explains within 5 µs; ``null``: no device work."""
+    """Share of these starts that the graph explains within 5 µs; ``null``: no device work."""
     hard: list[HardPart]
-    """The hard parts alone."""
+    """Accuracy for each kind of wait that is hard to reproduce."""
     waits: float
     """Share of the steps that the host waits for the device."""
     waits_explained: float | None
-    """Share of that time whose ends the replay's own edges give; ``null``: it never waits."""
+    """Share of that waiting whose ends the replay's own edges give; ``null``: it never waits."""
     idle: float
     """Share of the steps that the device idles."""
     idle_explained: float | None
-    """Share of that time whose ends the replay's own edges give; ``null``: it never idles."""
+    """Share of that idle time whose ends the replay's own edges give; ``null``: it never idles."""
     steps: int
-    """Consecutive steps that are replayed."""
+    """Number of consecutive steps that are replayed."""
     of_steps: int
-    """Steps that were measured."""
+    """Number of steps that were measured."""
     critical: dict[str, float]
-    """What the critical path consists of, ns per step."""
+    """Parts of the critical path, ns per step."""
     critical_after: dict[str, float]
-    """The same once all ranked findings are fixed: where the bottleneck moves to."""
+    """Parts of the critical path once all ranked findings are fixed, ns per step."""
     step_after_ns: float
-    """The measured step less what all ranked findings save in a replay, ns."""
+    """Measured step less what all ranked findings save in a replay, ns."""
 
 
 class Phase(Struct, frozen=True):
-    """Host time of one phase, of the recorded steps that count."""
+    """Host time of one phase, over the recorded steps that count."""
 
     name: str
     """``data``, ``h2d``, ``forward``, ``backward``, ``optimizer``, ``other``, or the user's own."""
     ns: float
-    """Mean per step, ns."""
+    """Mean time per step, ns."""
     share: float
-    """Of the step."""
+    """Share of the step."""
 
 
 class RecordedSteps(Struct, kw_only=True):
-    """What the recorder measured around the profiled window: steps that no profiler slowed."""
+    """Figures of the recorder: steps around the profiled window, which no profiler slowed."""
 
     steps: int
-    """Steps that were recorded."""
+    """Number of steps that were recorded."""
     used: int
-    """Steps that count: after the warm-up, no window open, not the one after a window.
+    """Number of steps that count: after the warm-up, no window open, not the one after a window.
     Where the host runs ahead of the device, those that CUDA events timed."""
     median_ns: float | None
-    """Of the steps that count; ``null``: there are none, or the host runs ahead and nothing says
-    what a step takes."""
+    """Median of the steps that count, ns; ``null``: there are none, or the host runs ahead and no
+    step was timed on the device."""
     mean_ns: float | None
-    """Of the steps that count."""
+    """Mean of the steps that count, ns; ``null``: as for the median."""
     p99_ns: float | None
-    """99th percentile of the steps that count; ``null``: fewer than a hundred."""
+    """99th percentile of the steps that count, ns; ``null``: fewer than a hundred."""
     profiled_steps: int
-    """Steps while a window was open."""
+    """Number of steps while a window was open."""
     profiled_median_ns: float | None
-    """Median of the steps that windows kept; ``null``: fewer than two."""
+    """Median of the steps that windows kept, ns; ``null``: fewer than two."""
     observer_effect: float | None
-    """How much longer these are than the unprofiled ones around them, as a share of those;
+    """Excess of the profiled steps over the unprofiled ones around them, as a share of the latter;
     ``null``: one kind is missing."""
     phases: list[Phase]
     """Host time by phase, largest first; adds up to the mean step on the host."""
     samples_per_second: float | None
-    """Batch sizes over the time of the steps that count, this rank; ``null``: sizes unknown."""
+    """Samples per second of this rank in the steps that count; ``null``: batch sizes unknown."""
     samples_per_step: int | None = None
     """Batch size in most steps, gradient accumulation included; ``null``: not recorded."""
     inference: bool = False
-    """The loop does not train: its steps are forwards, or calls of ``generate``."""
+    """Whether the loop does not train: its steps are forwards, or calls of ``generate``."""
     outside_ns: int | None = None
-    """Between training steps, all of them: validation, checkpoints and the like; ``null``: the loop
-    does not train."""
+    """Time between training steps, summed, ns: validation, checkpoints and the like; ``null``: the
+    loop does not train."""
     outside_share: float | None = None
-    """Of the time of all steps and of what lies between them."""
+    """Share of that in the time of all steps and of what lies between them; ``null``: as above."""
     ended: str | None
-    """``finished``, ``exception``, ``interrupted`` or ``disk`` (nothing more could be written);
-    ``null``: killed, or still going on."""
+    """End of the run: ``finished``, ``exception``, ``interrupted`` or ``disk`` (nothing more could
+    be written); ``null``: killed, or still going on."""
     windows: list[str]
-    """What became of each profiled window."""
+    """Outcome of each profiled window, one line each."""
 
 
 class RuleText(Struct, frozen=True, kw_only=True):
-    """The documentation of a rule that found something."""
+    """Documentation of a rule that found something."""
 
     id: str
-    """As in ``Finding.rule``."""
+    """Identifier, as in ``Finding.rule``."""
     title: str
-    """What it looks for."""
+    """Title: what the rule looks for."""
     category: str
-    """One of ``advisor.core.finding.Category``."""
+    """Category, one of ``advisor.core.finding.Category``."""
     paragraphs: list[str]
-    """Of its documentation: what it looks for, why that costs time, how it is measured."""
+    """Paragraphs of the text: what the rule looks for, why that costs time, how it is measured."""
 
 
 class MemoryHolder(Struct, frozen=True, kw_only=True):
-    """What one line held, or leaves behind, of a device's memory."""
+    """Memory of a device that one line of the program held, or leaves behind."""
 
     category: str
-    """One of ``measure.memory.memory_kinds.CATEGORIES``."""
+    """Category, one of ``measure.memory.memory_kinds.CATEGORIES``."""
     file: str | None
-    """Source file of the user's line; ``null``: no such frame."""
+    """Source file of the user's line; ``null``: no frame of the user's is in the stack."""
     line: int | None
-    """Line in it."""
+    """Line in ``file``."""
     function: str | None
-    """Function around it."""
+    """Function around the line."""
     blocks: int
-    """How many; of growth: steps that left something behind."""
+    """Number of blocks; of growth: of steps that left something behind."""
     bytes: int
-    """Asked for, bytes; of churn and growth: per step."""
+    """Bytes that were asked for; of churn and growth: per step."""
     label: str | None = None
-    """The user's metadata; ``null``: none."""
+    """Label that the user's metadata gives the blocks; ``null``: none."""
 
 
 class ModuleMemory(Struct, frozen=True, kw_only=True):
-    """What was held of the allocations inside one module's ``forward``, by their stacks. Modules
-    that are called from the same line are one."""
+    """Memory that allocations inside one module's ``forward`` held, by their stacks. Modules that
+    are called from the same line are one."""
 
     file: str
     """Source file of the ``forward``."""
     line: int | None
-    """Of the call, in the file of the module around it; ``null``: there is none."""
+    """Line of the call, in the file of the module around it; ``null``: there is none."""
     parent: int | None
-    """Place in ``MemoryView.modules`` of the module around it; ``null``: outermost."""
+    """Index in ``MemoryView.modules`` of the module around it; ``null``: outermost."""
     blocks: int
-    """How many, with the modules inside."""
+    """Number of blocks, those of the modules inside included."""
     bytes: int
-    """Asked for, with the modules inside."""
+    """Bytes that were asked for, by the modules inside too."""
     own_bytes: int
-    """In none of the modules inside."""
+    """Bytes of the module alone, without the modules inside."""
 
 
 class MemorySaving(Struct, frozen=True, kw_only=True):
-    """What a change would have freed. Savings overlap."""
+    """Memory that a change would have freed. Savings overlap."""
 
     change: str
-    """One of those in ``measure.memory.memory_savings``."""
+    """Name of the change, from ``measure.memory.memory_savings``."""
     bytes: int
-    """By which it lowers the highest point of the history."""
+    """Bytes by which the change lowers the peak of the history."""
     assumes: str
-    """What the figure takes for granted."""
+    """Assumption that the figure rests on."""
     file: str | None = None
-    """The line that it is about; ``null``: no one line."""
+    """Source file of the line that would change; ``null``: no one line."""
     line: int | None = None
-    """Line in it."""
+    """Line in ``file``."""
 
 
 class MemoryPool(Struct, frozen=True, kw_only=True):
     """Segments of one pool, stream and kind, when the snapshot was taken. Bytes."""
 
     name: str
-    """``large``, ``small``, with the private pool's id, ``expandable`` and the stream."""
+    """Name: ``large``, ``small``, with the private pool's id, ``expandable`` and the stream."""
     segments: int
-    """How many."""
+    """Number of segments."""
     reserved: int
-    """Taken from the driver."""
+    """Bytes taken from the driver."""
     allocated: int
-    """In tensors, rounded up."""
+    """Bytes in tensors, rounded up."""
     free: int
-    """Free for the next request of this pool and stream."""
+    """Bytes free for the next request of this pool and stream."""
     largest: int
-    """The largest free block."""
+    """Size of the largest free block, bytes."""
 
 
 class KernelLine(Struct, frozen=True, kw_only=True):
@@ -552,78 +551,78 @@ class KernelLine(Struct, frozen=True, kw_only=True):
     file: str
     """Source file."""
     line: int
-    """Line in it."""
+    """Line in ``file``."""
     share: float
-    """Of the kernel's samples."""
+    """Share of the kernel's samples."""
     stall: str
-    """What most of these warps waited for; empty: not collected."""
+    """Most frequent stall reason of these warps; empty: not collected."""
 
 
 class KernelCounters(Struct, kw_only=True):
     """A kernel with its hardware counters, from a report of Nsight Compute or rocprof."""
 
     name: str
-    """As the profiler wrote it."""
+    """Name as the profiler wrote it."""
     short: str
-    """Without arguments, namespaces and casts."""
+    """Short name: without arguments, namespaces and casts."""
     grid: list[int] | None
-    """Blocks; ``null``: not recorded."""
+    """Grid size, blocks per dimension; ``null``: not recorded."""
     block: list[int] | None
-    """Threads per block."""
+    """Block size, threads per dimension; ``null``: not recorded."""
     duration_ns: float | None
-    """Of one launch while it was profiled, ns; clocks are usually locked then."""
+    """Duration of one launch while it was profiled, ns; clocks are usually locked then."""
     profiled: int = 1
-    """Launches that these figures are means of."""
+    """Number of launches that these figures are means of."""
     limit: str
-    """The busiest unit (``compute``, ``DRAM``, ``L2``, ``L1``) where it is busy, ``latency`` where
-    none is, ``unknown`` where none was measured."""
+    """Limit of the kernel: the busiest unit (``compute``, ``DRAM``, ``L2``, ``L1``) where it is
+    busy, ``latency`` where none is, ``unknown`` where none was measured."""
     use: dict[str, float]
     """Unit -> share of its peak (0 to 1)."""
     occupancy: float | None
-    """Achieved, share of the warps that a multiprocessor holds."""
+    """Achieved occupancy: share of the warps that a multiprocessor holds; ``null``: unknown."""
     theoretical_occupancy: float | None
-    """What registers, shared memory and block size admit."""
+    """Occupancy that registers, shared memory and block size admit; ``null``: not collected."""
     occupancy_limiter: str | None
-    """What admits the fewest blocks."""
+    """Resource that admits the fewest blocks; ``null``: not collected."""
     waves: float | None
-    """Blocks of the grid over those that run at once."""
+    """Number of waves: blocks of the grid over those that run at once; ``null``: not collected."""
     stalls: dict[str, float]
     """The five largest reasons -> share of the cycles between two instructions of a warp."""
     dram_bytes: float | None
-    """Read and written by one launch."""
+    """Bytes that one launch reads from and writes to DRAM; ``null``: not collected."""
     bandwidth: float | None
-    """DRAM traffic, bytes per second."""
+    """DRAM traffic, bytes per second; ``null``: not collected."""
     launches: float | None
     """Launches per step in the trace; ``null``: no trace, or it has none of them."""
     step_ns: float | None
-    """Their time per step in the trace, ns; ``null``: as above."""
+    """Time of these launches per step in the trace, ns; ``null``: as above."""
     gain_ns: int | None
-    """Saved per step in the replay if its busiest unit were busy all the time, ns: at most that
-    can be gained; ``null``: as above, or not replayed."""
+    """Time saved per step in the replay if the kernel's busiest unit were busy all the time, ns: an
+    upper bound. ``null``: as above, or not replayed."""
     advice: list[str]
-    """What the profiler's own rules say, with their estimates."""
+    """Messages of the profiler's own rules, with their estimates."""
     lines: list[KernelLine] = field(default_factory=list)
-    """Where the warps were when they were sampled, most first; empty: not collected, or the kernel
-    was compiled without ``-lineinfo``."""
+    """Source lines of the warps when they were sampled, most frequent first. Empty: not collected,
+    or the kernel was compiled without ``-lineinfo``."""
 
 
 class TritonKernel(Struct, kw_only=True):
-    """A kernel as Triton compiled it, from its cache. ``null``: not recorded there."""
+    """A kernel as Triton compiled it, from its cache. ``null`` in a field: not recorded there."""
 
     name: str
-    """As in the trace."""
+    """Name as in the trace."""
     file: str | None
     """Source file of the function; ``null`` also where it is in several."""
     line: int | None
-    """Line of the function in it."""
+    """Line of the function in ``file``."""
     target: str
-    """``sm_90``, ``gfx942``; empty: not recorded."""
+    """Target of the compiler: ``sm_90``, ``gfx942``; empty: not recorded."""
     num_warps: int
     """Warps per block."""
     num_stages: list[int]
-    """Stages of software pipelining, of all ``variants``."""
+    """Numbers of stages of software pipelining, over all ``variants``."""
     registers: int | None
-    """Per thread; on AMD GPUs vector registers."""
+    """Registers per thread; on AMD GPUs vector registers."""
     shared_bytes: int
     """Shared memory per block."""
     local_bytes: int | None
@@ -631,147 +630,147 @@ class TritonKernel(Struct, kw_only=True):
     spilled_bytes: int | None
     """Spilled registers per thread."""
     occupancy: float | None
-    """Theoretical: what registers, shared memory and block size admit (0 to 1)."""
+    """Theoretical occupancy: what registers, shared memory and block size admit (0 to 1)."""
     occupancy_limiter: str | None
-    """``registers``, ``shared memory``, ``block sizes``; ``null`` also at full occupancy."""
+    """``registers``, ``shared memory`` or ``block sizes``; ``null`` also at full occupancy."""
     variants: int
-    """Compilations in the cache with these figures."""
+    """Number of compilations in the cache with these figures."""
     launches: float | None
     """Launches per step in the trace; ``null``: no trace, or none that is surely of this kernel."""
     step_ns: float | None
-    """Their time per step in the trace, ns; ``null``: as above."""
+    """Time of these launches per step in the trace, ns; ``null``: as above."""
 
 
 class MemorySample(Struct, frozen=True, kw_only=True):
-    """The fullest device of one snapshot, at its own moment: of a rank, or of a series over a run.
-    Bytes."""
+    """Memory of the fullest device of one snapshot, at its own moment: of a rank, or of a series
+    over a run. Bytes."""
 
     name: str
-    """Of the file, or of the rank."""
+    """Name of the file, or of the rank."""
     allocated: int
-    """In tensors."""
+    """Bytes in tensors."""
     reserved: int
-    """In segments."""
+    """Bytes in segments."""
     categories: list[MemoryHolder]
-    """Of ``allocated``, without lines."""
+    """Parts of ``allocated`` by category, without lines."""
 
 
 class MemoryView(Struct, kw_only=True):
-    """A device's memory when it ran out, else at its peak, from a snapshot. Bytes are those that
+    """Memory of a device when it ran out, else at its peak, from a snapshot. Bytes are those that
     were asked for, unless stated otherwise."""
 
     device: int
     """Number of the GPU; -1: the host, as far as the profiler saw its allocators."""
     source: str = "allocator"
-    """What it was made of: the ``allocator``'s snapshot, the profiler's memory ``timeline``, the
+    """Origin of the figures: the ``allocator``'s snapshot, the profiler's memory ``timeline``, the
     allocator events of a ``trace``."""
     file: str = ""
     """Name of the snapshot's file; empty: it is the trace itself."""
     at: str
-    """``out of memory``, ``peak``, or ``snapshot`` where no history was recorded."""
+    """Moment shown: ``out of memory``, ``peak``, or ``snapshot`` where no history was recorded."""
     allocated: int
-    """In tensors then."""
+    """Bytes in tensors at that moment."""
     reserved: int
-    """In segments then; 0: not recorded."""
+    """Bytes in segments at that moment; 0: not recorded."""
     returnable: int | None = None
-    """Of ``reserved``, what ``torch.cuda.empty_cache()`` would give back to the driver: segments
-    that hold no tensor and are of no CUDA graph. ``null``: unknown, as it is for the peak, whose
-    segments are not recorded."""
+    """Part of ``reserved`` that ``torch.cuda.empty_cache()`` would give back to the driver:
+    segments that hold no tensor and are of no CUDA graph. ``null``: unknown, as it is for the peak,
+    whose segments are not recorded."""
     peak: int
-    """Most in tensors over the history."""
+    """Largest number of bytes in tensors over the history."""
     request: int | None
-    """Of the request that failed; ``null``: none did."""
+    """Bytes of the request that failed; ``null``: none did."""
     driver_free: int | None
-    """What the driver still had then; ``null``: unknown."""
+    """Bytes that the driver still had free at that moment; ``null``: unknown."""
     events: int
-    """Of the history; 0: none was recorded."""
+    """Number of events in the history; 0: none was recorded."""
     from_start: bool
-    """The history has every block's beginning."""
+    """Whether the history has the allocation of every block."""
     categories: list[MemoryHolder]
-    """Of ``allocated``, without lines; adds up to it."""
+    """Parts of ``allocated`` by category, without lines; their sum is ``allocated``."""
     bases: list[MemoryHolder] = field(default_factory=list)
-    """The same by what the category rests on: ``call path``, ``lifetime``, ``size pattern`` or
-    ``none``."""
+    """Parts of ``allocated`` by the evidence for their category: ``call path``, ``lifetime``,
+    ``size pattern`` or ``none``."""
     lifetimes: list[MemoryHolder] = field(default_factory=list)
-    """The same by lifetime: there before the history, made in it and kept to its end, or freed."""
+    """Parts of ``allocated`` by lifetime: older than the history, kept to its end, or freed."""
     held: list[MemoryHolder]
-    """By line, largest first."""
+    """Parts of ``allocated`` by line, largest first."""
     modules: list[ModuleMemory] = field(default_factory=list)
-    """By module, a module before those inside it; at most 400. Empty: no stacks were recorded, or
-    nothing was held of what modules allocated."""
+    """Parts of ``allocated`` by module, each before those inside it; at most 400. Empty: no stacks
+    were recorded, or nothing was held of what modules allocated."""
     pools: list[MemoryPool]
-    """When the snapshot was taken."""
+    """Segments by pool when the snapshot was taken."""
     placement: str
-    """Why the request could not be placed; empty: none failed, or unknown."""
+    """Reason why the request could not be placed; empty: none failed, or unknown."""
     step_source: str
-    """What marks the steps; empty: nothing does, and churn and growth are not measured."""
+    """Marks of the steps; empty: there are none, and churn and growth are not measured."""
     steps: int
-    """Whole steps in the history."""
+    """Number of whole steps in the history."""
     churn_bytes: float | None
-    """Allocated per step; ``null``: not measured."""
+    """Bytes allocated per step; ``null``: not measured."""
     churn: list[MemoryHolder]
-    """Allocated and freed again within a step, most bytes first."""
+    """Memory that is allocated and freed again within a step, by line, most bytes first."""
     growth: list[MemoryHolder]
-    """Left behind by each step and held to the end."""
+    """Memory that each step leaves behind and that is held to the end, by line."""
     savings: list[MemorySaving]
-    """What would have freed most."""
+    """Changes that would have freed most, largest first."""
     series: list[MemorySample] = field(default_factory=list)
     """Snapshots of the same rank over a run, in order of time. Empty: there is one."""
     grows: list[MemoryHolder] = field(default_factory=list)
     """Lines that hold more in each snapshot of the series; bytes are per ``grows_per``."""
     grows_per: str = ""
-    """``step`` where the names of the files number them, else ``snapshot``."""
+    """Unit of ``grows``: ``step`` where the names of the files number steps, else ``snapshot``."""
 
 
 class Quantiles(Struct, frozen=True):
-    """Of durations, ns. ``null``: too few of them, 10 for the 90th and 100 for the 99th."""
+    """Quantiles of durations, ns. ``null``: too few, below 10 for the 90th and 100 for the 99th."""
 
     median_ns: float
-    """50th percentile."""
+    """50th percentile, ns."""
     p90_ns: float | None
-    """90th percentile."""
+    """90th percentile, ns."""
     p99_ns: float | None
-    """99th percentile."""
+    """99th percentile, ns."""
     max_ns: float
-    """The longest."""
+    """Longest duration, ns."""
 
 
 class ServingPhase(Struct, frozen=True, kw_only=True):
-    """Steps of one kind of a model that is served."""
+    """Steps of one kind (prefill, decode …) of a model that is served."""
 
     name: str
-    """``prefill``, ``decode``, ``mixed`` (prompts and decoding together), ``draft``, or the class
-    of the model that is called."""
+    """Kind: ``prefill``, ``decode``, ``mixed`` (prompts and decoding together), ``draft``, or the
+    class of the model that is called."""
     steps: int
-    """How many."""
+    """Number of steps."""
     requests: float | None
-    """Mean per step; ``null``: not recorded."""
+    """Mean number of requests per step; ``null``: not recorded."""
     tokens: float | None
-    """New tokens that a step computes, mean; ``null``: not recorded."""
+    """Mean number of new tokens that a step computes; ``null``: not recorded."""
     ns: float
-    """Mean of a step, ns: from its first device work to its last, and from the host's start where
-    the device waited for it. Without device work it is the host's time."""
+    """Mean duration of a step, ns: from its first device work to its last, and from the host's
+    start where the device waited for it. Without device work it is the host's time."""
     quantiles: Quantiles
-    """Of the steps."""
+    """Quantiles of the steps' durations."""
     ns_per_token: float | None
     """Time of the steps over the tokens that they compute, ns; ``null``: not recorded."""
     tokens_per_s: float | None
-    """The reverse, while such steps run."""
+    """Tokens per second while such steps run; ``null``: not recorded."""
     busy_share: float | None
-    """Of the steps' time, in which the device works; ``null``: no device work, or its records are
-    incomplete."""
+    """Share of the steps' time in which the device works; ``null``: no device work, or its records
+    are incomplete."""
     limit: str | None
-    """What takes most of the steps' time: ``host`` (the device waits), ``memory``, ``compute``,
-    ``communication``; ``null``: unknown."""
+    """Limit that takes most of the steps' time: ``host`` (the device waits), ``memory``,
+    ``compute``, ``communication``; ``null``: unknown."""
     limit_share: float | None
-    """Of the steps' time."""
+    """Share of the steps' time that the limit takes; ``null``: unknown."""
     attainable_ns: float | None
-    """A step if each kernel ran at the rates that were measured on such a device, kernels whose
-    work is unknown as they did, ns; ``null``: less than half of the kernel time is known."""
+    """Duration of a step if each kernel ran at the rates measured on such a device, ns. Kernels
+    whose work is unknown keep their time. ``null``: less than half of the kernel time is known."""
     known_share: float | None
-    """Of kernel time, whose FLOPs or bytes are known."""
+    """Share of kernel time whose FLOPs or bytes are known; ``null``: no device work."""
     jitter: str = ""
-    """What the longest steps have more of; empty: they are similar, or too few."""
+    """Main difference of the longest steps from the rest; empty: they are similar, or too few."""
     roles: dict[str, float] = field(default_factory=dict)
     """Device time by part of a layer (``attention``, ``dense gemm``, ``moe experts`` …), mean per
     step, ns, the longest first."""
@@ -781,140 +780,140 @@ class GraphReplays(Struct, frozen=True, kw_only=True):
     """CUDA or HIP graphs that were replayed."""
 
     launches: int
-    """Calls that launch a graph."""
+    """Number of calls that launch a graph."""
     kernels: int
-    """Device work of all of them that was recorded."""
+    """Number of recorded pieces of device work of all graphs."""
     per_step: float
     """Launches per step: 1 is a full graph, more are pieces."""
     matched: float | None = None
     """Share of the work that a capture trace names; ``null``: none was given."""
     missing: int = 0
-    """Device work that must have run, and is not in the recording."""
+    """Number of pieces of device work that must have run and are not in the recording."""
 
 
 class Serving(Struct, kw_only=True):
-    """A model that is used and not trained: its steps by phase."""
+    """Steps by phase of a model that is used and not trained."""
 
     engine: str | None
-    """``vllm``, ``sglang`` …; ``null``: none, or unknown."""
+    """Inference engine: ``vllm``, ``sglang`` …; ``null``: none, or unknown."""
     source: str
-    """What marks a step: ``engine``, ``module calls`` or ``vocabulary look-ups``."""
+    """Marks of the steps: ``engine``, ``module calls`` or ``vocabulary look-ups``."""
     phases: list[ServingPhase]
-    """By time, the longest first."""
+    """Phases by total time, the longest first."""
     between: Quantiles | None
-    """Gaps between two steps; ``null``: there is one step, or none has a gap."""
+    """Quantiles of the gaps between two steps; ``null``: there is one step, or none has a gap."""
     between_share: float | None
     """Share of the time from the first step to the end of the last that lies between steps;
     ``null``: one step."""
     output_tokens_per_s: float | None
-    """Tokens that come out over the time from the first step to the end of the last; ``null``: not
-    recorded, or drafts are verified."""
+    """Tokens that are put out, over the time from the first step to the end of the last; ``null``:
+    not recorded, or drafts are verified."""
     graphs: GraphReplays | None = None
-    """``null``: none was replayed."""
+    """Replays of CUDA or HIP graphs; ``null``: none was replayed."""
 
 
 class Report(Struct, kw_only=True):
-    """Everything a renderer or the dashboard needs. ``to_dict`` has the schema ``SCHEMA``."""
+    """An analysis: all that a renderer or the dashboard needs, in the schema ``SCHEMA``."""
 
     schema: str = SCHEMA
     """Name and number of this schema."""
     version: str = ""
-    """Of advisor."""
+    """Version of advisor."""
     status: Status
-    """``bottlenecks``: a fix would pay. ``healthy``: none would. ``limited``: too little is known
-    for either."""
+    """Outcome. ``bottlenecks``: a fix would pay. ``healthy``: none would. ``limited``: too little
+    is known for either."""
     verdict: str
-    """One sentence."""
+    """Result in one sentence."""
     inputs: list[Input]
-    """The traces, one a rank."""
+    """Traces that were read, one per rank."""
     scope: Scope
-    """Which steps of which device the figures are about."""
+    """Steps and device that the figures are about."""
     time: list[TimeShare] = field(default_factory=list)
-    """Adds up to the step. Empty: no device work in the trace."""
+    """Exclusive time by class; adds up to the step. Empty: no device work in the trace."""
     busy_share: float | None = None
-    """Share of the step during which the GPU does anything."""
+    """Share of the step during which the GPU does anything; ``null``: unknown."""
     communication_ns: float | None = None
-    """All communication per step, hidden or not."""
+    """Communication per step, hidden or not, ns; ``null``: there is none."""
     communication_overlap: float | None = None
-    """Share of communication that runs under compute."""
+    """Share of communication that runs under compute; ``null``: there is none."""
     idle: list[IdleCause] = field(default_factory=list)
-    """Adds up to the idle time."""
+    """Idle time of the device by cause; adds up to the idle time."""
     unknown_idle_share: float | None = None
-    """Share of the idle time that could not be blamed."""
+    """Share of the idle time whose cause is unknown; ``null``: no idle time, or lost records."""
     host: list[HostShare] = field(default_factory=list)
-    """The main thread's time, largest first."""
+    """Exclusive time of the main thread by class, largest first."""
     step_variation: StepVariation | None = None
-    """What makes one step longer than another; ``null``: they are similar, or fewer than four."""
+    """Difference of long and short steps; ``null``: they are similar, or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)
-    """Without device work in the trace: the operators that take most host time, at most ten."""
+    """Operators that take most host time, at most ten, where the trace has no device work."""
     ranges: list[OperatorTime] = field(default_factory=list)
-    """Without operators: ranges of the program on the thread that drives the step, those with
-    most time, at most ten. None is a step itself; shares are of the step."""
+    """Ranges of the program on the thread that drives the step, where there are no operators: those
+    with most time, at most ten. None is a step itself; shares are of the step."""
     families: list[Family] = field(default_factory=list)
-    """Kernel time by kind, largest first."""
+    """Kernel time by family, largest first."""
     rooflines: list[OperatorRate] = field(default_factory=list)
     """Operators by shape, the fifty with most device time, longest first."""
     attainable: list[AttainableRate] = field(default_factory=list)
-    """The rates that ``rooflines`` holds them against. Empty: unknown device."""
+    """Rates with which ``rooflines`` compares them. Empty: unknown device."""
     layers: Layers | None = None
     """Time by module; ``null``: no modules were recorded around any work."""
     mesh: list[MeshAxis] = field(default_factory=list)
-    """Communication by axis of the device mesh, the most exposed first."""
+    """Communication by axis of the device mesh, the most exposed time first."""
     mfu: float | None = None
-    """FLOPs of the step over its duration and the device's peak, 0 to 1."""
+    """Model FLOPs utilisation, 0 to 1: FLOPs of the step over its duration and the GPU's peak."""
     memory_peak_bytes: int | None = None
-    """Most device memory the allocator reserved."""
+    """Peak of the device memory that the allocator reserved, bytes; ``null``: not recorded."""
     memory_capacity_bytes: int | None = None
-    """Device memory there is."""
+    """Capacity of the device's memory, bytes; ``null``: unknown."""
     findings: list[Finding] = field(default_factory=list)
     """Findings whose fixes save time per step, by priority; then those folded under them."""
     risks: list[Finding] = field(default_factory=list)
-    """Findings about memory, risk or time over the run: other currencies, ranked separately."""
+    """Findings about memory, risk or time over the run, which are ranked separately."""
     notes: list[Finding] = field(default_factory=list)
-    """Informational: not proven on real traces yet, or a gain too small to act on."""
+    """Findings for information: not proven on real traces yet, or a gain too small to act on."""
     passed: list[PassedCheck] = field(default_factory=list)
-    """What the run already does well."""
+    """Checks that passed: what the run already does well."""
     not_checked: list[SkippedCheck] = field(default_factory=list)
-    """What could not be checked, and what to record to allow it."""
+    """Checks that were skipped, each with what to record to allow it."""
     limits: list[str] = field(default_factory=list)
-    """What this trace cannot show, one sentence each."""
+    """Limits of this trace: what it cannot show, one sentence each."""
     ranks: Ranks | None = None
-    """Ranks side by side; ``null``: one rank."""
+    """Comparison of the ranks; ``null``: one rank."""
     replay: Replay | None = None
-    """``null``: the window could not be replayed well, and gains are upper bounds."""
+    """Replay of the steps; ``null``: it failed or was not accurate, and gains are upper bounds."""
     step: StepTime | None = None
-    """The run's own step; ``null``: a trace alone, or too few steps, and ``scope`` has what there
-    is."""
+    """Step time of the run outside the profiler; ``null``: a trace alone, or too few steps, and
+    ``scope`` has what there is."""
     step_durations: list[StepDurations] = field(default_factory=list)
-    """One entry per source, and per run in a baseline of several. Empty: steps are not marked, or
-    the report was written before reports held them."""
+    """Durations of the steps, one entry per source, and per run in a baseline of several. Empty:
+    steps are not marked, or the report was written before reports held them."""
     crashes: list[Crash] = field(default_factory=list)
-    """Ranks that an exception ended, the one that ended first first."""
+    """Ranks that an exception ended, in order of time."""
     recorded: RecordedSteps | None = None
-    """What the recorder measured of every step; ``null``: a trace alone."""
+    """Figures of the recorder for every step; ``null``: a trace alone."""
     energy: EnergyUse | None = None
-    """Of the GPUs while steps ran; ``null``: not sampled."""
+    """Energy of the GPUs while steps ran; ``null``: not sampled."""
     cost: Cost | None = None
     """Cost per step; ``null``: no price was given."""
     hot_lines: list[HotLine] = field(default_factory=list)
     """Python lines that take most CPU time, largest first. Empty: no pass of Scalene was made."""
     memory: list[MemoryView] = field(default_factory=list)
-    """What a memory snapshot, or a trace's allocator events, show: one entry a device, the fullest
-    first. Empty: neither was recorded."""
+    """Memory by device, from a snapshot or a trace's allocator events, the fullest device first.
+    Empty: neither was recorded."""
     memory_ranks: list[MemorySample] = field(default_factory=list)
-    """The snapshots of several ranks side by side. Empty: fewer than two."""
+    """Snapshots of several ranks side by side. Empty: fewer than two."""
     kernel_counters: list[KernelCounters] = field(default_factory=list)
-    """Kernels with hardware counters, by what they can gain per step; without a trace by time."""
+    """Kernels with hardware counters, by their gain per step; without a trace by time."""
     triton_kernels: list[TritonKernel] = field(default_factory=list)
-    """Kernels that Triton compiled, those first that spill and take time. Empty: no cache of it was
-    given."""
+    """Kernels that Triton compiled, those first that spill and take time. Empty: no Triton cache
+    was given."""
     profile_kernels: list[str] = field(default_factory=list)
-    """The command that collects hardware counters of the kernels that matter, and what it costs;
-    empty: none is slow, or their counters are here."""
+    """Command that collects hardware counters of the kernels that matter, and what it costs. Empty:
+    none is slow, or their counters are here."""
     rules: list[RuleText] = field(default_factory=list)
-    """The rules of all findings, risks and notes, by id."""
+    """Rules of all findings, risks and notes, by id."""
     serving: Serving | None = None
-    """Steps of inference by phase; ``null``: the program trains, or nothing marks them."""
+    """Inference by phase; ``null``: the program trains, or nothing marks its steps."""
     compilation: CompileLog | None = None
     """Logs of torch.compile; ``null``: none were given."""
     flight: FlightRecord | None = None
@@ -922,31 +921,31 @@ class Report(Struct, kw_only=True):
     network: NetworkLog | None = None
     """Logs of NCCL and topologies; ``null``: none were given."""
     views: Views | None = None
-    """The report's pictures as data; ``null``: written before there were any."""
+    """Charts of the report as data; ``null``: written before there were any."""
 
     @property
     def step_ns(self) -> float:
-        """The step that gains are of: the run's own, else the mean of the trace's, ns."""
+        """Step time that gains are shares of, ns: the run's own, else the mean of the trace's."""
         return self.scope.step_ns if self.step is None else self.step.reference_ns
 
     @property
     def gain_scale(self) -> float | None:
-        """The run's usual step over that of the window; ``None``: there are not both."""
+        """Median step of the run over the window's mean step; ``None``: one of them is missing."""
         step = self.step
         return step.ns / step.window_ns if step is not None and step.window_ns else None
 
     @property
     def per(self) -> Per:
-        """What the figures are of: the step, or the recording when no step is marked."""
+        """Unit of the figures: the step, or the recording when no step is marked."""
         return self.scope.per
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and lists, as in the JSON."""
+        """Return the report as plain dicts and lists, as in the JSON."""
         result: dict[str, Any] = msgspec.to_builtins(self)
         return result
 
     def by_id(self) -> dict[str, Finding]:
-        """Findings, risks and notes by a stable id: the rule, numbered from the second on
+        """Return findings, risks and notes by a stable id: the rule, numbered from the second on
         (``gpu-idle#2``)."""
         seen: dict[str, int] = {}
         result = {}
@@ -956,11 +955,11 @@ class Report(Struct, kw_only=True):
         return result
 
     def to_json(self) -> bytes:
-        """The JSON text, indented by two."""
+        """Return the JSON text, indented by two."""
         return encode_json(self)
 
     def __repr__(self) -> str:
-        """One line: status, verdict, how many findings."""
+        """Return one line: status, number of findings, verdict."""
         from advisor.core.labels import clean, shorten
         from advisor.core.text import count_noun
 
@@ -968,17 +967,17 @@ class Report(Struct, kw_only=True):
         return f"<Report {self.status}, {result}: {shorten(clean(self.verdict), 160)}>"
 
     def __str__(self) -> str:
-        """What ``advisor analyze`` prints, for a terminal of 80 columns: at most MAX_LINES."""
+        """Return what ``advisor analyze`` prints on 80 columns, at most MAX_LINES lines."""
         text = render(self, "REPORTS", "terminal")
         return limit_lines(text, "to_dict() has all")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         return render(self, "REPORTS", "notebook")
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Report:
-        """Read a report written by :meth:`to_json`. Raises AdvisorError for anything else."""
+        """Read a report that :meth:`to_json` wrote. Raises AdvisorError for anything else."""
         return decode_json(text, cls, "report", SCHEMA, older={"advisor.report/1": _from_version_1})
 
 
@@ -1006,7 +1005,7 @@ _NAMES_SINCE_VERSION_1 = {
     "views.stairs.measured": _ORDER,
     "views.stairs.fixes": _ORDER,
 }
-"""By place in the report: what its fields were called, and are called."""
+"""Old and new names of fields, by place in the report."""
 _OPERATIONS_SINCE_VERSION_1 = {
     "asynchronous": "make_async",
     "spread": "parallelize",
@@ -1015,7 +1014,7 @@ _OPERATIONS_SINCE_VERSION_1 = {
 
 
 def _from_version_1(report: dict[str, Any]) -> dict[str, Any]:
-    """JSON of ``advisor.report/1`` as JSON of this version: fields have other names."""
+    """Return JSON of ``advisor.report/1`` as JSON of this version: fields have other names."""
     report["schema"] = SCHEMA
     for place, names in _NAMES_SINCE_VERSION_1.items():
         result: Any = report

@@ -1,4 +1,4 @@
-"""Rule: the base class of every rule."""
+"""The base class of every rule, and the texts and thresholds that rules are made of."""
 
 from __future__ import annotations
 
@@ -34,74 +34,74 @@ R = TypeVar("R", bound="Rule")
 
 
 Per = Literal["step", "repetition", "recording", "window", "run"]
-"""What an amount of time, or a number of things, is of."""
+"""Unit that an amount of time, or a number of things, is of."""
 
 
 class Evidence(Struct, frozen=True):
-    """One measured fact behind a finding."""
+    """A measured fact behind a finding."""
 
     label: str
-    """What was measured."""
+    """Name of what was measured."""
     value: float | int | str | None
-    """``None`` means not measured."""
+    """Measured value; ``None``: not measured."""
     unit: str = ""
     """``ns``, ``bytes``, ``share`` (0 to 1), ``count``, ``GB/s``, ``FLOP/s``, or empty for text."""
     threshold: float | int | None = None
-    """The limit it was compared with, in the same unit."""
+    """Limit that the value was compared with, in the same unit."""
     source: str = ""
-    """Where the threshold comes from."""
+    """Source of the threshold."""
     per: Per | None = None
-    """What the value is of, where it is of the whole; ``null``: as the label says."""
+    """Unit of time or work that the value is of; ``null``: as the label says."""
 
 
 class Citation(NamedTuple):
-    """Where a number comes from."""
+    """Source of a number."""
 
     name: str
-    """What is cited, in a few words."""
+    """Title of what is cited, in a few words."""
     address: str = ""
-    """Its public address, or the file of this repository in which it is measured or chosen."""
+    """Public address, or the file of this repository in which the number is measured or chosen."""
 
 
 class FrameworkAdvice(NamedTuple):
-    """What a rule advises a program that is not written with PyTorch."""
+    """Advice of a rule for a program that is not written with PyTorch."""
 
     fix: str
     code: str = ""
     verify: str = ""
-    """``""``: as the finding or the rule says; so are title and falsified_by."""
+    """Way to see that the fix worked. This, title and falsified_by: ``""`` for the rule's text."""
     title: str = ""
     falsified_by: str = ""
     terms: Mapping[str, str] = {}
-    """Those of ``Rule.terms`` that are others there."""
+    """Entries of ``Rule.terms`` that have other words in such a program."""
     amd: FrameworkAdvice | None = None
-    """The same with HIP's names; ``None``: no name differs."""
+    """HIP version of the advice, with its names; ``None``: no name differs."""
 
 
 class Program(NamedTuple):
-    """What decides which words fit a program."""
+    """Facts on a program that decide which words of a rule fit it."""
 
     framework: str | None = None
-    """As in ``TraceMeta.framework``."""
+    """Framework, as in ``TraceMeta.framework``."""
     vendor: str | None = None
-    """Of its GPU, as in ``TraceMeta.vendor``."""
+    """Vendor of its GPU, as in ``TraceMeta.vendor``."""
     foreign: bool = False
-    """It is surely not written with PyTorch, or not known to be."""
+    """Whether it is surely not written with PyTorch, or not known to be."""
     trains: bool = True
-    """It has a loss and an optimizer, as far as is known."""
+    """Whether it has a loss and an optimizer, as far as is known."""
     engine: str | None = None
-    """What serves the model: ``vllm``, ``sglang``, ``tensorrt-llm``, ``transformers`` …"""
+    """Inference engine: ``vllm``, ``sglang``, ``tensorrt-llm`` …; ``None``: none."""
 
 
 PYTORCH_URL_PART = "pytorch"
-"""In the address of what is to be read by users of PyTorch alone."""
+"""Part of the address of references that only users of PyTorch need."""
 ANY_FRAMEWORK = "any"
-"""In ``Rule.framework_advice``: a framework that has no words of its own there, or none that is
-known."""
+"""Key of ``Rule.framework_advice`` for a framework that is unknown, or has no advice of its own
+there."""
 
 
 class Threshold(Generic[T]):
-    """A number that a rule holds a measurement against or reckons with, and where it comes from.
+    """A number that a rule compares a measurement with or computes with, and its sources.
 
     A class attribute; ``self.min_share`` is its value, or the user's own from
     ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources.
@@ -110,7 +110,7 @@ class Threshold(Generic[T]):
     def __init__(self, value: T, meaning: str, *sources: Citation) -> None:
         self.value = value
         self.meaning = meaning
-        """What it is of, and its unit."""
+        """Description of the number, with its unit."""
         self.sources = sources
 
     @overload
@@ -122,12 +122,12 @@ class Threshold(Generic[T]):
 
     @property
     def source_names(self) -> str:
-        """The names of the sources, as evidence cites them."""
+        """Names of the sources, joined by commas, as evidence cites them."""
         return ", ".join(source.name for source in self.sources)
 
 
 class Rule:
-    """Looks at an :class:`~advisor.measure.Analysis` and yields what it found.
+    """A check that looks at an :class:`~advisor.measure.Analysis` and yields what it found.
 
     One rule a file, or a family that shares its check. The class docstring is the rule's
     documentation: the first paragraph says what it looks for and why that costs time, the rest
@@ -141,70 +141,70 @@ class Rule:
     """Stable identifier: lower case words joined by ``-``."""
     title: ClassVar[str] = ""
     category: ClassVar[Category]
-    """By default that of the rule's folder."""
+    """Category of the findings; by default that of the rule's folder."""
     fix: ClassVar[str] = ""
-    """What to do. ``{name}`` in any of these texts is something of the trace, filled in by the
-    finding that quotes it (``self.fix.format(name=…)``)."""
+    """Advice: what to do. ``{name}`` in any of these texts is something of the trace, filled in by
+    the finding that quotes it (``self.fix.format(name=…)``)."""
     code: ClassVar[str] = ""
     """The fix as a snippet the user can paste."""
     verify: ClassVar[str] = ""
-    """How to see that the fix worked."""
+    """Way to see that the fix worked."""
     falsified_by: ClassVar[str] = ""
-    """What observation would prove a finding wrong."""
+    """Observation that would prove a finding wrong."""
     assumptions: ClassVar[tuple[str, ...]] = ()
-    """What the gain takes for granted; ``{name}`` is the value of a threshold."""
+    """Assumptions that the gain rests on; ``{name}`` is the value of a threshold."""
     confidence: ClassVar[float] = 0.8
-    """0 to 1: how sure a finding is of its cause."""
+    """Confidence in the cause of a finding, 0 to 1."""
     alternatives: ClassVar[str] = ""
     """Name of the group of findings of which one fix replaces the others."""
     subject: ClassVar[str] = ""
-    """The work that findings of several rules are about: a fix of one may leave another."""
+    """Work that findings of several rules are about: a fix of one may leave another."""
     knobs: ClassVar[tuple[str, ...]] = ()
-    """What ``advisor try`` may change to cure it (``advisor/tune/knobs``), the likeliest first."""
+    """Knobs that ``advisor try`` may change to cure it (``advisor/tune/knobs``), best first."""
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Kinds of trace that need other words than those above: name of the case -> attribute ->
-    what it is then. See :meth:`case`."""
+    """Texts for kinds of trace that need other words than those above: name of the case ->
+    attribute -> its value then. See :meth:`case`."""
     inference: ClassVar[Mapping[str, Any]] = {}
-    """What these attributes are where nothing is trained; of ``cases`` only those that differ.
-    See :meth:`for_program`."""
+    """Values of these attributes where nothing is trained; of ``cases`` only those that differ. See
+    :meth:`for_program`."""
     terms: Mapping[str, str] = {}
-    """Words of its summaries that are others in other programs: ``self.terms["loader"]``."""
+    """Words of the summaries that differ between programs: ``self.terms["loader"]``."""
     program: Program = Program()
-    """What it looks at, as far as words depend on that; put in by :meth:`for_program`."""
+    """Program that the texts are chosen for; set by :meth:`for_program`."""
     advice: FrameworkAdvice | None = None
-    """Of ``framework_advice``, for that program; ``None``: what the rule says is for PyTorch."""
+    """Entry of ``framework_advice`` for that program; ``None``: it is PyTorch's, or unknown."""
     framework_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
-    """Framework (``trace.meta.framework``, or :data:`ANY_FRAMEWORK`) -> what is advised there in
-    place of the texts above. A rule without is not run on programs that are surely not
+    """Advice in place of the texts above, by framework (``trace.meta.framework``, or
+    :data:`ANY_FRAMEWORK`). A rule without it is not run on programs that are surely not
     PyTorch's."""
     engine_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
-    """Inference engine -> what is advised there in place of the texts above: its own switches."""
+    """Advice in place of the texts above, by inference engine: its own switches."""
     found_in: ClassVar[tuple[str, ...]] = ()
-    """Where it found what is really there: ``traces/…``, a public trace; ``recorded/…``, a
+    """Inputs in which the rule found a real case: ``traces/…``, a public trace; ``recorded/…``, a
     recording in tests/data; ``workloads/…``, a bundled program that the tests record."""
     silent_in: ClassVar[tuple[str, ...]] = ()
-    """Where nothing of the kind is, and it said nothing; named likewise. A workload's is its
-    cured variant."""
+    """Inputs in which nothing of the kind is and the rule stayed silent; named likewise. A
+    workload's is its cured variant."""
     validation: ClassVar[Validation] = "synthetic"
-    """What follows from ``found_in``; ``synthetic`` rules are said to be not proven."""
+    """Validation level of the rule, from ``found_in``; ``synthetic``: reported as not proven."""
     validation_note: ClassVar[str] = ""
-    """What was seen there, in words."""
+    """Note on what the rule found in those inputs."""
     sources: ClassVar[tuple[Citation, ...]] = ()
-    """Where the numbers of the docstring come from that are no thresholds."""
+    """Sources of the numbers in the docstring that are no thresholds."""
     references: ClassVar[tuple[str, ...]] = ()
     reads_record: ClassVar[bool] = False
-    """The rule looks at what the recorder wrote (``Analysis.recorded``). It is not run on a trace
-    alone, which one line for all such rules says; and it is run when there is no trace at all."""
+    """Whether the rule reads what the recorder wrote (``Analysis.recorded``). It is not run on a
+    trace alone, which one line for all such rules says; it is run when there is no trace at all."""
     auxiliary_inputs: ClassVar[tuple[AuxiliaryInput, ...]] = ()
-    """Sources without a trace that the rule has something to say of: it is run where there is one,
-    with or without a trace or a record."""
+    """Sources without a trace that the rule reads: it is run where there is one of them, with or
+    without a trace or a record."""
     sampled_part: ClassVar[str] = ""
-    """The part of the step (``data``, ``forward``) whose sampled Python stacks name its line, where
-    the trace has no stacks; empty: none does."""
+    """Part of the step (``data``, ``forward``) whose sampled Python stacks name its line, where the
+    trace has no stacks; empty: none does."""
     is_python_time: ClassVar[bool] = False
-    """Its time is that of Python in the loop: hot lines of a pass under Scalene explain it."""
+    """Whether its time is spent by Python in the loop: hot lines of a Scalene pass explain it."""
     across_ranks: ClassVar[bool] = False
-    """The rule looks at the whole run (``check_run``), not at one rank's window."""
+    """Whether the rule looks at the whole run (``check_run``), not at one rank's window."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -216,36 +216,36 @@ class Rule:
             cls.category = cast("Category", {"serving": "inference"}.get(folder, folder))
 
     def check(self, a: Analysis) -> Outcomes:
-        """Yield findings, abstentions and praise for one rank's window."""
+        """Yield findings, skipped checks and passed checks for one rank's window."""
         raise NotImplementedError
 
     def check_run(self, study: Study) -> Outcomes:
-        """Yield findings for a job of several ranks, of the outliers that the one search found;
-        only when ``across_ranks`` is set."""
+        """Yield findings for a job of several ranks, from the outliers that the shared search
+        found; called only when ``across_ranks`` is set."""
         raise NotImplementedError
 
     @staticmethod
     def examples() -> Examples:
-        """Small traces by name: one alone must produce a finding of this rule. One with a text is a
-        trap, in which the rule must stay silent; the text is the guard that must hold it: the name
-        of a threshold, without which it would fire; else the text of the condition that ends the
-        search; or ``worth``: it fires, for nothing."""
+        """Return small traces by name: one alone must produce a finding of this rule. One with a
+        text is a trap, in which the rule must stay silent; the text is the guard that must hold it:
+        the name of a threshold, without which it would fire; else the text of the condition that
+        ends the search; or ``worth``: it fires, without a gain."""
         raise NotImplementedError
 
     @classmethod
     def positive_examples(cls) -> dict[str, Any]:
-        """The examples that must produce a finding."""
+        """Return the examples that must produce a finding."""
         return {name: b for name, b in cls.examples().items() if not isinstance(b, tuple)}
 
     @classmethod
     def negative_examples(cls) -> dict[str, tuple[Any, str]]:
-        """The traps, each with its guard."""
+        """Return the traps, each with its guard."""
         return {name: trap for name, trap in cls.examples().items() if isinstance(trap, tuple)}
 
     def for_program(self: R, program: Program) -> R:
-        """The rule with the words that fit the program, chosen before ``check`` makes texts of
-        them: ``inference`` where nothing is trained, ``framework_advice`` where PyTorch is not
-        used."""
+        """Return a copy of the rule with the words that fit the program, before ``check`` makes
+        texts of them: ``inference`` where nothing is trained, ``framework_advice`` where PyTorch is
+        not used."""
         other = {} if program.trains else dict(self.inference)
         advice = self.advice_for(program.framework, program.vendor) if program.foreign else None
         advice = self.engine_advice.get(program.engine or "", advice)
@@ -264,14 +264,14 @@ class Rule:
     def advice_for(
         self, framework: str | None, vendor: str | None = None
     ) -> FrameworkAdvice | None:
-        """What is advised programs of a framework that is not PyTorch."""
+        """Return the advice for a framework that is not PyTorch; ``None``: there is none."""
         advice = self.framework_advice.get(
             framework or ANY_FRAMEWORK, self.framework_advice.get(ANY_FRAMEWORK)
         )
         return advice.amd if advice is not None and vendor == "amd" and advice.amd else advice
 
     def complete(self, finding: Finding) -> Finding:
-        """With what the rule says of all its findings, where this one does not say otherwise."""
+        """Return a finding with the fields that it leaves empty filled in from the rule."""
         advice = self.advice
         if advice is not None:
             finding = replace(
@@ -302,7 +302,7 @@ class Rule:
         )
 
     def case(self, name: str, **values: object) -> dict[str, Any]:
-        """The fields of a finding of one of the ``cases``. ``values``: what ``{…}`` stand for."""
+        """Return the fields of a finding of one of the ``cases``; ``values``: of its ``{…}``."""
         result: dict[str, Any] = {}
         for key, text in self.cases[name].items():
             if key == "assumptions":
@@ -312,7 +312,7 @@ class Rule:
         return result
 
     def fill_thresholds(self, assumptions: tuple[str, ...]) -> list[str]:
-        """Assumptions with the thresholds that they name. Workers are known once all fixes are."""
+        """Return assumptions with their thresholds filled in; ``{workers}`` is filled in later."""
         values = {name: getattr(self, name) for name in self.options()}
         values["workers"] = "{workers}"
         return [text.format_map(values) for text in assumptions]
@@ -327,7 +327,7 @@ class Rule:
         times: float = 1,
         per: Per | None = None,
     ) -> Evidence:
-        """What was measured, beside the threshold that it is compared with. ``times``: to get from
+        """Return a measured value with the threshold that it is compared with. ``times`` converts
         the threshold's unit to ``unit``."""
         own: Threshold[Any] = getattr(type(self), limit)
         allowed = getattr(self, limit)
@@ -337,14 +337,14 @@ class Rule:
 
     @classmethod
     def paragraphs(cls) -> list[str]:
-        """Of the class docstring, the rule's documentation."""
+        """Return the paragraphs of the class docstring, which is the rule's documentation."""
         doc = inspect.cleandoc(cls.__doc__ or "")
         return [part for part in doc.split("\n\n") if part.strip()]
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """The thresholds a user may override, with their built-in values; a plain number, flag or
-        string of the class is one too."""
+        """Return the thresholds a user may override, with their built-in values; a plain number,
+        flag or string of the class is one too."""
         reserved = {*Rule.__dict__, *Rule.__annotations__}
         result: dict[str, Any] = {}
         for base in reversed(cls.__mro__):

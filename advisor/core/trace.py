@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot
 
 KINETO = "kineto"
-"""PyTorch's profiler, in ``TraceMeta.format``."""
+"""Value of ``TraceMeta.format`` for PyTorch's profiler."""
 PYTORCH, TENSORFLOW, JAX, CUDA = "pytorch", "tensorflow", "jax", "cuda"
-"""In ``TraceMeta.framework``."""
+"""Values of ``TraceMeta.framework``."""
 TF_DATA = "tf.data::"
-"""How the name of a wait for TensorFlow's input pipeline begins."""
+"""Prefix of the names of waits for TensorFlow's input pipeline."""
 ANOTHER_TRACE = "of another trace behind the first one in the same file"
-"""Why events were left out that nobody counted."""
+"""Reason given for events that were left out and that nobody counted."""
 STEP_MARKS = ("StepTraceAnnotation", "step_num", "program")
-"""In ``TraceMeta.step_marks``: JAX's, TensorFlow's, and the period of a program that is called
-again and again."""
+"""Values of ``TraceMeta.step_marks``: JAX's, TensorFlow's, and the period of a program that is
+called again and again."""
 _STEP, _MARKED_STEP = r"^ProfilerStep\s*#?\d+", r"^(?:step #|ProfilerStep\s*#?)\d+$"
 LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
-"""Names of ranges in which the loop waits for its next batch."""
+"""Regular expression of the ranges in which the loop waits for its next batch."""
 CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
 GPU_KINDS = ("kernel", "memcpy", "memset")
 COPIES = ("HtoD", "DtoH", "DtoD", "PtoP", "HtoH", "other")
@@ -76,7 +76,7 @@ CPU_SCHEMA: dict[str, Any] = {
     "inputs": pl.Int32,  # row of Trace.inputs; null: shapes not recorded
     "comm": pl.Int32,  # row of Trace.comms; null: not a collective
 }
-"""Host events, ordered by (thread, ts, longest first): a parent always precedes its children."""
+"""Columns of host events, ordered by (thread, ts, longest first): parents precede children."""
 
 GPU_SCHEMA: dict[str, Any] = {
     "ts": pl.Int64,
@@ -106,7 +106,7 @@ GPU_SCHEMA: dict[str, Any] = {
     "graph": pl.Int64,
     "comm": pl.Int32,
 }
-"""Device work, ordered by ts."""
+"""Columns of device work, ordered by ts."""
 
 SYNC_SCHEMA: dict[str, Any] = {
     "ts": pl.Int64,
@@ -118,7 +118,7 @@ SYNC_SCHEMA: dict[str, Any] = {
     "wait_stream": pl.Int64,  # stream whose event is waited for
     "wait_correlation": pl.Int64,  # correlation of the cudaEventRecord waited for
 }
-"""``cuda_sync`` rows, present only when the recorder enabled them."""
+"""Columns of ``cuda_sync`` rows, present only when the recorder enabled them."""
 
 MEMORY_SCHEMA: dict[str, Any] = {
     "ts": pl.Int64,
@@ -129,7 +129,7 @@ MEMORY_SCHEMA: dict[str, Any] = {
     "device": pl.Int32,  # -1: host memory
     "thread": pl.Int32,
 }
-"""Allocator events (``profile_memory=True``)."""
+"""Columns of allocator events (``profile_memory=True``)."""
 
 COUNTER_SCHEMA: dict[str, Any] = {
     "ts": pl.Int64,
@@ -145,7 +145,7 @@ INPUTS_SCHEMA: dict[str, Any] = {
     "strides": pl.String,  # JSON text; empty: not recorded
     "concrete": pl.String,  # JSON text; empty: not recorded
 }
-"""The distinct input descriptions of ops, shared by all ops that have the same."""
+"""Columns of the distinct input descriptions of ops, each shared by all ops that have it."""
 
 COMMS_SCHEMA: dict[str, Any] = {
     "collective": pl.String,  # allreduce, _allgather_base, …
@@ -162,7 +162,7 @@ COMMS_SCHEMA: dict[str, Any] = {
     "source": pl.Int64,  # of a send and its receive: who sends …
     "target": pl.Int64,  # … and to whom; null: no such, or not recorded
 }
-"""The distinct collective descriptions."""
+"""Columns of the distinct descriptions of collectives."""
 
 THREADS_SCHEMA: dict[str, Any] = {
     "pid": pl.String,
@@ -173,7 +173,7 @@ THREADS_SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Device:
-    """One entry of ``deviceProperties``. What the file does not tell is ``None``."""
+    """A GPU as ``deviceProperties`` describes it; ``None``: not in the file."""
 
     id: int
     name: str | None = None
@@ -188,26 +188,26 @@ class Device:
 
 
 class Capture(NamedTuple):
-    """What a recording of the capture of graphs adds to one of their replays."""
+    """Result of matching the replays of a CUDA graph with a recording of its capture."""
 
     row: int
-    """First row of ``cpu`` that is the capture's: operators and frames of no length."""
+    """First row of ``cpu`` that is from the capture: operators and frames of no length."""
     launches: int | None
-    """That went into the graph; ``None``: several graphs were captured."""
+    """Number of launches that went into the graph; ``None``: several graphs were captured."""
     matched: float
-    """Share of the replayed work that has a launch there."""
+    """Share of the replayed work that has a launch in the capture."""
 
 
 @dataclass(frozen=True)
 class TraceMeta:
-    """What the file says about itself, and what reading it cost."""
+    """Metadata of a trace: what the file says about itself, and what was lost in reading it."""
 
     path: str
     format: str = KINETO
-    """Name of the reader; of a trace that we wrote ourselves, of its source's."""
+    """Name of the reader; of a trace that advisor wrote itself, that of its source."""
     framework: str | None = None
-    """What the program is written with: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with
-    CUDA or HIP and none of these), or ``None`` when nothing tells."""
+    """Framework of the program: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or
+    HIP and none of these), or ``None`` when nothing identifies it."""
     rank: int | None = None
     world_size: int | None = None
     backend: str | None = None
@@ -224,54 +224,54 @@ class TraceMeta:
     cuda_runtime: int | None = None
     cuda_driver: int | None = None
     vendor: str | None = None
-    """``nvidia``, ``amd`` or ``None`` when nothing tells."""
+    """Vendor of the GPU: ``nvidia``, ``amd`` or ``None`` when nothing identifies it."""
     events_read: int = 0
     events_dropped: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of events that were left out."""
+    """Number of events that were left out, by reason."""
     truncated: bool = False
     damage: str | None = None
-    """What the unpacker complained of."""
+    """Error message of the unpacker; ``None``: the file is sound."""
     bytes_read: int = 0
-    """Uncompressed size."""
+    """Uncompressed size, bytes."""
     sync_events: bool = False
-    """``cuda_sync`` rows were recorded."""
+    """Whether ``cuda_sync`` rows were recorded."""
     nesting_repaired: int = 0
-    """Host events whose end was cut to the end of the event around them."""
+    """Number of host events whose end was cut to the end of the event around them."""
     window: int = 0
-    """Which profiler window of its rank."""
+    """Number of the profiler window of its rank, from 0."""
     example: bool = field(default=False, compare=False)
-    """Written as code to show one thing: nothing is concluded from how little is in it."""
+    """Whether code wrote it to show one thing: nothing is concluded from how little is in it."""
     snapshot: MemorySnapshot | None = None
-    """The allocator's snapshot, of a file that is one: the tables of its trace are empty."""
+    """Allocator snapshot, if the file is one: the tables of its trace are then empty."""
     kernel_profiles: KernelProfiles | None = None
-    """Counters of single kernels: of a file that holds nothing else, or given beside a trace."""
+    """Counters of single kernels: from a file that holds nothing else, or given beside a trace."""
     compilation: CompileLog | None = None
-    """Logs of torch.compile: of a file that holds nothing else, or beside a trace."""
+    """Logs of torch.compile: from a file that holds nothing else, or given beside a trace."""
     flight: tuple[FlightDump, ...] = ()
-    """Dumps of the flight recorder: of a file that is one, or beside a trace."""
+    """Dumps of the flight recorder: from a file that is one, or given beside a trace."""
     network: NetworkLog | None = None
-    """Logs of NCCL and topologies: of a file that holds nothing else, or beside a trace."""
+    """Logs of NCCL and topologies: from a file that holds nothing else, or given beside a trace."""
     step_marks: str | None = None
-    """One of STEP_MARKS, where a file's marks of steps are none of PyTorch's: they are ranges
+    """Kind of step marks, of STEP_MARKS, where they are not PyTorch's: the marks are then ranges
     ``step #<n>``."""
     step_ranges: str | None = None
-    """Regular expression of the ranges that were said to be steps; ``None``: nobody did."""
+    """Regular expression of the ranges that the user says are steps; ``None``: not given."""
     gpu: str | None = None
-    """The GPU that the user says ran the work (``GpuSpec.name``); ``None``: not said."""
+    """GPU that the user says ran the work (``GpuSpec.name``); ``None``: not given."""
 
     capture: Capture | None = None
-    """What names the work of replayed graphs; ``None``: nothing does."""
+    """Recording that names the work of replayed graphs; ``None``: there is none."""
 
     @property
     def step_names(self) -> str:
-        """Regular expression of the ranges that mark steps: ``ProfilerStep#<n>`` of PyTorch,
-        ``step #<n>`` of others (``step_marks``; older exports of ours have PyTorch's there)."""
+        """Regular expression of the ranges that mark steps: ``ProfilerStep#<n>`` of PyTorch, ``step
+        #<n>`` of others (``step_marks``; older exports of advisor have PyTorch's there)."""
         return _STEP if self.step_marks is None else _MARKED_STEP
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's profiler window, as frames with a fixed schema. Treat the frames as read-only.
+    """Tables of one rank's profiler window, with a fixed schema. Treat the frames as read-only.
 
     Times are int64 nanoseconds from the trace's start. Every device row knows its launch row and
     op; every host row knows its parent. Missing values are null: not measured.
@@ -289,8 +289,8 @@ class Trace:
 
     @cached_property
     def main_thread(self) -> int | None:
-        """Row of ``threads`` that drives the step: the one with marks of steps, else with
-        pid = tid, else with most host rows; ``None`` when there are no host rows."""
+        """Row of ``threads`` that drives the step: the one with marks of steps, else with pid =
+        tid, else with most host rows; ``None`` when there are no host rows."""
         host = self.cpu.filter(pl.col("kind") != "overhead")
         if host.is_empty():
             return None
@@ -308,11 +308,11 @@ class Trace:
         return int(counts["thread"][0])
 
     def device(self, device_id: int) -> Device | None:
-        """The properties of a device, if the file has them."""
+        """Return the properties of a device; ``None``: the file does not have them."""
         return next((d for d in self.meta.devices if d.id == device_id), None)
 
     def working_device(self, device_id: int) -> Device | None:
-        """The properties of a device that ran work of this file.
+        """Return the properties of a device that ran work of this file; ``None``: unknown.
 
         A process that sees one device, or several of one model, may have it under another number
         there than in its events (HIP_VISIBLE_DEVICES, containers): then the model is still known.
@@ -327,8 +327,8 @@ class Trace:
 
 
 def blank_trace(path: str, rank: int | None = None, **known: Any) -> Trace:
-    """A trace with nothing in it: of a run whose profiled window was never reached, or of a file
-    that holds something else. ``known``: of its ``meta``."""
+    """Return an empty trace: of a run whose profiled window was never reached, or of a file that
+    holds something else. ``known``: fields of its ``meta``."""
     return Trace(
         cpu=pl.DataFrame(schema=CPU_SCHEMA),
         gpu=pl.DataFrame(schema=GPU_SCHEMA),
@@ -344,31 +344,31 @@ def blank_trace(path: str, rank: int | None = None, **known: Any) -> Trace:
 
 @dataclass(frozen=True)
 class Run:
-    """Windows and ranks together: traces keyed by (rank, window).
+    """Windows and ranks of a job: traces keyed by (rank, window).
 
-    ``rank`` is -1 for a trace that does not tell its rank and whose file name does not either.
-    A recorded run may have ranks without traces, or no trace at all: its window was never reached.
+    ``rank`` is -1 for a trace whose file and file name do not give it. A recorded run may have
+    ranks without traces, or no trace at all: its window was never reached.
     """
 
     traces: dict[tuple[int, int], Trace]
     path: Path | None = None
     problems: tuple[str, ...] = ()
-    """One line for each file that could not be read or was left out."""
+    """Problems: one line for each file that could not be read or was left out."""
     recording: Recording | None = None
-    """What the recorder wrote besides the traces; ``None``: not a run directory."""
+    """Data that the recorder wrote besides the traces; ``None``: not a run directory."""
     unread: tuple[tuple[int, int], ...] = ()
     """(rank, window) of a run directory's traces that were not asked for."""
     snapshots: dict[int, MemorySnapshot] = field(default_factory=dict)
-    """The allocator's snapshot of a rank, where there is one."""
+    """Allocator snapshots by rank, of the ranks that have one."""
     logs: dict[str, Any] = field(default_factory=dict)
-    """Logs in a run directory, by fields of TraceMeta."""
+    """Logs in a run directory, by field of TraceMeta."""
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks with traces, in order."""
+        """Ranks with traces, in ascending order."""
         return sorted({rank for rank, _ in self.traces})
 
     def window(self, rank: int, window: int | None = None) -> Trace:
-        """The trace of one rank: the given window, else its first."""
+        """Return the trace of one rank: that of the given window, else of its first."""
         windows = sorted(w for r, w in self.traces if r == rank)
         return self.traces[rank, windows[0] if window is None else window]

@@ -36,6 +36,15 @@ def rss():
         kept = {l.split(":")[0]: l.split(":")[1] for l in lines}
     return int(kept["VmRSS"].split()[0]) * 1024, int(kept["VmHWM"].split()[0]) * 1024
 
+def size(index):
+    columns = [index.start, index.end, index.name, index.slot, index.row, index.longest]
+    columns += index.slice_of_row.values()
+    for level in index.pyramid.values():
+        columns += [level.first_run, *level.runs]
+    for counter in index.counters:
+        columns += [counter.ts, counter.value]
+    return sum(column.nbytes for column in columns)
+
 began = time.perf_counter()
 session = DashboardSession([sys.argv[1]]).load()
 loaded = session.entries[0].loaded
@@ -48,7 +57,7 @@ if sys.argv[2] == "measure":
     began = time.perf_counter()
     line = rank_timeline(loaded, next(iter(loaded.analyses)), session.entries[0].version)
     build = time.perf_counter() - began
-    print(json.dumps({"read": read, "build": build, "tables": tables, "index": line.index.nbytes,
+    print(json.dumps({"read": read, "build": build, "tables": tables, "index": size(line.index),
         "slices": len(line.index), "rss_before": before, "rss_after": rss()[0]}), flush=True)
     sys.exit()
 access = Access()

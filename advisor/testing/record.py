@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from advisor.core import run_directory as rundir
-from advisor.core.run_directory import Event, Gpu, Host, Manifest, Rank, RankRecord, Sample, Step
+from advisor.core.run_directory import Event, Gpu, Host, Rank, RankRecord, Sample, Step
 
 MS = 1_000_000
 
@@ -97,24 +93,3 @@ class RecordBuilder:
         return RankRecord(
             rank=self.rank, steps=self._steps, samples=result, events=self._events, folder="<run>"
         )
-
-
-def write_run(
-    folder: Path, ranks: Mapping[int, RankRecord], manifest: Manifest | None = None
-) -> Path:
-    """Write records as a run directory (without traces); returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    head = manifest or Manifest(run_id="test", started_unix_ns=1, entry="context")
-    (folder / rundir.MANIFEST).write_bytes(msgspec.json.encode(head))
-    for number, record in ranks.items():
-        place = folder / f"rank{number}"
-        place.mkdir(exist_ok=True)
-        (place / rundir.RANK).write_bytes(msgspec.json.encode(record.rank))
-        _lines(place / (rundir.INFERENCE if record.inference else rundir.STEPS), record.steps)
-        _lines(place / rundir.TELEMETRY, record.samples)
-        _lines(place / rundir.EVENTS, record.events)
-    return folder
-
-
-def _lines(file: Path, rows: Iterable[Any]) -> None:
-    file.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))

@@ -98,18 +98,6 @@ class TimelineIndex:
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the columns and cells, bytes, without the names."""
-        columns = self.start.nbytes + self.end.nbytes + self.name.nbytes + self.slot.nbytes
-        columns += self.row.nbytes + self.longest.nbytes
-        columns += sum(column.nbytes for column in self.slice_of_row.values())
-        cells = sum(
-            level.first_run.nbytes + sum(column.nbytes for column in level.runs)
-            for level in self.pyramid.values()
-        )
-        return columns + cells + sum(c.ts.nbytes + c.value.nbytes for c in self.counters)
-
     def lane_of(self, position: int) -> int:
         """Number of the lane that a slice is in."""
         ends = [lane.hi for lane in self.lanes]

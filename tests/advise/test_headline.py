@@ -16,7 +16,8 @@ from advisor.core.run_directory import Host, Rank, RankRecord
 from advisor.core.text import format_duration, with_article
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
-from advisor.testing.record import RecordBuilder, write_run
+from advisor.testing.record import RecordBuilder
+from tests.run_directories import write_run
 
 OPTIONS = Options(config={})
 MS = 1_000_000

@@ -15,7 +15,8 @@ from advisor.read import open_run
 from advisor.render.formats import REPORTS
 from advisor.replay.result import what_if
 from advisor.testing import TraceBuilder
-from advisor.testing.record import RecordBuilder, write_run
+from advisor.testing.record import RecordBuilder
+from tests.run_directories import write_run
 
 OPTIONS = Options(config={})
 MS = 1_000_000

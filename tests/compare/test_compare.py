@@ -20,7 +20,8 @@ from advisor.core.finding import Finding, Location, SkippedCheck
 from advisor.core.report import Report
 from advisor.render.formats import COMPARISONS
 from advisor.testing import TraceBuilder
-from advisor.testing.record import RecordBuilder, write_run
+from advisor.testing.record import RecordBuilder
+from tests.run_directories import write_run
 
 Make = Callable[..., TraceBuilder]
 Record = Callable[..., Path]

@@ -24,7 +24,7 @@ from advisor.dashboard.pages import overview
 from advisor.measure.device.energy import step_energy
 from advisor.measure.steps.step_records import StepRecords
 from advisor.testing import TraceBuilder
-from advisor.testing.record import write_run
+from tests.run_directories import write_run
 
 MS = 1_000_000
 Told = Callable[[float], Gpu]

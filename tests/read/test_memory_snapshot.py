@@ -339,7 +339,8 @@ def test_two_snapshots_for_one_rank_are_one_line(
 
 
 def test_a_run_that_ended_out_of_memory_shows_its_snapshot(tmp_path: Path) -> None:
-    from advisor.testing.record import RecordBuilder, write_run
+    from advisor.testing.record import RecordBuilder
+    from tests.run_directories import write_run
 
     m = FakeAllocator(total=GIB)
     training = Training(m, activation=96 * MIB)
@@ -366,7 +367,8 @@ def test_a_run_that_ended_out_of_memory_shows_its_snapshot(tmp_path: Path) -> No
 
 
 def test_ranks_that_ended_out_of_memory_show_their_own_snapshot_or_text(tmp_path: Path) -> None:
-    from advisor.testing.record import RecordBuilder, write_run
+    from advisor.testing.record import RecordBuilder
+    from tests.run_directories import write_run
 
     message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 8 GiB"
     ranks = {}

@@ -17,7 +17,8 @@ from advisor.core.errors import AdvisorError
 from advisor.read import scalene
 from advisor.read.scalene import read_scalene
 from advisor.render.formats import REPORTS
-from advisor.testing.record import RecordBuilder, write_run
+from advisor.testing.record import RecordBuilder
+from tests.run_directories import write_run
 
 REAL = Path(__file__).with_name("scalene_loader.json")
 """Scalene 2.4.0, ``run --cpu-only --no-stacks --no-async``, of a loop whose dataset computes in

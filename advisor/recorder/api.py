@@ -1,4 +1,4 @@
-"""``advisor.profile``: one object that is decorator, context manager and the way to say more.
+"""Recording API: ``advisor.profile``, one object that is decorator, context manager and more.
 
 ::
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("advisor")
 LEVEL: Final = "KINETO_LOG_LEVEL"
 SILENT: Final = "6"
-"""Above all of Kineto's levels. It logs each start and stop of a profiler to stderr; how much is
-decided by the C environment when a process first profiles, once and for all. Nothing is redirected,
-for the program's own threads write to stderr meanwhile."""
+"""Log level above all of Kineto's. Kineto logs each start and stop of a profiler to stderr. The C
+environment sets the level when a process first profiles. Nothing is redirected, for the program's
+own threads write to stderr meanwhile."""
 _PROCESS = os.getpid()
 
 _T = TypeVar("_T")
@@ -52,8 +52,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Recorder:
-    """Records what runs inside it. Keywords are the options; ``step=True``: each call of the
-    decorated function is one step (else that is found out)."""
+    """Recorder of what runs inside it. Keywords are the options; ``step=True``: each call of the
+    decorated function is one step (else the recorder finds out)."""
 
     def __init__(
         self,
@@ -110,14 +110,14 @@ class Recorder:
             self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the recording, write what is left, and say where it is."""
+        """End the recording, write what is left, and print where it is."""
         session, self._session = self._session, None
         if session is not None:
             end_recording(session, error)
 
     @property
     def path(self) -> Path | None:
-        """The run directory; ``None``: nothing is being recorded, or it is not there yet."""
+        """The run directory; ``None`` if nothing is being recorded, or it is not made yet."""
         session = self._session
         if session is None or session.writer.folder is None:
             return None
@@ -126,11 +126,11 @@ class Recorder:
     # -- what the user says ---------------------------------------------------------------------
 
     def step(self) -> None:
-        """A step ends here."""
+        """End the current step here."""
         step()
 
     def phase(self, name: str) -> PhaseRange:
-        """A context manager: the time inside is of this phase."""
+        """Return a context manager: the time inside counts to phase ``name``."""
         return PhaseRange(name)
 
     def steps(self, loader: Iterable[_T]) -> Iterator[_T]:
@@ -206,7 +206,7 @@ class Recorder:
         return called
 
     def begin(self, entry: str = "context") -> None:
-        """Begin to record, unless ``ADVISOR=0``; until ``close``, or the end of the process."""
+        """Begin to record, until ``close`` or the end of the process; not with ``ADVISOR=0``."""
         if switched_off() or self._session is not None:
             return
         self._session = open_session(entry, self._keywords, self)
@@ -215,19 +215,19 @@ class Recorder:
             atexit.register(self.close)
 
     def is_idle(self) -> bool:
-        """Whether it is a decorator's, whose functions have all returned."""
+        """Return whether a decorator began the recording and its functions have all returned."""
         session = self._session
         return self._depth == 0 and session is not None and session.entry == "decorator"
 
     def _refuse(self) -> None:
-        """Somebody records already."""
+        """Warn once that a recording is already active."""
         if not self._warned:
             self._warned = True
             log.warning("advisor: already recording; the recording inside is left out")
 
 
 class _Call:
-    """One call of a decorated function."""
+    """Context manager around one call of a decorated function."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -282,8 +282,8 @@ class _Call:
 
 
 class PhaseRange:
-    """The time inside is of the named phase: ``data``, ``h2d``, ``forward``, ``backward``,
-    ``optimizer``, or a name of your own."""
+    """Context manager whose time counts to the named phase: ``data``, ``h2d``, ``forward``,
+    ``backward``, ``optimizer``, or a name of your own."""
 
     __slots__ = ("_before", "_name", "_session")
 
@@ -315,7 +315,7 @@ class PhaseRange:
 
 
 def step() -> None:
-    """A training step ends here. Does nothing where nothing is recorded."""
+    """End the current training step here. Does nothing if nothing is recorded."""
     from advisor.recorder.session import current_session
 
     session = current_session()
@@ -324,19 +324,19 @@ def step() -> None:
 
 
 def phase(name: str) -> PhaseRange:
-    """A context manager: the time inside is of this phase of the step."""
+    """Return a context manager: the time inside counts to this phase of the step."""
     return PhaseRange(name)
 
 
 def silence_kineto() -> None:
-    """From the first window on. A level that the user has chosen stays. ``os.environ``, which
-    programs look at, does not show it."""
+    """Silence Kineto's log from the first window on. A level that the user has chosen stays.
+    ``os.environ``, which programs look at, does not show the change."""
     if LEVEL not in os.environ:
         os.putenv(LEVEL, SILENT)
 
 
 def restore_kineto_log() -> None:
-    """Recording has ended: processes that are started from here on are as they would be."""
+    """Restore Kineto's log level for processes started after the recording."""
     if LEVEL not in os.environ:
         os.unsetenv(LEVEL)
 
@@ -344,7 +344,7 @@ def restore_kineto_log() -> None:
 def open_session(
     entry: str, keywords: dict[str, Any], recorder: Recorder | None = None, *, lazy: bool = False
 ) -> RecordingSession | None:
-    """Begin to record; ``None``: not possible, or somebody records already (reported once)."""
+    """Begin to record. Return ``None`` if that fails or a recording is active (warned once)."""
     try:
         from advisor.recorder.session import RecordingSession, current_session
 
@@ -378,7 +378,7 @@ def open_session(
 
 
 def end_recording(session: RecordingSession, error: BaseException | None = None) -> None:
-    """End a recording and say where it is."""
+    """End a recording and print where it is."""
     session.finish(error)
     restore_kineto_log()
     if session.problem is not None and session.rank == 0:
@@ -419,7 +419,7 @@ def _contained(session: RecordingSession, call: Callable[[], None]) -> None:
 
 
 profile = Recorder()
-"""The recorder with default options; call it for others."""
+"""Recorder with default options; call it for others."""
 record = profile
 
 

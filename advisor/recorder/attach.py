@@ -1,4 +1,4 @@
-"""``advisor record --attach``: a live inference server profiles itself for some seconds.
+"""Client for ``advisor record --attach``: a live inference server profiles itself for some seconds.
 
 vLLM and SGLang have ``/start_profile`` and ``/stop_profile``
 (https://docs.vllm.ai/en/stable/contributing/profiling/,
@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 from advisor.core.errors import AdvisorError
 
 MAX_SECONDS = 120.0
-"""A trace of two minutes of serving has hundreds of millions of events."""
+"""Longest profile, s: a trace of two minutes of serving has hundreds of millions of events."""
 ANSWER_SECONDS = 15.0
-"""For an answer of a server that is well."""
+"""Timeout for an answer of a running server, s."""
 STOP_SECONDS = 1800.0
-"""For the answer to a stop: the engine writes its files first, minutes for a large model."""
+"""Timeout for a stop, s: the engine first writes its files, minutes for a large model."""
 STOPS = 3
 MAX_ANSWER = 1 << 20
-"""Bytes of an answer that are read."""
+"""Most bytes read of an answer."""
 HOW_TO_ENABLE = {
     "vllm": "start vLLM with --profiler-config "
     '\'{"profiler": "torch", "torch_profiler_dir": "/traces"}\' '
@@ -42,17 +42,17 @@ _KINDS = (("vllm", "/version"), ("sglang", "/get_server_info"), ("sglang", "/ser
 
 
 class Server(NamedTuple):
-    """Where a server listens."""
+    """Address of an inference server."""
 
     secure: bool
     host: str
     port: int
     base: str
-    """Path before those of the endpoints."""
+    """Path in front of those of the endpoints."""
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = ANSWER_SECONDS) -> Any:
-        """Status and text of the answer. Redirects are not followed. Raises OSError and
-        http.client.HTTPException."""
+        """Send a request; return the answer's status and text. Redirects are not followed. Raises
+        OSError and http.client.HTTPException."""
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=seconds)
         try:
@@ -66,19 +66,19 @@ class Server(NamedTuple):
 
 
 class AttachedRecording(NamedTuple):
-    """What became of it."""
+    """Result of a recording by ``attach``."""
 
     engine: str
     seconds: float
-    """Between start and stop."""
+    """Time between start and stop, s."""
     interrupted: bool
-    """Somebody or something ended it early: the profiler was stopped all the same."""
+    """True if it was ended early; the profiler was stopped all the same."""
     files: list[Path]
-    """New files in the folder that was named; empty: none was, or it is on another machine."""
+    """New files in the named folder; empty if none was named, or it is on another machine."""
 
 
 def server_of(url: str) -> Server:
-    """Raises AdvisorError: not an address of a server."""
+    """Parse a server's address. Raises AdvisorError if it is none."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -93,7 +93,7 @@ def server_of(url: str) -> Server:
 
 
 def engine_of(server: Server) -> str:
-    """Which engine answers there. Raises AdvisorError: none does, or none that is known."""
+    """Return ``vllm`` or ``sglang``. Raises AdvisorError if no such engine answers."""
     for engine, path in _KINDS:
         try:
             status, text = server.ask("GET", path)
@@ -113,8 +113,8 @@ def attach(
     folder: Path | None = None,
     say: Callable[[str], object] = lambda text: None,
 ) -> AttachedRecording:
-    """Have a server profile itself for that long. ``folder``: where its files are written, as seen
-    from the server (SGLang is asked to write there; vLLM decides when it starts).
+    """Have a server profile itself for ``seconds``. ``folder``: where its files are written, as
+    seen from the server (SGLang is asked to write there; vLLM decides when it starts).
 
     Raises AdvisorError: no such server, or it does not profile. Where the profiler may have
     started and could not be stopped, the error says so.
@@ -152,7 +152,7 @@ def attach(
 
 
 class AttachRefused(Exception):
-    """The server does not profile."""
+    """Server refusal to profile: its profiler is not enabled."""
 
 
 def _start(server: Server, engine: str, body: dict[str, Any] | None) -> None:
@@ -174,7 +174,7 @@ def _start(server: Server, engine: str, body: dict[str, Any] | None) -> None:
 
 
 def _stop(server: Server) -> None:
-    """Asks until it is so. Raises AdvisorError: it is not."""
+    """Ask the server to stop profiling, up to ``STOPS`` times. Raises AdvisorError on failure."""
     why = ""
     for attempt in range(STOPS):
         try:
@@ -197,7 +197,7 @@ def _stop(server: Server) -> None:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """What ends the process lets it stop the profiler first."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that the profiler is stopped first."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

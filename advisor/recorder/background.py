@@ -1,4 +1,4 @@
-"""A thread beside the training that mostly sleeps."""
+"""Daemon thread beside the training that mostly sleeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 
 
 class Background(ABC):
-    """Does its ``work`` in a daemon thread from ``start`` until ``stop``, which sets ``over``.
+    """Daemon thread that runs ``work`` from ``start`` until ``stop``, which sets ``over``.
 
     Nothing it meets reaches the caller, whatever a driver, ``/proc`` or a disk does: it is a thread
     of somebody's training process. A failure ends it. In a forked child it is not running.
@@ -16,21 +16,21 @@ class Background(ABC):
 
     name: str
     stop_seconds = 0.5
-    """What ``stop`` waits for it."""
+    """Time that ``stop`` waits for the thread, s."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
-        """What ended it before its time; ``None``: nothing."""
+        """Error that ended the thread early; ``None`` if none did."""
         self.over = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid: int | None = None
 
     @abstractmethod
     def work(self) -> None:
-        """Until ``over`` is set."""
+        """Work in the thread until ``over`` is set."""
 
     def start(self) -> None:
-        """Begin. A second call does nothing."""
+        """Start the thread. A second call does nothing."""
         if self._thread is not None:
             return
         self._pid = os.getpid()
@@ -43,7 +43,7 @@ class Background(ABC):
         self._thread = thread
 
     def stop(self) -> None:
-        """End, once what is being done is done. May be called at any time."""
+        """End the thread after its current piece of work. May be called at any time."""
         thread = self._thread
         if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
             return

@@ -1,4 +1,4 @@
-"""Whether a thread is at its outermost level: where a profiler may start and stop.
+"""Test of a thread's call depth: a profiler may start and stop at the outermost level only.
 
 torch keeps what a profiler has begun with the thread's state, and saves and restores that state
 around much of what calls back into Python: a backward's hooks, compiled and traced functions,
@@ -27,7 +27,7 @@ AROUND = (
     "torch.nn.modules.module",  # an outermost call, whose forward has ended
     "torch.fx.graph_module",  # around the call of an exported or a traced module
 )
-"""Modules whose functions are around the hooks at the end of a step, without a gap …"""
+"""Modules of torch whose functions surround the hooks at the end of a step, without a gap …"""
 STARTERS = (
     "torch.multiprocessing",
     "torch.distributed.run",
@@ -36,21 +36,21 @@ STARTERS = (
     "torch.distributed.elastic",
     "torch.utils._contextlib",  # decorators: no_grad, enable_grad, set_grad_enabled
 )
-"""… and those that the user's program may run in."""
+"""… and those that only start the program."""
 CALLED_BACK = frozenset(("__torch_function__", "__torch_dispatch__", "__del__"))
-"""Functions of the user's that torch or the interpreter calls from C, without a frame."""
+"""Functions of the program that torch or the interpreter calls from C, without a frame."""
 OURS = __name__.rpartition(".")[0]
 
 
 def is_outermost(torch: Any, *, profiled: bool = False) -> bool:
-    """Whether the calling thread is at its outermost level; ``profiled``: a profiler of ours
+    """Return whether the calling thread is at its outermost level; ``profiled``: a profiler of ours
     records this thread."""
     return is_undisturbed(torch, profiled=profiled) and _nothing_around(sys._getframe(1))
 
 
 def is_undisturbed(torch: Any, *, profiled: bool = False) -> bool:
-    """Whether torch is in nothing that has the thread's state saved, and no profiler is on but
-    ours."""
+    """Return whether torch is in nothing that saves the thread's state, with no profiler active but
+    ours (``profiled``)."""
     lowlevel = torch._C
     if torch.autograd._profiler_enabled() is not profiled or in_backward(torch):
         return False
@@ -62,7 +62,7 @@ def is_undisturbed(torch: Any, *, profiled: bool = False) -> bool:
 
 
 def in_backward(torch: Any) -> bool:
-    """Whether the calling thread runs a backward, or a hook of one."""
+    """Return whether the calling thread runs a backward, or a hook of one."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return task is not None and task() != -1
 
@@ -72,14 +72,14 @@ def _capturing(torch: Any) -> bool:
 
 
 def _compiled_call(torch: Any) -> bool:
-    """Whether a function that dynamo compiled is running."""
+    """Return whether a function compiled by dynamo is running."""
     dynamo = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     asked = getattr(dynamo, "get_eval_frame_callback", None)
     return asked is not None and asked() not in (None, False)
 
 
 def _transformed(torch: Any) -> bool:
-    """Whether vmap, grad or the like is under way."""
+    """Return whether vmap, grad or another transform is running."""
     functorch = getattr(torch._C, "_functorch", None)
     asked = getattr(functorch, "peek_interpreter_stack", None)
     return asked is not None and asked() is not None
@@ -87,7 +87,7 @@ def _transformed(torch: Any) -> bool:
 
 def _nothing_around(frame: FrameType | None) -> bool:
     top = True
-    """Nothing but frames of ours and of what is around them so far."""
+    """True while all frames so far are ours or allowed around our hooks."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not isinstance(name, str):

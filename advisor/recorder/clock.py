@@ -1,4 +1,4 @@
-"""Time by phase: a tape that the training thread writes on, and the clock that reads it.
+"""Tape of phases that the training thread writes, and the clock that reads it.
 
 The tape is the hot path. A hook puts two things on it, a code and a time, by one ``list.extend``
 (nothing can come between them), and that is all: no lock, no object that the garbage collector
@@ -13,22 +13,22 @@ from typing import Any
 
 OTHER, DATA, H2D, FORWARD, BACKWARD, OPTIMIZER, BETWEEN = range(7)
 PHASES = ("other", "data", "h2d", "forward", "backward", "optimizer", "between steps")
-"""``BETWEEN`` is no phase that a hook begins: it is what lies between the end of a step and the
-first phase of the next, where no loader that is known is drawn from."""
+"""Names of the phases by number. No hook begins ``BETWEEN``: it lies between the end of a step and
+the first phase of the next, where no known loader is fetched from."""
 PART_OF_GRADIENTS = frozenset((DATA, FORWARD, BACKWARD))
-"""Phases in which a forward or a backward is part of something else …"""
+"""Phases within which a forward or backward is not timed …"""
 PART_OF_UPLOADS = PART_OF_GRADIENTS | {H2D, OPTIMIZER}
-"""… and a copy to a device."""
+"""… nor a copy to a device."""
 MAX_PHASES = 64
-"""Names beyond these share ``other``: a name made up for each step must not grow a list."""
+"""Most phase names; later ones count as ``other``: names made up per step must not grow a list."""
 MAX_TAPE = 20_000_000
-"""Entries that wait to be read: minutes of a disk that does not answer."""
+"""Most entries that wait to be read: minutes of a disk that does not answer."""
 
 THREAD, PHASE, WATCHED, ONLINE, LAST_LOADER, OPTIMIZED, LEARNT = range(7)
-"""``Tape.here``: the thread that is watched (-1: recording is off; hooks do nothing in others), the
-phase that is open in it, whether somebody listens to phases, whether something is to be done
-when an optimizer has stepped, the loader that was noted last, whether an optimizer's step was
-ever seen, and whether what follows is of no use for telling a loop that does not train."""
+"""Indices of ``Tape.here``: the watched thread (-1: recording is off; hooks ignore other threads),
+its open phase, whether watchers listen to phases, whether something must be done after an optimizer
+step, the last loader noted, whether an optimizer has ever stepped, and whether a backward or update
+has ended the search for inference steps."""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -64,30 +64,30 @@ ever seen, and whether what follows is of no use for telling a loop that does no
     GENERATED,  # time: it has ended
 ) = range(MAX_PHASES, MAX_PHASES + 31)
 FORWARDED = frozenset(range(FORWARD_END, FORWARD_END_TRAINING + 1))
-"""All ends of an outermost module's forward."""
+"""Codes that end an outermost module's forward."""
 
 
 class Tape:
-    """What the training thread writes: codes and values in turn. A code below ``MAX_PHASES`` is a
-    phase that begins at the time that follows."""
+    """List of codes and values in turn, written by the training thread. A code below ``MAX_PHASES``
+    is a phase that begins at the time that follows, ns."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.here = [-1, OTHER, 0, 0, -1, 0, 1]
-        """One list for all that hooks look at, by ``THREAD``, ``PHASE``, ``WATCHED``, ``ONLINE``,
+        """State that hooks read, in one list, by ``THREAD``, ``PHASE``, ``WATCHED``, ``ONLINE``,
         ``LAST_LOADER``, ``OPTIMIZED`` and ``LEARNT``: the caches are cold when they run."""
         self.watched: list[Any] = []
-        """Those that listen to phases at once (NVTX, CUDA events)."""
+        """Watchers called as phases begin and end (NVTX, CUDA events)."""
         self.names = list(PHASES)
 
     def add_watcher(self, watcher: Any) -> None:
-        """Tell ``watcher`` of phases from now on."""
+        """Call ``watcher`` for phases from now on."""
         if watcher not in self.watched:
             self.watched.append(watcher)
         self.here[WATCHED] = 1
 
     def remove_watcher(self, watcher: Any) -> bool:
-        """Tell ``watcher`` no further phases; whether it listened until now."""
+        """Stop calling ``watcher``; return whether it was called until now."""
         was = watcher in self.watched
         if was:
             self.watched.remove(watcher)
@@ -95,7 +95,7 @@ class Tape:
         return was
 
     def phase(self, name: str) -> int:
-        """Number of a phase, made up on first use."""
+        """Return the number of a phase, added on first use; ``OTHER`` if there are too many."""
         try:
             return self.names.index(name)
         except ValueError:
@@ -105,8 +105,8 @@ class Tape:
         return len(self.names) - 1
 
     def take(self) -> list[Any]:
-        """Cut off what was written so far. The thread may go on writing meanwhile: each of these
-        operations is atomic."""
+        """Cut off and return what was written so far. The training thread may go on writing: each
+        operation here is atomic."""
         count = len(self.log)
         taken = self.log[:count]
         del self.log[:count]
@@ -114,7 +114,7 @@ class Tape:
 
 
 class Clock:
-    """Time in each phase since the last ``cut``. Phases nest; the inner one's time is not the
+    """Time in each phase since the last ``cut``, ns. Phases nest; the inner one's time is not the
     outer one's, so that phases add up to the time that passed."""
 
     __slots__ = ("acc", "cur", "last", "stack")
@@ -126,38 +126,38 @@ class Clock:
         self.stack: list[int] = []
 
     def start(self, now: int) -> None:
-        """Begin, with no phase open."""
+        """Start, with no phase open, at ``now``, ns."""
         self.acc = [0] * MAX_PHASES
         self.stack.clear()
         self.cur = OTHER
         self.last = now
 
     def enter(self, phase: int, now: int) -> None:
-        """A phase begins, inside the one that is open."""
+        """Begin a phase inside the open one."""
         self.acc[self.cur] += now - self.last
         self.last = now
         self.stack.append(OTHER if self.cur == BETWEEN else self.cur)
         self.cur = phase
 
     def rest(self) -> None:
-        """A step has ended, and what follows is between steps until a phase begins."""
+        """Count time to ``BETWEEN`` until a phase begins, because a step has ended."""
         if not self.stack:
             self.cur = BETWEEN
 
     def leave(self, now: int) -> None:
-        """The innermost phase ends."""
+        """End the innermost phase."""
         if self.stack:
             self.acc[self.cur] += now - self.last
             self.last = now
             self.cur = self.stack.pop()
 
     def leave_all(self, now: int) -> None:
-        """Every phase ends."""
+        """End every open phase."""
         while self.stack:
             self.leave(now)
 
     def cut(self, now: int) -> list[int]:
-        """Times by phase since the last cut, and begin anew; open phases stay open."""
+        """Return the time by phase since the last cut, ns, and restart; open phases stay open."""
         acc = self.acc
         acc[self.cur] += now - self.last
         self.last = now

@@ -1,4 +1,4 @@
-"""What is recorded once about a run and its processes: command, versions, flags, limits, devices.
+"""Facts recorded once about a run and its processes: command, versions, flags, limits, devices.
 
 Nothing here raises or imports: torch and others are looked up among the modules that are loaded
 already, CUDA is only asked when the process has initialised it, and what cannot be had is left
@@ -28,7 +28,7 @@ from advisor.core.run_directory import Manifest, Rank, RecordedDevice
 _T = TypeVar("_T")
 
 GIT_SECONDS = 2.0
-"""A repository that takes longer to look at is not described."""
+"""Timeout of a git command, s; a repository that takes longer is not described."""
 
 PACKAGES = """
     torch torchvision torchaudio triton numpy transformers accelerate datasets tokenizers peft
@@ -36,7 +36,7 @@ PACKAGES = """
     xformers bitsandbytes apex transformer_engine timm nvidia.dali webdataset kornia nvtx
     pynvml psutil
     """.split()
-"""Described when the process has loaded them."""
+"""Packages whose version is recorded if the process has loaded them."""
 
 ENV = set(
     """
@@ -62,12 +62,12 @@ ENV = set(
         SLURM_LOCALID
         """.split()
 )
-"""Environment variables that are kept. Nothing else is, and of these no credentials."""
+"""Names of the environment variables that are recorded, without credentials. Others never are."""
 ENV_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RCCL_")
 
 
 def build_manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest:
-    """The run as a whole. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``."""
+    """Return the run's manifest. ``entry``: what began the recording, e.g. ``decorator``."""
     commit, dirty = _try(git_state) or (None, None)
     return Manifest(
         run_id=run_id,
@@ -83,7 +83,7 @@ def build_manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest
 
 
 def rank_info() -> Rank:
-    """This process: where it runs, on what, with which flags."""
+    """Return the facts about this process: where it runs, its devices, limits and flags."""
     unix, perf = clock_anchors()
     cgroup = _try(Cgroup)
     return Rank(
@@ -104,7 +104,7 @@ def rank_info() -> Rank:
 
 
 def clock_anchors() -> tuple[int, int]:
-    """One instant on the wall clock and on ``perf_counter_ns``, as exact as a few tries get it."""
+    """Return one instant as (Unix time, ``perf_counter_ns``), ns: the most exact of five tries."""
     best: tuple[int, int, int] | None = None
     for _ in range(5):
         before = time.perf_counter_ns()
@@ -120,7 +120,7 @@ def clock_anchors() -> tuple[int, int]:
 
 
 def command_line() -> list[str]:
-    """The command as it was typed, as far as the interpreter knows."""
+    """Return the command as it was typed, as far as the interpreter knows."""
     given = list(getattr(sys, "orig_argv", None) or [sys.executable, *sys.argv])
     if given:
         given[0] = Path(given[0]).name
@@ -128,7 +128,7 @@ def command_line() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of the list that are set."""
+    """Return the recorded environment variables that are set, secrets hidden."""
     return {
         name: HIDDEN if is_secret_name(name) else clean_value(value)
         for name, value in sorted(os.environ.items())
@@ -137,7 +137,7 @@ def environment() -> dict[str, str]:
 
 
 def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
-    """(commit, uncommitted changes in tracked files) of the repository around a folder."""
+    """Return (commit, uncommitted changes in tracked files) of the repository around a folder."""
     folder = folder or Path.cwd()
     options = "--porcelain=v2 --branch --untracked-files=no --ignore-submodules"
     status = _git(folder, "status", *options.split())
@@ -150,7 +150,7 @@ def git_state(folder: Path | None = None) -> tuple[str | None, bool | None]:
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
-    """What git prints; ``None``: it failed, or is not here.
+    """Return git's output; ``None`` if it failed or is not installed.
 
     Without a pipe: loader workers that are forked just now would inherit its other end, and
     whoever reads from it wait until they end, which may be when training does. Popen makes none,
@@ -180,7 +180,7 @@ def _git(folder: Path, *words: str) -> bytes | None:
 
 
 def _head(folder: Path) -> str | None:
-    """The commit from the files of .git, where git itself cannot be asked."""
+    """Return the commit from the files of .git, where git cannot be run; ``None`` if unknown."""
     for place in (folder.resolve(), *folder.resolve().parents):
         git = place / ".git"
         if git.is_file():
@@ -209,7 +209,7 @@ def _is_commit(text: str) -> bool:
 
 
 def list_versions() -> dict[str, str]:
-    """Versions of what is loaded and of what it was built with."""
+    """Return the versions of loaded packages, of CUDA and the like, and of the system, by name."""
     result = {"advisor": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         version = _try(lambda name=name: getattr(sys.modules.get(name), "__version__", None))  # type: ignore[misc]
@@ -230,7 +230,7 @@ def list_versions() -> dict[str, str]:
 
 
 def _nccl(torch: Any) -> str | None:
-    """Asked only where there is one: without it torch complains."""
+    """Return NCCL's version; ``None`` without CUDA or before it is initialised: torch complains."""
     if torch.version.cuda is None or not torch.cuda.is_initialized():
         return None
     version = torch.cuda.nccl.version()
@@ -243,7 +243,7 @@ def _texts(getters: dict[str, Callable[[], Any]]) -> dict[str, str]:
 
 
 def _of_job(name: str) -> int | None:
-    """``rank`` or ``world_size``: as torch has it, else as the launcher says."""
+    """Return ``rank`` or ``world_size`` from torch, else the launcher; ``None`` if unknown."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(getattr(distributed, f"get_{name}")())
@@ -258,7 +258,7 @@ def _int(text: str | None) -> int | None:
 
 
 def usable_cpus(cgroup: Cgroup | None = None) -> int:
-    """CPUs that the process may keep busy: its affinity, and the container's quota if lower."""
+    """Return the CPUs that the process may use: its affinity, or the container's quota if lower."""
     cores = count_cores()
     quota = cgroup.cpu_quota() if cgroup is not None else None
     return cores if quota is None else max(1, min(cores, int(quota)))
@@ -271,7 +271,7 @@ def _memory(cgroup: Cgroup | None) -> int | None:
 
 
 def ulimits() -> dict[str, int]:
-    """Soft limits; -1: unlimited."""
+    """Return the soft resource limits by name; -1: unlimited."""
     import resource
 
     result = {}
@@ -295,7 +295,7 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def cpu_list(text: str) -> set[int]:
-    """``0-3,8,10-11`` as the kernel writes sets of CPUs."""
+    """Parse a set of CPUs as the kernel writes it: ``0-3,8,10-11``."""
     result: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -305,7 +305,7 @@ def cpu_list(text: str) -> set[int]:
 
 
 def numa_nodes(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
-    """(number of NUMA nodes with CPUs, the nodes that the process's affinity touches)."""
+    """Return (number of NUMA nodes with CPUs, those in the process's affinity, or ``None``)."""
     nodes = {}
     for place in sorted(folder.glob("node[0-9]*")):
         cpus = cpu_list((place / "cpulist").read_text(encoding="ascii"))
@@ -318,7 +318,7 @@ def numa_nodes(folder: Path = NODES) -> tuple[int | None, list[int] | None]:
 
 
 def gpu_node(bus: str, folder: Path = PCI) -> int | None:
-    """NUMA node of a PCI device (``0000:3b:00.0``); ``None``: the machine does not tell."""
+    """Return the NUMA node of a PCI device (``0000:3b:00.0``); ``None`` if it is unknown."""
     node = int((folder / bus.lower() / "numa_node").read_text(encoding="ascii"))
     return node if node >= 0 else None
 
@@ -327,7 +327,7 @@ def gpu_node(bus: str, folder: Path = PCI) -> int | None:
 
 
 def read_flags() -> dict[str, Any]:
-    """Flags that advice needs, by their torch spelling; what cannot be had is left out."""
+    """Return the flags that advice needs, by their torch spelling; unknown ones are left out."""
     nodes, own = _try(numa_nodes) or (None, None)
     result: dict[str, Any] = {
         "gc_enabled": gc.isenabled(),
@@ -360,7 +360,7 @@ _FLAGS = {
     "mem_efficient_sdp": "backends.cuda.mem_efficient_sdp_enabled",
     "math_sdp": "backends.cuda.math_sdp_enabled",
 }
-"""Flags that are an attribute of torch, or what a function of it says."""
+"""Flags by name, each with the attribute or function of torch that gives it."""
 
 
 def _torch_flags(torch: Any) -> dict[str, Callable[[], Any]]:
@@ -386,7 +386,7 @@ def _ask(torch: Any, path: str) -> Any:
 
 
 def _tf32(backend: Any) -> bool | None:
-    """TF32 allowed; by the newer setting where both spellings were mixed and torch objects."""
+    """Return whether TF32 is allowed; by the newer setting if both were mixed and torch raises."""
     try:
         return bool(backend.allow_tf32)
     except RuntimeError:
@@ -394,8 +394,8 @@ def _tf32(backend: Any) -> bool | None:
 
 
 def _autocast(torch: Any) -> str | None:
-    """The dtype of an autocast region that is open now; ``None``: none is, which says nothing
-    about other places of the program."""
+    """Return the dtype of the open autocast region; ``None`` if none is open here, which says
+    nothing about other places of the program."""
     for kind in ("cuda", "cpu"):
         if torch.is_autocast_enabled(kind):
             return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
@@ -403,7 +403,7 @@ def _autocast(torch: Any) -> str | None:
 
 
 def _compiled() -> int | None:
-    """Graphs that torch.compile has made so far."""
+    """Return the number of graphs that torch.compile has made so far."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return 0
@@ -411,8 +411,8 @@ def _compiled() -> int | None:
 
 
 def _if_cuda(torch: Any, get: Callable[[], _T]) -> _T | None:
-    """Only in a process that uses the GPU already: asking would initialise CUDA, after which
-    forked DataLoader workers cannot."""
+    """Call ``get`` only in a process that already uses the GPU, else return ``None``. Asking would
+    initialise CUDA, after which forked DataLoader workers cannot."""
     return get() if torch.cuda.is_initialized() else None
 
 
@@ -425,7 +425,7 @@ def _bus(torch: Any) -> str:
 
 
 def list_devices() -> list[RecordedDevice]:
-    """Visible GPUs, the current one first; none while the process has not initialised CUDA."""
+    """Return the visible GPUs, the current one first; empty before CUDA is initialised."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
@@ -466,8 +466,8 @@ def _driver() -> str | None:
 
 
 def _try(get: Callable[[], _T]) -> _T | None:
-    """A value, or ``None`` whatever goes wrong: what is described here never justifies a failure
-    of the training around it, and what torch or the system raises is not ours to enumerate."""
+    """Return a value, or ``None`` whatever goes wrong: these facts never justify a failure of the
+    training around them, and what torch or the system raises is not ours to enumerate."""
     try:
         return get()
     except Exception:  # of torch, a driver or the system: any

@@ -1,5 +1,5 @@
-"""Which directory a process records into: a new one for every run, the same for all its ranks. And
-the lines at the end: where the run is, and its first finding, worked out in another process.
+"""Choice of the run directory: a new one for each run, one for all its ranks. Also the closing
+lines: where the run is, and its first finding, worked out in another process.
 
 ``advisor record`` makes the directory and names it in ``ADVISOR_RUN_DIR``. Otherwise the first rank
 makes it and leaves its name in a hidden file beside it, under a key that only the processes of one
@@ -27,19 +27,19 @@ import msgspec
 from advisor.core.errors import AdvisorError
 
 RUN_DIR = "ADVISOR_RUN_DIR"
-"""Set by ``advisor record`` for the processes that it starts."""
+"""Environment variable with the run directory, set by ``advisor record`` for its processes."""
 WAIT_SECONDS = 60.0
-"""How long a rank waits for the first one to make the directory."""
+"""Time that a rank waits for the first one to make the directory, s."""
 STALE_SECONDS = 600.0
-"""An older note is of another launch that happened to have the same key."""
+"""Age of a launch file, s, from which it is of another launch that had the same key."""
 MAX_TRIES = 1000
 PRIVATE = 0o700
-"""Mode of a new run directory: command lines, paths and settings are its owner's business. A
-directory that is there already, and empty, keeps the mode that its owner gave it."""
+"""Mode of a new run directory: command lines, paths and settings are private. An existing, empty
+directory keeps the mode that its owner gave it."""
 
 
 def new_run(out: str = "") -> Path:
-    """Make a new run directory, or take one that is empty. Raises OSError."""
+    """Make a new run directory, or take one that is empty; return its path. Raises OSError."""
     wanted = Path(out) if out else Path("runs") / _name()
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, MAX_TRIES):
@@ -54,7 +54,7 @@ def new_run(out: str = "") -> Path:
 
 
 def rank_folder(out: str, rank: int, world: int) -> Path:
-    """Make this rank's folder in the run's directory. Raises OSError."""
+    """Make this rank's folder in the run's directory and return it. Raises OSError."""
     given = os.environ.get(RUN_DIR)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if given:
@@ -80,7 +80,7 @@ def rank_folder(out: str, rank: int, world: int) -> Path:
 
 
 def write_once(path: Path, record: msgspec.Struct) -> None:
-    """Write a record unless it is there already: complete, or not at all. Raises OSError."""
+    """Write a record atomically, unless the file exists. Raises OSError."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         hidden.write_bytes(msgspec.json.encode(record))
@@ -101,7 +101,7 @@ def _name() -> str:
 
 
 def _meet(out: str, rank: int) -> Path:
-    """The directory that all ranks of this launch share."""
+    """Return the directory that all ranks of this launch share. Raises OSError."""
     parent = Path(out).parent if out else Path("runs")
     note = parent / f".launch_{_launch()}"
     if rank == 0:
@@ -124,7 +124,7 @@ def _meet(out: str, rank: int) -> Path:
 
 
 def _launch() -> str:
-    """A name that the processes of one launch have in common, and no other launch has.
+    """Return a key that the processes of one launch share, and no other launch has.
 
     On one machine: the process that started them. On several: what the launcher calls the job.
     """
@@ -146,7 +146,7 @@ def _launch() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in the kernel's ticks; empty where that is unknown."""
+    """Return the start time of a process in the kernel's ticks, as text; empty if unknown."""
     if sys.platform != "linux":
         return ""
     try:
@@ -156,28 +156,28 @@ def _started(pid: int) -> str:
 
 
 def missing_folders(out: str) -> list[Path]:
-    """What is not there yet of the folder that runs, or this run, go into: the deepest first."""
+    """Return the missing folders of the run directory's path, the deepest first."""
     wanted = Path(out or "runs").absolute()
     return [path for path in (wanted, *wanted.parents) if not path.exists()]
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Take away those of the folders, the deepest first, that nothing was recorded into."""
+    """Remove the folders, the deepest first, up to one that is not empty."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 SECONDS = 60.0
-"""An analysis that takes longer is left to the user."""
+"""Longest analysis at the end of a run, s; a longer one is left to the user."""
 WIDTH = 80
 NAME = "advisor: "
 _INJECTED = str(Path(__file__).parent / "inject")
-"""The folder that ``advisor record`` puts on PYTHONPATH."""
+"""Folder that ``advisor record`` puts on PYTHONPATH."""
 
 
 def print_message(*paragraphs: str) -> None:
-    """Print on stderr (stdout is the training program's), at 80 columns, as one piece."""
+    """Print on stderr, as one piece, wrapped at 80 columns. (stdout is the program's.)"""
     lines: list[str] = []
     for text in paragraphs:
         lines += textwrap.wrap(
@@ -194,7 +194,7 @@ def print_message(*paragraphs: str) -> None:
 
 
 def print_result(run: Path, *, analyse: bool = True) -> None:
-    """Say where a run is, and what was found first in it."""
+    """Print where a run is, and its first finding."""
     shown = _shown(run)
     sentences = [f"recorded in {shown}"]
     result = summarise_findings(run) if analyse else None
@@ -205,7 +205,7 @@ def print_result(run: Path, *, analyse: bool = True) -> None:
 
 
 def summarise_findings(run: Path) -> list[str] | None:
-    """Sentences about what was found, the most important first; ``None``: it is unknown."""
+    """Return sentences on what was found, the most important first; ``None`` if it is unknown."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
     env["ADVISOR"] = "0"
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
@@ -257,5 +257,5 @@ def _shown(run: Path) -> str:
 
 
 def with_injected(paths: str) -> str:
-    """A PYTHONPATH with the folder in front that makes processes begin to record."""
+    """Return a PYTHONPATH with the folder of the recorder's ``sitecustomize`` in front."""
     return os.pathsep.join([_INJECTED, *([paths] if paths else [])])

@@ -1,4 +1,4 @@
-"""What torch.compile and NCCL log, kept in the run: graph breaks, guards, times, kernels; the path
+"""Logs of torch.compile and NCCL kept in the run: graph breaks, guards, times, kernels; the path
 between GPUs, and the topology of the node.
 
 torch hands structured records to the handlers of one logger, as ``TORCH_TRACE=FOLDER`` writes them
@@ -36,7 +36,7 @@ from advisor.recorder.background import Background
 LOGGER = "torch.__trace"
 CHOSEN_BY_USER = ("TORCH_TRACE", "TORCH_DTRACE")
 MAX_BYTES, MAX_RECORD = 16 << 20, 256 << 10
-"""Of a process, and of one record."""
+"""Most bytes kept of a process, and of one record."""
 _ARTIFACTS = ("dynamo_graph_break_reason", "recompile_reasons")
 _METRICS = frozenset(
     (
@@ -45,7 +45,7 @@ _METRICS = frozenset(
         "cudagraph_skip_reason",
     )
 )  # fmt: skip
-"""Of a compilation: others are settings, which are long."""
+"""Fields kept of a compilation's metrics; the others are settings, which are long."""
 _KEPT = {
     # which line of the program each node of the graph is of, without the code
     "dynamo_output_graph": re.compile(r"^ *(# File: .+?:\d+ in [^,]+|\w+(?=:| =))", re.MULTILINE),
@@ -62,13 +62,13 @@ _PLACE = re.compile(r'^ *File ".+", line \d+, in ')
 
 
 class CompileRecord(Struct):
-    """A record as it is written, with its payload."""
+    """Record of ``TORCH_TRACE``, encoded with its payload."""
 
     text: bytes
 
 
 class _Selective(list[Any]):
-    """The logger's handlers; empty, as far as ``trace_structured`` asks for what is not kept."""
+    """Handlers of the logger; false in ``trace_structured`` for records that are not kept."""
 
     def __bool__(self) -> bool:
         if len(self) != 1:
@@ -87,7 +87,7 @@ class _Selective(list[Any]):
 
 
 class CompileLogHandler(logging.Handler):
-    """Hands on what is kept, in the form of torch's own files. Never raises."""
+    """Handler that passes on the records to keep, in torch's own format. Never raises."""
 
     def __init__(self, put: Callable[[CompileRecord], None]) -> None:
         super().__init__()
@@ -96,20 +96,20 @@ class CompileLogHandler(logging.Handler):
         self._bytes = 0
 
     def install(self) -> None:
-        """Listen, unless the user does, or torch has no such logger."""
+        """Add the handler, unless the user has one or torch has no such logger."""
         log = logging.root.manager.loggerDict.get(LOGGER)
         if isinstance(log, logging.Logger) and not any(map(os.environ.get, CHOSEN_BY_USER)):
             # torch's own handler takes itself away when it is used first without TORCH_TRACE
             log.handlers = _Selective([*log.handlers, self])
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Remove the handler."""
         log = logging.getLogger(LOGGER)
         if self in list(log.handlers):
             log.handlers = [handler for handler in log.handlers if handler is not self]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record, cut to what is read of it."""
+        """Pass on a record, cut to what the analysis reads."""
         if os.getpid() != self._pid or self._bytes > MAX_BYTES:
             return
         try:
@@ -123,7 +123,7 @@ class CompileLogHandler(logging.Handler):
 
 
 def _text(record: logging.LogRecord, metadata: dict[str, Any], payload: Any) -> bytes | None:
-    """A record's lines; ``None``: it is not kept."""
+    """Return a record's encoded lines; ``None`` if it is not kept."""
     metrics = metadata.get("compilation_metrics")
     kind = next((kind for kind in _KEPT if kind in metadata), "")
     lines: list[str] = []
@@ -156,7 +156,7 @@ def _text(record: logging.LogRecord, metadata: dict[str, Any], payload: Any) -> 
 
 
 MAX_COPIED = 4 << 20
-"""Of the log: what NCCL says of its path stands at the beginning."""
+"""Most bytes read of NCCL's log: what it says of the path is at the start."""
 EVERY_SECONDS, ASK_SECONDS = 30.0, 30.0
 COMMANDS = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"))
 MAX_LINE = 4096
@@ -164,7 +164,7 @@ _OF_NCCL = re.compile(rb"CCL (?:INFO|WARN|version)")
 
 
 class NetworkKeeper(Background):
-    """Copies into a rank's folder until ``stop``."""
+    """Thread that keeps NCCL's log and the topology in a rank's folder, until ``stop``."""
 
     name = "network"
     stop_seconds = 2.0
@@ -177,12 +177,12 @@ class NetworkKeeper(Background):
         self._asks = is_first_of_several(os.environ)
 
     def start(self) -> None:
-        """Begin, where there is anything to keep."""
+        """Start the thread, if there is anything to keep."""
         if self._source is not None or self._asks:
             super().start()
 
     def work(self) -> None:
-        """Ask once, and copy the log now and then, at last at the end."""
+        """Ask for the topology once; copy the log now and then, and at the end."""
         with suppress(Exception):
             topology = ask_topology() if self._asks else None
             if topology is not None:
@@ -194,7 +194,7 @@ class NetworkKeeper(Background):
                 return
 
     def _copy(self, source: Path) -> None:
-        """What the log holds now, if it has grown."""
+        """Copy NCCL's lines of the log, if it has grown."""
         if not source.is_file() or source.stat().st_size == self._size or self._size >= MAX_COPIED:
             return
         with source.open("rb") as file:
@@ -211,8 +211,8 @@ class NetworkKeeper(Background):
 
 
 def log_file(env: os._Environ[str] | dict[str, str]) -> Path | None:
-    """Where NCCL writes its log in this process; ``None``: nowhere, or to the terminal. ``%h`` and
-    ``%p`` stand for host and process, as NCCL's documentation of ``NCCL_DEBUG_FILE`` says."""
+    """Return the path of NCCL's log for this process; ``None`` if it writes none or to the
+    terminal. ``%h`` and ``%p`` are host and process, as NCCL's docs of ``NCCL_DEBUG_FILE`` say."""
     name = env.get("NCCL_DEBUG_FILE", "")
     if not name or env.get("NCCL_DEBUG", "").upper() not in ("INFO", "TRACE", "WARN"):
         return None
@@ -223,13 +223,13 @@ def log_file(env: os._Environ[str] | dict[str, str]) -> Path | None:
 
 
 def is_first_of_several(env: os._Environ[str] | dict[str, str]) -> bool:
-    """The process is one of a job, and the first on its node."""
+    """Return whether the process is the first on its node, in a job of several."""
     return env.get("WORLD_SIZE", "1") not in ("", "0", "1") and env.get("LOCAL_RANK", "0") == "0"
 
 
 def ask_topology() -> bytes | None:
-    """What the first tool that is here prints; ``None``: there is none, or it failed. Without a
-    pipe, for the reason that ``environment._git`` gives."""
+    """Return the output of the first installed tool of ``COMMANDS``; ``None`` if none is, or it
+    failed. Uses no pipe, for the reason that ``environment._git`` gives."""
     import tempfile
 
     found = next((c for c in COMMANDS if shutil.which(c[0]) is not None), None)

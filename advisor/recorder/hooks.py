@@ -1,4 +1,4 @@
-"""Where the recorder listens: wrappers around a handful of torch's entry points.
+"""Hooks of the recorder: wrappers around a few entry points of torch.
 
 Each wrapper does the user's call exactly once, with the user's arguments, result and exception.
 What is ours around it writes on the tape, and what can fail besides is contained. All begin with
@@ -63,62 +63,61 @@ from advisor.recorder.modules import ModuleCalls, hide_from_warnings, leave_to_d
 
 
 class Listener:
-    """What hooks talk to. Here it does nothing."""
+    """Interface that the hooks call. This base class does nothing."""
 
     tape: Tape
     loaders: Loaders
     looping: list[Any]
-    """Not empty: ``Recorder.steps`` waits for a batch."""
+    """List that is not empty while ``Recorder.steps`` waits for a batch."""
     inspect_batch: Callable[[Any], Any] = staticmethod(lambda batch: None)
-    """Notes what a batch is made of."""
+    """Function that notes a batch's shapes and dtypes."""
 
     def on_enter(self, phase: int) -> None:
-        """A phase is about to begin; called while somebody watches. Contained, as the next ones."""
+        """Called before a phase begins, while there are watchers. No callback raises."""
 
     def on_leave(self, phase: int) -> None:
-        """A phase has ended, this one goes on."""
+        """Called when a phase has ended and ``phase`` continues."""
 
     def on_optimizer_step(self) -> None:
-        """An optimizer has stepped."""
+        """Called when an optimizer has stepped."""
 
     def on_forward(self, module: Any) -> None:
-        """The forward of an outermost module has ended, where nothing was learnt so far."""
+        """Called after an outermost forward, until a backward or an update is recorded."""
 
     def on_generate_start(self) -> None:
-        """A call of ``generate`` is about to begin, where nothing was learnt so far …"""
+        """Called before ``generate``, until a backward or an update is recorded …"""
 
     def on_generate_end(self) -> None:
-        """… and has ended."""
+        """… and after it."""
 
     def on_first_backward(self) -> None:
-        """The first backward begins."""
+        """Called when the first backward begins."""
 
     def on_other_thread(self, *, updates: bool) -> None:
-        """A backward or an optimizer's step (``updates``) begins in a thread that is not watched;
-        it may become the one that is."""
+        """Called when a backward or an optimizer step (``updates``) begins in an unwatched thread,
+        which may become the watched one."""
 
     def read_tape(self) -> None:
-        """Read the tape, if it is to be read in this thread."""
+        """Read the tape, if this thread is to read it."""
 
     def broken(self, error: BaseException) -> None:
-        """Something of ours failed: stop."""
+        """Handle a failure of the recorder's own code: stop recording."""
 
 
 class _Patch(NamedTuple):
-    """One of torch's functions, replaced."""
+    """Replaced attribute of torch, with what is needed to restore it."""
 
     owner: Any
     name: str
     original: Any
     own: bool
-    """It was the owner's; else inherited."""
+    """True if the owner defined the attribute itself, false if inherited."""
     hook: Any
 
 
 OVERRIDABLE = frozenset(("to", "cuda"))
-"""Methods of tensors that ``__torch_function__`` hears of. torch takes the one that it reports
-from ``torch.Tensor``, so that it is our hook, and overrides look it up in tables: our hook has to
-be equal to the original."""
+"""Tensor methods that ``__torch_function__`` reports. torch looks the method up in ``torch.Tensor``
+and so reports our hook; overrides compare it, so it must equal the original."""
 
 
 FOREIGN = (
@@ -126,16 +125,16 @@ FOREIGN = (
     ("nvidia.dali.plugin.pytorch", "DALIRaggedIterator"),
     ("ffcv.loader.epoch_iterator", "EpochIterator"),
 )
-"""Iterators of loaders that are not torch's and have none of torch's inside, by module and class.
-Where the module is imported, waits for them are recorded as those for torch's are."""
+"""Iterators of loaders other than torch's, by module and class, that use none of torch's. Once the
+module is imported, waits for them are recorded like those for torch's."""
 
 
 GENERATION = "transformers.generation.utils"
-"""Where the ``generate`` of Transformers' models is."""
+"""Module that defines ``generate`` of Transformers' models."""
 
 
 class Equal:
-    """A hook that is equal to what it is around."""
+    """Hook that compares and hashes like the function it wraps."""
 
     def __init__(self, original: Any, hook: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
@@ -159,7 +158,7 @@ class Equal:
 
 
 class Hooks:
-    """The wrappers, put in place by ``install`` and taken out by ``remove``."""
+    """All wrappers: ``install`` sets them, ``remove`` restores the originals."""
 
     def __init__(self, listener: Listener) -> None:
         self._on = listener
@@ -168,10 +167,10 @@ class Hooks:
         self._calls: ModuleCalls | None = None
         self._foreign: set[Any] = set()
         self.module_calls_suspended = False
-        """Forwards are not seen at present."""
+        """True while forwards are not recorded."""
 
     def install(self) -> None:
-        """Listen. Raises AttributeError: this torch has another shape than those that are known."""
+        """Install the wrappers. Raises AttributeError if this torch lacks a wrapped function."""
         import torch
         from torch.optim import optimizer as optim
         from torch.utils.data import dataloader
@@ -202,8 +201,8 @@ class Hooks:
         ]
 
     def hook_new_imports(self) -> bool:
-        """Listen to what was imported since: other loaders, ``generate``. Nothing is imported here.
-        Whether it was ``generate``."""
+        """Wrap what was imported since the last call: other loaders, ``generate``. Imports nothing.
+        Return whether ``generate`` was wrapped."""
         for name, kind in FOREIGN:
             module = sys.modules.get(name)
             owner = None if module is None else vars(module).get(kind)
@@ -221,8 +220,8 @@ class Hooks:
         return False
 
     def remove(self) -> None:
-        """Put everything back. A wrapper that somebody has wrapped since stays, and passes
-        through."""
+        """Restore all originals. A wrapper that other code has wrapped since stays, and only passes
+        calls through."""
         if self._calls is not None:
             self._calls.remove()
         for handle in self._handles:
@@ -237,15 +236,15 @@ class Hooks:
         self._patches.clear()
 
     def suspend_module_calls(self) -> None:
-        """Give ``Module.__call__`` its own code until ``resume_module_calls``, before a profiler
-        with Python stacks starts: torch's tracer recognises modules by it, as it is when the first
-        tracer of the process starts."""
+        """Restore ``Module.__call__`` until ``resume_module_calls``, before a profiler with Python
+        stacks starts. torch's tracer recognises modules by it, as it is when the process's first
+        tracer starts."""
         self.module_calls_suspended = True
         if self._calls is not None:
             self._calls.remove()
 
     def resume_module_calls(self) -> None:
-        """That profiler has ended."""
+        """Wrap ``Module.__call__`` again, once that profiler has ended."""
         self.module_calls_suspended = False
         if self._calls is not None and self._patches:
             self._calls.install()
@@ -359,7 +358,7 @@ def _timed(
     end: int = LEAVE,
     applies: Callable[[Any, Any], bool] | None = None,
 ) -> Callable[[Any], Any]:
-    """A wrapper that times calls as a phase, except in the phases ``inside`` which it is part of.
+    """Return a wrapper that times calls as a phase, except inside the phases ``inside``.
 
     ``applies`` looks at the arguments. ``end`` is the code of a call that returned.
     """
@@ -402,7 +401,7 @@ def _timed(
 def _forward(
     on: Listener, calls: ModuleCalls
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """Makes the call of an outermost module: a forward. Those inside are not looked at."""
+    """Return the call of an outermost module, timed as a forward. Inner modules are not timed."""
     from torch import is_grad_enabled
 
     function, original, code = calls.function, calls.original, calls.code
@@ -447,7 +446,7 @@ def _forward(
 
 
 def _generate(on: Listener) -> Callable[[Any], Any]:
-    """Marks calls of ``generate``. Its forwards are timed as they are."""
+    """Return a wrapper that marks calls of ``generate``. Its forwards are timed as usual."""
     compiling = _compiling()
     tape = on.tape
     put, here = tape.log.extend, tape.here
@@ -470,7 +469,7 @@ def _generate(on: Listener) -> Callable[[Any], Any]:
 
 
 def _to(on: Listener) -> Callable[[Any], Any]:
-    """``Tensor.to`` from the host to a device."""
+    """Wrap ``Tensor.to``: time copies from the host to a device."""
     from torch import device
 
     is_cpu = _attribute("is_cpu")
@@ -496,8 +495,8 @@ def _cuda(on: Listener) -> Callable[[Any], Any]:
 
 
 def _attribute(name: str) -> Callable[[Any], Any]:
-    """An attribute of a tensor, false for what is none. Overrides and modes (``TorchFunctionMode``)
-    do not hear that we ask."""
+    """Return a reader of a tensor attribute, false for other objects. ``__torch_function__`` and
+    ``TorchFunctionMode`` do not see the access."""
     from torch import Tensor
     from torch._C import DisableTorchFunction as silently
 
@@ -511,8 +510,8 @@ def _attribute(name: str) -> Callable[[Any], Any]:
 
 
 def _backward(on: Listener) -> Callable[[Any], Any]:
-    """Until an optimizer is seen, it is also noted whether weights or gradients were changed since
-    the last backward: then that one ended a step."""
+    """Wrap backwards. Until an optimizer steps, also note whether weights or gradients changed
+    since the last backward, which then ended a step."""
     compiling = _compiling()
     tape, witness = on.tape, UpdateProbe()
     put, here = tape.log.extend, tape.here
@@ -557,7 +556,7 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
 
 
 def _scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
-    """A scaler may leave the optimizer out (infinite gradients): it was a step all the same."""
+    """Wrap a gradient scaler's step. It counts even if the scaler skips the optimizer."""
     put = on.tape.log.extend
 
     def applies(args: Any, kwargs: Any) -> bool:
@@ -578,12 +577,12 @@ def _scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
 
 
 Opened = list[tuple[int, int, tuple[int, Any]]]
-"""Steps of optimizers that have begun: the optimizer by id, the phase around it, and the frame, by
-id and code."""
+"""Optimizer steps in progress: the optimizer's id, the phase around it, and the frame as (id,
+code)."""
 
 
 def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Hooks of all optimizers. The second is not called when the optimizer raises."""
+    """Return the hooks before and after optimizer steps. The second is not called if one raises."""
     compiling = _compiling()
     tape = on.tape
     log, put, here = tape.log, tape.log.extend, tape.here
@@ -621,7 +620,7 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
 
 
 def _left_open(on: Listener, opened: Opened) -> bool:
-    """Whether the last step that began has raised; then nothing is open any more."""
+    """Return whether the last optimizer step begun has raised; if so, clear ``opened``."""
     if not opened:
         return False
     here = on.tape.here
@@ -635,7 +634,7 @@ def _left_open(on: Listener, opened: Opened) -> bool:
 
 
 def _on_the_stack(call: tuple[int, Any]) -> bool:
-    """Whether a call has not ended: its frame, by id, is one of those that led here."""
+    """Return whether a call, as (frame id, code), is still running: on the stack that led here."""
     # not the optimizer's that asks: a dead frame's memory is used again
     frame: Any = sys._getframe(4)
     while frame is not None:
@@ -660,8 +659,8 @@ def _save(on: Listener) -> Callable[[Any], Any]:
 
 
 def _compiling() -> Callable[[], bool]:
-    """Whether dynamo traces this call: it takes the answer for a constant. ``is_compiling`` would
-    also know of export, at five times the cost; there our few lines do no harm."""
+    """Return the function that tells whether dynamo traces this call; dynamo takes it as constant.
+    ``is_compiling`` would also cover export, at five times the cost; our lines do no harm there."""
     from torch.compiler import is_dynamo_compiling
 
     asked: Callable[[], bool] = is_dynamo_compiling
@@ -669,12 +668,11 @@ def _compiling() -> Callable[[], bool]:
 
 
 MAX_NODES = 4096
-"""So much of a graph is searched for a leaf, once."""
+"""Most graph nodes searched for a leaf, once."""
 
 
 class UpdateProbe:
-    """Asked before and after each backward, whether weights were updated between two, where no
-    optimizer is seen.
+    """Detector of weight updates between two backwards, for programs without a known optimizer.
 
     One leaf of the graph stands for all of them: an update changes its version, and what clears
     gradients changes or removes its gradient; accumulating does neither between one backward's end
@@ -688,8 +686,8 @@ class UpdateProbe:
         self._state: Any = None
 
     def has_update(self, args: tuple[Any, ...]) -> bool:
-        """A backward begins, of the tensors in the first argument: whether anything was changed
-        since the last one ended."""
+        """Return whether weights or gradients changed since the last backward. ``args`` are the
+        next one's; the first holds its outputs."""
         try:
             from torch._C import DisableTorchFunction
 
@@ -707,7 +705,7 @@ class UpdateProbe:
             return False
 
     def remember_state(self) -> None:
-        """It has ended."""
+        """Remember the leaf's version and gradient, at the end of a backward."""
         try:
             from torch._C import DisableTorchFunction
 
@@ -725,9 +723,8 @@ def _state(leaf: Any) -> tuple[Any, ...]:
 
 
 def _has_graph(result: Any) -> bool:
-    """Whether a forward's result, or a tensor in it, was made with a graph. Of other types than
-    tensors, and of what lies deeper, nothing is asked: their code is the program's, and modes do
-    not hear that we ask."""
+    """Return whether a forward's result, or a tensor directly in it, has a graph. Other types and
+    deeper levels are not looked at: their code is the program's. Modes do not see the access."""
     from torch import Tensor
     from torch._C import DisableTorchFunction
 
@@ -740,7 +737,7 @@ def _has_graph(result: Any) -> bool:
 
 
 def _leaf_of(outputs: Any) -> Any:
-    """A parameter that the outputs depend on, else any leaf."""
+    """Return a parameter that the outputs depend on, else any leaf, else ``None``."""
     from torch.nn import Parameter
 
     tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)

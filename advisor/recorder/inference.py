@@ -25,19 +25,19 @@ from advisor.recorder.clock import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZE
 from advisor.recorder.steps import MAX_EVENTS
 
 LOOP = 3
-"""Steps from which it is a loop: a model that is called once or twice is being tried."""
+"""Steps that make a loop: a model called once or twice is only being tried."""
 MAX_PARTS = 1024
-"""Forwards that are kept while it is unknown which step they belong to."""
+"""Most forwards kept while it is unknown which step they belong to."""
 SINGLE = 64
-"""Forwards since a fetch, at least, from which the loop is taken for one that does not fetch
-(``x = next(iter(loader))`` before it) …"""
+"""Least forwards since a fetch from which the loop is taken to fetch nothing (``x =
+next(iter(loader))`` before it) …"""
 TIMES = 4
-"""… and that many times what was in a step before."""
+"""… and their least multiple of the forwards of an earlier step."""
 MAX_CYCLE = 512
-"""Calls of modules without parameters in a cycle of them, at most."""
+"""Most calls in a repeated cycle of modules without parameters."""
 AHEAD = 8
-"""Batches fetched without a forward, beyond as many as there are steps: something that is not seen
-works on them, perhaps a training."""
+"""Batches fetched without a forward, beyond the number of steps, that end the search: something
+unseen works on them, perhaps a training."""
 
 LEARNING = frozenset((BACKWARD, OPTIMIZER))
 LEARNT = frozenset(
@@ -56,42 +56,42 @@ LEAVING = tape.FORWARDED | {tape.LEAVE}
 
 
 class InferencePart(NamedTuple):
-    """What lies between the ends of two forwards."""
+    """Interval between the ends of two forwards, ns."""
 
     t: int
     end: int
     phases: list[int]
     module: int
     forwards: int
-    """Forwards in it: more than one inside of ``generate``."""
+    """Number of forwards in it: above 1 for a call of ``generate``."""
 
 
 class Inferred(NamedTuple):
-    """A step of a loop that does not train."""
+    """Step of a loop that does not train; times in ns."""
 
     n: int
     t: int
     end: int
     phases: list[int]
     batches: list[Any]
-    """What was noted of each batch."""
+    """Note on each batch."""
     forwards: int
     late: bool
-    """It was not known when it ended that it was one."""
+    """True if it was only recognised as a step after it had ended."""
     unaided: bool
-    """Forwards alone tell where it ended: no fetch, no ``generate``."""
+    """True if only forwards tell where it ended: no fetch, no ``generate``."""
     gc: int
     memory: Any
     graphs: int
-    """Forwards, in evaluation mode, that made a graph."""
+    """Forwards in evaluation mode that made a graph."""
     marks: Any = None
-    """CUDA events, with the phase that each begins; ``None``: not of the whole step."""
+    """CUDA events, each with the phase that it begins; ``None`` if not of the whole step."""
 
 
 class Inference:
-    """``emit`` is called with each step. ``module_calls_suspended``: whether forwards cannot be
-    seen at present. ``on_restart``: called where the steps so far were none of a model's; these
-    follow."""
+    """Finder of inference steps. ``emit`` gets each step. ``module_calls_suspended`` tells whether
+    forwards are unrecorded now. ``on_restart`` is called if the steps so far were not a model's;
+    these follow."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Inference:
         self._module_calls_suspended = module_calls_suspended
         self._on_restart = on_restart
         self._plain: list[int] | None = []
-        """Modules without parameters in the order of their calls, until it is known whether they
-        count; ``None``: it is."""
+        """Modules without parameters, in call order, while it is unknown whether they count;
+        ``None`` once it is known."""
         self._only_plain = False
-        """They do: no other is called."""
+        """True if they count, because no other module is called."""
         self.count = 0
-        """Steps that were handed on."""
+        """Number of steps emitted."""
         self._clock = Clock()
         self._kept: list[Inferred] = []
         self._parts: list[InferencePart] = []
@@ -117,31 +117,31 @@ class Inference:
         self._open = False
         self._outside = True
         self._drawn = 0
-        """Batches since the loader was iterated."""
+        """Batches fetched since the loader was last iterated."""
         self._ahead = 0
         self._usual = 0
-        """Most parts of a step with a loader."""
+        """Most parts in a step of a loader's loop."""
         self._known: dict[int, int] = {}
         self._primary: int | None = None
         self._inside = 0
-        """Calls of ``generate`` that are open …"""
+        """Number of ``generate`` calls that are open …"""
         self._inner = 0
-        """… and the forwards in them."""
+        """… and of the forwards in them."""
         self._generated = False
         self._gc = self._graphs = 0
         self._memory: Any = None
         self._marks: list[Any] = []
-        """CUDA events since the step began, where ``_marked``; else, those that were made last."""
+        """CUDA events since the step began, if ``_marked``; else those made last."""
         self._marked = False
 
     def start(self, now: int) -> None:
-        """Begin, with no phase open."""
+        """Start, with no phase open, at ``now``, ns."""
         self._clock.start(now)
         self._forget(now)
 
     def read(self, codes: list[int], values: list[Any]) -> bool:
-        """Go through what was cut off the tape; false: something was learnt, or may have been
-        where it cannot be seen. Not to be called again then."""
+        """Read a piece of the tape. Return false if it trains, or may train unseen; then do not
+        call it again."""
         clock = self._clock
         for code, value in zip(codes, values, strict=True):
             if code < MAX_PHASES:
@@ -199,7 +199,7 @@ class Inference:
         return True
 
     def finish(self) -> None:
-        """Recording ends, or is paused: a step whose forward has ended is kept."""
+        """Finish the recording, or pause: keep a step whose forward has ended."""
         if self._inside:
             self._inside = 1
             self._generate_ended(self._clock.last)
@@ -213,7 +213,7 @@ class Inference:
         self._marked = False
 
     def _cut_marks(self) -> list[Any] | None:
-        """The events of what ends here; the last of them begins what follows."""
+        """Return the step's events, ``None`` if incomplete; its last one starts the next step."""
         made = self._marks if self._marked and len(self._marks) > 1 else None
         self._marks = self._marks[-1:]
         self._marked = bool(self._marks)
@@ -253,7 +253,7 @@ class Inference:
         self._clock.enter(DATA, now)
 
     def _forwarded(self, module: int) -> None:
-        """A forward has ended, at the time of the entry before."""
+        """Handle a forward that ended at the previous entry's time."""
         if module < 0:
             if self._plain is not None:
                 self._plain.append(module)
@@ -270,7 +270,7 @@ class Inference:
         self._piece(self._clock.last, module, 1)
 
     def _found_model(self) -> None:
-        """A model is called for the first time: what was done so far prepared that."""
+        """Drop the steps so far, at the first call of a model: they prepared its input."""
         self._plain, self._only_plain = None, False
         self._primary = None
         self._known.clear()
@@ -295,7 +295,7 @@ class Inference:
             self._go_outside()
 
     def _cut(self, now: int, module: int, forwards: int) -> None:
-        """End a part; time inside of a phase of the user's is counted up to here."""
+        """End a part; time in a phase that the program opened is counted up to here."""
         phases = self._clock.cut(now)
         self._parts.append(InferencePart(self._begun, now, phases, module, forwards))
         self._begun = now
@@ -306,7 +306,7 @@ class Inference:
             self._without_marks()
 
     def _took_turn(self, part: InferencePart, late: bool = False) -> None:
-        """Without a loader: whether the step ends here."""
+        """End the step, outside a loader's loop, if the module is the one that ends steps."""
         module, known = part.module, self._known
         known[module] = known.get(module, 0) + 1
         if self._primary is None or (module != self._primary and known[module] > 1):
@@ -319,7 +319,7 @@ class Inference:
             self._step(parts, part.end, late)
 
     def _go_outside(self) -> None:
-        """What was taken for one step is a loop without a loader."""
+        """Split what was taken for one step into the steps of a loop that fetches nothing."""
         parts, self._parts = self._parts, []
         self._outside = True
         for part in parts:
@@ -328,7 +328,7 @@ class Inference:
         self._clock.rest()
 
     def _close(self, now: int) -> None:
-        """Work on a batch has ended, and with it a step."""
+        """End a part and the step: work on a batch has ended."""
         parts, self._parts = self._parts, []
         self._usual = max(self._usual, len(parts))
         parts.append(InferencePart(self._begun, now, self._clock.cut(now), 0, 0))
@@ -336,7 +336,7 @@ class Inference:
         self._step(parts, now, late=False)
 
     def _break_off(self) -> None:
-        """The loop was left: its last step ends with its last forward."""
+        """End the last step at its last forward: the loop was left."""
         if self._outside or not self._parts:
             return
         if self._drawn == 1 and len(self._parts) >= LOOP:
@@ -369,7 +369,7 @@ class Inference:
 
 
 def _take_turns(modules: list[int]) -> bool:
-    """Whether the last calls are a few times the same cycle of several modules."""
+    """Return whether the last calls repeat one cycle of several modules, ``LOOP`` times."""
     last = modules[-1]
     for size in range(2, min(MAX_CYCLE, len(modules) // LOOP) + 1):
         if modules[-1 - size] == last:

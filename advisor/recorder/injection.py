@@ -1,4 +1,4 @@
-"""Recording without a change to the user's code: begins when the process has imported torch.
+"""Recording of a program without a change to its code: begins once it has imported torch.
 
 ``advisor record`` sets ``PYTHONPATH`` to a folder with a sitecustomize that notices it and calls
 ``begin``; so the processes that torchrun or a script starts are watched too. A directory is only
@@ -28,14 +28,14 @@ from advisor.recorder.options import explain_unsupported
 log = logging.getLogger("advisor")
 
 STOP_AFTER = "ADVISOR_STOP_AFTER"
-"""Leave the process after so many steps: for the pass under Scalene, which is too slow for all."""
+"""Variable with the steps after which the process ends: Scalene's pass is too slow for all."""
 Note = Callable[[str], None]
-"""Writes a line for ``advisor record``."""
+"""Function that writes a line for ``advisor record``."""
 
 
 def begin(note: Note) -> None:
-    """Begin to record; the directory is made when training is seen. Never raises: the user's
-    import of torch is around it."""
+    """Begin to record; the directory is made when training starts. Never raises: the user's import
+    of torch is around it."""
     try:
         _begin(note)
     except Exception as error:
@@ -66,7 +66,7 @@ def _begin(note: Note) -> None:
 
 
 def _end(session: Any, note: Note, process: int) -> None:
-    """The interpreter ends; an exception that nobody caught is its last one."""
+    """End the recording with the interpreter; an uncaught exception is its last one."""
     if os.getpid() != process:
         return
     from advisor.recorder import api
@@ -81,7 +81,7 @@ def _end(session: Any, note: Note, process: int) -> None:
 
 
 def _leave_workers_alone(session: Any) -> None:
-    """A process that turns out to be a DataLoader's worker is not recorded."""
+    """Stop recording in a process that turns out to be a DataLoader worker."""
     from torch.utils.data import _utils
 
     original = _utils.worker._worker_loop
@@ -94,7 +94,7 @@ def _leave_workers_alone(session: Any) -> None:
 
 
 def _leave_after(limit: int) -> None:
-    """End the process once it has made so many steps. Nothing is recorded."""
+    """End the process after ``limit`` steps. Nothing is recorded."""
     from advisor.recorder.tape_reader import CallCounter
 
     def ended(count: int) -> None:
@@ -107,21 +107,21 @@ def _leave_after(limit: int) -> None:
 
 
 NOTES: Final = "ADVISOR_NOTES"
-"""Names the folder of notes to the processes, one file each."""
+"""Variable with the folder for notes, one file per process."""
 MAX_FILES, MAX_BYTES = 10_000, 64_000
-"""Of the notes that are read: a program may start any number of processes."""
+"""Most notes read, and bytes of each: a program may start any number of processes."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
 _WITH_VALUE = "cmWX"
-"""Options of the interpreter whose value follows; what comes after the first two is the program's
-own."""
+"""Options of the interpreter that take a value; after the first two, all words are the
+program's."""
 DECORATE = "Put @advisor.profile on the function that trains instead: it needs no start-up file."
 
 
 @contextmanager
 def note_folder() -> Iterator[Path]:
-    """A folder for the notes of a program's processes, for as long as it runs. An empty path:
-    there is no room for one."""
+    """Make a folder for the notes of a program's processes, while it runs. Yields an empty path if
+    none can be made."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(scratch_folder())
@@ -131,8 +131,8 @@ def note_folder() -> Iterator[Path]:
 
 
 def explain_unreachable(words: list[str]) -> str:
-    """Why a command cannot be recorded, as far as its words tell; empty: nothing speaks against
-    it. A script with a first line (``#!``) is taken for its interpreter."""
+    """Return the reason why a command cannot be recorded, judging by its words; empty if there is
+    none. A script with a first line (``#!``) is taken for its interpreter."""
     for command in (words, _shebang(words[0])):
         option = _isolating(command)
         if option:
@@ -156,8 +156,8 @@ def _shebang(file: str) -> list[str]:
 
 
 def _isolating(words: list[str]) -> str:
-    """The option of a Python command that keeps it from reading PYTHONPATH or from start-up
-    files: ``-I``, ``-E`` or ``-S``."""
+    """Return the option of a Python command that keeps it from reading PYTHONPATH or start-up
+    files: ``-I``, ``-E``, ``-S``; empty if it has none."""
     if not words or not _PYTHON.fullmatch(Path(words[0]).name):
         return ""
     rest = iter(words[1:])
@@ -179,8 +179,8 @@ def _isolating(words: list[str]) -> str:
 
 
 def why_nothing(folder: Path, code: int = 0) -> str:
-    """Why nothing was recorded, and what to do about it, from the notes: a few sentences. ``code``:
-    the program's exit code."""
+    """Return some sentences on why nothing was recorded, from the notes, and what to do about it.
+    ``code``: the program's exit code."""
     lines = _read(folder)
     if failed := list_problems(folder):
         return f"recording stopped by itself: {failed[0]}."
@@ -220,7 +220,7 @@ def why_nothing(folder: Path, code: int = 0) -> str:
 
 
 def list_problems(folder: Path) -> list[str]:
-    """Why recording stopped before its time, in any of the processes."""
+    """Return the reasons why recording stopped early, in any of the processes."""
     return _after(_read(folder), "problem ")
 
 

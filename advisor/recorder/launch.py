@@ -1,4 +1,4 @@
-"""Starts the program that ``advisor record`` was given, waits for it, and says what came of it.
+"""Launcher of ``advisor record``: starts the program, waits for it, and prints the result.
 
 The program runs in processes of its own, exactly as it would: ``__main__``, arguments, standard
 streams and the terminal's process group are its own. Only the environment differs, by
@@ -38,12 +38,12 @@ from advisor.recorder.injection import STOP_AFTER
 from advisor.recorder.options import resolve_options
 
 PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Signals that are meant for the program and may be sent to us. SIGINT and SIGQUIT come from the
-terminal, which sends them to the program as well."""
+"""Signals passed on to the program. SIGINT and SIGQUIT are not: they come from the terminal, which
+sends them to the program as well."""
 
 
 def command_line(program: list[str]) -> list[str]:
-    """The command to start: a script or ``-m module`` gets this Python in front.
+    """Return the command to start: a script or ``-m module`` gets this Python in front.
 
     Raises AdvisorError: no such program.
     """
@@ -67,8 +67,8 @@ def command_line(program: list[str]) -> list[str]:
 
 
 def warn_misplaced(program: list[str], options: Sequence[str]) -> str:
-    """A line about options of ours that stand behind the program, which gets them; empty: there
-    are none, or the script's text has them."""
+    """Return a line about options of advisor given after the program, which gets them; empty if
+    there are none, or the script's text has them."""
     given = [word.partition("=")[0] for word in program[1:]]
     wrong = [name for name in dict.fromkeys(given) if name in options]
     if not wrong or not program[0].endswith((".py", ".pyw")):
@@ -86,8 +86,8 @@ def warn_misplaced(program: list[str], options: Sequence[str]) -> str:
 
 
 def _for_python(path: Path) -> bool:
-    """Whether Python would run it: a folder or an archive with a ``__main__``, or a script that
-    says so in its first line and is no command (``chmod +x``)."""
+    """Return whether Python would run a path: a folder or an archive with ``__main__``, or a script
+    whose first line says so and that is no command (``chmod +x``)."""
     if path.is_dir():
         return (path / "__main__.py").is_file()
     try:
@@ -99,7 +99,7 @@ def _for_python(path: Path) -> bool:
 
 
 def record(words: list[str], options: Mapping[str, Any]) -> int:
-    """Run the program and record it; its exit code. Raises AdvisorError: no run directory."""
+    """Run and record the program; return its exit code. Raises AdvisorError: no run directory."""
     decided = resolve_options(**options)
     made = missing_folders(decided.out)
     try:
@@ -131,7 +131,7 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
 
 
 def environment(run_dir: Path, options: Mapping[str, Any]) -> dict[str, str]:
-    """Variables of a process that is to be recorded."""
+    """Return the environment of a process to record."""
     env = os.environ.copy()
     env[RUN_DIR] = str(run_dir)
     for name, value in options.items():
@@ -142,14 +142,14 @@ def environment(run_dir: Path, options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recorded(run_dir: Path) -> list[Path]:
-    """The run directory, and those beside it that the program's later trainings made."""
+    """Return the run directory, and those that the program's later trainings made beside it."""
     beside = [run_dir, *run_dir.parent.glob(f"{run_dir.name}_[0-9r]*")]
     return sorted(path for path in beside if (path / rundir.MANIFEST).is_file())
 
 
 def run(words: list[str], env: Mapping[str, str]) -> int:
-    """Run a command with our streams, pass signals on, and return its exit code; -N: signal N
-    ended it. Raises AdvisorError: it cannot be started."""
+    """Run a command with our streams, pass signals on, and return its exit code; -N: signal N ended
+    it. Raises AdvisorError if it cannot be started."""
     before: dict[int, Any] = {}
     early: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -161,7 +161,7 @@ def run(words: list[str], env: Mapping[str, str]) -> int:
             process.send_signal(number)
 
     def leave_it(number: int, frame: FrameType | None) -> None:
-        """The terminal has sent it to the program too."""
+        """Ignore the signal: the terminal has sent it to the program too."""
 
     for name in PASSED_ON:
         _handle(name, pass_on, before)
@@ -205,8 +205,8 @@ def exit_like_program(code: int) -> NoReturn:
 
 
 def under_scalene(program: list[str], steps: int, out: str = "") -> None:
-    """Run the script once more, under Scalene and not recorded, for so many steps; the profile
-    goes to the newest run directory's first rank. What the script writes, it writes again.
+    """Run the script again under Scalene, unrecorded, for ``steps`` steps. The profile goes to the
+    newest run's first rank. What the script writes, it writes again.
 
     Only CPU time is sampled: Scalene's other modes start a torch profiler of their own, and slow
     training sixfold. Raises AdvisorError: no script, no Scalene, no profile.
@@ -230,7 +230,7 @@ def under_scalene(program: list[str], steps: int, out: str = "") -> None:
 
 
 def _newest(out: str) -> Path:
-    """The run that was recorded last."""
+    """Return the newest run directory. Raises AdvisorError if there is none."""
     wanted = Path(out) if out else Path("runs") / "*"
     runs = [p for p in wanted.parent.glob(f"{wanted.name}*") if (p / rundir.MANIFEST).is_file()]
     if not runs:

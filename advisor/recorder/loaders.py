@@ -1,5 +1,5 @@
-"""How DataLoaders are set up, how long an epoch's workers take to start, and what a batch is made
-of: shapes, dtypes, bytes, and how much of it is padding.
+"""Records of DataLoaders: their settings, the time an epoch's workers take to start, and each
+batch's shapes, dtypes, bytes and share of padding.
 
 Only what the host knows anyway: no value of a GPU tensor is ever read.
 """
@@ -12,13 +12,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 TRAINER = "transformers"
-"""Whose Trainer makes the loaders of a program by its own arguments."""
+"""Package whose Trainer makes a program's loaders from its own arguments."""
 MAX_LOADERS = 64
 MAX_ITERATORS = 4096
 
 
 class Loaders:
-    """Numbers the loaders of a process. ``tell(kind, data)`` writes an event."""
+    """Numbered loaders of a process and their epochs. ``tell(kind, data)`` writes an event."""
 
     def __init__(self, tell: Callable[[str, dict[str, Any]], None]) -> None:
         self._tell = tell
@@ -27,16 +27,16 @@ class Loaders:
         self._ended: dict[int, int] = {}
         self._lengths: dict[int, int | None] = {}
         self.numbers: dict[int, int] = {}
-        """Number of the loader, by id of the iterator that it handed out last."""
+        """Number of each loader, by the id of the iterator it returned last."""
         self.last: int | None = None
-        """The loader whose batch is being worked on."""
+        """Number of the loader whose batch is being worked on; ``None`` before the first."""
 
     def on_iterator(
         self, loader: Any, iterator: Any, began: int, took_ns: int
     ) -> dict[str, Any] | None:
-        """A loader handed out an iterator, for which it was asked at ``began`` (clock of the steps,
-        ns). Called in the training thread; what it returns is for ``began`` (``None``: there are
-        too many loaders)."""
+        """Number a loader that returned an iterator; ``began`` is when it was asked,
+        perf_counter_ns. Called in the training thread. Return the epoch's data, for ``on_epoch``,
+        or ``None`` if there are too many loaders."""
         number = self._ids.get(id(loader))
         if number is None:
             if len(self._ids) >= MAX_LOADERS:
@@ -56,40 +56,40 @@ class Loaders:
         }
 
     def on_epoch(self, data: dict[str, Any]) -> None:
-        """An epoch of a loader began."""
+        """Begin an epoch of a loader."""
         self._settle(data["id"])
         data["workers_ended_ns"] = self._ended.pop(data["id"], None)
         self._open[data["id"]] = data
 
     def on_fetch_from(self, number: int) -> None:
-        """Batches come from this loader now."""
+        """Note that batches now come from this loader."""
         self.last = number
 
     @property
     def length(self) -> int | None:
-        """Batches of the loader that is being worked on; ``None``: unknown."""
+        """Number of batches of the current loader; ``None`` if unknown."""
         return None if self.last is None else self._lengths.get(self.last)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is unknown what the batch that is being worked on is for."""
+        """True while it is unknown whether the current loader's batches are trained with."""
         return self.last is not None and self.last in self._open
 
     def on_training(self) -> None:
-        """Something was learnt from the batch."""
+        """Note that the current loader's batches are trained with."""
         if self.last is not None and self.last in self._open:
             self._open[self.last]["evaluation"] = False
             self._settle(self.last)
 
     def on_exhausted(self, took_ns: int) -> None:
-        """The loader that is being worked on has no more batches. ``took_ns``: to find that out,
-        which is when workers that do not outlive the epoch are ended."""
+        """End the current loader's epoch. ``took_ns``: time until it reported the end, in which
+        workers that do not outlive the epoch are ended."""
         if self.last is not None:
             self._ended[self.last] = took_ns
             self._settle(self.last)
 
     def finish(self) -> None:
-        """Recording ends."""
+        """Write the open epochs, as recording ends."""
         for number in list(self._open):
             self._settle(number)
 
@@ -100,7 +100,7 @@ class Loaders:
 
 
 def loader_configuration(loader: Any) -> dict[str, Any]:
-    """What advice asks of a DataLoader."""
+    """Return a DataLoader's settings that advice needs, by name; ``None`` where unknown."""
     dataset = getattr(loader, "dataset", None)
     sampler = getattr(loader, "batch_sampler", None)
     context = getattr(loader, "multiprocessing_context", None)
@@ -120,8 +120,8 @@ def loader_configuration(loader: Any) -> dict[str, Any]:
 
 
 def epoch_length(loader: Any) -> int | None:
-    """Batches of an epoch; ``None``: unknown. An iterable dataset is not asked: its length may be
-    a guess, and torch warns when it is."""
+    """Return the batches of an epoch; ``None`` if unknown. An iterable dataset is not asked: its
+    length may be a guess, and torch warns when it is."""
     if type(loader).__name__ != "DataLoader" and not hasattr(loader, "_dataset_kind"):
         return None
     if getattr(loader, "_dataset_kind", 0) == 1:
@@ -135,11 +135,11 @@ def epoch_length(loader: Any) -> int | None:
 MAX_TENSORS = 64
 MAX_DEPTH = 4
 MAX_KINDS = 256
-"""Distinct sets of shapes that are distinguished; ones after that are recorded without."""
+"""Most distinct sets of shapes; later ones are recorded without shapes."""
 PADDING_EVERY = 10
-"""Masks of every so many batches are looked at."""
+"""Interval, in batches, at which masks are looked at."""
 MAX_MASK = 1 << 24
-"""Larger masks are not, elements."""
+"""Largest mask that is looked at, elements."""
 _MASKS = {
     "attention_mask": True,
     "input_mask": True,
@@ -152,24 +152,24 @@ _MASKS = {
 
 
 class Batch(NamedTuple):
-    """One batch, described."""
+    """Description of one batch."""
 
     samples: int | None
     """First dimension of the first tensor."""
     bytes: int
     kind: int | None
-    """Number of its shapes, see ``Batches.tell``."""
+    """Number of its set of shapes in ``Batches``; ``None``: too many sets."""
     padding: float | None
 
 
 Glance = tuple[tuple[tuple[Any, Any], ...], float | None]
-"""What the training thread notes of a batch: shape and dtype of each tensor, and the share of
-padding where it was looked at. Everything else is worked out of it later."""
+"""Note on a batch made in the training thread: shape and dtype of each tensor, and the share of
+padding if it was looked at. ``Batches.resolve`` derives the rest later."""
 
 
 class Batches:
-    """Describes batches: ``inspect_batch`` in the training thread, ``resolve`` in the writer's.
-    ``tell(index, shapes, dtypes)`` is called once for each new set of shapes."""
+    """Descriptions of batches: ``inspect_batch`` in the training thread, ``resolve`` in the
+    writer's. ``tell(index, shapes, dtypes)`` is called once for each new set of shapes."""
 
     def __init__(self, tell: Callable[[int, list[list[int]], list[str]], None]) -> None:
         self._tell = tell
@@ -177,7 +177,7 @@ class Batches:
         self._seen = 0
 
     def inspect_batch(self, batch: Any) -> Glance | None:
-        """Look at a batch; ``None``: it holds no tensor."""
+        """Return the note on a batch; ``None`` if it holds no tensor."""
         result: list[tuple[Any, Any]] = []
         _collect(batch, result, 0)
         if not result:
@@ -187,7 +187,7 @@ class Batches:
         return tuple(result), padding
 
     def resolve(self, glance: Glance) -> Batch:
-        """The batch in figures."""
+        """Return the description of a batch from its note."""
         tensors, padding = glance
         known = self._kinds.get(tensors)
         if known is None:
@@ -212,15 +212,15 @@ class Batches:
 
 
 def samples_of(batch: Any) -> int | None:
-    """First dimension of the first tensor; ``None``: there is none."""
+    """Return the first dimension of a batch's first tensor; ``None`` if there is none."""
     result: list[tuple[Any, Any]] = []
     _collect(batch, result, 0)
     return int(result[0][0][0]) if result and len(result[0][0]) else None
 
 
 def _collect(value: Any, result: list[tuple[Any, Any]], depth: int) -> None:
-    """Tensors in the usual containers, in order. Others are not looked into: iterating over an
-    object of somebody's could have an effect."""
+    """Collect tensors from the usual containers, in order. Other objects are not looked into:
+    iterating over one could have an effect."""
     kind = type(value)
     if kind in _TENSORS:
         result.append((value.shape, value.dtype))
@@ -241,18 +241,18 @@ def _collect(value: Any, result: list[tuple[Any, Any]], depth: int) -> None:
 
 
 _TENSORS: set[type] = set()
-"""Types that turned out to be tensors."""
+"""Types found to be tensors."""
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 
 def _is_mapping(value: Any) -> bool:
-    """A dictionary in all but name, as transformers' BatchEncoding (a UserDict)."""
+    """Return whether a value is a dictionary, or acts as one, like transformers' BatchEncoding."""
     data = getattr(value, "__dict__", {}).get("data")
     return isinstance(value, dict) or (isinstance(value, Mapping) and isinstance(data, dict))
 
 
 def padding_share(batch: Any) -> float | None:
-    """Share of padding in the batch's mask, 0 to 1; ``None``: there is no mask on the CPU."""
+    """Return the share of padding in a batch's mask, 0 to 1; ``None`` without a mask on the CPU."""
     if not (isinstance(batch, dict) or _is_mapping(batch)):
         return None
     for name, true_is_token in _MASKS.items():

@@ -1,4 +1,4 @@
-"""Times the forward of outermost modules, by what the function ``Module.__call__`` does.
+"""Hook that times the forwards of outermost modules, by replacing the code of ``Module.__call__``.
 
 The function stays the same object, under the same name: it is given other code, which does what
 the original does and, where no module's call is open, reports one. So nothing is set on models
@@ -36,12 +36,12 @@ def {_NAME}(self, *args, **kwargs):
     else:
         return self._call_impl(*args, **kwargs)
 """
-"""What torch has there since 2.2, with the question in front. Dynamo takes its first part for true
-and never comes to what is ours."""
+"""Code of torch's ``_wrapped_call_impl`` since 2.2, after a test of our own. Dynamo takes the
+test's first part as true and so never reaches our call."""
 
 
 class ModuleCalls:
-    """Put in place and taken out; ``make(calls)`` gives ``forward(module, args, kwargs)``, which
+    """Hook on ``Module.__call__``. ``make(calls)`` returns ``forward(module, args, kwargs)``, which
     makes a call that is outermost in the watched thread. ``here`` is the tape's."""
 
     def __init__(
@@ -49,7 +49,7 @@ class ModuleCalls:
         here: list[int],
         make: Callable[[ModuleCalls], Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]],
     ) -> None:
-        """Raises AttributeError: this torch calls modules in another way."""
+        """Raises AttributeError if this torch calls modules in another way."""
         from torch.nn import Module
 
         function: Any = getattr(Module, _NAME)
@@ -61,11 +61,11 @@ class ModuleCalls:
         self.original = function.__code__
         self.code = _in_place_of(self.original)
         self.reported = False
-        """Calls are to be reported: whoever takes the code out for a while puts it in again."""
+        """True while calls are to be reported: code taken out for a while is put in again."""
         self._values = here, PART_OF_GRADIENTS, get_ident, make(self)
 
     def install(self) -> None:
-        """Report calls, unless somebody else has changed the function."""
+        """Report calls, unless other code has changed the function."""
         function = self.function
         if function.__code__ is self.original:
             function.__globals__.update(zip(_OURS, self._values, strict=True))
@@ -73,14 +73,14 @@ class ModuleCalls:
             function.__code__ = self.code
 
     def remove(self) -> None:
-        """No more. A call that is going on in another thread may still end as one of ours."""
+        """Stop reporting. A call already running in another thread may still be reported."""
         self.reported = False
         if self.function.__code__ is self.code:
             self.function.__code__ = self.original
 
 
 def _in_place_of(original: CodeType) -> CodeType:
-    """Our code, at the place of the original's last line: where tracebacks point anyway."""
+    """Compile our code at the place of the original's last line, where tracebacks point anyway."""
     lines = [line for _, _, line in original.co_lines() if line]
     last = max(lines, default=original.co_firstlineno)
     places = [p for p in original.co_positions() if p[0] == last and p[2] is not None]
@@ -100,8 +100,8 @@ def _in_place_of(original: CodeType) -> CodeType:
 
 
 def leave_to_dynamo() -> None:
-    """Have dynamo pass over frames of ours, as it does over torch's own: else, met inside of a
-    compiled call, they would be compiled."""
+    """Have dynamo skip our frames, as it skips torch's own. Otherwise it would compile those that
+    it meets inside a compiled call."""
     try:
         from torch._C import _dynamo
 
@@ -119,8 +119,8 @@ def leave_to_dynamo() -> None:
 
 
 def hide_from_warnings(names: dict[str, Any]) -> None:
-    """Have ``warnings`` and ``logging`` pass over a module's functions, as they pass over those of
-    the import system (by the file name), where they count frames up to the caller's line."""
+    """Have ``warnings`` and ``logging`` skip a module's functions when they count frames up to the
+    caller's line, as they skip the import system's, by file name."""
 
     def hidden(code: CodeType) -> CodeType:
         inner = (hidden(c) if isinstance(c, CodeType) else c for c in code.co_consts)
@@ -134,7 +134,7 @@ def hide_from_warnings(names: dict[str, Any]) -> None:
 
 
 def _codes() -> set[CodeType]:
-    """Of all functions of this package that are loaded, with those inside of them."""
+    """Return the code of all loaded functions of this package, inner functions included."""
     package = __name__.rpartition(".")[0]
     result: set[CodeType] = set()
     todo: list[Any] = []

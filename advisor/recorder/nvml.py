@@ -1,4 +1,4 @@
-"""NVML: what the driver tells about each GPU, as far as it can and may.
+"""NVML client: what the driver reports about each GPU, as far as this user may ask.
 
 Devices are matched by UUID, because CUDA and NVML number them differently. A query that a device
 does not support, or that this user may not make, is asked once and never again, and its value is
@@ -19,7 +19,7 @@ from advisor.core.run_directory import Gpu
 _T = TypeVar("_T")
 
 MAX_FAILURES = 5
-"""A query that fails so often in a row for other reasons is given up as well."""
+"""Failures in a row, for other reasons, after which a query is given up as well."""
 KIB = 1024
 GPM = {
     "sm_util": "SM_UTIL",
@@ -31,13 +31,13 @@ GPM = {
     "fp16": "FP16_UTIL",
     "integer": "INTEGER_UTIL",
 }
-"""GPM metrics that are kept (Hopper and later), by their name behind ``NVML_GPM_METRIC_``; %."""
+"""GPM metrics recorded (Hopper and later), by name after ``NVML_GPM_METRIC_``; values in %."""
 GPM_MIN_NS = 200_000_000
-"""GPM counts between two samples: closer ones are not asked for."""
+"""Least interval between two GPM samples, ns: their difference is the metric."""
 
 
 def open_nvml() -> Nvml | str:
-    """NVML, ready to be asked; or why it cannot be."""
+    """Return an open NVML, or the reason why it cannot be opened, as text."""
     try:
         import pynvml
     except ImportError:
@@ -53,7 +53,7 @@ def open_nvml() -> Nvml | str:
 
 
 class Nvml:
-    """An open NVML."""
+    """Open NVML library, with the driver's version."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -61,12 +61,12 @@ class Nvml:
         self._open = True
 
     def devices(self, *, every: bool = False) -> list[NvmlDevice]:
-        """Every GPU, or those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+        """Return every GPU, or those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
         variable = None if every else os.environ.get("CUDA_VISIBLE_DEVICES")
         return [NvmlDevice(self.module, handle) for handle in select_visible(variable, self._all())]
 
     def _all(self) -> list[tuple[str, Any]]:
-        """(UUID, handle) of every GPU in NVML's order, MIG slices behind the GPU they are of."""
+        """Return (UUID, handle) of every GPU in NVML's order, each GPU's MIG slices after it."""
         nv = self.module
         result = []
         for index in range(self._value("nvmlDeviceGetCount") or 0):
@@ -94,14 +94,14 @@ class Nvml:
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
     def close(self) -> None:
-        """Give NVML back; it counts its users."""
+        """Shut NVML down; it counts its users."""
         if self._open:
             self._open = False
             self._value("nvmlShutdown")
 
 
 def select_visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> list[_T]:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` names, of those that are ``present``.
+    """Return the devices that ``CUDA_VISIBLE_DEVICES`` names, of those that are ``present``.
 
     As CUDA reads it: numbers, UUIDs or their beginnings, and nothing after the first entry that
     names no device. Numbers are taken in NVML's order, which is CUDA's with
@@ -126,26 +126,26 @@ def select_visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> l
 
 
 def to_text(value: Any) -> str | None:
-    """A string of NVML's, which older bindings give as bytes."""
+    """Return a string of NVML's, which older bindings give as bytes; ``None`` for ``None``."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return None if value is None else str(value)
 
 
 class NvmlDevice:
-    """One GPU, or one MIG slice of it, and what of it can be asked."""
+    """GPU, or MIG slice of one, with the queries that it supports."""
 
     def __init__(self, module: Any, handle: Any) -> None:
         self.nv = module
         self.handle = handle
         self.lost = False
-        """The driver has lost it: nothing is asked any more."""
+        """True once the driver has lost the GPU: it is not queried again."""
         self._given_up: set[str] = set()
         self._failures: dict[str, int] = {}
         mig = self._ask("nvmlDeviceIsMigDeviceHandle", handle)
         board = self._ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) if mig else None
         self.board = handle if board is None else board
-        """The whole GPU: clocks, power and temperature are the board's."""
+        """Handle of the whole GPU: clocks, power and temperature are the board's."""
         self.instance: int | None = self._ask("nvmlDeviceGetGpuInstanceId", handle) if mig else None
         self.uuid = to_text(self._ask("nvmlDeviceGetUUID", handle))
         self.name = to_text(self._ask("nvmlDeviceGetName", handle))
@@ -155,8 +155,8 @@ class NvmlDevice:
         self._static = self._constants()
 
     def sample(self, *, slow: bool, own: Iterable[int] = ()) -> Gpu | None:
-        """What it does now; ``slow``: the costly queries too. ``own``: processes that are not
-        others. ``None``: the device is lost, and no XID error says why."""
+        """Return the GPU's state; ``slow``: with the costly queries. ``own``: processes not to
+        count as others. ``None`` if the device is lost and no XID error says why."""
         gpu = Gpu(uuid=self.uuid, **self._static)
         self._fast(gpu)
         if slow and not self.lost:
@@ -165,7 +165,7 @@ class NvmlDevice:
         return gpu if gpu.xid or not self.lost else None
 
     def close(self) -> None:
-        """Give back what was allocated for it."""
+        """Free the GPM samples and the event set."""
         if self._gpm is not None:
             self._gpm.close()
             self._gpm = None
@@ -229,9 +229,8 @@ class NvmlDevice:
         gpu.processes, gpu.processes_bytes = self._others(own)
 
     def _others(self, own: set[int]) -> tuple[int | None, int | None]:
-        """Processes that are not ours, and their memory. Where our own are not in the list though
-        we are to leave them out, process numbers are another container's: then nothing is
-        known."""
+        """Return the number of other processes and their memory, bytes. Both ``None`` if ``own`` is
+        given but not in the list: process numbers are then another container's."""
         running = self._ask("nvmlDeviceGetComputeRunningProcesses", self.handle)
         if running is None or (own and not own & {int(p.pid) for p in running}):
             return None, None
@@ -241,8 +240,8 @@ class NvmlDevice:
         return len(others), sum(map(int, sizes)) if known else None
 
     def _pcie_rates(self) -> tuple[int | None, int | None]:
-        """Bytes a second to and from the host: from counters, else measured by the driver over
-        20 ms, during which it does not return."""
+        """Return bytes per second to and from the host: from counters, else measured by the driver
+        over 20 ms, during which the call blocks."""
         tx = self._field("NVML_FI_DEV_PCIE_COUNT_TX_BYTES")
         rx = self._field("NVML_FI_DEV_PCIE_COUNT_RX_BYTES")
         if tx is not None and rx is not None:
@@ -260,7 +259,7 @@ class NvmlDevice:
         return rates[0], rates[1]
 
     def _field(self, name: str, scope: int = 0) -> int | None:
-        """One field value, an integer."""
+        """Return a field's integer value; ``None`` if the device has none."""
         number = getattr(self.nv, name, None)
         if number is None or name in self._given_up:
             return None
@@ -279,7 +278,7 @@ class NvmlDevice:
         return None if kind is None else int(getattr(values[0].value, kind))
 
     def _watch(self) -> Any:
-        """A set of events that collects XID errors."""
+        """Return an event set that collects XID errors; ``None`` if there is none."""
         events = self._ask("nvmlEventSetCreate")
         if events is None:
             return None
@@ -292,7 +291,7 @@ class NvmlDevice:
         return events
 
     def _errors(self) -> list[int]:
-        """XID errors since the last time, at most a hundred."""
+        """Return the XID errors since the last call, at most a hundred."""
         if self._events is None:
             return []
         result: list[int] = []
@@ -310,7 +309,7 @@ class NvmlDevice:
     # -- asking ---------------------------------------------------------------------------------
 
     def _first(self, *queries: tuple[Any, ...]) -> Any:
-        """The answer of the first query that is answered: newer and older names."""
+        """Return the first answer to a query under its newer and older names, or ``None``."""
         for name, *arguments in queries:
             value = self._ask(name, *arguments)
             if value is not None:
@@ -318,7 +317,7 @@ class NvmlDevice:
         return None
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The answer of a query; ``None``: the device or the driver has none."""
+        """Return a query's answer; ``None`` if the device or the driver has none."""
         key = name if len(arguments) < 2 else f"{name}{arguments[1:]}"
         if self.lost or key in self._given_up:
             return None
@@ -369,7 +368,7 @@ class _Gpm:
 
     @classmethod
     def open(cls, device: NvmlDevice) -> _Gpm | None:
-        """``None``: the device has no GPM, or this user may not read it."""
+        """Open a device's GPM; ``None`` if it has none, or this user may not read it."""
         support = device._ask("nvmlGpmQueryDeviceSupport", device.board)
         if support is None or not support.isSupportedDevice:
             return None
@@ -381,7 +380,7 @@ class _Gpm:
         return result
 
     def sample(self) -> dict[str, float] | None:
-        """Metrics since the sample before; ``None``: too close to it, or refused."""
+        """Return the metrics since the last sample; ``None`` if that is too recent, or refused."""
         now = time.perf_counter_ns()
         if self.at and now - self.at < GPM_MIN_NS:
             return None
@@ -405,7 +404,7 @@ class _Gpm:
         return result or None
 
     def _take(self) -> bool:
-        """A new second sample; the one before becomes the first."""
+        """Take a new second sample; the one before becomes the first. Return whether it worked."""
         self.samples.reverse()
         newest = self.samples[1]
         if self.device.instance is None:
@@ -421,7 +420,7 @@ class _Gpm:
         return True
 
     def close(self) -> None:
-        """Free the samples."""
+        """Free the two samples."""
         for sample in self.samples:
             self.device._ask("nvmlGpmSampleFree", sample)
         self.samples = []

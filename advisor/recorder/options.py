@@ -1,4 +1,4 @@
-"""What can be chosen about a recording: one dataclass; keywords, ``ADVISOR_*`` and pyproject.toml.
+"""Options of a recording, from keywords, ``ADVISOR_*`` variables and pyproject.toml.
 
 Later ones win: defaults, ``[tool.advisor.record]`` of the nearest pyproject.toml, environment
 variables, keywords. A value that makes no sense is reported once and left out: a typing error in a
@@ -19,17 +19,17 @@ from advisor.core.files import tool_section
 log = logging.getLogger("advisor")
 
 OLDEST_TORCH = (2, 4)
-"""The oldest that has all that hooks listen to, as pyproject.toml declares; ``.ci/weekly`` runs the
+"""Oldest torch with all that the hooks need, as pyproject.toml declares; ``.ci/weekly`` runs the
 recorder's tests on it."""
 _OFF = {"0", "false", "no", "off"}
 _ON = {"1", "true", "yes", "on"}
 SWITCH = "ADVISOR"
-"""``ADVISOR=0`` makes recording a no-op, wherever it is in the code."""
+"""Variable that controls recording: ``ADVISOR=0`` makes it a no-op, wherever it is in the code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """How a run is recorded.
+    """Options of a recording.
 
     Each field can also be given as an environment variable (``skip``: ``ADVISOR_SKIP=20``) and
     under ``[tool.advisor.record]`` in pyproject.toml.
@@ -41,58 +41,57 @@ class RecordOptions:
     skip: int = 10
     """Steps before the first profiled window: start-up is not what training costs."""
     warmup: int = 3
-    """Steps in which the profiler runs and nothing is kept."""
+    """Steps in which the profiler runs and nothing is kept, before those that a window keeps."""
     active: int = 5
     """Steps that a window keeps. 0: no windows."""
     windows: int = 3
-    """Most windows that a rank records by itself, the first one included. Ones that somebody asks
-    for come on top, up to as many again."""
+    """Most windows that a rank records by itself, the first one included. Windows that you ask for
+    come on top, up to as many again."""
     on_trouble: bool = True
     """Open a window when the median step is 25% slower for a second, or a step takes 3 times the
     median and loses 0.1 s."""
     shapes: bool = True
-    """Input shapes of the operators, in windows."""
+    """Record the input shapes of operators in windows."""
     stacks: bool = False
-    """Python stacks in windows: the line of code behind a kernel, at twice the cost."""
+    """Record Python stacks in windows: the line of code behind a kernel, at twice the cost."""
     memory: bool = False
-    """Every allocation in windows."""
+    """Record every allocation in windows."""
     memory_history: int = 0
-    """Last events of PyTorch's allocator, with stacks, that are kept for the snapshot that is
-    written when memory runs out: 100000 is some steps of most programs, some hundred MB of host
-    memory, and 2 µs an allocation. 0: none, but a history that the program switched on itself is
-    in the snapshot all the same."""
+    """Most events of PyTorch's allocator, with stacks, that are kept: the snapshot written when
+    memory runs out has them. 100000 is some steps of most programs, some hundred MB of host memory,
+    and 2 µs an allocation. 0: none. A history that the program switched on itself is in the
+    snapshot all the same."""
     compile_log: bool = True
-    """What torch.compile says while it compiles: graph breaks, guards, times. Nothing is kept where
-    ``TORCH_TRACE`` is set."""
+    """Keep torch.compile's log: graph breaks, guards, times. Nothing is kept if ``TORCH_TRACE`` is
+    set."""
     network: bool = True
-    """NCCL's log, where ``NCCL_DEBUG`` and ``NCCL_DEBUG_FILE`` are set, and the links between the
+    """Keep NCCL's log, if ``NCCL_DEBUG`` and ``NCCL_DEBUG_FILE`` are set, and the links between the
     GPUs of each node (``nvidia-smi topo -m``), asked once in a job of several processes."""
     deep: bool = False
-    """``stacks`` and ``memory``."""
+    """Switch on ``stacks`` and ``memory``."""
     ranks: str = "0-7"
-    """Ranks that record windows: ``0``, ``0-7``, ``0,8,16`` or ``all``. Steps are recorded of all
-    ranks."""
+    """Ranks that record windows: ``0``, ``0-7``, ``0,8,16`` or ``all``. All ranks record steps."""
     max_bytes: int = 1 << 30
-    """No more windows once a rank's traces are larger than this, bytes."""
+    """Size of a rank's traces from which it records no more windows, bytes."""
     guard: float = 1.5
-    """A window that makes steps this many times slower is stopped."""
+    """Ratio of a window's step time to the usual one from which the window is stopped."""
     nvtx: bool = True
-    """Ranges of the domain ``advisor`` for Nsight Systems, where the nvtx package is installed."""
+    """Mark phases as ranges of the domain ``advisor`` for Nsight Systems, if nvtx is installed."""
     cuda_events: int = 4
-    """Device time by phase of one in so many steps, by CUDA events that are never waited for: at
-    most ten times a second where steps are short, and of every step from 50 ms on. 0: none."""
+    """Interval, in steps, at which CUDA events measure device time by phase; they are never waited
+    for. At most ten times a second for short steps, and every step from 50 ms on. 0: none."""
     telemetry: float = 2.0
-    """Samples a second of GPU and host. 0: none."""
+    """Samples of GPU and host per second. 0: none."""
     stack_samples: bool = True
-    """The Python stack of the training thread, outside windows: 50 times a second in the first
+    """Sample the training thread's Python stack outside windows: 50 times a second in the first
     seconds, then 10 times, up to 1,500 times. It names the lines behind the time of the host."""
     signal: str = ""
-    """Signal that opens a window, as ``SIGUSR2``. Default: none is taken."""
+    """Signal that opens a window, such as ``SIGUSR2``. Default: none."""
     report: bool = True
-    """At the end, analyse in another process and print the first finding."""
+    """Analyse the run in another process at the end, and print the first finding."""
 
     def with_changes(self, **changes: Any) -> RecordOptions:
-        """A copy. Raises TypeError: an option that does not exist."""
+        """Return a copy with changes. Raises TypeError if an option does not exist."""
         unknown = changes.keys() - {field.name for field in fields(self)}
         if unknown:
             known = ", ".join(field.name for field in fields(self))
@@ -100,7 +99,7 @@ class RecordOptions:
         return replace(self, **changes)
 
     def traces(self, rank: int) -> bool:
-        """Whether this rank records windows."""
+        """Return whether this rank records windows."""
         if self.active < 1:
             return False
         if self.ranks.strip() == "all":
@@ -113,7 +112,7 @@ class RecordOptions:
 
 
 def explain_unsupported(version: str) -> str:
-    """Why a version of torch cannot be recorded, in a line; empty: it can."""
+    """Return the reason why a version of torch cannot be recorded, in a line; empty if it can."""
     numbers = re.findall(r"\d+", version)[:2]
     if len(numbers) < 2 or tuple(map(int, numbers)) >= OLDEST_TORCH:
         return ""
@@ -122,12 +121,12 @@ def explain_unsupported(version: str) -> str:
 
 
 def switched_off() -> bool:
-    """Whether ``ADVISOR`` says not to record."""
+    """Return whether ``ADVISOR`` says not to record."""
     return os.environ.get(SWITCH, "").strip().lower() in _OFF
 
 
 def resolve_options(**keywords: Any) -> RecordOptions:
-    """The options that apply here. Raises TypeError: a keyword that is no option."""
+    """Return the options that apply here. Raises TypeError if a keyword is no option."""
     options = RecordOptions()
     for name, value in (*_from_pyproject().items(), *_from_environment().items()):
         options = _with(options, name, value)

@@ -1,4 +1,4 @@
-"""Reads steps that repeat the one before, many at once.
+"""Fast reader of steps that repeat the one before, many at once.
 
 Most steps of a training put the same codes on the tape, with other times. What such a step does to
 the state of the reader is then known: from one step's end to the next it led from a state to the
@@ -20,16 +20,16 @@ from advisor.recorder.clock import DATA, MAX_PHASES, Clock
 from advisor.recorder.steps import RecordedStep, StepFinder, StepSegment
 
 LIMIT = 128
-"""Steps of a stretch: what is worked out of them takes about half a millisecond, in which the
-training thread may wait for the interpreter."""
+"""Most steps read at once: handling them takes about half a millisecond, in which the training
+thread may wait for the interpreter."""
 MAX_STATES = 16
 MAX_PATTERNS = 4
-"""Patterns from one state."""
+"""Most patterns kept for one state."""
 MAX_ENTRIES = 512
-"""Entries of a step that may be a pattern, and of a stretch."""
+"""Most entries of a step that can be a pattern, and most entries read at once."""
 
 LEAVING = tape.FORWARDED | {tape.LEAVE, tape.FETCHED, tape.BACKWARD_END, tape.OPTIMIZER_END}
-"""Codes by which the innermost phase ends."""
+"""Codes that end the innermost phase."""
 KNOWN = LEAVING | {
     tape.FETCH,
     tape.FETCHED_INSIDE,
@@ -38,24 +38,24 @@ KNOWN = LEAVING | {
     tape.BOUNDARY,
     tape.FORWARD_OF,
 }
-"""Codes of a pattern, besides phases."""
+"""Codes that a pattern may have besides phases."""
 TIMELESS = frozenset((tape.BATCH, tape.OPTIMIZED_BY, tape.FORWARD_OF))
 
 
 class RepeatedBlock(NamedTuple):
-    """Steps that follow each other without a gap, outside of windows, by columns."""
+    """Consecutive steps outside windows, in columns; times in ns."""
 
     n: int
     begins: list[int]
     ends: list[int]
     phases: list[tuple[int, list[int]]]
-    """Number of each phase, and ns of each step."""
+    """Number of each phase, and its time in each step, ns."""
     micro: int
     batches: list[list[Any]]
-    """What was noted of each step's batches."""
+    """Notes on each step's batches."""
 
     def steps(self) -> list[RecordedStep]:
-        """The same, one by one."""
+        """Return the steps one by one."""
         result = []
         for index, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
             phases = [0] * MAX_PHASES
@@ -70,24 +70,24 @@ class RepeatedBlock(NamedTuple):
 
 
 class CallPattern(NamedTuple):
-    """The tape entries that repeat with every step."""
+    """Pattern of tape entries that repeats with every step."""
 
     codes: list[int]
     intervals: list[tuple[int, list[tuple[int, int]]]]
-    """Time of each phase but one: from one entry to another, -1 for the step's begin."""
+    """Entries that each phase but one lasts from and to; -1 stands for the step's begin."""
     rest: int
-    """The phase that has what is left."""
+    """Number of the phase that has the remaining time; -1 if none."""
     fixed: list[tuple[int, Any]]
-    """Entries whose value must be this."""
+    """Entries whose value must be the given one."""
     batches: list[int]
-    """Entries that tell of a batch."""
+    """Entries that describe a batch."""
     micro: int
     seen: dict[str, int]
-    """What a step adds to ``StepFinder.seen``."""
+    """Counts that a step adds to ``StepFinder.seen``."""
 
 
 class StepMatcher:
-    """The patterns of one tape."""
+    """Patterns learnt from one tape, and their matches."""
 
     def __init__(self, clock: Clock, steps: StepFinder) -> None:
         self._clock = clock
@@ -98,11 +98,11 @@ class StepMatcher:
         self._seen: dict[str, int] = {}
 
     def forget(self) -> None:
-        """Another part of the tape is read: what comes next does not follow on the last end."""
+        """Forget the last step's end: the next piece of tape may not follow it."""
         self._since = -1
 
     def resume(self, entry: int) -> None:
-        """Steps that repeat were read up to here; the state is the same."""
+        """Continue at ``entry``, up to where repeated steps were read; the state is the same."""
         self._since, self._seen = entry, dict(self._steps.seen)
 
     def ended(
@@ -113,8 +113,8 @@ class StepMatcher:
         entry: int,
         result: tuple[StepSegment, int] | None,
     ) -> None:
-        """A step ended just before ``entry``, in this state (``None``: in none that may repeat).
-        ``found`` is what was handed on of it, and its batches; ``None``: it was no plain step."""
+        """Learn from a step that ended before ``entry``, in ``state`` (``None``: it cannot repeat).
+        ``result`` is its segment and number of batches; ``None``: it was no plain step."""
         since, before, seen = self._since, self._state, self._seen
         self._since, self._state, self._seen = entry, state, dict(self._steps.seen)
         if since < 1 or state is None or state != before or result is None:
@@ -134,8 +134,8 @@ class StepMatcher:
     def match(
         self, state: Hashable, codes: list[int], values: list[Any], entry: int
     ) -> tuple[RepeatedBlock, dict[str, int], int] | None:
-        """Steps from ``entry`` on that repeat a pattern, what each of them adds to
-        ``StepFinder.seen``, and where they end."""
+        """Return the steps from ``entry`` on that repeat a pattern, the counts each adds to
+        ``StepFinder.seen``, and the entry after them; ``None`` if none do."""
         for pattern in self._patterns.get(state, ()):
             wanted = pattern.codes
             size = len(wanted)
@@ -194,7 +194,7 @@ class StepMatcher:
     def _learn(
         self, codes: list[int], values: list[Any], begin: int, result: StepSegment, micro: int
     ) -> CallPattern | None:
-        """What these entries do, if their codes say all of it."""
+        """Return the pattern of these entries; ``None`` if their codes do not say all they do."""
         if any(code >= MAX_PHASES and code not in KNOWN for code in codes):
             return None
         if result.t != begin or result.end != values[-1]:

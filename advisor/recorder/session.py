@@ -1,4 +1,4 @@
-"""One recording of one process: everything that listens, measures and writes, as one object.
+"""Recording of one process: everything that listens, measures and writes, as one object.
 
 There is at most one at a time (``current_session``). A failure in here ends the recording with one
 warning; training goes on as if it had never been there.
@@ -78,22 +78,22 @@ _T = TypeVar("_T")
 
 MAX_MESSAGE = 500
 MIN_FORWARDS, MOSTLY_FORWARDS = 10, 2
-"""Forwards after the last backward or update from which they may be a loop that does not train: so
-many, and so many times the backwards and updates …"""
+"""Smallest number of forwards since the last backward or update, and their smallest ratio to
+backwards and updates, from which they may be a loop that does not train …"""
 LITTLE_TRAINING = 10
-"""… of fewer steps, before a window …"""
+"""… after fewer training steps than this and before any window …"""
 MAX_LOOKS = 3
-"""… and how often: training and rollouts that take turns are a training."""
+"""… and how often that is tried: training and rollouts in turn are a training."""
 MAX_TICKS = 64
-"""Optimizer's steps or forwards of a step for which CUDA events are made at most."""
+"""Most optimizer steps or forwards of one step for which CUDA events are made."""
 IDLE_UPDATES, IDLE_SECONDS = 3, 0.3
-"""Updates by a thread that is not watched, and the time they take, while the watched one does
-nothing: then it is the one that trains."""
+"""Updates by an unwatched thread, and their duration in s, without activity of the watched thread,
+after which the unwatched thread is taken to be the one that trains."""
 STARTING_SECONDS = 0.05
-"""How long a thread that is about to train leaves the watched one to come out of ``start``, once
-in a recording."""
+"""Time that a thread about to train waits for the watched one to leave ``Thread.start``, s, once in
+a recording."""
 WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
-"""Modules in which a thread that waits for others is."""
+"""Top-level modules that the innermost frames of a waiting thread belong to."""
 UNMARKED = (
     "advisor: no step was seen, but %d forwards were, which are no loop. To record it, say where"
     " its steps end: advisor.step(), or: for batch in advisor.record.steps(loader)"
@@ -101,7 +101,7 @@ UNMARKED = (
 
 
 def _innermost_frames(thread: int) -> list[tuple[Any, str]]:
-    """Module and function of a thread's four innermost frames; none: it has ended."""
+    """Return module and function of a thread's four innermost frames; empty if it has ended."""
     frame = sys._current_frames().get(thread)
     names: list[tuple[Any, str]] = []
     while frame is not None and len(names) < 4:
@@ -111,20 +111,20 @@ def _innermost_frames(thread: int) -> list[tuple[Any, str]]:
 
 
 class _ThreadState:
-    """What there is one of in a process."""
+    """Recording state of the process: the session, and whether forks are watched."""
 
     session: RecordingSession | None = None
     watches_forks = False
 
 
 def current_session() -> RecordingSession | None:
-    """The recording that is going on in this process."""
+    """Return the recording that is active in this process; ``None`` if there is none."""
     return _ThreadState.session
 
 
 class RecordingSession(Listener):
-    """A recording. ``entry``: ``decorator``, ``context``, ``command`` or ``callback``. With
-    ``lazy`` the run directory is made when training is seen, not at the start."""
+    """Recording of this process. ``entry``: ``decorator``, ``context``, ``command`` or
+    ``callback``. With ``lazy`` the run directory is made when training starts, not at the start."""
 
     def __init__(self, options: RecordOptions, entry: str, *, lazy: bool = False) -> None:
         import torch
@@ -132,15 +132,15 @@ class RecordingSession(Listener):
         self.options = options
         self.entry = entry
         self.owner: Any = None
-        """The ``Recorder`` that began it; ``None``: it was none."""
+        """The ``Recorder`` that began the session; ``None`` if something else did."""
         self.anew: Callable[[], RecordingSession | None] | None = None
-        """How a forked child that trains gets a recording of its own; ``None``: it gets none."""
+        """Function that opens a session in a forked child that trains; ``None``: there is none."""
         self.problem: str | None = None
-        """Why recording stopped before its time."""
+        """Reason why the recording stopped early; ``None`` if it did not."""
         self.tape = Tape()
         self.looping: list[Any] = []
         self.in_loop = False
-        """Inside a loop that says itself where steps end."""
+        """True inside a loop whose iterations are steps (``Recorder.steps``)."""
         self.loaders = Loaders(self.write_event)
         self.reader = TapeReader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
@@ -151,16 +151,16 @@ class RecordingSession(Listener):
         self._looked_again = 0
         self.tape.here[LEARNT] = 0
         self._generate: tuple[int, Any] | None = None
-        """The call of ``generate`` that was going on when it was met first: its frame."""
+        """Frame (id, code) of the ``generate`` call that was running before it was wrapped."""
         self.batches = Batches(self._shapes)
         self.inspect_batch = self.batches.inspect_batch
         self._pid = os.getpid()
         self._torch = torch
         self._lazy = lazy
         self.over = False
-        """It has ended."""
+        """True once the session has ended."""
         self.listening = False
-        """The hooks are in place."""
+        """True while the hooks are in place."""
         self._last_end: tuple[int, BaseException | None] = -1, None
         self._lock = threading.Lock()
         self._reading = threading.RLock()
@@ -203,18 +203,18 @@ class RecordingSession(Listener):
         self._network: NetworkKeeper | None = None
         self._old_signal: Any = None
         self._home = -1
-        """The thread that began to record, and whether it has trained: if not, it may still."""
+        """The thread that began to record, and whether it has trained: if not, it still may."""
         self._home_trained = False
         self._stood_back = False
-        """Whether a thread has waited in vain for another to come out of ``start``."""
+        """True once a thread has waited in vain for another to leave ``Thread.start``."""
         self._elsewhere: dict[int, tuple[int, int, float]] = {}
-        """Of each thread that makes updates beside it: the passes of the watched one until then
-        (-1: more since), how many, and since when."""
+        """Updates by unwatched threads, by thread: the watched thread's passes at the first (-1: it
+        made more since), the number of updates, and the time of the first, s."""
 
     # -- life -----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to record in the calling thread."""
+        """Start recording, with the calling thread as the watched one."""
         _ThreadState.session = self
         if not _ThreadState.watches_forks:
             os.register_at_fork(after_in_child=_forked)
@@ -233,7 +233,7 @@ class RecordingSession(Listener):
         self.listen()
 
     def listen(self) -> None:
-        """Put the hooks in place; the calling thread is the one that trains."""
+        """Install the hooks; the calling thread becomes the watched one."""
         if self.listening or self.over:
             return
         self.listening = True
@@ -254,7 +254,7 @@ class RecordingSession(Listener):
         self.tape.here[THREAD] = self._home
 
     def pause(self, error: BaseException | None = None) -> None:
-        """Take the hooks out; ``listen`` goes on from here."""
+        """Remove the hooks and write what is on the tape; ``listen`` resumes."""
         if not self.listening:
             return
         self.listening = False
@@ -281,7 +281,7 @@ class RecordingSession(Listener):
         self._end(error)
 
     def on_exception(self, error: BaseException) -> None:
-        """Training raised: perhaps for good."""
+        """Record an exception that left the training, and pause: the program may go on."""
         try:
             self.oom.on_exception(error)
             self.pause(error)
@@ -289,7 +289,7 @@ class RecordingSession(Listener):
             self.broken(problem)
 
     def on_watched_thread(self) -> bool:
-        """Whether the calling thread is the one that is watched."""
+        """Return whether the calling thread is the watched one."""
         return self.tape.here[THREAD] == threading.get_ident()
 
     def finish(self, error: BaseException | None = None) -> None:
@@ -323,13 +323,13 @@ class RecordingSession(Listener):
 
     @property
     def recorded(self) -> int:
-        """Steps so far: of the training, or else of a loop that does not train."""
+        """Number of steps so far: of the training, else of a loop that does not train."""
         return self.steps.count or self.inference.count
 
     # -- what hooks call ------------------------------------------------------------------------
 
     def on_enter(self, phase: int) -> None:
-        """A phase is about to begin."""
+        """Tell the watchers that a phase is about to begin."""
         try:
             for watcher in self.tape.watched:
                 watcher.on_enter(phase)
@@ -337,7 +337,7 @@ class RecordingSession(Listener):
             self.broken(error)
 
     def on_leave(self, phase: int) -> None:
-        """A phase has ended, and this one goes on."""
+        """Tell the watchers that a phase has ended and that ``phase`` continues."""
         try:
             for watcher in self.tape.watched:
                 watcher.on_leave(phase)
@@ -345,7 +345,7 @@ class RecordingSession(Listener):
             self.broken(error)
 
     def on_optimizer_step(self) -> None:
-        """An optimizer has stepped."""
+        """Sample memory and CUDA events after an optimizer step. Stops if the tape is too long."""
         try:
             counters = self.allocator.sample()
             if counters is not None:
@@ -359,7 +359,7 @@ class RecordingSession(Listener):
             self.broken(error)
 
     def on_forward(self, module: Any) -> None:
-        """The forward of an outermost module has ended, where nothing was learnt so far."""
+        """Note an outermost forward that has ended, before any backward or update."""
         try:
             put = self.tape.log.extend
             if self._generate is not None:
@@ -373,28 +373,28 @@ class RecordingSession(Listener):
             self.broken(error)
 
     def on_generate_start(self) -> None:
-        """A call of ``generate`` is about to begin, where nothing was learnt so far."""
+        """End the ``generate`` call that ran before it was wrapped: another one begins."""
         if self._generate is not None:
             self._generate = None
             self.tape.log.extend((GENERATED, time.perf_counter_ns()))
 
     def on_generate_end(self) -> None:
-        """It has ended."""
+        """Look for the end of an inference step after a call of ``generate``."""
         try:
             self._inferred()
         except Exception as error:
             self.broken(error)
 
     def on_first_backward(self) -> None:
-        """The first backward begins: what was found before it may have to go, at once."""
+        """Note the first backward: steps of an inference loop found before it may be dropped."""
         self.tape.here[LEARNT] = 1
         if self.inference.count and self.windows.enabled:
             self.windows.restarts = True
             self.tape.here[ONLINE] = 1
 
     def on_other_thread(self, *, updates: bool) -> None:
-        """A backward begins in another thread than the one that is watched, or an optimizer's step
-        (``updates``)."""
+        """Consider watching the calling thread instead: a backward or an optimizer step
+        (``updates``) begins in it."""
         try:
             if os.getpid() != self._pid:
                 self._record_in_child()
@@ -423,31 +423,31 @@ class RecordingSession(Listener):
             self._reading.release()
 
     def broken(self, error: BaseException) -> None:
-        """Something of ours failed: recording is over."""
+        """Warn that the recorder failed, and stop recording."""
         self._warn(error)
         self._stop_early()
 
     # -- what the user says ---------------------------------------------------------------------
 
     def on_step_end(self) -> None:
-        """A step ends here."""
+        """End the current step, as the program says."""
         self._log_boundary(BOUNDARY)
         if self.marks is not None and self.steps.explicit:
             self.marks.on_tick()
 
     def begin_loop(self) -> None:
-        """A loop begins whose every iteration is a step."""
+        """Begin a loop whose every iteration is a step."""
         self.in_loop = True
         self._log_boundary(BEGIN)
 
     def end_loop(self, *, broken_off: bool) -> None:
-        """It ended; ``broken_off``: in the middle of an iteration, as far as is known."""
+        """End such a loop; ``broken_off``: in the middle of an iteration, as far as is known."""
         self.in_loop = False
         if broken_off:
             self._log_boundary(BREAK_OFF)
 
     def enter(self, phase: int) -> int:
-        """A phase of the user's begins; what was open before, for ``leave``."""
+        """Begin a phase of the program's; return the phase that was open, for ``leave``."""
         tape = self.tape
         before = tape.here[PHASE]
         if tape.watched:
@@ -457,7 +457,7 @@ class RecordingSession(Listener):
         return before
 
     def leave(self, before: int) -> None:
-        """It ends."""
+        """End the phase that ``enter`` began; ``before`` is the phase that continues."""
         tape = self.tape
         tape.here[PHASE] = before
         tape.log.extend((LEAVE, time.perf_counter_ns()))
@@ -465,7 +465,7 @@ class RecordingSession(Listener):
             self.on_leave(before)
 
     def fetch(self, iterator: Iterator[_T]) -> _T:
-        """The next item of any iterator; the wait is of phase ``data``."""
+        """Return the next item of any iterator; the wait is recorded as phase ``data``."""
         before = self.enter(DATA)
         self.looping.append(1)
         try:
@@ -479,7 +479,7 @@ class RecordingSession(Listener):
             self.leave(before)
 
     def count(self) -> int:
-        """Steps so far, the one that is complete and has not ended included."""
+        """Return the number of steps so far, including one that is complete but has not ended."""
         with self._reading:
             self.reader.read(self.tape.take())
             return self.steps.count + self.steps.complete() or self.inference.count
@@ -499,7 +499,7 @@ class RecordingSession(Listener):
     # -- inside ---------------------------------------------------------------------------------
 
     def _may_move(self, updates: bool) -> bool:
-        """Whether this thread may be the one that trains.
+        """Return whether the calling thread may become the watched one.
 
         It may where the watched one has ended, or has not trained and waits for others; under
         ``advisor record`` it is enough that it has not trained. A helper does not take over from
@@ -528,7 +528,7 @@ class RecordingSession(Listener):
         return moves or (updates and self._has_taken_over(this, progress))
 
     def _wait_until_started(self, thread: int) -> list[tuple[Any, str]]:
-        """Where a thread is (:func:`_innermost_frames`), after it has left ``Thread.start``.
+        """Return a thread's innermost frames once it has left ``Thread.start``.
 
         It is there until the system gives it a processor, and the thread it started may train
         meanwhile. Nothing is known then; so this one stands back for a moment."""
@@ -541,13 +541,13 @@ class RecordingSession(Listener):
         return names
 
     def _has_fetched(self) -> bool:
-        """Whether the watched thread has asked a loader for a batch: it is about to train."""
+        """Return whether the watched thread has asked a loader for a batch."""
         finder = self.steps
         seen = bool(finder.seen["fetched"]) or not finder.outside
         return seen or FETCH in self.tape.log[::2]
 
     def _has_taken_over(self, thread: int, progress: int) -> bool:
-        """Whether a thread that is not watched has made its updates while the other did nothing."""
+        """Return whether an unwatched thread made its updates while the watched one did nothing."""
         now = time.monotonic()
         passes, updates, begun = self._elsewhere.get(thread, (progress, 0, now))
         if passes != progress:
@@ -556,13 +556,13 @@ class RecordingSession(Listener):
         return passes >= 0 and updates >= IDLE_UPDATES and now - begun > IDLE_SECONDS
 
     def _count_passes(self) -> int:
-        """Backwards and updates that the watched thread has made."""
+        """Return the number of backwards and updates that the watched thread has made."""
         codes = self.tape.log[::2]
         seen = self.steps.seen["backwards"] + self.steps.seen["optimized"]
         return seen + codes.count(BACKWARD) + codes.count(OPTIMIZER)
 
     def _inferred(self) -> None:
-        """A step of a loop that does not train may have ended."""
+        """Sample memory and CUDA events where an inference step may have ended."""
         tape = self.tape
         if len(tape.log) > MAX_TAPE:
             tape.log.clear()
@@ -576,7 +576,7 @@ class RecordingSession(Listener):
             self.read_tape()
 
     def _count_ticks(self) -> int:
-        """Optimizer's steps in a step, or forwards in one of a loop that does not train."""
+        """Return the optimizer steps per training step, or the forwards per inference step."""
         steps = self.steps
         if steps.explicit:
             return 1
@@ -585,8 +585,8 @@ class RecordingSession(Listener):
         return min(MAX_TICKS, -(-ticks // count)) if count else 1
 
     def _hook_generate(self, frame: FrameType | None) -> None:
-        """Listen to ``generate``, if it came since the last look; the first call of it may be going
-        on already, in a frame around this one."""
+        """Wrap ``generate`` if it was imported since the last look; note a call of it that is
+        already running, by its frame."""
         if not self.hooks.hook_new_imports():
             return
         while frame is not None:
@@ -598,7 +598,7 @@ class RecordingSession(Listener):
             frame = frame.f_back
 
     def _leave_generate(self, frame: FrameType | None) -> None:
-        """Whether the first call of ``generate`` has ended meanwhile."""
+        """End the first ``generate`` call if its frame is no longer on the stack."""
         while frame is not None:
             if (id(frame), frame.f_code) == self._generate:
                 return
@@ -613,8 +613,8 @@ class RecordingSession(Listener):
         return result
 
     def _retry_inference(self, forwards: int) -> None:
-        """So many forwards have followed what was learnt last. Where that was little, as to try the
-        model or to warm up, they may be a loop that does not train, or a validation."""
+        """Look for inference steps again after ``forwards`` forwards without a backward or update,
+        if the training before was short: a trial, a warm-up, or a validation."""
         steps, windows = self.steps, self.windows
         learnt = steps.seen["backwards"] + steps.seen["optimized"]
         if forwards < max(MIN_FORWARDS, MOSTLY_FORWARDS * learnt):
@@ -628,18 +628,18 @@ class RecordingSession(Listener):
         self.tape.here[LEARNT] = self.tape.here[OPTIMIZED] = 0
 
     def _restart_inference(self) -> None:
-        """What was taken for steps of a loop that does not train came before the model."""
+        """Drop the inference steps found so far: they came before the model's forwards."""
         self.writer.put(NO_INFERENCE)
         if self.windows.enabled:
             self.windows.restart("it lies before the model's forwards")
 
     def _stop_inference(self) -> None:
-        """A backward or the like: from now on no steps of another loop are looked for."""
+        """Stop looking for inference steps: the tape has a backward, an update or the like."""
         self.tape.here[LEARNT] = 1
         self.windows.unaided = False
 
     def _record_in_child(self) -> None:
-        """In a forked child that trains: it gets a recording of its own, under the command."""
+        """Remove the hooks in a forked child that trains; record it by itself if ``anew`` can."""
         self.tape.here[THREAD] = -1
         self.hooks.remove()
         self.windows.unwatch_profilers()
@@ -650,7 +650,7 @@ class RecordingSession(Listener):
                 atexit.register(session.finish)
 
     def _end(self, error: BaseException | None) -> None:
-        """Tell that recording has ended here; it may go on after a pause."""
+        """Write an ``end`` event, unless nothing changed since the last; recording may resume."""
         steps = self.recorded
         if (steps, error) == self._last_end or (error is None and self._last_end[0] == steps):
             return
@@ -671,8 +671,8 @@ class RecordingSession(Listener):
             self.read_tape()
 
     def _update_optimizer_hooks(self) -> None:
-        """Work out whether hooks must call when an optimizer has stepped. In any thread: whatever
-        changes the answer calls this afterwards."""
+        """Decide whether hooks report optimizer steps at once. Any thread may call it, after
+        whatever changes the answer."""
         here = self.tape.here
         here[ONLINE] = 0
         if self.windows.needs_step_ends or is_cuda_initialised(self._torch):
@@ -730,7 +730,7 @@ class RecordingSession(Listener):
             self._update_optimizer_hooks()
 
     def _begin_steps_anew(self) -> None:
-        """What was taken for steps so far were parts of steps."""
+        """Drop the training steps found so far: they were parts of longer steps."""
         self.writer.put(NO_STEPS)
         if self.windows.enabled:
             self.windows.restart("steps were found to be longer")
@@ -757,7 +757,7 @@ class RecordingSession(Listener):
             self._update_optimizer_hooks()
 
     def _forget_training(self) -> None:
-        """A loop that does not train has begun, after little training."""
+        """Drop a short training's steps: a loop that does not train has begun after it."""
         if self._looked_again:
             if self.steps.count:
                 self.writer.put(NO_STEPS)
@@ -765,7 +765,7 @@ class RecordingSession(Listener):
             self.steps.forget()
 
     def _emit_block(self, block: RepeatedBlock) -> None:
-        """Steps that were read together, in the writer's thread."""
+        """Write steps that were read together; runs in the writer's thread."""
         windows = self.windows
         whole = block.begins[0], block.ends[-1]
         if windows.window_of(*whole) is None and not windows.exporting(*whole):
@@ -787,7 +787,7 @@ class RecordingSession(Listener):
         return self.marks is not None and self.marks.host_is_ahead
 
     def _on_first_step(self, micro: int) -> None:
-        """The first step has ended: this process does train."""
+        """Fit the windows to the loader, and open the run directory: this process trains."""
         if self.loaders.length is not None:
             self.windows.fit_to_loader(self.loaders.length // micro)
         self._rank_and_world()  # a window may open before the writer's thread has asked
@@ -795,7 +795,7 @@ class RecordingSession(Listener):
         self.oom.install()
 
     def _rank_and_world(self) -> tuple[int, int]:
-        """Rank and world size, asked once training has begun: before, the process may not know."""
+        """Return rank and world size, asked once training has begun: before, they may be unset."""
         self.rank, self.world = rank_of(self._torch)
         self.windows.enabled = self.options.traces(self.rank) and not self.over
         self._update_optimizer_hooks()
@@ -831,7 +831,7 @@ class RecordingSession(Listener):
             self._stack_sampler.start()
 
     def _failed(self, problem: str) -> None:
-        """The writer's thread could not go on."""
+        """Stop recording because the writer's thread failed, and warn once."""
         if self.problem is None:
             self.problem = problem
             if self.windows.problem is None:  # else it was said of a trace
@@ -845,7 +845,7 @@ class RecordingSession(Listener):
             self.write_event("error", {"text": self.problem[:500]})
 
     def _stop_early(self) -> None:
-        """Hooks pass through from now on; what was recorded stays."""
+        """Stop hooks, samplers and windows; what was recorded so far is kept."""
         self.tape.here[THREAD] = -1
         self.windows.enabled = False
         if self.writer.folder is None:
@@ -882,7 +882,7 @@ class RecordingSession(Listener):
 
 
 def rank_of(torch: Any) -> tuple[int, int]:
-    """Number of this process among those that train together, and how many they are."""
+    """Return the process's rank and the world size: from torch, else the launcher; else (0, 1)."""
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank()), int(distributed.get_world_size())
@@ -899,7 +899,7 @@ def rank_of(torch: Any) -> tuple[int, int]:
 
 
 def _forked() -> None:
-    """In a forked child: the recording is the parent's."""
+    """Detach the parent's recording in a forked child."""
     session, _ThreadState.session = _ThreadState.session, None
     if session is not None:
         session.tape.here[THREAD] = -1

@@ -1,4 +1,4 @@
-"""Notices when training becomes slower than it was. Runs in the writer's thread, on records."""
+"""Detector of training that slows down. Runs in the writer's thread, on records of steps."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from typing import Any
 from advisor.recorder.clock import PAUSE, THREAD, Tape
 
 SLOWER = 1.25
-"""Recent median over the first one: a quarter more is seen by anybody who waits for it."""
+"""Ratio of the recent median to the first one that counts as slow: a quarter more is noticeable."""
 SPIKE = 3.0
-"""One step over the median …"""
+"""Ratio of one step to the median that counts as a spike …"""
 SPIKE_NS = 100_000_000
-"""… which loses so much: a window would cost more than a shorter one."""
+"""… and the least time it must lose, ns: for less, a window would cost more."""
 SETTLE = 5
-"""First steps, which compile and warm up, are no measure."""
+"""First steps, which compile and warm up, that are ignored."""
 BASE, BASE_NS = 32, 2_000_000_000
-"""Steps that the others are compared with, and the time that they take: over less, machines change
-their speed by themselves."""
+"""Least steps that the others are compared with, and their least total time, ns: over less, the
+machine's speed varies by itself."""
 MAX_BASE = 4096
 RECENT, RECENT_NS = 16, 1_000_000_000
-"""Steps whose median counts, and how long they, and those after them, are slow."""
+"""Steps whose median counts, and the least time, ns, for which they must be slow."""
 APART = 100
-"""Steps from one alarm to the next at least."""
+"""Least number of steps from one alarm to the next."""
 FLOOR_NS = 2_000_000
-"""Differences below this are the machine's own."""
+"""Smallest difference that counts, ns; below it, machines vary by themselves."""
 
 
 class SlowdownWatch:
-    """Feed it the steps that were not profiled; it answers with a reason to open a window."""
+    """Detector of slowdowns: takes unprofiled steps, returns reasons to open a window."""
 
     def __init__(self) -> None:
         self._seen = 0
         self._base: list[int] = []
         self._based = 0
-        """Time of the first steps, ns."""
+        """Total time of the first steps, ns."""
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._slow = 0
-        """Time in which the recent median was slow, ns."""
+        """Time for which the recent median was slow, ns."""
         self._median: float | None = None
         self._quiet_until = 0
 
     def step(self, dur: int) -> str | None:
-        """One step's length, ns."""
+        """Add a step of ``dur`` ns; return the reason to open a window, or ``None``."""
         self._seen += 1
         if self._seen <= SETTLE:
             return None
@@ -75,7 +75,7 @@ class SlowdownWatch:
         return None
 
     def steps(self, lengths: list[int]) -> str | None:
-        """Several steps; the last reason, if there was one."""
+        """Add several steps, ns; return the last reason to open a window, or ``None``."""
         usual = self._median
         if usual is not None:
             # an alarm needs a step above both of these, this one or one of the recent ones
@@ -96,14 +96,14 @@ class SlowdownWatch:
 
 
 FULL = 2
-"""The oldest generation: a full collection."""
+"""Number of the oldest generation, collected in a full collection."""
 MAX_PLACES = 8
-"""Lines that ask for full collections, of which so many are noted."""
+"""Most lines noted that ask for full collections."""
 
 
 class Pauses:
-    """Notes the collections that run in the watched thread (``gc.callbacks``), and once each the
-    lines that ask for full ones. ``tell``: how an event is written."""
+    """Recorder of collections in the watched thread (``gc.callbacks``), and of lines that ask for
+    full ones, once each. ``tell`` writes an event."""
 
     def __init__(self, tape: Tape, tell: Callable[[str, dict[str, Any]], None]) -> None:
         self._tape = tape
@@ -112,7 +112,7 @@ class Pauses:
         self._places: set[tuple[Any, int]] = set()
 
     def install(self) -> None:
-        """Listen."""
+        """Listen to collections."""
         gc.callbacks.append(self._call)
 
     def remove(self) -> None:
@@ -132,8 +132,8 @@ class Pauses:
             self._begun = 0
 
     def _note_place(self) -> None:
-        """Python collects by itself once the younger generation was collected often enough: a full
-        collection before that was asked for, by the line that runs."""
+        """Note the line that asks for a full collection. By itself Python starts one only after
+        enough younger ones; before that, the line that runs has asked for it."""
         if gc.get_count()[FULL] > gc.get_threshold()[FULL]:
             return
         frame = sys._getframe(2)

@@ -1,4 +1,4 @@
-"""Where the training thread's Python is, some dozen times a second: call stacks without a profiler.
+"""Sampler of the training thread's Python call stack, without a profiler.
 
 Waking for a sample takes the interpreter from the training thread for some 50 µs. So samples are
 frequent in the first seconds only, of which a short run consists, and end after some thousand.
@@ -22,34 +22,33 @@ from typing import Any
 from advisor.recorder.background import Background
 
 FAST_SECONDS, FAST_SAMPLES = 0.02, 300
-"""Interval of the first samples, and how many they are."""
+"""Interval of the first samples, s, and their number."""
 SLOW_SECONDS, MAX_SAMPLES = 0.1, 1_500
-"""Interval of the others, and how many samples there are in all."""
+"""Interval of the later samples, s, and the most samples in all."""
 WRITE_EVERY = 150
-"""Samples that are written together: what is lost of a run that is killed."""
+"""Samples written together: the most that is lost if a run is killed."""
 AT_ONCE, FORCED = 0.0005, 0.9
-"""How late a sample is that interrupted a call into C, seconds; and one that made the thread give
-up, of the interpreter's switch interval."""
+"""Delays of a valid sample: below the first, s, it interrupted a call into C; above the second, a
+share of the interpreter's switch interval, it made the thread give up the interpreter."""
 MAX_WAKES = 2 * MAX_SAMPLES
 MAX_DEPTH = 100
-"""Frames of a sample, the innermost."""
+"""Most frames of a sample, the innermost ones."""
 MAX_STACKS = 400
-"""Different stacks that are written together, those with most samples."""
+"""Most different stacks written together, those with the most samples."""
 MAX_NAME = 300
 _OWN = str(Path(__file__).absolute().parents[1]) + os.sep
-"""Folder of this package."""
+"""Folder of this package, with a final separator."""
 _PARTS_OF_FUNCTIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
-"""Written as the function around them."""
+"""Code names that are shown as the function around them."""
 
 Stack = tuple[tuple[CodeType, int], ...]
-"""Code and line of each frame, the innermost first."""
+"""Call stack: code and line of each frame, the innermost first."""
 
 
 class StackSampler(Background):
-    """Takes the stack of ``thread()`` (-1: of none, for now) from a daemon thread until ``stop``.
-    ``tell`` gets a ``stacks`` event for every ``WRITE_EVERY`` samples and at the end. ``busy()``:
-    no sample now, because a profiler lengthens what it watches.
-    """
+    """Daemon thread that samples the stack of ``thread()`` (-1: of none, for now) until ``stop``.
+    ``tell`` gets a ``stacks`` event for every ``WRITE_EVERY`` samples and at the end. While
+    ``busy()``, none is taken: a profiler lengthens what it watches."""
 
     name = "stacks"
 
@@ -67,7 +66,7 @@ class StackSampler(Background):
         self._texts: dict[tuple[CodeType, int], str] = {}
 
     def work(self) -> None:
-        """Sample until the end; what was not written yet is written then."""
+        """Sample until the end, then write the remaining samples."""
         self._loop()
         self._write()
 
@@ -87,7 +86,7 @@ class StackSampler(Background):
                 self._write()
 
     def _sample(self) -> int:
-        """Take one; 0: there was nothing to take."""
+        """Take a sample; return how many were taken, 0 or 1."""
         frame = sys._current_frames().get(self._watched())
         stack: list[tuple[CodeType, int]] = []
         while frame is not None and len(stack) < MAX_DEPTH:
@@ -111,7 +110,7 @@ class StackSampler(Background):
         self._tell("stacks", {"frames": list(index), "stacks": lines})
 
     def _text(self, code: CodeType, line: int) -> str:
-        """``train.py(12): log``, as PyTorch's profiler writes a frame."""
+        """Return a frame's text as PyTorch's profiler writes it: ``train.py(12): log``."""
         known = self._texts.get((code, line))
         if known is None:
             function = code.co_qualname.replace(".<locals>", "")
@@ -123,12 +122,12 @@ class StackSampler(Background):
 
 
 def _is_own(code: CodeType) -> bool:
-    """The recorder's, or what started the program: nobody's line."""
+    """Return whether code is the recorder's or started the program: no line of the program's."""
     return code.co_filename.startswith((_OWN, "<frozen runpy>"))
 
 
 def _without_search_path(file: str) -> str:
-    """A file's name without the longest entry of ``sys.path`` in front of it."""
+    """Return a file's name without the longest entry of ``sys.path`` in front of it."""
     entries = (os.path.join(entry, "") for entry in sys.path if entry)  # noqa: PTH118
     longest = max((entry for entry in entries if file.startswith(entry)), key=len, default="")
     return file.removeprefix(longest)

@@ -40,21 +40,21 @@ from advisor.recorder.clock import (
 )
 
 MAX_HELD_SEGMENTS = 1024
-"""Segments kept while it is unknown whether an optimizer will ever step."""
+"""Most segments kept while no optimizer has stepped."""
 MAX_ROUNDS = 4096
-"""Optimizer steps of a segment that are looked at: between two fetches there may be any number."""
+"""Most optimizer steps looked at in a segment: between two fetches there may be any number."""
 MAX_EARLY = 80
-"""First steps that are found anew where another optimizer turns out to step less."""
+"""Most first steps that are regrouped when another optimizer turns out to step less often."""
 MAX_PERIOD = 32
-"""Steps of another optimizer in one of that which ends steps: more are steps of their own."""
+"""Most steps of another optimizer within one step; above that, its steps are steps themselves."""
 MAX_EVENTS = 65_536
-"""CUDA events of a segment: of more, one is too long to be a step."""
+"""Most CUDA events kept of a segment; a longer segment is no step."""
 PERIODS = 4
-"""Times its usual interval after which an optimizer that ended steps is taken to have gone."""
+"""Multiple of its usual interval after which the optimizer that ended steps counts as gone."""
 
 
 class RecordedStep(NamedTuple):
-    """A step that was found; the writer makes a record of it."""
+    """Training or inference step, ready to be written: times and phases in ns."""
 
     n: int
     t: int
@@ -67,13 +67,13 @@ class RecordedStep(NamedTuple):
     batch: Any
     memory: Any
     marks: Any
-    """A ``watchers.EventTimes``; ``None``: no events."""
+    """Device times as ``watchers.EventTimes``; ``None`` if no events were made."""
     trains: bool = True
-    """False: of a loop that does not (``inference``)."""
+    """False for a step of a loop that does not train (``inference``)."""
     exporting: bool = False
-    """A trace was being written meanwhile."""
+    """True if a trace was being written during the step."""
     unused_graphs: int = 0
-    """Forwards with a graph since the step before that no backward followed."""
+    """Forwards with a graph since the previous step that no backward followed."""
 
 
 class StepSegment(NamedTuple):
@@ -85,96 +85,96 @@ class StepSegment(NamedTuple):
 
 
 class Round(NamedTuple):
-    """An optimizer has stepped, after a backward."""
+    """Optimizer step that followed a backward, within a segment; times in ns."""
 
     now: int
     acc: list[int]
-    """Time in each phase since the segment began."""
+    """Time in each phase since the segment began, ns."""
     optimizer: int
     backwards: int
-    """In the segment so far."""
+    """Number of backwards in the segment so far."""
 
 
 class StepFinder:
-    """Segments to steps, in the order of the tape. ``now`` is when something happened, ns."""
+    """Finder of training steps in segments, in the order of the tape. ``now``: time in ns."""
 
     def __init__(self, clock: Clock, emit: Callable[[StepSegment, int, int], None]) -> None:
         self.clock = clock
         self._emit = emit
         self.anew: Callable[[], None] | None = None
-        """Called where the steps so far turn out to be parts of steps; these follow."""
+        """Function to call when the steps so far were parts of longer steps, which follow."""
         self.late = False
-        """The step that is handed on ended before the last thing that happened."""
+        """True if the step being emitted ended before the latest tape entry."""
         self.seen = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
-        """What happened, whether or not it made steps: to say why there are none."""
+        """Counts of all events, whether or not they made steps: to say why there are none."""
         self.explicit = False
-        """The user says where steps end."""
+        """True once the program says itself where steps end."""
         self.count = 0
         self.gap = 0
-        """Time since the last step that belongs to none, ns …"""
+        """Time since the last step that belongs to no step, ns …"""
         self.unused_graphs = 0
-        """… and forwards with a graph that no backward followed."""
+        """… and forwards with a graph in it that no backward followed."""
         self._graphs = 0
-        """Forwards with a graph in the segment, since its last backward …"""
+        """Forwards with a graph in the segment since its last backward …"""
         self._earlier_graphs = 0
-        """… and in those before: the next backward is of these where none ran in its segment."""
+        """… and in earlier segments: the next backward is theirs if its segment has no forward."""
         self._evaluated = 0
-        """Those of them in evaluation mode, before any backward …"""
+        """Number of these forwards in evaluation mode, before any backward …"""
         self._evaluation: tuple[int, list[int]] = 0, []
-        """… when the last ended, and the time in each phase until then."""
+        """… with the end of the last one, ns, and the time in each phase until then."""
         self.marks: list[Any] = []
-        """CUDA events of the segment, with the phase that each begins …"""
+        """CUDA events of the segment, each with the phase that it begins …"""
         self._marks_whole = False
-        """… and whether they reach back to its begin."""
+        """… and whether they reach back to the segment's start."""
         self.begun = 0
-        """When the segment began …"""
+        """Start of the segment, ns …"""
         self.open = False
-        """… and whether one has: before the first activity, time belongs to nothing."""
+        """… and whether one is open: time before the first activity belongs to no step."""
         self.outside = True
-        """No loader's batch is being worked on."""
+        """True while no batch of a loader is being worked on."""
         self._batches = 0
         self._stock: list[Any] = []
-        """What was noted of each batch that is in no step yet."""
+        """Notes on the batches that are in no step yet."""
         self.used: list[Any] = []
-        """The same of those in the step that is handed on."""
+        """Notes on the batches of the step being emitted."""
         self.forwards = 0
-        """How many there were in all."""
+        """Number of forwards in total."""
         self._forwards = 0
         self._backwards = 0
         self._micro = 0
         self._stepped = False
         self._trained_here = False
-        """The loader that is being fetched from has been trained with."""
+        """True if a step was trained with batches of the current loader."""
         self._rest: tuple[int, list[int]] | None = None
-        """When an optimizer stepped last in this segment, and the time in each phase until then."""
+        """Time of the segment's last optimizer step, ns, and the time in each phase until then."""
         self._held: list[StepSegment] = []
         self._optimizers: dict[int, int] = {}
-        """Steps of each other optimizer since the primary one's last …"""
+        """Steps of each other optimizer since the primary one's last step …"""
         self._primary: int | None = None
-        """… which is the one that ends steps without a loader …"""
+        """… which is the optimizer that ends steps outside a loader's loop …"""
         self._period = 1
-        """… after at most so many steps of another …"""
+        """… at most this many steps of another optimizer after its last …"""
         self._since: dict[int, int] = {}
-        """… and its steps since each other's last."""
+        """… and its steps since each other optimizer's last step."""
         self._early: list[tuple[StepSegment, int]] | None = []
-        """Parts of the steps so far, each with the optimizer that ended it; ``None``: too many."""
+        """Parts of the steps so far, and the optimizer that ended each; ``None``: too many."""
         self._rounds: list[Round] = []
         self._last_inner = 0
-        """The optimizer that stepped last in a backward."""
+        """Id of the optimizer that last stepped during a backward."""
         self._ended_by = 0
-        """The one that ended the segment before."""
+        """Id of the optimizer that ended the previous segment."""
         self._outer_steps = False
-        """An optimizer has stepped elsewhere than in a backward: that is none of a parameter."""
+        """True once an optimizer stepped outside a backward: it is not one per parameter."""
         self._buffered = False
-        """Several steps lie between two fetches: optimizers end them, loader or not."""
+        """True once several steps lay between two fetches: optimizers end steps, not fetches."""
         self._first: int | None = None
-        """So many parts that are kept are the first of those steps, which waits for a second.
-        ``None``: there was none; 0: there were two."""
+        """Number of held parts that form the first step without an optimizer, while a second one is
+        awaited. ``None``: no step yet; 0: two were found."""
 
     # -- what hooks report ----------------------------------------------------------------------
 
     def on_fetch(self, now: int) -> None:
-        """A loader is asked for a batch: the segment before ends here."""
+        """End the open segment: a loader is asked for a batch."""
         if self.explicit:
             return
         if self.clock.cur == OPTIMIZER:  # an optimizer raised, its hook for the end was not called
@@ -187,18 +187,18 @@ class StepFinder:
         self.open = True
 
     def on_batch(self) -> None:
-        """The loader gave a batch."""
+        """Count a batch that the loader returned."""
         self.seen["fetched"] += 1
         self._batches += 1
         self._stock.append(None)
 
     def batch(self, glance: Any) -> None:
-        """What was noted of it."""
+        """Attach the note on its content to the batch fetched last."""
         if self._stock:
             self._stock[-1] = glance
 
     def on_exhausted(self, now: int) -> None:
-        """The loader has no more: what comes is no longer work on its batches."""
+        """Leave the loader, which is exhausted: later work is not on its batches."""
         if self.explicit:
             return
         self._forget_batches()
@@ -208,7 +208,7 @@ class StepFinder:
         self._outside()
 
     def on_iterate(self, now: int) -> None:
-        """A loader is iterated anew, for another epoch or a validation."""
+        """Start a new pass over a loader: an epoch or a validation."""
         if self.explicit:
             return
         if self.open:
@@ -219,13 +219,13 @@ class StepFinder:
         self._outside()
 
     def on_checkpoint(self, now: int) -> None:
-        """A checkpoint is written: no part of a step that is complete."""
+        """End a complete step before a checkpoint: writing it is not part of the step."""
         if not self.explicit and self._stepped and not self.clock.stack:
             self._close(now)
             self._outside()
 
     def active(self, now: int) -> None:
-        """Something a step does has begun: one begins, if none has."""
+        """Begin a step, if none is open, at an activity that a step may begin with."""
         if not self.open:
             before = sum(self._cut(now).phases)
             if not self.explicit:
@@ -233,7 +233,7 @@ class StepFinder:
             self.open = True
 
     def on_forward(self, code: int, now: int) -> None:
-        """The outermost module returned, in one of the ways that the tape has."""
+        """Count an outermost forward that returned; ``code`` is its ``FORWARD_END…`` entry."""
         self.seen["forwards"] += 1
         self._forwards += 1
         self._graphs += code not in (FORWARD_END_NO_GRAD, FORWARD_END_NO_GRAPH)
@@ -253,8 +253,8 @@ class StepFinder:
         self.open = False
 
     def _evaluated_before(self) -> None:
-        """Forwards in evaluation mode made graphs that no backward uses: the same model has begun
-        to train."""
+        """Treat forwards in evaluation mode as a validation: the same model then began to train,
+        and no backward used their graphs."""
         self.unused_graphs += self._evaluated
         self._graphs -= self._evaluated
         self._evaluated = 0
@@ -265,7 +265,7 @@ class StepFinder:
             self.without_events()
 
     def on_backward(self, now: int) -> None:
-        """A backward ended."""
+        """Count a backward that ended, and end the step if an optimizer stepped during it."""
         self.seen["backwards"] += 1
         self._backwards += 1
         if self._forwards:
@@ -279,7 +279,7 @@ class StepFinder:
             self._end_round(0, now)
 
     def on_optimizer_step(self, optimizer: int, now: int) -> None:
-        """An optimizer stepped, or its scaler skipped it."""
+        """Handle an optimizer step, also one that the gradient scaler skipped."""
         self.seen["optimized"] += 1
         anew = self._choose_primary(optimizer)
         by_optimizer = self._by_optimizer
@@ -300,7 +300,7 @@ class StepFinder:
             self._last_inner = optimizer
 
     def _end_round(self, optimizer: int, now: int) -> None:
-        """Inside a loader's segment, an optimizer has stepped after a backward, or in it."""
+        """Note an optimizer step in a loader's segment, after or during a backward."""
         self._rest = now, self.clock.acc.copy()
         if optimizer and not self._outer_steps:
             self._outer_steps = True
@@ -312,8 +312,8 @@ class StepFinder:
             rounds.append(Round(now, self._rest[1], optimizer, self._backwards))
 
     def _choose_primary(self, optimizer: int) -> bool:
-        """An optimizer steps: which one ends steps from now on. Whether it is this one, though
-        another was thought to: that steps more often."""
+        """Choose which optimizer ends steps, as ``optimizer`` steps. Return whether it replaces one
+        that steps more often."""
         known, since = self._optimizers, self._since
         if self._primary is None:
             self._primary = optimizer
@@ -339,18 +339,18 @@ class StepFinder:
 
     @property
     def _by_optimizer(self) -> bool:
-        """Optimizers end steps, fetches do not."""
+        """True where optimizers end steps, not fetches."""
         return self.outside or self._buffered
 
     def _part(self, optimizer: int, now: int) -> None:
-        """Another optimizer than the one that ends steps has stepped: among the first steps, note
-        where, for it may be the one."""
+        """Note a step of an optimizer that does not end steps; among the first steps only, since it
+        may turn out to be the one that does."""
         if self._early is not None and self.outside and not self.clock.stack and not self.explicit:
             self._micro += self._backwards
             self._hold(self._cut(now), optimizer)
 
     def _group_anew(self, optimizer: int) -> None:
-        """The steps so far were parts of steps, which this optimizer ends."""
+        """Regroup the steps so far into longer ones, which ``optimizer`` ends."""
         early, self._early = self._early or [], None
         self._held = []
         self._micro = 0
@@ -369,14 +369,14 @@ class StepFinder:
         self.clock.rest()
 
     def on_update(self, now: int) -> None:
-        """A backward begins, and weights or gradients were changed since the last one."""
+        """Note, as a backward begins, that weights or gradients changed since the last one."""
         if not self.is_undecided or self.clock.stack:
             return
         self.on_forward_start(now)
         self._applied()
 
     def on_forward_start(self, now: int) -> None:
-        """A forward begins: without a loader, what was learnt before is a part of its own."""
+        """End a segment before a forward if, without a loader, it has a backward but no step."""
         if self.outside and self._backwards and not self._stepped and not self.clock.stack:
             self._close(now)
             self.open = True
@@ -384,7 +384,7 @@ class StepFinder:
     # -- what the user says ---------------------------------------------------------------------
 
     def on_step_end(self, now: int) -> None:
-        """A step ends here."""
+        """End the step here, as the program says."""
         if not self.explicit:
             self.explicit = True
             if self.count == 1 and not self._held and not self._stepped and not self._batches:
@@ -400,37 +400,37 @@ class StepFinder:
             self.clock.rest()
 
     def begin(self, now: int) -> None:
-        """A loop whose every iteration is a step begins here."""
+        """Begin a loop whose every iteration is a step."""
         self.explicit = True
         self._held.clear()
         self._leave_out(now)
         self.open = True
 
     def stop(self, now: int) -> None:
-        """The loop was left in the middle: after a whole step, if anything was learnt in it."""
+        """End a loop left in mid-iteration: with a step, if a backward or update was in it."""
         if self._stepped or self._backwards or self._primary is None:
             self.on_step_end(now)
         else:
             self.drop_step(now)
 
     def complete(self) -> int:
-        """1 if what is open would be a step if it ended now."""
+        """Return 1 if the open segment would be a step if it ended now, else 0."""
         unseen = self._first is not None and (self._backwards or self._learnt())
         return int(bool(self._stepped or unseen))
 
     @property
     def is_undecided(self) -> bool:
-        """No optimizer was seen, and the user did not say where steps end."""
+        """True while no optimizer has stepped and the program has not said where steps end."""
         return self._primary is None and not self.explicit
 
     def drop_step(self, now: int) -> None:
-        """What was begun is no step."""
+        """Drop the open segment and the held ones: they are no step."""
         self._held.clear()
         self._cut(now)
         self.open = False
 
     def forget(self) -> None:
-        """What was learnt so far was a trial of the model: no step is open, and the next one is the
+        """Drop all state: what was found was a trial of the model, and the next step is the
         first."""
         self.drop_step(self.clock.last)
         self.count = self.gap = self._micro = self._earlier_graphs = self.unused_graphs = 0
@@ -440,7 +440,7 @@ class StepFinder:
         self._period, self._buffered = 1, False
 
     def finish(self, now: int) -> None:
-        """Recording ends: a step that is complete is kept, one that is not is dropped."""
+        """Finish the recording: keep a complete step, drop an incomplete one."""
         if self.explicit:
             return
         if self.open and self._rest is not None:  # what follows until the program's end is no step
@@ -461,21 +461,21 @@ class StepFinder:
         self._held.clear()
 
     def add_event(self, mark: Any) -> None:
-        """A CUDA event was made."""
+        """Add a CUDA event, with the phase that it begins."""
         self.marks.append(mark)
         if len(self.marks) > MAX_EVENTS:
             self.without_events()
 
     def without_events(self) -> None:
-        """There will be no CUDA events for a while."""
+        """Drop the segment's CUDA events: none follow for a while."""
         self.marks = []
         self._marks_whole = False
 
     # -- for steps that repeat ------------------------------------------------------------------
 
     def state(self, now: int) -> Hashable:
-        """All that decides what the next entries do, just after a step has ended; ``None``: more
-        than that says."""
+        """Return all state that decides how the next entries are read, just after a step ended;
+        ``None`` if more decides it."""
         if self.begun != now or self.gap or self._held or self.marks or self._marks_whole:
             return None
         if self._early is not None or self._earlier_graphs:
@@ -488,13 +488,13 @@ class StepFinder:
         )
 
     def swap_batches(self, batches: list[Any]) -> list[Any]:
-        """Batches come in, and as many that came before them go out: those of the next steps."""
+        """Add ``batches`` to the waiting ones; return as many of the oldest, for the next steps."""
         stock = [*self._stock, *batches]
         self._stock = stock[len(batches) :]
         return stock[: len(batches)]
 
     def on_repeats(self, count: int, end: int, seen: dict[str, int]) -> None:
-        """So many steps followed, up to ``end``; each did what ``seen`` says."""
+        """Advance by ``count`` repeated steps, to ``end``, ns. Each adds the counts in ``seen``."""
         self.count += count
         self.begun = end
         for key, each in seen.items():
@@ -514,7 +514,7 @@ class StepFinder:
         self.clock.rest()
 
     def _cut(self, now: int) -> StepSegment:
-        """End the segment, whatever it was."""
+        """End the segment, whatever it contains, and return it."""
         marks = self.marks if self._marks_whole and len(self.marks) > 1 else None
         self.marks = self.marks[-1:]  # where this segment ends, the next one begins
         self._marks_whole = bool(self.marks)
@@ -528,11 +528,11 @@ class StepFinder:
         return segment
 
     def _leave_out(self, now: int) -> None:
-        """End the segment: it is part of no step."""
+        """End the segment and count its time to no step."""
         self.gap += sum(self._cut(now).phases)
 
     def _close(self, now: int) -> None:
-        """End the segment, and the step if it ended one."""
+        """End the segment, and the step if an optimizer has stepped in it."""
         if self._stepped:
             self._trained_here = True
             if not self._split(now):
@@ -549,7 +549,7 @@ class StepFinder:
             self._hold(self._cut(now))
 
     def _split(self, now: int) -> bool:
-        """End each of the steps that the segment turns out to hold; false: it holds one."""
+        """Emit each step in the segment. Return false, having emitted none, if it holds one."""
         rounds = self._rounds
         steps = Counter(item.optimizer for item in rounds)
         if self._ended_by and self._ended_by not in steps:  # one steps inside of another's step
@@ -584,7 +584,7 @@ class StepFinder:
         return True
 
     def _forget_batches(self) -> None:
-        """Those of this segment are in no step."""
+        """Drop this segment's batches: they are in no step."""
         if self._batches:
             del self._stock[-self._batches :]
 
@@ -605,11 +605,11 @@ class StepFinder:
                 self._first -= 1
 
     def _learnt(self) -> int:
-        """So many parts that are kept end with one that has gradients."""
+        """Return the number of held segments up to the last one with a backward."""
         return max((n for n, part in enumerate(self._held, 1) if part.backwards), default=0)
 
     def _applied(self) -> None:
-        """An optimizer that is not seen has stepped since the last part with gradients."""
+        """Emit the held segments as a step: weights changed without a known optimizer step."""
         end = self._learnt()
         if not end or end == self._first:
             return
@@ -625,7 +625,7 @@ class StepFinder:
         self._first = 0
 
     def _drop_ahead(self) -> None:
-        """Batches fetched ahead that were not trained with."""
+        """Drop held segments of batches that were fetched ahead but not trained with."""
         if self._held and not self._learnt():
             self.gap += sum(sum(part.phases) for part in self._held)
             self._held.clear()
@@ -639,7 +639,7 @@ class StepFinder:
         self._hand_on(parts, self._micro_steps(backwards))
 
     def _micro_steps(self, backwards: int) -> int:
-        """Batches that went into a step, taken out of those that were fetched."""
+        """Return the number of batches in a step, and take them from the fetched ones."""
         micro = max(1, min(backwards, len(self._stock)) if self._stock else backwards)
         self.used = self._stock[:micro]
         del self._stock[:micro]

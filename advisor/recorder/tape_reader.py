@@ -1,7 +1,6 @@
-"""Reads the tape: what the training thread noted, in order, becomes phases, steps and loaders. And
-counts steps, to leave the process after enough of them: the pass under Scalene, and programs that
-are only tried.
-"""
+"""Reader of the tape: turns the training thread's entries into phases, steps and loaders. Also a
+counter of steps that ends the process after enough of them: for the pass under Scalene and trial
+runs."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ from advisor.recorder.repeated_steps import RepeatedBlock, StepMatcher
 from advisor.recorder.steps import StepFinder, StepSegment
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
-"""Phases that a step may begin with, besides those of the user's own."""
+"""Phases that a step may begin with, besides phases of the program's own."""
 ENTRIES_PER_READ = 512
-"""Entries that are read at a stretch in a thread of our own, a few tenths of a millisecond …"""
+"""Entries read at a time in the writer's thread, a few tenths of a millisecond …"""
 BREATH_SECONDS = 1e-4
-"""… until it sleeps so long: else the training thread could wait for the interpreter up to its
-switch interval, 5 ms."""
+"""… before it sleeps this long, s. Otherwise the training thread could wait for the interpreter up
+to its switch interval, 5 ms."""
 
 
 class TapeReader:
-    """Handlers by code. Not to be used in two threads at once. ``emit`` is called with each step,
-    ``emit_block`` with those that were read together (``None``: none are)."""
+    """Reader of the tape, with a handler for each code. Not for use in two threads at once.
+    ``emit`` gets each step, ``emit_block`` steps read together (``None``: none are)."""
 
     def __init__(
         self,
@@ -45,19 +44,19 @@ class TapeReader:
         self.steps = StepFinder(self.clock, self._ended)
         self._repeats = StepMatcher(self.clock, self.steps)
         self._found: tuple[StepSegment, int] | None = None
-        """The step that ended last, if it is one that may be a pattern."""
+        """Segment and batches of the last step, if it can be a pattern; else ``None``."""
         self.loaders = loaders
         self.inference: Inference | None = None
-        """Looks for the steps of a loop that does not train, until something is learnt."""
+        """Finder of inference steps; ``None`` once the process has trained."""
         self.on_training: Callable[[], None] | None = None
-        """Called when that happens."""
+        """Function called when ``inference`` ends."""
         self.on_more_forwards: Callable[[int], None] | None = None
-        """Called with the forwards since anything was learnt, once ``inference`` is gone."""
+        """Function called with the forwards since the last update, once ``inference`` ended."""
         self._forwards = 0
         self.memory: Any = None
-        """The allocator's counters since the last step."""
+        """Allocator counters since the last step; ``None`` if there are none."""
         self.paused = 0
-        """Garbage collection since the last step, ns."""
+        """Time in garbage collection since the last step, ns."""
         self._optimizer = 0
         self._fetch_began = 0
         self._handlers: dict[int, Callable[[Any], None]] = {
@@ -91,8 +90,8 @@ class TapeReader:
         }
 
     def read(self, taken: list[Any], *, aside: bool = False) -> None:
-        """Go through what was cut off the tape. ``aside``: in a thread of our own, which reads
-        steps that repeat together, and lets the others run now and then."""
+        """Read a piece cut off the tape. ``aside``: in the writer's thread, where repeated steps
+        are read together and other threads get pauses."""
         clock, steps, handlers = self.clock, self.steps, self._handlers
         codes, values = taken[::2], taken[1::2]
         if self.inference is not None and not self.inference.read(codes, values):
@@ -127,7 +126,7 @@ class TapeReader:
                 self.on_more_forwards(self._forwards)
 
     def _follow(self, codes: list[int], values: list[Any], entry: int, ended: int) -> int:
-        """Read on as far as steps repeat; the entry that comes next."""
+        """Read repeated steps together; return the next entry."""
         repeats, steps, clock = self._repeats, self.steps, self.clock
         state = self._state(values[entry - 1])
         repeats.ended(state, codes, values, entry, self._found if ended == 1 else None)
@@ -145,8 +144,8 @@ class TapeReader:
         return entry
 
     def _state(self, now: int) -> Hashable:
-        """What decides how the next entries are read, when a step has ended just now; ``None``:
-        more than that says."""
+        """Return the state that decides how the next entries are read, just after a step ended;
+        ``None`` if more decides it."""
         clock, loaders = self.clock, self.loaders
         of_steps = self.steps.state(now)
         if of_steps is None or clock.last != now or self.memory is not None or self.paused:
@@ -198,7 +197,7 @@ class TapeReader:
 
 
 def _forwards_since(codes: list[Any], before: int) -> int:
-    """Forwards since anything was learnt; ``before``: those before these entries."""
+    """Return the forwards since the last backward or update; ``before``: those before ``codes``."""
     count = 0
     for code in reversed(codes):
         if code in LEARNING or code in LEARNT:
@@ -208,16 +207,16 @@ def _forwards_since(codes: list[Any], before: int) -> int:
 
 
 def _pass(_: Any) -> None:
-    """An entry that only ``Inference`` reads."""
+    """Ignore an entry that only ``Inference`` reads."""
 
 
 log = logging.getLogger("advisor")
 
 
 class CallCounter(Listener):
-    """Listens, keeps nothing; loops that do not train and other threads are left alone. ``ended``
-    is called with the number of each step as it ends, in the training thread; what it raises that
-    is no Exception goes through to the program."""
+    """Listener that counts training steps of one thread and keeps nothing. ``ended`` gets each
+    step's number as it ends, in the training thread. What it raises that is no Exception passes
+    through to the program."""
 
     def __init__(self, ended: Callable[[int], None]) -> None:
         self.ended = ended
@@ -230,24 +229,24 @@ class CallCounter(Listener):
         self.hooks = Hooks(self)
 
     def read_tape(self) -> None:
-        """Read the tape."""
+        """Read the tape and count the steps that ended."""
         try:
             self.reader.read(self.tape.take())
         except Exception as error:
             self.broken(error)
 
     def broken(self, error: BaseException) -> None:
-        """Something of ours failed: let the program run to its end."""
+        """Stop counting after a failure of ours: the program runs to its end."""
         self.stop()
         log.warning("advisor: steps are not counted: %s", error)
 
     def start(self) -> None:
-        """Count the steps of the calling thread."""
+        """Install the hooks and count the steps of the calling thread."""
         self.hooks.install()
         self.tape.here[THREAD] = threading.get_ident()
 
     def stop(self) -> None:
-        """Count no further calls."""
+        """Count no further steps."""
         self.tape.here[THREAD] = -1
 
     def _emit(self, segment: StepSegment, micro: int, gap: int) -> None:

@@ -1,6 +1,5 @@
-"""The sampler: a thread that writes what GPU and host do, a few times a second. Of the host: CPU,
-memory, swap, disk, and how long the CPU quota stopped us.
-"""
+"""Sampler of GPU and host in a thread, a few times a second. Of the host: CPU, memory, swap, disk,
+and throttling by the CPU quota."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from advisor.recorder.background import Background
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
 
 MAX_HZ = 20.0
-"""Faster sampling was seen to slow the training thread (100 Hz: a third), and to hold the driver's
-lock."""
+"""Highest rate, samples per second: faster sampling slowed the training thread (100 Hz: by a third)
+and held the driver's lock."""
 
 
 class Sampler(Background):
-    """Calls ``write`` with a ``run_directory.Sample`` ``hz`` times a second, from a daemon
-    thread, until ``stop``.
+    """Daemon thread that calls ``write`` with a ``run_directory.Sample`` ``hz`` times a second,
+    until ``stop``.
 
     Cheap queries are made for every sample, costly ones (processes, ECC, PCIe, children, disk)
     every ``slow_every_s``.
@@ -44,7 +43,7 @@ class Sampler(Background):
         self.interval = 1 / min(max(hz, 1e-3), MAX_HZ)
         self.slow_every_s = slow_every_s
         self.without_gpu: str | None = None
-        """Why there are no GPU samples; ``None``: there are, or it has not begun."""
+        """Reason why there are no GPU samples; ``None``: there are, or sampling has not begun."""
 
     def work(self) -> None:
         """Sample until the end."""
@@ -69,9 +68,9 @@ class Sampler(Background):
 
 
 class SampleSource:
-    """Where samples come from: the GPUs through NVML, and the host. A context manager. By default
-    the GPUs that this process sees, where it and its children do not count as others; ``every``:
-    all of the machine, for somebody who looks on."""
+    """Context manager that samples the GPUs, through NVML, and the host. By default the GPUs this
+    process sees, where it and its children are not counted as others; ``every``: all GPUs of the
+    machine, and all processes count."""
 
     def __init__(self, *, every: bool = False) -> None:
         self.host = HostSampler()
@@ -86,7 +85,7 @@ class SampleSource:
                 self.without_gpu = "no GPU is visible to this process"
 
     def sample(self, *, slow: bool) -> Sample:
-        """One sample of GPUs and host."""
+        """Return one sample of GPUs and host. ``slow``: with the costly queries."""
         now = time.perf_counter_ns()
         host = self.host.sample(slow=slow)
         gpus: list[Gpu] = []
@@ -100,7 +99,7 @@ class SampleSource:
         return Sample(t=now, gpus=gpus, host=host)
 
     def close(self) -> None:
-        """Give back what the driver lent."""
+        """Release the driver's resources."""
         for device in self.devices:
             device.close()
         if self.nvml is not None:
@@ -114,7 +113,7 @@ class SampleSource:
 
 
 class HostSampler:
-    """Samples of the host and of this process with its children. psutil is optional: without it
+    """Sampler of the host and of this process with its children. psutil is optional: without it
     only the container's own figures are there.
 
     Listing children means looking at every process of the machine where the kernel keeps no list
@@ -133,11 +132,11 @@ class HostSampler:
 
     @property
     def pids(self) -> set[int]:
-        """This process and its children, as of the last slow sample."""
+        """Process ids of this process and its children, as of the last slow sample."""
         return {os.getpid(), *self._children}
 
     def sample(self, *, slow: bool) -> Host:
-        """What the host does now. Shares of CPU are since the sample before."""
+        """Return the host's state. Shares of CPU are since the sample before."""
         host = Host()
         throttled = self.cgroup.throttled()
         if throttled is not None:
@@ -162,7 +161,7 @@ class HostSampler:
         return host
 
     def _machine(self) -> float | None:
-        """Use of all CPUs, %."""
+        """Return the use of all CPUs since the last sample, %; ``None`` at the first."""
         times = self.psutil.cpu_times()  # type: ignore[union-attr]
         # guest time is inside user time already
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
@@ -174,7 +173,7 @@ class HostSampler:
         return round(100 * min(1.0, max(0.0, share)), 1)
 
     def _own(self) -> float | None:
-        """Use by the process and its children, % of one CPU."""
+        """Return the use by the process and its children, % of one CPU; ``None`` at the first."""
         now = time.perf_counter()
         used = 0.0
         spent: dict[int, float] = {}
@@ -191,7 +190,7 @@ class HostSampler:
         return round(100 * used / (now - before), 1)
 
     def _resident(self) -> int | None:
-        """Memory of the children; none while there are none."""
+        """Return the resident memory of the children, bytes; ``None`` without children."""
         sizes = []
         for child in self._children.values():
             try:
@@ -201,7 +200,7 @@ class HostSampler:
         return sum(sizes) if sizes else None
 
     def _available(self) -> int:
-        """Bytes that can be had without swapping, inside the container's limit."""
+        """Return the bytes available without swapping, within the container's limit."""
         free = int(self.psutil.virtual_memory().available)  # type: ignore[union-attr]
         used = self.cgroup.memory_used() if self.limit is not None else None
         if self.limit is None or used is None:
@@ -209,7 +208,7 @@ class HostSampler:
         return max(0, min(free, self.limit - used))
 
     def _find_children(self) -> dict[int, Any]:
-        """All descendants; from the kernel's own lists where it keeps them."""
+        """Return all descendants by process id; from the kernel's own lists where it keeps them."""
         psutil = self.psutil
         assert psutil is not None
         result: dict[int, Any] = {}
@@ -231,7 +230,7 @@ class HostSampler:
 
 
 def _children(pid: int) -> list[int] | None:
-    """Child processes by ``/proc``; ``None``: the kernel keeps no list."""
+    """Return a process's children from ``/proc``; ``None`` if the kernel keeps no list."""
     tasks = Path(f"/proc/{pid}/task")
     result = []
     try:

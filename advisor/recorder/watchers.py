@@ -1,5 +1,5 @@
-"""What listens beside the recorder: ranges that others see, CUDA events, the allocator, and what is
-kept when memory runs out: the allocator's snapshot and an event; the exception goes on untouched.
+"""Watchers beside the recorder: NVTX and trace ranges, CUDA events, allocator counters, and what is
+kept when memory runs out: a snapshot and an event, while the exception continues unchanged.
 
 For Nsight Systems they are NVTX ranges in a domain of our own. The ``nvtx`` package, because
 ``torch.cuda.nvtx`` raises in builds without CUDA. A domain with cached attributes costs some 0.1 µs
@@ -29,7 +29,7 @@ DOMAIN = "advisor"
 
 
 class Ranges:
-    """Opens and closes ranges with the phases."""
+    """NVTX ranges that open and close with the phases."""
 
     def __init__(self, tape: Tape, domain: Any) -> None:
         self._names = tape.names
@@ -37,7 +37,7 @@ class Ranges:
         self._attributes: list[Any] = []
 
     def on_enter(self, phase: int) -> None:
-        """A phase begins."""
+        """Open the range of a phase that begins."""
         attributes = self._attributes
         while len(attributes) <= phase:
             name = self._names[len(attributes)]
@@ -45,29 +45,29 @@ class Ranges:
         self._domain.push_range(attributes[phase])
 
     def on_leave(self, phase: int) -> None:
-        """A phase has ended: close its range."""
+        """Close the range of a phase that has ended."""
         self._domain.pop_range()
 
 
 class TraceRanges:
-    """While a window is open: phases as ranges of its trace, ``advisor::forward`` …"""
+    """Ranges of the phases in a window's trace, such as ``advisor::forward``."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._open: list[Any] = []
 
     def begin(self) -> None:
-        """A profiler has started."""
+        """Start adding ranges, once the profiler has started."""
         self._tape.add_watcher(self)
 
     def end(self) -> None:
-        """It is about to stop."""
+        """Close the open ranges before the profiler stops."""
         self._tape.remove_watcher(self)
         while self._open:
             self._close()
 
     def on_enter(self, phase: int) -> None:
-        """A phase begins. A mode or a trace would take the range for one of the program's calls."""
+        """Open the range of a phase. None under a mode or a trace: it would be taken for a call."""
         import torch
         from torch.profiler import record_function
 
@@ -79,7 +79,7 @@ class TraceRanges:
         self._open.append(opened)
 
     def on_leave(self, phase: int) -> None:
-        """A phase has ended; none is open if it began before the window."""
+        """Close the range of a phase; none is open if the phase began before the window."""
         if self._open:
             self._close()
 
@@ -90,14 +90,14 @@ class TraceRanges:
 
 
 def _overheard(torch: Any) -> bool:
-    """Whether calls of operators are being traced, or reported to somebody's mode."""
+    """Return whether operator calls are being traced, or reported to the program's modes."""
     lowlevel = torch._C
     modes = lowlevel._len_torch_dispatch_stack() or lowlevel._len_torch_function_stack()
     return bool(modes) or lowlevel._get_tracing_state() is not None
 
 
 def make_ranges(tape: Tape) -> Ranges | None:
-    """What makes ranges of phases; ``None``: nobody would see them."""
+    """Return the NVTX ranges of the phases; ``None`` if no tool would see them."""
     try:
         import nvtx
     except ImportError:
@@ -107,21 +107,21 @@ def make_ranges(tape: Tape) -> Ranges | None:
 
 
 MEMORY_EVERY_NS = 250_000_000
-"""The allocator is asked this often at most: its answer costs some 30 µs."""
+"""Least interval between queries of the allocator, ns: an answer costs some 30 µs."""
 MARKS_APART_NS = 100_000_000
-"""From the begin of events for a step to the next one's: some 25 events, of 5 to 10 µs each, are
+"""Least interval from one measured step to the next, ns: some 25 events, of 5 to 10 µs each, are
 made for a step and what is around it …"""
 LONG_STEP_NS = 50_000_000
-"""… and for each that takes so long: some 0.2% of its time."""
+"""… and duration from which every step is measured, ns: some 0.2% of its time."""
 MAX_APART = 0.25
-"""Of a step's time on the device, that on the host differs by less where it waits for the device in
-each step."""
+"""Largest difference between device and host time of a step, as a share of device time, if the host
+waits for the device in each step."""
 MAX_POOL = 1024
-"""Events kept for use again."""
+"""Most events kept for reuse."""
 
 
 class EventTimes:
-    """Device times that somebody wants to know: the events of a step, and what they say."""
+    """Device times of a step, from its CUDA events."""
 
     __slots__ = ("done", "host_ns", "marks", "phases", "times")
 
@@ -129,15 +129,15 @@ class EventTimes:
         self.marks = marks
         self.phases = phases
         self.host_ns = host_ns
-        """What the step took on the host."""
+        """Duration of the step on the host, ns."""
         self.times: list[int] | None = None
-        """By phase number, ns; ``None``: not known."""
+        """Device time by phase number, ns; ``None`` if unknown."""
         self.done = False
 
 
 class Marks:
-    """CUDA events where phases begin and end, for one step in ``every``: for all where steps are
-    long, and for a few a second where they are short.
+    """Watcher that makes CUDA events where phases begin and end, for one step in ``every``: for all
+    steps if they are long, and for a few per second if they are short.
 
     What happens in each step, an optimizer's step or a forward, is a *tick*; ``ticks`` says how
     many a step has. Events are made for two steps' ticks: whatever a step's boundary is, one whole
@@ -148,27 +148,27 @@ class Marks:
         self._tape = tape
         self._torch = torch
         self.host_is_ahead = False
-        """The host was seen to launch a step well before the device ran it: the times between steps
-        on the host say nothing."""
+        """True once the host was seen to launch a step well before the device ran it: times between
+        steps on the host then say nothing."""
         self._pause = max(every, 3) - 2
         self._ticks = ticks
         self._pool: deque[Any] = deque(maxlen=MAX_POOL)
         self._asked: deque[EventTimes] = deque()
         self._steps = 0
-        """Steps that events are being made for, at most; 0: none are made …"""
+        """Most steps that events are being made for; 0: none are made …"""
         self._left = 0
-        """… and ticks until that is over or, where none are made, until some may be."""
+        """… and ticks until that ends or, if none are made, until some may be."""
         self._since = 0
-        """When they began to be made, ns."""
+        """Start of making events, ns."""
 
     def ask(self, marks: list[tuple[int, Any]], phases: int, host_ns: int) -> EventTimes:
-        """Have the events of a step read. In any thread."""
+        """Return the device times of a step, to be filled in later. Any thread may call it."""
         reading = EventTimes(marks, phases, host_ns)
         self._asked.append(reading)
         return reading
 
     def answer(self) -> None:
-        """Read what has passed. In the training thread."""
+        """Read the events that have completed. Called in the training thread."""
         asked = self._asked
         if not asked or self._torch._C._cuda_isCurrentStreamCapturing():
             return
@@ -189,7 +189,7 @@ class Marks:
             self._pool.extend(event for _, event in reading.marks[:-1])
 
     def on_tick(self) -> None:
-        """An optimizer has stepped, or a forward has ended in a loop that does not train."""
+        """Read completed events at a tick, and start or stop making new ones."""
         self.answer()
         self._left -= 1
         if self._left > 0:
@@ -208,13 +208,13 @@ class Marks:
         self._left = steps * self._ticks()
 
     def end(self) -> None:
-        """No more events for now."""
+        """Stop making events for now."""
         self._left, self._steps = self._pause * self._ticks(), 0
         if self._tape.remove_watcher(self):
             self._tape.log.extend((MARKS_END, 0))
 
     def on_enter(self, phase: int) -> None:
-        """A phase begins."""
+        """Make an event as a phase begins, unless a graph is being captured."""
         if self._torch._C._cuda_isCurrentStreamCapturing():
             self.end()
             return
@@ -227,8 +227,8 @@ class Marks:
 
 
 def phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
-    """Device time by phase number, ns: from each event to the next; ``None``: they are of
-    several devices or streams that cannot be compared."""
+    """Return the device time by phase number, ns, from each event to the next; ``None`` if they are
+    of devices or streams that cannot be compared."""
     spent = [0] * phases
     try:
         for (phase, event), (_, after) in pairwise(marks):
@@ -239,19 +239,19 @@ def phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
 
 
 def is_cuda_initialised(torch: Any) -> bool:
-    """Whether the process has initialised CUDA itself."""
+    """Return whether the process has initialised CUDA itself."""
     return bool(torch.cuda.is_initialized())
 
 
 class AllocatorStats:
-    """The caching allocator's counters, now and then."""
+    """Counters of the caching allocator, read at intervals."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._last = 0
 
     def sample(self) -> tuple[int, int, int, int] | None:
-        """Bytes in tensors, bytes held, most bytes in tensors, retries; ``None``: not now."""
+        """Return bytes in tensors, reserved bytes, peak in tensors, retries; ``None``: too soon."""
         now = perf_counter_ns()
         if now - self._last < MEMORY_EVERY_NS or not is_cuda_initialised(self._torch):
             return None
@@ -268,12 +268,12 @@ class AllocatorStats:
 log = logging.getLogger("advisor")
 MAX_MESSAGE = 2000
 MAX_ENTRIES = 1_000_000
-"""Of the allocator's history: some GB of host memory."""
+"""Most events of the allocator's history: some GB of host memory."""
 
 
 class OutOfMemoryHook:
-    """Watches for CUDA's out of memory. ``tell(data)`` writes an ``oom`` event, once a run for
-    each error that ends it and once for the first that was met. ``history``: events of the
+    """Recorder of CUDA's out-of-memory errors. ``tell(data)`` writes an ``oom`` event, once a run
+    for each error that ends it and once for the first that was met. ``history``: events of the
     allocator to keep for the snapshot; 0: none."""
 
     def __init__(self, tell: Callable[[dict[str, Any]], None], history: int = 0) -> None:
@@ -285,7 +285,7 @@ class OutOfMemoryHook:
         self._snapshot: str | None = None
 
     def install(self) -> None:
-        """Ask the allocator to call when it fails, while what fills the memory is still there."""
+        """Have the allocator call us when it fails, while the memory is still full."""
         torch = sys.modules.get("torch")
         attach = getattr(getattr(torch, "_C", None), "_cuda_attach_out_of_memory_observer", None)
         if attach is None or self._observing or torch is None or not torch.cuda.is_initialized():
@@ -295,7 +295,7 @@ class OutOfMemoryHook:
         attach(self._observed)  # there is no way to detach: it does nothing the second time
 
     def _keep_history(self, torch: Any) -> None:
-        """Switch the allocator's history on, if that is wanted and nobody else has."""
+        """Switch on the allocator's history, if it is wanted and the program has not."""
         if not self._history:
             return
         try:
@@ -309,7 +309,7 @@ class OutOfMemoryHook:
             log.warning("advisor: no memory history: %s", error)
 
     def close(self) -> None:
-        """Switch off what was switched on."""
+        """Switch off the history that was switched on."""
         torch = sys.modules.get("torch")
         if not self._switched_on or torch is None:
             return
@@ -320,7 +320,7 @@ class OutOfMemoryHook:
             log.warning("advisor: memory history stays on: %s", error)
 
     def on_exception(self, error: BaseException) -> None:
-        """An exception is on its way out of training."""
+        """Write an ``oom`` event if the exception is for lack of device memory."""
         if not is_out_of_memory(error):
             return
         allocated, reserved = _allocator()
@@ -341,7 +341,7 @@ class OutOfMemoryHook:
             log.warning("advisor: no memory snapshot: %s", error)
 
     def _dump(self) -> str | None:
-        """Write the allocator's state; the name of the file, ``None``: there is none."""
+        """Write the allocator's snapshot; return the file's name, or ``None`` if there is none."""
         torch = sys.modules.get("torch")
         if torch is None or self.folder is None or not torch.cuda.is_initialized():
             return None
@@ -356,7 +356,7 @@ class OutOfMemoryHook:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it is torch's error for a device that is full."""
+    """Return whether an exception is torch's for a full device."""
     kind = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
     if kind is None:
         kind = getattr(getattr(sys.modules.get("torch"), "cuda", None), "OutOfMemoryError", None)

@@ -34,36 +34,36 @@ from advisor.recorder.watchers import TraceRanges
 log = logging.getLogger("advisor")
 
 LOOP = 3
-"""Steps before the first window where each is long …"""
+"""Steps before the first window where each step is long …"""
 FORWARDS, MAX_FORWARDS = 8, 64
-"""… because it has more than so many forwards; and forwards that a window is to keep at most."""
+"""… because it has more forwards than the first; the second is the most in a window."""
 GUARD_STEPS = 3
-"""Profiled steps that the guard wants to see before it stops a window: the first one holds the
-start of the trace, and the median of three leaves it out …"""
+"""Profiled steps needed before the guard may stop a window: the first one holds the start of the
+trace, and the median of three ignores it …"""
 GUARD_NS = 20_000_000
-"""… and ns that they must have lost together: five short steps need no stop."""
+"""… and the least time that they must have lost together, ns: five short steps need no stop."""
 BASELINE = 32
-"""Steps before a window that are compared with."""
+"""Steps before a window that its steps are compared with."""
 RETRY = 20
-"""Steps until the next try when another profiler is active."""
+"""Steps until the next try while another profiler is active."""
 MAX_RETRIES = 5
 MAX_UNSAFE = 12
-"""So many steps that end where no profiler may start are looked at, ever fewer …"""
+"""Most steps tried that end where no profiler may start, at growing intervals …"""
 MAX_PAUSE = 256
-"""… with so many steps between them in the end."""
+"""… up to this many steps."""
 WAY_SECONDS = 1.0
-"""How long a profiler that another thread starts waits for a window to end."""
+"""Time that a profiler started in another thread waits for a window to end, s."""
 EXPORT_SECONDS = 120.0
-"""How long the end of a run waits for a trace that is being written."""
+"""Time that the end of a run waits for a trace being written, s."""
 PLACE_SECONDS = 20.0
-"""How long a trace waits for its folder: a short run can be over before it is made."""
+"""Time that a trace waits for its folder, s: a short run can end before it is made."""
 
 INSIDE = "inside a backward, a hook, compiled code or the like, where no profiler may start or stop"
 
 
 class Windows:
-    """The windows of one rank. ``tell(data)`` writes a ``window`` event. ``host_is_ahead``: whether
-    the times between steps on the host say nothing, for a device is behind."""
+    """Profiled windows of one rank. ``tell(data)`` writes a ``window`` event. ``host_is_ahead``
+    tells whether host step times mean nothing, because the device lags behind."""
 
     def __init__(
         self,
@@ -84,21 +84,21 @@ class Windows:
         self._folder: Path | None = None
         self._placed = threading.Event()
         self.automatic_reason: str | None = None
-        """Why a window should open at the next boundary; set by any thread."""
+        """Reason to open a window at the next boundary, set by any thread, or ``None``."""
         self.requested_reason: str | None = None
-        """The same, when somebody asked for it."""
+        """Reason of a window that the user asked for, or ``None``."""
         self._spans: list[list[int | None]] = []
-        """When each window opened, when it ended, and when its trace was written."""
+        """Times of each window: opened, ended, and trace written, ns."""
         self.at = options.skip
-        """Step before which the first window opens."""
+        """Step number from which the first window may open."""
         self._warmup = options.warmup
         self._active = options.active
         self.unaided = False
-        """Forwards alone tell where steps end: Python stacks would hide them."""
+        """True if only forwards tell where steps end: recording Python stacks would hide them."""
         self.restarts = False
-        """A training may be about to begin."""
+        """True if a training may be about to begin."""
         self._dropped = -1
-        """Windows up to this number lie before the training."""
+        """Number of the last window before the training; these are dropped."""
         self._profiler: Any = None
         self._steps: list[int] = []
         self._durations: list[int] = []
@@ -111,28 +111,28 @@ class Windows:
         self._export: threading.Thread | None = None
         self._guards: list[tuple[str, Any]] = []
         self.problem: str | None = None
-        """Why a trace could not be written."""
+        """Reason why a trace could not be written; ``None``: none failed."""
         self._unsafe = 0
         self._pause = 1
         self._thread = -1
-        """The one that a window was opened in."""
+        """Identifier of the thread that opened the window."""
         self._ending: str | None = None
-        """Why a window is to end at the next step."""
+        """Reason to end the window at the next step; ``None``: it goes on."""
         self._ended = threading.Event()
         self._lost: list[Any] = []
-        """Profilers that cannot be stopped, kept: their end would be one."""
+        """Profilers that cannot be stopped, kept alive: freeing one would stop it."""
         self._others: WeakSet[Any] = WeakSet()
-        """Profilers of the user's that are at work, warming up included …"""
+        """Active profilers of the program, including those that warm up …"""
         self._stack_profilers: WeakSet[Any] = WeakSet()
-        """… and those that record Python stacks."""
+        """… and those of them that record Python stacks."""
 
     def set_folder(self, folder: Path | None) -> None:
-        """Where traces go, from any thread; ``None``: there will be no such place."""
+        """Set the folder for traces, from any thread; ``None``: there will be none."""
         self._folder = folder
         self._placed.set()
 
     def fit_to_loader(self, length: int | None) -> None:
-        """A loader of so many batches is begun: a short loop gets an earlier window."""
+        """Open the first window earlier if a loader has few batches. ``length``: its batches."""
         total = self.at + self._warmup + self._active
         if not self.first_due or length is None or length >= total + 1:
             return
@@ -141,14 +141,14 @@ class Windows:
         self.at = max(1, min(self.at, spare - self._warmup))
 
     def fit_to_forwards(self, forwards: int) -> None:
-        """A step calls the model so often (``generate``): a few of them are a long trace already,
-        and there may not be many."""
+        """Shorten windows where a step has many forwards (``generate``): a few such steps are a
+        long trace, and there may be few."""
         if forwards > FORWARDS:
             self.at, self._warmup = min(self.at, LOOP), min(self._warmup, 1)
         self._active = max(1, min(self._active, MAX_FORWARDS // max(1, forwards)))
 
     def restart(self, why: str) -> None:
-        """A training begins: the windows so far are not of it."""
+        """Drop the windows so far, because a training begins after them."""
         self._dropped = self._number
         for number in range(self._number + 1):
             if self._folder is not None:
@@ -165,15 +165,15 @@ class Windows:
 
     @property
     def first_due(self) -> bool:
-        """No window was opened yet."""
+        """True while no window has been opened."""
         return self._number <= self._dropped
 
     def window_of(self, begin: int, end: int) -> int | None:
-        """The window that was open in a step."""
+        """Return the number of the window that was open during a step; ``None``: none was."""
         return self._span(begin, end, 1)
 
     def exporting(self, begin: int, end: int) -> bool:
-        """Whether the trace of a window was being written in a step."""
+        """Return whether the trace of a window was being written during a step."""
         return self._span(begin, end, 2) is not None
 
     def _span(self, begin: int, end: int, until: int) -> int | None:
@@ -184,23 +184,23 @@ class Windows:
         return None
 
     def add_step(self, slowed: bool, dur: int) -> None:
-        """A step has ended, and was read too late for a window to open after it. ``slowed``: by a
-        window, or while a trace was written."""
+        """Add a step's duration, ns, read too late for a window to open after it. ``slowed``: by a
+        window, or by a trace being written."""
         if not slowed:
             self._before.append(dur)
 
     def add_steps(self, lengths: list[int]) -> None:
-        """The same of steps outside of windows."""
+        """Add durations of steps outside windows, ns."""
         self._before.extend(lengths[-BASELINE:])
 
     @property
     def profiling(self) -> bool:
-        """A window is open."""
+        """True while a window is open."""
         return self._profiler is not None
 
     @property
     def needs_step_ends(self) -> bool:
-        """Whether steps must be reported at once when they end: a window is open or due."""
+        """True if step ends must be reported at once: a window is open or due."""
         if self._profiler is not None or self.restarts:
             return True
         wanted = (
@@ -209,7 +209,7 @@ class Windows:
         return self.enabled and wanted
 
     def step(self, number: int, slowed: bool, dur: int) -> None:
-        """A step has ended, just now; ``number`` is the one that begins."""
+        """Open, advance or close a window: a step has just ended, and step ``number`` begins."""
         if self._profiler is not None:
             if self._safe():
                 self._advance(number, dur)
@@ -224,7 +224,7 @@ class Windows:
                 self._open_if_due(number)
 
     def finish(self, number: int) -> None:
-        """Recording ends."""
+        """End the open window as recording ends, and wait for its trace."""
         if self._profiler is not None:
             if not self._stoppable():
                 self._lose("the run ended elsewhere than in the thread that it was opened in")
@@ -247,13 +247,13 @@ class Windows:
             export.join(EXPORT_SECONDS)
 
     def forget(self) -> None:
-        """In a forked child: nothing here belongs to it."""
+        """Drop the profiler and the export in a forked child: they are the parent's."""
         self._profiler = None
         self._export = None
         self.enabled = False
 
     def stop(self, why: str) -> None:
-        """Give the profiler up now, e.g. because another one starts."""
+        """Stop the profiler now, e.g. because another one starts."""
         if self._profiler is not None:
             if not self._stoppable():
                 self._lose(why)
@@ -321,8 +321,8 @@ class Windows:
         self._tell({"window": self._number, "reason": reason, "state": "open", "steps": [number]})
 
     def _postpone(self, number: int, reason: str, asked: bool) -> None:
-        """This step ended where no profiler may start. One that was asked for waits; whoever looks
-        too often would slow a program whose every step is like this."""
+        """Retry later, at growing intervals, because this step ended where no profiler may start. A
+        window that the user asked for stays requested."""
         self._unsafe += 1
         self._pause = min(2 * self._pause, MAX_PAUSE)
         if self.first_due:
@@ -342,13 +342,13 @@ class Windows:
     # -- while it is open -----------------------------------------------------------------------
 
     def _safe(self) -> bool:
-        """Whether the profiler may be called here and now."""
+        """Return whether the profiler may be called here and now."""
         import torch
 
         return self._in_its_thread() and is_outermost(torch, profiled=self._recording())
 
     def _stoppable(self) -> bool:
-        """Whether it can be stopped at all."""
+        """Return whether the profiler can be stopped without a crash."""
         import torch
 
         return self._in_its_thread() and is_undisturbed(torch, profiled=self._recording())
@@ -357,7 +357,7 @@ class Windows:
         return threading.get_ident() == self._thread
 
     def _recording(self) -> bool:
-        """During the warm-up torch takes a profiler for none."""
+        """Return whether the profiler records: in its warm-up torch reports none active."""
         return getattr(self._profiler.current_action, "name", "").startswith("RECORD")
 
     def _advance(self, number: int, dur: int) -> None:
@@ -389,7 +389,7 @@ class Windows:
         return None
 
     def watch_other_profilers(self) -> None:
-        """Hear when somebody else starts a profiler, before it does."""
+        """Wrap torch's profiler, to end a window before another profiler starts."""
         from torch.autograd.profiler import profile
 
         def guarded(original: Any) -> Any:
@@ -420,7 +420,7 @@ class Windows:
         self._guards.append(("__exit__", exits))
 
     def unwatch_profilers(self) -> None:
-        """Give ``torch.autograd.profiler.profile`` its own methods back."""
+        """Restore the methods of ``torch.autograd.profiler.profile``."""
         if self._guards:
             from torch.autograd.profiler import profile
 
@@ -455,7 +455,7 @@ class Windows:
     # -- closing --------------------------------------------------------------------------------
 
     def _lose(self, why: str) -> None:
-        """Its session is not ours any more, or cannot be reached: stopping it would crash."""
+        """Give up a profiler whose session was taken or is out of reach: stopping it crashes."""
         self._lost.append(self._profiler)
         self._profiler = None
         self.enabled = False
@@ -464,7 +464,7 @@ class Windows:
         self._tell_end("stopped", why)
 
     def _end(self) -> Any:
-        """Stop the profiler; it holds what it recorded."""
+        """Stop and return the profiler, which holds what it recorded."""
         profiler, self._profiler = self._profiler, None
         self._ranges.end()
         profiler.stop()
@@ -475,7 +475,7 @@ class Windows:
         return profiler
 
     def _end_span(self) -> None:
-        """From now on steps are what they were."""
+        """Mark the end of the window's effect on step times."""
         span, now = self._spans[-1], perf_counter_ns()
         span[1:] = now if span[1] is None else span[1], now
 
@@ -485,7 +485,7 @@ class Windows:
         self._tell_end(state, why)
 
     def _tell_end(self, state: str, why: str) -> None:
-        """Of a window that leaves no trace."""
+        """Write the event of a window that leaves no trace."""
         self._tell({"window": self._number, "reason": self._reason, "state": state, "why": why})
 
     def _close(self, state: str, why: str | None) -> None:
@@ -530,7 +530,7 @@ class Windows:
 
 
 def make_profiler(torch: Any, options: RecordOptions, first: int) -> Any:
-    """A profiler that keeps steps from ``first`` on, with what this torch can do."""
+    """Return a profiler that keeps steps from ``first`` on, with options this torch knows."""
     from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
@@ -551,7 +551,7 @@ def make_profiler(torch: Any, options: RecordOptions, first: int) -> Any:
 
 
 def _experimental(options: RecordOptions) -> Any:
-    """Settings of recent torch versions, those that this one knows."""
+    """Return experimental profiler settings, as far as this torch knows them; ``None`` if none."""
     try:
         from torch._C._profiler import _ExperimentalConfig
     except ImportError:
@@ -573,7 +573,7 @@ def _experimental(options: RecordOptions) -> Any:
 
 
 def write_trace(profiler: Any, folder: Path, window: int) -> int:
-    """Export, compress, and give the trace its name once it is whole; its size, bytes.
+    """Export and compress the trace, rename it once complete, and return its size, bytes.
 
     torch would compress by itself, at level 9 and with the interpreter's lock held.
     """

@@ -1,4 +1,4 @@
-"""The recorder's own thread: makes the run directory and writes what the training thread hands on.
+"""Writer's thread: makes the run directory and writes what the training thread hands on.
 
 It reads the tape and encodes five times a second, and appends whole lines once. Everything slow is
 done here: git and versions for the manifest, the directory, CUDA events that have passed, looking
@@ -39,33 +39,33 @@ from advisor.recorder.steps import RecordedStep
 log = logging.getLogger("advisor")
 
 READ_SECONDS = 0.2
-"""The tape is read so often: what waits on it fits the caches. The training thread was measured to
-wait for the interpreter 3 to 4 µs per step where it is read once a second, and not at all so."""
+"""Interval at which the tape is read, s: what waits on it fits the caches. Read once a second, the
+training thread was measured to wait for the interpreter 3 to 4 µs per step; so, not at all."""
 EVERY_SECONDS = 1.0
-"""What was read is written so often."""
+"""Interval at which records are written to disk, s."""
 MAX_QUEUE = 200_000
-"""Records that wait when the disk is slow; older ones are dropped."""
+"""Most records that wait for a slow disk; older ones are dropped."""
 BREATH_SECONDS = 1e-4
-"""Sleep between pieces of work: the training thread is not to wait for the interpreter."""
+"""Sleep between pieces of work, s: the training thread must not wait for the interpreter."""
 MAX_WAITING = 4096
-"""Steps that wait for their CUDA events; the oldest is then written without."""
+"""Most steps that wait for their CUDA events; beyond, the oldest is written without."""
 STOP_SECONDS = 10.0
 SINGLE = 10_000
-"""Lines of steps until a line stands for twice as many."""
+"""Step lines after which each line stands for twice as many steps."""
 OUTLIER, MAX_OUTLIERS = 1.5, SINGLE // 4
-"""Times the last line's step: such steps are lines of their own, up to so many."""
+"""Ratio to the last line's mean step from which a step gets its own line, and most such lines."""
 END_BYTES = 4096
-"""Of steps that are given up on a full disk for the line that says why the record ends."""
+"""Space of the last steps given up on a full disk, bytes, for the line that says why it ends."""
 NO_INFERENCE = threading.Event()
-"""Put to say that a training has begun: what was recorded before it is none of it."""
+"""Record to ``put`` when a training begins: drops the inference steps recorded before it."""
 NO_STEPS = threading.Event()
-"""Put to say the same of what was taken for steps of the training."""
+"""Record to ``put`` when training steps turn out wrong: drops those recorded so far."""
 REQUEST = "window.request"
-"""``advisor window RUN`` touches this file in the run directory."""
+"""File in the run directory that ``advisor window RUN`` touches to ask for a window."""
 
 
 class Writer:
-    """One rank's files. ``put`` may be called in any thread; the rest is the thread's own."""
+    """Writer of one rank's files. Any thread may call ``put``; the rest is the thread's own."""
 
     def __init__(
         self,
@@ -91,27 +91,27 @@ class Writer:
         self._asked_at = 0.0
         self._written_at = 0.0
         self.folder: Path | None = None
-        """This rank's folder, once it exists."""
+        """Folder of this rank; ``None`` until it exists."""
         self.read: Callable[[], None] | None = None
-        """Reads what the training thread noted; steps are ``put`` by it."""
+        """Function that reads the tape; it calls ``put`` with the steps."""
         self.resolve: Callable[[Any], Batch] | None = None
-        """Works out what the training thread noted of a batch."""
+        """Function that describes a batch from the training thread's note."""
         self.opened: Callable[[Path], None] | None = None
-        """Called in the thread once the folder exists."""
+        """Function called in the writer's thread once the folder exists."""
         self.slowdown: SlowdownWatch | None = None
         self.wanted: Callable[[str, bool], None] | None = None
-        """Called with the reason to open a window, and whether somebody asked for it."""
+        """Function that requests a window: the reason, and whether the user asked for it."""
         self.host_is_ahead: Callable[[], bool] = lambda: False
-        """Whether only device times say what a step takes."""
+        """Function that tells whether only device times show how long a step takes."""
         self._by_device = False
 
     def start(self) -> None:
-        """Begin. Raises RuntimeError where no thread can be started."""
+        """Start the thread. Raises RuntimeError if no thread can be started."""
         self._thread = threading.Thread(target=self._run, name="advisor writer", daemon=True)
         self._thread.start()
 
     def open(self) -> None:
-        """From now on there is something to write."""
+        """Allow the run directory to be made: there is something to write."""
         if not self._open_wanted.is_set():
             self._open_wanted.set()
             self._wake.set()
@@ -125,11 +125,11 @@ class Writer:
         | CompileRecord
         | threading.Event,
     ) -> None:
-        """Hand a record on."""
+        """Queue a record for writing."""
         self._queue.append(record)
 
     def flush(self, seconds: float = STOP_SECONDS) -> None:
-        """Wait until what was put so far is on the disk, at most so long."""
+        """Wait until all records put so far are on disk, at most ``seconds``."""
         done = threading.Event()
         self._queue.append(done)
         self._wake.set()
@@ -137,7 +137,7 @@ class Writer:
             done.wait(seconds)
 
     def stop(self) -> None:
-        """Write what is left and end."""
+        """Write what is left and end the thread."""
         self._over = True
         self._wake.set()
         thread = self._thread
@@ -166,7 +166,7 @@ class Writer:
             self._release()
 
     def _say_why(self, error: OSError) -> None:
-        """The last event, on a disk that may be full: some of the last steps make room for it."""
+        """Write the last event on a disk that may be full, in place of some of the last steps."""
         steps, events = self._files.get(RecordedStep), self._files.get(rundir.Event)
         if events is None or not isinstance(steps, StepLines):
             return
@@ -218,7 +218,7 @@ class Writer:
             waiter.set()
 
     def _release(self) -> None:
-        """Let nobody wait for a thread that has ended."""
+        """Release all threads that wait in ``flush``, because this one has ended."""
         for record in list(self._queue):
             if isinstance(record, threading.Event):
                 record.set()
@@ -243,7 +243,7 @@ class Writer:
             self.opened(folder)
 
     def _steps(self, all_of_them: bool) -> None:
-        """Write steps, in order, as soon as their CUDA events have passed."""
+        """Write steps in order, as soon as their CUDA events have completed."""
         if not self._waiting:
             return
         resident = resident_memory()
@@ -266,7 +266,7 @@ class Writer:
                 self._watch([step.dur], sum(step.gpu.values()) if step.gpu else None)
 
     def _watch(self, lengths: list[int], device: int | None = None) -> None:
-        """Look for trouble in steps outside of windows; ``device``: what one took there."""
+        """Check steps outside windows for a slowdown; ``device``: the step's time there, ns."""
         if self.slowdown is not None and self.wanted is not None:
             if self.host_is_ahead():
                 if not self._by_device:
@@ -279,7 +279,7 @@ class Writer:
                 self.wanted(reason, False)
 
     def _block(self, block: RepeatedBlock, resident: int | None) -> None:
-        """Write steps that were read together: the lines of ``_record``, by one format."""
+        """Write steps that were read together, formatted like the lines of ``_record``."""
         steps = self._files[RecordedStep]
         assert isinstance(steps, StepLines)
         uniform = (
@@ -314,7 +314,7 @@ class Writer:
         self._watch(lengths)
 
     def _join_block(self, block: RepeatedBlock, steps: StepLines) -> None:
-        """The same of steps several of which are a line."""
+        """Write steps that were read together, several to a line."""
         like = rundir.Step(n=0, t=0, dur=0, micro=block.micro)
         self._describe_batches(like, block.batches[0] if block.batches else [])
         lengths = list(map(sub, block.ends, block.begins))
@@ -333,7 +333,7 @@ class Writer:
         self._watch(lengths)
 
     def _described(self, glances: list[Any]) -> str:
-        """Batches in JSON, from a comma on."""
+        """Return the batches' fields as JSON text that starts with a comma."""
         step = rundir.Step(n=0, t=0, dur=0)
         self._describe_batches(step, glances)
         values = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
@@ -374,7 +374,7 @@ class Writer:
                     step.padding = batch.padding
 
     def _requests(self) -> None:
-        """Whether somebody asked for a window since the last look."""
+        """Request a window if the user asked for one since the last look."""
         if self.folder is None or self.wanted is None:
             return
         try:
@@ -387,8 +387,8 @@ class Writer:
 
 
 class Lines:
-    """One file. ``add`` keeps, ``flush`` writes what was kept in one call: a process that is
-    killed leaves whole lines, or a torn last one if the disk filled up under it."""
+    """Append-only file of JSON lines. ``add`` keeps, ``flush`` writes what was kept in one call. A
+    killed process leaves complete lines; only a disk that fills up can cut the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -404,7 +404,7 @@ class Lines:
         self._kept += b"\n"
 
     def flush(self) -> None:
-        """Write what was kept. Raises OSError; what was kept is then forgotten, and no part of a
+        """Write what was kept. Raises OSError; then the kept records are dropped, and no partial
         line is left in the file."""
         if not self._kept:
             return
@@ -422,38 +422,38 @@ class Lines:
             raise
 
     def forget(self) -> None:
-        """What was kept is not to be written."""
+        """Drop the records kept, unwritten."""
         self._kept = bytearray()
 
     def remove(self) -> None:
-        """Take the file away, and what was kept."""
+        """Delete the file and the records kept."""
         self.close()
         self.forget()
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file; what was kept is not written."""
+        """Close the file; records kept are not written."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class StepLines(Lines):
-    """Lines of steps: of a long run, one for several that follow each other."""
+    """File of step lines; in a long run, one line stands for several consecutive steps."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.every = 1
-        """Steps of a line, as long as nothing sets them apart."""
+        """Steps per line, unless something sets a step apart."""
         self.written = 0
-        """Steps so far."""
+        """Number of steps so far."""
         self._lines = self._outliers = 0
         self._several: list[rundir.Step] = []
         self._usual = 0
-        """What a step of the last such line took, ns."""
+        """Mean duration of a step in the last joined line, ns."""
 
     def add(self, record: msgspec.Struct) -> None:
-        """Keep a step for the next ``flush``, by itself or with those around it."""
+        """Keep a step for the next ``flush``, by itself or joined with its neighbours."""
         assert isinstance(record, rundir.Step)
         self.written += record.of
         if self.every == 1 or self._stands_alone(record):
@@ -468,7 +468,7 @@ class StepLines(Lines):
             self.join()
 
     def add_lines(self, lines: bytes, count: int) -> None:
-        """The same of steps that are encoded, each with its end of line."""
+        """Keep ``count`` encoded steps for the next ``flush``, each with its line end."""
         self.written += count
         self._kept += lines
         self._count(count)
@@ -479,12 +479,12 @@ class StepLines(Lines):
         self.every, self.written, self._lines = 1, 0, 0
 
     def shorten(self, size: int) -> None:
-        """Take whole lines, so many bytes at least, off the end of the file. Raises OSError."""
+        """Cut complete lines, at least ``size`` bytes, off the end of the file. Raises OSError."""
         lines = self._path.read_bytes()
         os.truncate(self._path, lines.rfind(b"\n", 0, max(0, len(lines) - size)) + 1)
 
     def _stands_alone(self, step: rundir.Step) -> bool:
-        """Whether it would be lost among others: a window's, one after a pause, a long one."""
+        """Return whether a step needs its own line: in a window, after a pause, or long."""
         if step.window is not None or step.exporting:
             return True
         quiet = not (step.evaluation or step.unused_graphs)
@@ -494,11 +494,11 @@ class StepLines(Lines):
         return self._outliers <= MAX_OUTLIERS
 
     def has_outlier(self, lengths: list[int]) -> bool:
-        """Whether one of these steps is long."""
+        """Return whether one of these durations, ns, is long compared with the last line."""
         return bool(self._usual) and max(lengths) > OUTLIER * self._usual
 
     def join(self) -> None:
-        """End the line that is not full."""
+        """Write the joined line, though it is not full."""
         several, self._several = self._several, []
         if not several:
             return

@@ -1,4 +1,4 @@
-"""``Trainer(callbacks=[AdvisorCallback()])`` for Lightning.
+"""Callback for Lightning: ``Trainer(callbacks=[AdvisorCallback()])``.
 
 Do not give Lightning's own ``PyTorchProfiler`` beside it: two profilers crash a process; windows
 are left out while another one is active.
@@ -17,20 +17,20 @@ except ImportError:  # the package under its older name
 
 
 class AdvisorCallback(Callback):
-    """Records ``Trainer.fit``. Keywords are the recorder's options."""
+    """Callback that records ``Trainer.fit``. Keywords are the recorder's options."""
 
     def __init__(self, out: str | None = None, **options: Any) -> None:
         super().__init__()
         self.recorder = Recorder(out, **options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin."""
+        """Start recording."""
         self.recorder.begin("callback")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End."""
+        """End the recording."""
         self.recorder.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End, because training raised."""
+        """End the recording, because training raised."""
         self.recorder.close(exception)

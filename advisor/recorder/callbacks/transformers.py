@@ -1,4 +1,4 @@
-"""``Trainer(callbacks=[AdvisorCallback()])`` for Hugging Face Transformers."""
+"""Callback for Hugging Face Transformers: ``Trainer(callbacks=[AdvisorCallback()])``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from advisor.recorder.api import Recorder
 
 
 class AdvisorCallback(TrainerCallback):
-    """Records ``Trainer.train``. Keywords are the recorder's options.
+    """Callback that records ``Trainer.train``. Keywords are the recorder's options.
 
     The trainer does not tell its callbacks of an exception: then the recording ends with the
     process, and what was recorded until then is on the disk.
@@ -25,5 +25,5 @@ class AdvisorCallback(TrainerCallback):
         self.recorder.begin("callback")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End."""
+        """End the recording."""
         self.recorder.close()

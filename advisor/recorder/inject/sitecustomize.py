@@ -1,5 +1,5 @@
-"""Begins the recording in a process that ``advisor record`` started, once it has imported torch,
-and runs the user's own sitecustomize. On PYTHONPATH in front of everything else.
+"""Start-up file that begins the recording in a process of ``advisor record``, once torch is
+imported, and runs the user's own sitecustomize. On PYTHONPATH in front of everything else.
 
 Not a module of the package: the interpreter imports it by its bare name, in every Python that the
 program starts, of any version and with or without advisor. So it imports nothing that is not there
@@ -19,17 +19,17 @@ if MYPY:  # the module ``typing`` is not loaded for this
 
 TORCH = "torch"
 HERE = os.path.dirname(__file__)  # noqa: PTH120
-"""This folder, as PYTHONPATH has it."""
+"""Path of this folder, as PYTHONPATH has it."""
 RECORDING = "advisor.recorder.injection"
 BEGIN = "ADVISOR_BEGIN"
-"""Names the module that begins in the recording's place: ``before_program()`` at once,
-``begin(note)`` when torch is there."""
+"""Variable with the module that replaces the recording: ``before_program()`` is called at once,
+``begin(note)`` after the import of torch."""
 NOTES = "ADVISOR_NOTES"
-"""A folder of ``advisor record``: each process notes in it how far it came."""
+"""Variable with a folder of ``advisor record``, for each process's notes on how far it came."""
 
 
 def note(text: str) -> None:
-    """Append a line for ``advisor record``, which tells it if nothing was recorded."""
+    """Append a line for ``advisor record``, which prints a reason if nothing was recorded."""
     folder = os.environ.get(NOTES)
     if not folder:
         return
@@ -45,7 +45,7 @@ def note(text: str) -> None:
 
 
 class Watch:
-    """Notices that torch has been imported, by whatever way, and lets that happen as it would.
+    """Finder that notices any import of torch, and leaves the import unchanged.
 
     Looking for torch is not importing it (``importlib.util.find_spec`` asks only), an import can
     fail and be tried again, and other finders may come before this one, after it, or in its place.
@@ -63,7 +63,7 @@ class Watch:
         self._begun = False
 
     def install(self) -> None:
-        """Begin at once, if torch is there already; else wait for it."""
+        """Begin at once if torch is loaded, else wait for its import."""
         if self._loaded():
             self.begin()
             return
@@ -88,7 +88,7 @@ class Watch:
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """As a finder: what the others find."""
+        """Find torch as the other finders do, and watch its loader; ``None`` for other modules."""
         if fullname != TORCH:
             if TORCH in sys.modules and not self._running and self._loaded():
                 self.begin()  # it came by a way of its own
@@ -138,7 +138,7 @@ class Watch:
 
     @staticmethod
     def _loaded() -> bool:
-        """Whether torch has been imported, to its end, and is torch."""
+        """Return whether torch itself has been imported, completely."""
         module = sys.modules.get(TORCH)
         if type(module) is not type(sys):  # no module yet (a lazy one), or somebody's stand-in
             return False
@@ -147,7 +147,7 @@ class Watch:
         return "Tensor" in names and not getattr(spec, "_initializing", False)
 
     def begin(self) -> None:
-        """Torch is there: take everything back, and record."""
+        """Remove the finders and begin to record, once torch is imported."""
         if self._begun:
             return
         self._begun = True
@@ -177,8 +177,8 @@ def _ident() -> int:
 
 
 def _is_advisor() -> bool:
-    """Whether what would be imported by this name is this package: a program may have a module
-    of its own that is called so, which must not be run."""
+    """Return whether the module named advisor is this package. A program may have its own module of
+    that name, which must not be run."""
     if "advisor" in sys.modules:
         where = getattr(sys.modules["advisor"], "__file__", None)
     else:
@@ -191,7 +191,7 @@ def _is_advisor() -> bool:
 
 
 def _chain() -> None:
-    """Import the sitecustomize that this file hides."""
+    """Import the sitecustomize that this file hides, if there is one."""
     import importlib.machinery
     import importlib.util
 
@@ -211,7 +211,7 @@ def _chain() -> None:
 
 
 def _leave_path() -> None:
-    """Programs find ``sys.path`` as they left it; other processes get it by PYTHONPATH."""
+    """Remove this folder from ``sys.path``; child processes get it by PYTHONPATH."""
     sys.path[:] = [path for path in sys.path if path != HERE]
 
 

@@ -1,4 +1,4 @@
-"""Where the rules' numbers come from: other tools' thresholds, vendors' guides, our measurements.
+"""Sources of the rules' numbers: other tools' thresholds, vendors' guides, our measurements.
 
 ``at`` is a public address, or the file of this repository in which the number is measured.
 """
@@ -160,6 +160,6 @@ def public_traces(names: str) -> tuple[str, ...]:
 
 
 SILENT_TRACES = public_traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 b200_eager")
-"""Training and inference without what most rules look for: their ``silent_in``."""
+"""Public traces of training and inference without what most rules look for: their ``silent_in``."""
 CURED_RECORDINGS = ("recorded/anomaly.cured", "recorded/gc_pauses.cured", "recorded/leak.cured")
-"""Recordings of fixed programs, likewise."""
+"""Recordings of fixed programs, for ``silent_in``."""

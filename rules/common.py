@@ -1,6 +1,5 @@
-"""What several rules need for a finding: amounts per step, the places that cost most; and of a
-recorded run the record, its loader, and the impact of a fix.
-"""
+"""Helpers that several rules need for a finding: amounts per step and the places that cost most; of
+a recorded run its record, its loader and the impact of a fix."""
 
 from __future__ import annotations
 
@@ -42,12 +41,12 @@ MAX_CORRELATIONS = 500
 
 
 def sum_column(values: pl.Series) -> int:
-    """Sum of a column of integers; nulls do not count."""
+    """Return the sum of a column of integers; nulls do not count."""
     return int(values.sum() or 0)
 
 
 def amount_per_step(a: Analysis, label: str, amount: float, unit: str = "ns") -> Evidence:
-    """An amount of the analyzed window per step, or of the recording without steps."""
+    """Return an amount of the analysed window per step, or of the recording without steps."""
     return Evidence(label, amount / a.step_count, unit, per=a.per)
 
 
@@ -65,13 +64,13 @@ def of_each_step(a: Analysis) -> str:
 
 
 def is_pytorch(a: Analysis) -> bool:
-    """The program is written with PyTorch, as far as the trace shows."""
+    """Return whether the program is written with PyTorch, as far as the trace shows."""
     meta = a.trace.meta
     return meta.framework == PYTORCH or (meta.framework is None and meta.format == KINETO)
 
 
 def stacks_option(a: Analysis) -> str:
-    """What records Python stacks beside this."""
+    """Name the option that records Python stacks beside this."""
     return "with_stack=True" if a.record is None else "advisor record --deep"
 
 
@@ -81,30 +80,30 @@ def per_step(a: Analysis) -> str:
 
 
 def row_numbers(column: pl.Series) -> Rows:
-    """A column of row numbers, -1 where it is null."""
+    """Return a column of row numbers, -1 where it is null."""
     return column.fill_null(-1).to_numpy().astype(np.int64)
 
 
 def int_column(frame: pl.DataFrame, name: str) -> Rows:
-    """A column of integers, 0 where it is null."""
+    """Return a column of integers, 0 where it is null."""
     return frame[name].fill_null(0).to_numpy().astype(np.int64)
 
 
 def rows_in_steps(a: Analysis, rows: Rows) -> Rows:
-    """Of these rows of ``trace.cpu`` those that begin in the analysed steps, as the host marks
-    them: where it runs ahead, the device runs their work later."""
+    """Return those rows of ``trace.cpu`` that begin in the analysed steps, as the host marks them:
+    where it runs ahead, the device runs their work later."""
     ts = a.trace.cpu["ts"].to_numpy()[rows]
     return rows[covered_length(ts, ts + 1, a.steps.host_spans) > 0]
 
 
 def outermost_operators(a: Analysis) -> Rows:
-    """Operators that lie in no other one: rows of ``trace.cpu``."""
+    """Return operators that lie in no other one: rows of ``trace.cpu``."""
     outermost = outermost_operator(a.trace)
     return np.flatnonzero(outermost == np.arange(len(outermost)))
 
 
 def outermost_in_steps(a: Analysis) -> pl.DataFrame:
-    """Those that begin in the analysed steps: ``row``, ``name``, ``ts``, ``ns``, ``inputs``."""
+    """Return outermost operators of the analysed steps: ``row, name, ts, ns, inputs``."""
     cpu = a.trace.cpu
     rows = rows_in_steps(a, outermost_operators(a))
     return pl.DataFrame(
@@ -149,7 +148,7 @@ def costliest_places(
     instance: Rows | None = None,
     top: int = 3,
 ) -> list[Location]:
-    """The places of the program that cost most, the most expensive first.
+    """Return the places of the program that cost most, the most expensive first.
 
     ``host`` are rows of ``trace.cpu`` (-1: none) and ``cost`` what each of them costs, ns. Rows
     are of one place when they share the innermost frame of user code around them; without stacks
@@ -239,14 +238,14 @@ def example_steps(
 
 
 def busy_intervals(a: Analysis, work: pl.DataFrame) -> Intervals:
-    """When any of these rows of device work runs; column ``gpu``: rows of ``trace.gpu``."""
+    """Return when any row of the device work runs; its column ``gpu`` has rows of ``trace.gpu``."""
     mask = np.zeros(a.trace.gpu.height, dtype=bool)
     mask[row_numbers(work["gpu"])] = True
     return a.device_busy(mask)
 
 
 def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit:
-    """The selected work takes so much of its time; at best, and at worst."""
+    """Scale the selected work to so much of its time; at best, and at worst."""
     return Edit(op="scale", select=select, factor=factor, factor_low=best, factor_high=worst)
 
 
@@ -275,28 +274,28 @@ BUSY_PERCENT = 50
 """NVML utilisation from which a sample counts as one under load: idle GPUs lower clocks and links
 to save power."""
 OWN_PHASES = ("between steps", "other")
-"""Of the recorder: the loop's own code, outside loading, forward, backward and optimizer."""
+"""Recorder phases of the loop's own code: not loading, forward, backward or optimizer."""
 LOOP_SHARE = 0.20
-"""Of the step: own code that is reported."""
+"""Share of the step from which the loop's own code is reported."""
 METHOD = "upper bound (recorded host time)"
 
 
 def recorded_steps(a: Analysis) -> StepRecords:
-    """The record, which the engine promises to rules with ``reads_record``."""
+    """Return the record, which the engine promises to rules with ``reads_record``."""
     if a.recorded is None:
         raise ValueError("this rule needs a recorded run")
     return a.recorded
 
 
 def device_bound(a: Analysis) -> bool:
-    """The profiled window shows that the device hardly ever idles."""
+    """Return whether the profiled window shows that the device hardly ever idles."""
     if a.device_id is None or not a.span_ns:
         return False
     return a.breakdown.busy.total / a.span_ns >= DEVICE_BOUND
 
 
 def own_phases(recorded: StepRecords) -> dict[str, Floats]:
-    """Times of the loop's own code in each step that counts, by phase, ns."""
+    """Return times of the loop's own code in each step that counts, by phase, ns."""
     times = {name: recorded.phase(name) for name in OWN_PHASES}
     return {name: own for name, own in times.items() if own is not None}
 
@@ -312,9 +311,9 @@ COMPILING = {
     "once for all, leave it out of what you measure.",
     "falsified_by": "a recording of later steps in which one of them takes as long",
 }
-"""What to do about steps that are long because they compile."""
+"""Advice for steps that are long because they compile."""
 MOSTLY_COMPILING = 0.5
-"""Of the time that long steps lose, from which compiling is their cause."""
+"""Share of the time lost in long steps from which compiling is their cause."""
 
 
 def time_compiling(recorded: StepRecords) -> float:
@@ -331,14 +330,14 @@ def time_compiling(recorded: StepRecords) -> float:
 
 
 def local_ranks(a: Analysis) -> int:
-    """Training processes on this machine, from the launcher's environment; 1 without."""
+    """Return the training processes on this machine, by the launcher's environment; 1 without."""
     text = recorded_steps(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
 def device_waits(a: Analysis) -> float | None:
-    """What a GPU waits in the mean step of the run, ns: that step without the time that the GPU
-    works in one. ``None``: the host computes the steps, or no window shows what the GPU does."""
+    """Estimate how long a GPU idles in the run's mean step, ns: that step less the GPU's work in
+    one. ``None``: the host computes the steps, or no window shows what the GPU does."""
     mean = recorded_steps(a).mean
     if a.trains_on_host or a.device_id is None or mean is None:
         return None
@@ -396,22 +395,22 @@ def taken_by_training(a: Analysis, loading: float) -> float | None:
 
 
 def impact_without_gain(reason: str) -> Impact:
-    """No figure, and why."""
+    """Return an impact without a figure, and the reason for it."""
     return Impact(currency="unpriced", reason=reason)
 
 
 def impact_risk(reason: str) -> Impact:
-    """What may happen: no figure."""
+    """Return a risk, without a figure; ``reason`` says what may happen."""
     return Impact(currency="risk", reason=reason)
 
 
 def impact_memory(size: int, method: str) -> Impact:
-    """GPU memory that a fix frees, bytes."""
+    """Return GPU memory that a fix frees, bytes, as an impact."""
     return Impact(currency="memory", freed_bytes=size, method=method)
 
 
 def under_load(recorded: StepRecords) -> list[Gpu]:
-    """The GPU's samples with at least ``BUSY_PERCENT`` utilisation."""
+    """Return the GPU's samples with at least ``BUSY_PERCENT`` utilisation."""
     return [
         gpu
         for gpu in recorded.gpus
@@ -420,7 +419,7 @@ def under_load(recorded: StepRecords) -> list[Gpu]:
 
 
 def link_speed(generation: int, width: int) -> float:
-    """Relative speed of a link: every generation doubles it."""
+    """Return the relative speed of a link: every generation doubles it."""
     return float(2.0 ** min(generation, 12) * width)
 
 
@@ -461,19 +460,19 @@ def find_loader(a: Analysis) -> dict[str, Any] | None:
 
 
 def started_at(event: Event) -> int:
-    """When an iterator of a loader was asked for, ns. The event is written once its purpose is
-    known, which may be steps later; records of older versions have only the event's time."""
+    """Return when a loader's iterator was asked for, ns. The event is written once its purpose is
+    known, perhaps steps later; records of older versions have only the event's time."""
     began = event.data.get("began_ns")
     known = isinstance(began, int) and not isinstance(began, bool) and abs(began) < MAX_VALUE
     return began if known and isinstance(began, int) else event.t
 
 
 def workers_of(event: dict[str, Any]) -> int | None:
-    """Worker processes of a loader; ``None``: not recorded."""
+    """Return the worker processes of a loader; ``None``: not recorded."""
     value = event.get("workers")
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def steps_seen(recorded: StepRecords) -> Evidence:
-    """How many steps the figures cover."""
+    """Return the number of steps that the figures cover, as evidence."""
     return Evidence("steps measured", recorded.count, "count")

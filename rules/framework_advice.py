@@ -1,4 +1,4 @@
-"""What rules advise where a program is not written with PyTorch: what several of them say."""
+"""Advice of rules for programs that are not written with PyTorch, where several rules share it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HIP_NAMES = (
     ("cudaMallocAsync", "hipMallocAsync"), ("CUDA", "HIP"), ("NCCL", "RCCL"), ("cuda", "hip"),
     ("cublas", "hipblas"), ("CUBLAS", "HIPBLAS"),
 )  # fmt: skip
-"""Calls and libraries of CUDA, and what HIP calls them."""
+"""HIP's names of calls and libraries of CUDA."""
 
 
 def in_any_language(
@@ -38,7 +38,7 @@ def in_any_language(
 
 
 def _as_hip(calls: str) -> str:
-    """Calls of CUDA by HIP's names."""
+    """Replace calls of CUDA by HIP's names."""
     for cuda, hip in HIP_NAMES:
         calls = calls.replace(cuda, hip)
     return calls
@@ -160,4 +160,4 @@ GRAPHS_ON = {
         "Profile again: cudaGraphLaunch replaces most launches.",
     ),
 }
-"""Engine -> how its launches become graphs."""
+"""Ways in which launches become graphs, by engine."""

@@ -182,8 +182,8 @@ class GraphBreaks(Rule):
 
     @staticmethod
     def _one_graph(a: Analysis, broken: NDArray[np.int64]) -> Edit:
-        """One graph is entered in place of one for each piece, forward and backward. At worst that
-        costs as much as before, and only the time at the breaks goes."""
+        """Scale entry into graphs: one is entered in place of one per piece, both passes. At worst
+        that costs as much as before, and only the time at the breaks is saved."""
         regions = np.flatnonzero(name_matches(a.trace.cpu["name"], REGION).to_numpy())
         whole = len(rows_in_steps(a, np.setdiff1d(regions, broken_regions(a))))
         left = max(1, whole) / (max(1, whole) + len(broken))
@@ -226,7 +226,7 @@ def _location(item: GraphBreak | CompileCause) -> Location:
 
 
 def _not_measured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
-    """Breaks that a log names, where no trace shows what they cost."""
+    """Report breaks that a log names, where no trace shows what they cost."""
     why = "there is no trace beside the log"
     if not a.record_only:
         no_device = a.device_id is None
@@ -250,7 +250,7 @@ def _logged(**causes: Any) -> TraceBuilder:
 
 
 def _lines(a: Analysis) -> list[Location]:
-    """The lines at which the graph breaks, those before the longest stretch first."""
+    """Return the lines at which the graph breaks, those before the longest stretch first."""
     cpu = a.trace.cpu
     named = np.flatnonzero(
         (name_matches(cpu["name"], RESUME) & (cpu["kind"] == "python")).to_numpy()
@@ -306,8 +306,8 @@ COMPILING = (
     r"^(?:_compile\.(?:<locals>\.)?compile_inner|entire_backward_compile)\b"
     r"|^(?:tf\.function-graph_building|backend_compile(?:_and_load)?|lower_sharding_computation)$"
 )
-"""The names of compiling a function in Dynamo, and of its backward pass in AOTAutograd; of tracing
-a function in TensorFlow; of lowering and compiling one in JAX."""
+"""Names of compiling a function in Dynamo, and of its backward pass in AOTAutograd; of tracing a
+function in TensorFlow; of lowering and compiling one in JAX."""
 
 _AGAIN = {"again": "Functions are traced and compiled again"}
 
@@ -406,7 +406,7 @@ class Recompilation(Rule):
             yield from self._of_log(a, each)
 
     def _of_log(self, a: Analysis, log: CompileLog) -> Outcomes:
-        """Compilations of the whole run."""
+        """Build the finding on compilations of the whole run."""
         again, limit = log.recompilations, [c for c in log.not_compiled if LIMIT in c.reason]
         if not again and not limit:
             return
@@ -439,7 +439,7 @@ class Recompilation(Rule):
         )
 
     def _code_of(self, causes: list[CompileCause]) -> str:
-        """Without dynamic shapes where something else changes; empty: the rule's own."""
+        """Return code without dynamic shapes if something else changes; empty: the rule's own."""
         fix = _fix_of(causes)
         return self.code.partition("\n")[0] if fix and "dynamic" not in fix else ""
 
@@ -521,7 +521,7 @@ class Recompilation(Rule):
 
 
 LIMIT = "recompile limit"
-"""In the reason of a function that was compiled too often."""
+"""Text in the reason of a function that was compiled too often."""
 GUARD = ("model.py", 9, "tensor 'x' size mismatch at index 0. expected 3, actual 4")
 FIXES: tuple[tuple[str, str], ...] = (
     (
@@ -563,13 +563,13 @@ FIXES: tuple[tuple[str, str], ...] = (
 
 
 def _fix_of(causes: list[CompileCause]) -> str:
-    """For the guard that costs most; empty: none is known, and the rule's own advice stands."""
+    """Return the fix for the costliest guard; empty: none is known, the rule's own stands."""
     guard = causes[0].reason if causes else ""
     return next((fix for pattern, fix in FIXES if guard and re.search(pattern, guard)), "")
 
 
 def _guarded(cause: CompileCause) -> str:
-    """A function, its line, the guard and what it costs."""
+    """Write a function, its line, the guard and what it costs."""
     place = f"{labels.clean(cause.function or 'a function')}"
     if cause.file is not None:
         place += f" ({t.shorten_path(labels.clean(cause.file), 40)}:{cause.line})"
@@ -577,7 +577,7 @@ def _guarded(cause: CompileCause) -> str:
 
 
 def _functions(causes: list[CompileCause]) -> list[Location]:
-    """Each function once."""
+    """Return each function once."""
     by_place: dict[tuple[str | None, int | None], Location] = {}
     for each in causes:
         old = by_place.get((each.file, each.line))
@@ -630,7 +630,7 @@ class CudaGraphsSkipped(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """The reasons in the log."""
+        """Report the reasons in the log."""
         log = a.trace.meta.compilation
         causes = [] if log is None else log.without_cuda_graphs
         if not causes:

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from advisor.replay.ranks.study import Study
 
 MIN_READ_SHARE = 0.9
-"""Of the job's ranks that must be here; else another one may be later still."""
+"""Share of the job's ranks that must be read; else one that was not may be later still."""
 
 
 def per_of(study: Study) -> Per:
-    """What the figures are of."""
+    """Return the unit that the job's figures are per, such as a step."""
     return unit_of(study.job.summaries[0].step_source)
 
 
 def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: str) -> Finding:
-    """What is the same for every deviation: evidence, places, edits, and the gain where the ranks
-    are not replayed."""
+    """Build the finding of a deviation: evidence, places, edits, and the gain where the ranks are
+    not replayed."""
     from advisor.measure.ranks.outliers import edits_of
 
     job, result, per = study.job, study.job.waits, per_of(study)
@@ -92,14 +92,14 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
 
 
 def dealt_out(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
-    """Of work that is dealt out evenly, what is left of a gain: the others get their part of it."""
+    """Return a gain, ns, less the part of evenly dealt work that the other ranks take over."""
     if deviation.kind not in ("imbalance", "pipeline"):
         return ns
     return ns * (1 - len(deviation.members.rank_indices) / len(job.summaries))
 
 
 def _places(job: JobMeasurements, at: list[int]) -> list[Location]:
-    """The collectives with the longest waits for these ranks."""
+    """Return the collectives with the longest waits for these ranks."""
     result = job.waits
     rows = np.flatnonzero(np.isin(result.last_rank, at))
     rows = rows[np.argsort(-result.mean_wait[rows], kind="stable")][:3]

@@ -92,7 +92,7 @@ class CollectiveHang(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Tell each problem that the comparison found."""
+        """Report each problem that the comparison found."""
         flight = a.flight
         if flight is None:
             return

@@ -150,8 +150,8 @@ class ExposedCommunication(Rule):
             "    output = model(batch)   # balances the causal mask by default",
         },
     }
-    """What to do, by the kind of collective with most of the exposed time, or by its axis of the
-    mesh where that says more."""
+    """Advice by the kind of collective with most of the exposed time, or by its axis of the mesh
+    where that says more."""
     sampled_part = COMMUNICATION
 
     inference = {
@@ -249,8 +249,8 @@ class ExposedCommunication(Rule):
         )
 
     def _advice(self, by_kind: pl.DataFrame, *, axes: bool) -> dict[str, Any]:
-        """For the kind of collective with most of the exposed time, or (``axes``) its axis; where
-        that has no advice of its own, for all of them."""
+        """Return the advice for the kind of collective with most of the exposed time, or (``axes``)
+        for its axis. Empty: that has none of its own, and the rule's stands."""
         kind = str(by_kind["collective"][0]) if by_kind.height else ""
         axis = str(by_kind["axis"][0]) if by_kind.height else ""
         if axes and axis in self.cases and self.program.trains:
@@ -259,7 +259,7 @@ class ExposedCommunication(Rule):
         return self.case(kind) if kind in self.cases else {}
 
     def _worst(self, a: Analysis, table: pl.DataFrame) -> list[Location]:
-        """The collectives with most exposed time, by annotation or op."""
+        """Return the collectives with most exposed time, by annotation or op."""
         locations = []
         for row in table.sort("exposed", descending=True).head(3).iter_rows(named=True):
             file, line, function = a.location(row["op"])

@@ -39,9 +39,9 @@ class SyncPasses(NamedTuple):
 
 
 class MissingNoSync(Rule):
-    """With gradient accumulation several backward passes make one optimizer step, and only the sum
-    of their gradients is needed. DistributedDataParallel reduces gradients over all ranks in every
-    backward pass unless you use ``no_sync()``, so k passes send the gradients k times.
+    """DistributedDataParallel reduces gradients over all ranks in every backward pass unless you
+    use ``no_sync()``. With gradient accumulation k backward passes make one optimizer step, and
+    only the sum of their gradients is needed. Yet the gradients are sent k times.
 
     A *pass* begins with each ``DistributedDataParallel.forward`` range; passes up to the same
     ``Optimizer.step`` range belong together. Reductions of gradients are the all-reduces launched
@@ -182,7 +182,7 @@ class MissingNoSync(Rule):
 
 
 def find_passes(a: Analysis) -> SyncPasses | None:
-    """The passes of the trace's optimizer steps; ``None``: no accumulation can be seen."""
+    """Find the passes of the trace's optimizer steps; ``None``: no accumulation can be seen."""
     cpu = a.trace.cpu
     forward, _ = _outermost(a, _FORWARD)
     start, end = _outermost(a, _OPTIMIZER)
@@ -220,7 +220,7 @@ def find_passes(a: Analysis) -> SyncPasses | None:
 
 
 def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
-    """Starts and ends of ranges, without those inside another range."""
+    """Return starts and ends of ranges, without those inside another range."""
     cpu = a.trace.cpu
     named = cpu["kind"].is_in(["annotation", "op"]) & name_matches(cpu["name"], pattern)
     ranges = cpu.filter(named).select("ts", "dur").sort("ts", "dur", descending=[False, True])
@@ -231,7 +231,7 @@ def _outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
 
 
 def _sizes(table: pl.DataFrame, unit: int, count: int) -> list[Counter[int | None]]:
-    """Message sizes of each pass of one optimizer step, with how often they occur."""
+    """Count message sizes of each pass of one optimizer step."""
     own = table.filter(pl.col("unit") == unit)
     return [Counter(own["bytes"].filter(own["of"] == n).to_list()) for n in range(count)]
 
@@ -253,7 +253,7 @@ def _edit(a: Analysis, table: pl.DataFrame, needless: pl.DataFrame) -> Edit:
 
 
 def _copies(a: Analysis, passes: int) -> list[Edit]:
-    """Where the host computes, copies of gradients into buckets and out of them are its work."""
+    """Scale gradient copies into and out of buckets where the host computes; else no edit."""
     if a.device_id is not None:
         return []
     select = Select(on="host", kind=("op",), name=_COPY)

@@ -19,13 +19,13 @@ from advisor.testing import Examples, TraceBuilder
 NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 NCCL_HELP = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html"
 VIRTUAL = re.compile(r"docker|br-|virbr|veth|cni|flannel|tailscale|wg|tun|tap|wl|lo$")
-"""How the names of interfaces begin that no data should go through: bridges, tunnels, wireless."""
+"""Beginnings of interface names that no data should go through: bridges, tunnels, wireless."""
 NO_GDR = re.compile(r"GeForce|TITAN|RTX \d")
 """Boards without GPUDirect RDMA and, mostly, without peer access."""
 
 
 class NetworkRule(Rule):
-    """What these rules share: they read the log, and say how collectives would be faster."""
+    """Base of the rules that read a network log and say how collectives would be faster."""
 
     auxiliary_inputs = (NETWORK_LOG,)
     alternatives = "network-path"
@@ -40,12 +40,12 @@ class NetworkRule(Rule):
             yield from self.examine_log(a, log)
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """What the log says of the path."""
+        """Yield what the log says of the path between ranks."""
         raise NotImplementedError
 
     def estimate(self, scaled: ScaledCollectives | None) -> dict[str, Any]:
-        """The edit that a faster path makes, and its evidence; without a trace, or where the rate
-        of the faster path is unknown, that."""
+        """Return the edit of a faster path; without a trace, or where the rate of that path is
+        unknown, an impact that says so."""
         if scaled is None:
             why = "needs a trace with large collectives, and the rate of the faster link"
             return {"impact": impact_without_gain(why)}
@@ -55,13 +55,13 @@ class NetworkRule(Rule):
 
 
 def of_path(log: NetworkLog) -> list[Evidence]:
-    """Connections by transport."""
+    """List connections by transport, as evidence."""
     named = "; ".join(f"{path} {count:,}" for path, count in log.paths.items())
     return [Evidence("connections", named)] if named else []
 
 
 def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
-    """Measured and attainable bus bandwidth."""
+    """Return measured and attainable bus bandwidth, as evidence."""
     if scaled is None:
         return []
     return [
@@ -71,7 +71,7 @@ def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
 
 
 def known_settings(a: Analysis) -> dict[str, str]:
-    """NCCL's environment, by its log, else by the recorder."""
+    """Return NCCL's environment, by its log, else by the recorder."""
     log = a.trace.meta.network
     env = {} if a.record is None else a.record.rank.env
     return {name: value for name, value in env.items() if name.startswith("NCCL_")} | (
@@ -155,7 +155,7 @@ def _spans_nodes(a: Analysis) -> bool:
 
 
 def _is_off(a: Analysis, *names: str) -> bool:
-    """One of these settings explains the path."""
+    """Return whether one of these settings explains the path."""
     settings = known_settings(a)
     return any(
         name in settings and re.fullmatch(NcclSettings.off[name][0], settings[name].strip())
@@ -209,7 +209,7 @@ class NcclSockets(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Which network the log names, and why not a faster one."""
+        """Report connections between nodes over sockets, and why no faster network is used."""
         if not log.hosts:
             return
         network = {path: n for path, n in log.paths.items() if path.startswith("NET/")}
@@ -295,7 +295,7 @@ class NcclGpuDirect(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Connections over adapters without GPUDirect."""
+        """Report connections over adapters without GPUDirect."""
         verbs = {
             path: n
             for path, n in log.paths.items()
@@ -385,7 +385,7 @@ class NcclNodePath(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """How GPUs of a node reach each other, and how they could."""
+        """Report how GPUs of a node reach each other, and how they could."""
         peer = sum(n for path, n in log.paths.items() if path.startswith("P2P"))
         shared = log.paths.get("SHM", 0)
         fast = [link for link in log.gpu_links if re.match(r"NV\d|XGMI", link)]
@@ -463,7 +463,7 @@ class NcclNvls(NetworkRule):
     min_gpus = Threshold(4, "GPUs of the node: pairs gain nothing", CHOSEN)
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Multicast is said to be missing where the hardware has it."""
+        """Report that multicast is said to be missing where the hardware has it."""
         if log.nvls is None:
             return
         if log.nvls:
@@ -511,7 +511,7 @@ class NcclLimits(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Warnings that name a limit."""
+        """Report warnings that name a limit."""
         found = {
             meaning: text
             for text in log.warnings

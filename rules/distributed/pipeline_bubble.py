@@ -15,7 +15,7 @@ from advisor.rules.common import amount_per_step, device_places, of_step, scale_
 from advisor.testing import Examples, TraceBuilder
 
 WORST = 0.2
-"""Of the gain, that is left if half as large micro-batches lose the rest in their kernels."""
+"""Share of the gain that is left if half as large micro-batches lose the rest in their kernels."""
 
 
 class PipelineBubble(Rule):

@@ -27,8 +27,8 @@ from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 READY_NS = 20_000
-"""A kernel was ready when its launch had returned this long before. Launches take 5 to 10 µs to
-reach an idle device."""
+"""Time, ns, before which its launch must have returned for a kernel to be ready. Launches take 5 to
+10 µs to reach an idle device."""
 
 
 class PoorOverlap(Rule):
@@ -179,8 +179,8 @@ def _edit(table: pl.DataFrame, chosen: NDArray[np.bool_]) -> Edit:
 
 
 def _waited_at_once(a: Analysis, kernels: NDArray[np.int64], stream: int) -> NDArray[np.bool_]:
-    """For which of these device rows the first compute kernel launched after them on the compute
-    stream was ready, with its launch done, and yet started only when they had ended."""
+    """Return which of these device rows held up the first compute kernel launched after them on the
+    compute stream: it was ready, its launch done, yet it started only when they had ended."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     compute = (gpu["kind"] == "kernel").to_numpy() & ~a.kernels["communication"].to_numpy()
     compute &= (gpu["stream"] == stream).to_numpy() & (gpu["device"] == a.device_id).to_numpy()

@@ -19,9 +19,9 @@ MAX_CORRELATIONS = 500
 
 
 class RepeatedGathers(Rule):
-    """With gradient accumulation an optimizer step has several passes (micro-batches) over the same
-    parameters. Fully sharded data parallelism gathers them in each pass and frees them again. Where
-    memory allows, keep them gathered until the last backward pass.
+    """Fully sharded data parallelism gathers the same parameters in each pass (micro-batch) of an
+    optimizer step, and frees them again. Where memory allows, keep them gathered until the last
+    backward pass.
 
     A pass begins with the first device work that is launched after a backward pass (autograd's
     nodes) and before another one of the same step. Gathers of parameters are the all-gathers of
@@ -121,7 +121,7 @@ class RepeatedGathers(Rule):
 
 
 def _by_pass(a: Analysis, table: pl.DataFrame, starts: Rows) -> pl.DataFrame:
-    """``pass`` of each gather in its step, from 0, and ``passes`` that gather in it."""
+    """Add ``pass`` of each gather in its step, from 0, and ``passes`` that gather in it."""
     launch = a.trace.cpu["ts"].gather(a.trace.gpu["launch"].gather(table["gpu"]))
     at = launch.fill_null(table["ts"]).to_numpy()
     number = np.searchsorted(starts, at, side="right") - 1

@@ -1,4 +1,4 @@
-"""One rank's device runs the same kernels slower than its peers'."""
+"""Rule about a rank whose device runs the same kernels slower than its peers'."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class SlowDevice(Rule):
-    """One rank's device needs longer than its peers for the same kernels. So it is late at every
-    collective, and the whole job runs at its speed. Usual causes are clocks held down by heat or
-    power, another process on the device, or a failing part.
+    """The device of a rank needs longer than its peers for the same kernels. So the rank is late at
+    every collective, and the whole job runs at its speed. Usual causes are clocks held down by heat
+    or power, another process on the device, or a failing part.
 
     The one search across ranks finds who has more work of its own than the others, or arrives last
     at their collectives. Its device is slow when that work is compute and the same kernels, by name
@@ -82,7 +82,7 @@ class SlowDevice(Rule):
     )
 
     def check_run(self, study: Study) -> Outcomes:
-        """Tell the outliers whose device is slower."""
+        """Report the outliers whose device is slower."""
         if not study.outliers:
             yield from self._compared(study)
         for deviation, gain in study.outliers:
@@ -91,7 +91,7 @@ class SlowDevice(Rule):
             yield self._finding(study, deviation, gain)
 
     def _compared(self, study: Study) -> Outcomes:
-        """Praise, or what is missing to compare devices."""
+        """Report a passed check, or what is missing to compare devices."""
         summaries = [s for s in study.job.summaries if s.kernels]
         if len(summaries) < 2:
             return

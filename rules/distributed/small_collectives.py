@@ -36,7 +36,7 @@ class _Runs(NamedTuple):
     member: NDArray[np.bool_]
     """Rows of ``Analysis.collectives`` that belong to a run."""
     number: NDArray[np.int64]
-    """The run of each of those rows."""
+    """Number of the run that each of those rows belongs to."""
 
 
 class SmallCollectives(Rule):
@@ -156,7 +156,7 @@ class SmallCollectives(Rule):
         )
 
     def _runs(self, a: Analysis, table: pl.DataFrame) -> _Runs:
-        """Runs of three or more, in order of launch."""
+        """Find runs of three or more, in order of launch."""
         gpu, cpu = a.trace.gpu, a.trace.cpu
         on_host = a.device_id is None
         launch = row_numbers(table["op"] if on_host else gpu["launch"].gather(table["gpu"]))

@@ -41,7 +41,7 @@ from advisor.rules.common import (
 from advisor.testing import Examples, TraceBuilder
 
 WORST = 0.2
-"""Of the gain, that is left if the first gather of a pass, which nothing hides, becomes longer."""
+"""Share of the gain that is left if a pass's first gather, which nothing hides, becomes longer."""
 SIMPLE = 2
 """NCCL's protocol with the most latency (``links.BASE_NS``)."""
 

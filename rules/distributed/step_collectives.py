@@ -35,14 +35,14 @@ _BYTES = r"^(?:unsigned char|u?int8(?:_t)?|Byte|Char)$"
 
 
 class _Kind(NamedTuple):
-    """One kind of needless collective."""
+    """A kind of collective that training does not need in each step."""
 
     what: str
-    """What they are called in a sentence, in the singular."""
+    """Name of such a collective in a sentence, in the singular."""
     calls: str
-    """Functions of torch.distributed that make it."""
+    """Functions of torch.distributed that make it, as a regular expression."""
     left: tuple[float, float, float]
-    """Of the waits, with the fix: usual, at best, at worst."""
+    """Share of the waits that is left with the fix: usual, at best, at worst."""
 
 
 _KINDS = {
@@ -55,7 +55,7 @@ _KINDS = {
 
 
 class StepCollectives(Rule):
-    """In each step the ranks wait for collectives that training can do without. Such are
+    """The ranks wait in each step for collectives that training can do without. Such are
     all-reduces of single numbers, barriers, Python objects and whole tensors gathered on one rank.
     So are the buffers that DistributedDataParallel sends in each forward pass. Each costs its
     latency, and makes the ranks wait for the slowest one once more.
@@ -192,7 +192,7 @@ class StepCollectives(Rule):
             )
 
     def _kinds(self, a: Analysis) -> Iterator[tuple[str, pl.DataFrame]]:
-        """The needless collectives in the used steps, by kind."""
+        """Return the needless collectives in the used steps, by kind."""
         table = a.collectives
         parent, names = parent_rows(a.trace), a.trace.cpu["name"]
         op = row_numbers(table["op"])
@@ -247,9 +247,9 @@ class StepCollectives(Rule):
 
 
 def _after_backward(a: Analysis, op: Rows) -> pl.Series:
-    """Which of these rows come between a backward pass and the optimizer's step after it: nothing
-    of forward pass or optimizer lies between the last node of autograd and the row, and the next of
-    the three is the optimizer."""
+    """Return which of these rows come between a backward pass and the optimizer's step after it.
+    Nothing of forward pass or optimizer lies between the last node of autograd and the row, and the
+    next of the three is the optimizer."""
     cpu = a.trace.cpu
     marks = [np.flatnonzero(name_matches(cpu["name"], each)) for each in (_NODE, _OPTIMIZER)]
     rows = np.concatenate(marks)
@@ -262,7 +262,7 @@ def _after_backward(a: Analysis, op: Rows) -> pl.Series:
 
 
 def _where(a: Analysis, kind: str, table: pl.DataFrame) -> list[Location]:
-    """The user's lines that call them: from stacks of the window, else from sampled ones."""
+    """Find the user's lines that call them: by stacks of the window, else by sampled ones."""
     places = costliest_places(a, row_numbers(table["op"]), int_column(table, "exposed"))
     if a.recorded is None or any(place.file for place in places):
         return places
@@ -272,7 +272,7 @@ def _where(a: Analysis, kind: str, table: pl.DataFrame) -> list[Location]:
 
 
 def _edits(kind: str, table: pl.DataFrame) -> Iterator[Edit]:
-    """Less of these collectives, which are selected by their name and the largest message."""
+    """Scale these collectives, which are selected by their name and the largest message."""
     left, best, worst = _KINDS[kind].left
     for name, rows in table.group_by("name", maintain_order=True):
         select = Select(

@@ -1,4 +1,4 @@
-"""One rank comes late to the collectives, and all others wait for it."""
+"""Rule about a rank that comes late to the collectives, so that all others wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from advisor.testing import TraceBuilder
 
 MIN_PAUSE_STEPS = 4
 PAUSE_TIMES = 3
-"""Times the next longest step, from which on one step is a pause."""
+"""Ratio to the next longest step from which one step is a pause."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StragglerRank(Rule):
-    """One rank arrives last at most collectives, so the other ranks wait for it inside theirs: the
+    """A rank arrives last at most collectives, so the other ranks wait for it inside theirs: the
     whole job is as slow as that rank.
 
     A rank *arrives* when the kernel of the collective starts on its device. Where processes train
@@ -162,7 +162,7 @@ class StragglerRank(Rule):
     )
 
     def check_run(self, study: Study) -> Outcomes:
-        """Tell the outliers that hold the others up, whatever it is but a slow device."""
+        """Report the outliers that hold the others up, for any cause but a slow device."""
         clocks = study.job.joined.clocks
         if clocks.error_ns is None and study.job.joined.rows:
             yield SkippedCheck(
@@ -180,8 +180,8 @@ class StragglerRank(Rule):
             yield self._finding(study, deviation, gain)
 
     def _pause(self, study: Study) -> Outcomes:
-        """One step of one rank that took far longer than its others, and than those of all ranks:
-        no straggler, and its cause is another."""
+        """Report a step of one rank that took far longer than its others, and than those of all
+        ranks. That is no straggler: its cause is another."""
         own = study.job.profile.own_ns_by_step
         if own.shape[1] < MIN_PAUSE_STEPS or not np.isfinite(own).any() or not study.job.step_ns:
             return
@@ -208,7 +208,7 @@ class StragglerRank(Rule):
         )
 
     def _none(self, study: Study) -> Outcomes:
-        """Praise, or why it is not certain."""
+        """Report a passed check, or why it is not certain."""
         from advisor.measure.ranks.outliers import late_chance
 
         job, result = study.job, study.job.waits

@@ -114,8 +114,8 @@ def _bytes(gb_per_s: float | None) -> float | None:
 
 
 def _edits(a: Analysis, placed: TensorPlacement) -> list[Edit]:
-    """The collectives in the other order; at worst half of what is saved, at best without waits
-    for ranks that come late because of the network."""
+    """Scale the collectives as in the other order; at worst half of that is saved, at best without
+    waits for ranks that come late because of the network."""
     result = []
     for rows, factor, least in placed.changes:
         select, part = select_collectives(a, rows)

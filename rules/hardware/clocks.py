@@ -21,12 +21,12 @@ from advisor.rules.common import (
 from advisor.testing import Examples, TraceBuilder
 
 MIN_SAMPLES = 5
-"""Fewer samples under load than this say nothing."""
+"""Samples under load that are needed at least."""
 
 
 class HeldClocks(Rule):
-    """One check for all reasons: how often the driver names the reason, and how low the clock is
-    in those samples."""
+    """Base of the rules about lowered clocks: how often the driver names a reason, and how low the
+    clock is in those samples."""
 
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",)
@@ -40,7 +40,7 @@ class HeldClocks(Rule):
     _label: ClassVar[str]
     """Evidence label of the samples with the reason."""
     _summary: ClassVar[str]
-    """``{share}`` of the samples; ``{clock}``: empty where the clock is not recorded."""
+    """Summary text; ``{share}`` of the samples; ``{clock}``: empty where it is not recorded."""
     _informational: ClassVar[bool] = False
 
     def check(self, a: Analysis) -> Outcomes:
@@ -71,7 +71,7 @@ class HeldClocks(Rule):
         )
 
     def _details(self, a: Analysis) -> list[Evidence]:
-        """Sensors that explain the reason."""
+        """List sensors that explain the reason."""
         return []
 
 
@@ -249,7 +249,7 @@ class ClocksLocked(HeldClocks):
 
 
 def share_of_samples(samples: list[Gpu], *reasons: str) -> float | None:
-    """Share of the samples in which the driver gave one of the reasons; ``None``: not recorded."""
+    """Return the share of samples with one of the driver's reasons; ``None``: not recorded."""
     recorded = [gpu.throttle for gpu in samples if gpu.throttle is not None]
     if len(recorded) < MIN_SAMPLES:
         return None
@@ -258,8 +258,7 @@ def share_of_samples(samples: list[Gpu], *reasons: str) -> float | None:
 
 
 def mean_clock(samples: list[Gpu], *reasons: str) -> float | None:
-    """Mean clock over the maximum in the samples with one of the reasons; ``None``: not
-    recorded."""
+    """Return the mean clock over the maximum in samples with a reason; ``None``: not recorded."""
     bits = sum(THROTTLE_BITS[reason] for reason in reasons)
     ratios = [
         gpu.sm_clock / gpu.sm_clock_max
@@ -270,8 +269,8 @@ def mean_clock(samples: list[Gpu], *reasons: str) -> float | None:
 
 
 def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impact:
-    """What full clocks save at most: the step scales with the clock while it was low. Work that
-    waits for memory or for the host gains less, down to nothing."""
+    """Estimate what full clocks save at most: the step scales with the clock while it was low. Work
+    that waits for memory or for the host gains less, down to nothing."""
     lost = share * (1 - ratio) if ratio is not None else 0.0
     gain = max(0.0, lost) * (recorded_steps(a).mean or 0.0)
     method = "upper bound (clock, share of the time it was low)"

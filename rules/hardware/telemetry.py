@@ -1,4 +1,4 @@
-"""What the driver reports of the GPU: errors, other processes, the PCIe link."""
+"""Rules about what the driver reports of the GPU: errors, other processes, the PCIe link."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ XID_ERRORS = {
     119: "the GPU's system processor does not answer: reset",
     120: "the GPU's system processor failed: reset",
 }
-"""What the XID errors of NVIDIA's list mean that programs meet."""
+"""Meanings of the XID errors of NVIDIA's list that programs meet, by number."""
 PROGRAM_ERRORS = {13, 31, 43, 45}
 
 

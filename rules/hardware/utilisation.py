@@ -1,4 +1,4 @@
-"""How much of the GPU the step uses: multiprocessors behind the NVML figure, FLOPs behind MFU."""
+"""Rules about the share of the GPU in use: multiprocessors behind the NVML figure, FLOPs of MFU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from advisor.rules.common import amount_per_step, impact_without_gain, of_step
 from advisor.testing import Examples, TraceBuilder
 
 Slows = Literal["always", "gpu", "ranks", "perhaps"]
-"""Whom a setting slows for certain: every program, one on a GPU, one of several ranks; or it
+"""Programs that a setting slows for certain: every one, one on a GPU, one of several ranks; or it
 depends on what is not recorded."""
 
 
@@ -23,9 +23,9 @@ class Setting(NamedTuple):
     """A debug setting that is on."""
 
     name: str
-    """With its value."""
+    """Name of the setting, with its value."""
     why: str
-    """What it costs."""
+    """Text that says what the setting costs."""
     cure: str
     slows: Slows
 
@@ -101,7 +101,7 @@ class AnomalyDetection(Rule):
     code = _NO_ANOMALY
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of the checks, and of formatting stacks."""
+        """Sum the time of the checks, and of formatting stacks."""
         cost = AnomalyCost(a)
         if a.recorded is not None or not cost.checks:
             return
@@ -130,7 +130,7 @@ _FORMATS = r"(?:^|/)traceback\.py\(\d+\): format_stack$"
 
 
 class AnomalyCost:
-    """What anomaly detection takes in the analysed steps, as far as the trace shows it."""
+    """Time that anomaly detection takes in the analysed steps, as far as the trace shows it."""
 
     def __init__(self, a: Analysis) -> None:
         names = a.trace.cpu["name"]
@@ -138,7 +138,7 @@ class AnomalyCost:
         node = rows_around(a.trace.cpu["parent"].fill_null(-1).to_numpy(), checked)
         nodes = name_matches(names, f"^{NODE}").to_numpy()
         self.checks = int((nodes[node] & (node >= 0)).sum()) if len(checked) else 0
-        """Of gradients, in the whole trace."""
+        """Number of checks of gradients, in the whole trace."""
         self.runs_backward = bool(nodes.any())
         self._a = a
         stacks = name_matches(names, _FORMATS).to_numpy()
@@ -147,7 +147,7 @@ class AnomalyCost:
 
     @property
     def edits(self) -> list[Edit]:
-        """The checks end, and so does formatting; recording Python stacks lengthens that."""
+        """Edits that remove checks and formatting; recording Python stacks lengthens that."""
         checks = Select(on="host", kind=("op",), name=_CHECKS, under=f"^{NODE}")
         result = [Edit(op="remove", select=checks)]
         if self._a.device_id is not None:
@@ -169,7 +169,7 @@ class AnomalyCost:
 
     @property
     def evidence(self) -> list[Evidence]:
-        """What was counted."""
+        """Checks of gradients, and time of formatting stacks, per step."""
         shown = [amount_per_step(self._a, "checks of gradients for NaN", self.checks, "count")]
         if self.stacks:
             shown.append(amount_per_step(self._a, "time that formats stacks", self.stacks))
@@ -177,7 +177,7 @@ class AnomalyCost:
 
     @property
     def summary(self) -> str:
-        """What is on, and what it does."""
+        """Sentences on what anomaly detection does, and the time that it takes."""
         does = f"{_KEEPS_STACKS} for NaN"
         if not self.stacks:
             return f"{does}. Without Python stacks in the recording only the checks are measured."
@@ -276,7 +276,7 @@ class DebugSwitches(Rule):
 
 
 def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
-    """The settings of flags, environment and trace that are on."""
+    """Return the settings of flags, environment and trace that are on."""
     result: list[Setting] = []
     if a.recorded is None:
         return result
@@ -302,7 +302,7 @@ def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
 
 
 def _concerns(setting: Setting, a: Analysis) -> bool:
-    """Whether the program has what a setting slows."""
+    """Return whether the program has what a setting slows."""
     if setting.slows == "gpu":
         return not a.trains_on_host
     if setting.slows == "ranks" and a.recorded is not None:

@@ -28,7 +28,7 @@ WORK = ("op", "runtime")
 
 
 class ForwardCode(Rule):
-    """Where the training computes on the CPU, Python inside ``forward`` adds to each step. Examples
+    """Python inside ``forward`` adds to each step where the training computes on the CPU. Examples
     are tables and masks that are the same every time, and numbers handled in loops or with NumPy.
 
     Counted are stretches of the recorder's forward range in which no operator runs for a
@@ -70,7 +70,7 @@ class ForwardCode(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        """Long stretches of forward without an operator."""
+        """Look for long stretches of forward without an operator."""
         recorded = recorded_steps(a)
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return

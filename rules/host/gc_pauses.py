@@ -25,9 +25,9 @@ from advisor.rules.common import (
 from advisor.testing import Examples, TraceBuilder
 
 MIN_SPREAD = 0.2
-"""Of the mean pause: pauses must differ by this much for a line through the steps to mean much."""
+"""Share of the mean pause by which pauses must differ, for a line through the steps to count."""
 MIN_MARGIN = 0.1
-"""Of the gain: a cured recording gained 84 ms per step where pauses were 80."""
+"""Least margin, share of the gain: a cured recording gained 84 ms per step where pauses took 80."""
 
 
 class GcPauses(Rule):
@@ -181,8 +181,8 @@ class GcPauses(Rule):
 
 
 def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
-    """What pauses of one length in each step cost: where the host computes all of them, else no
-    more than the device idles. ``pause``: ns per step. ``None``: unknown."""
+    """Estimate the cost of equally long pauses in each step: all of them where the host computes,
+    else at most the device's idle time. ``pause``: ns per step. ``None``: unknown."""
     if a.trains_on_host:
         method = "pauses of the host, which computes the steps"
         return impact_per_step(a, pause, low=(1 - MIN_MARGIN) * pause, method=method)
@@ -193,8 +193,8 @@ def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
 
 
 def _asked_for(a: Analysis) -> list[Location]:
-    """Lines that ask for full collections: of the trace's own frames, else as the recorder noted
-    them."""
+    """Find lines that ask for full collections: by the trace's frames, else the recorder's
+    notes."""
     calls = name_matches(a.trace.cpu["name"], r"^<built-in function collect>$").to_numpy().nonzero()
     if len(calls[0]):
         return [locate_row(a, int(calls[0][0]), count=len(calls[0]))]

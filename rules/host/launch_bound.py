@@ -211,7 +211,7 @@ class LaunchBound(Rule):
         )
 
     def _queued(self, a: Analysis) -> Outcomes:
-        """Idle time although work is queued: its cause is not in the trace."""
+        """Report idle time although work is queued: its cause is not in the trace."""
         idle_gaps = a.gaps
         kind = a.trace.cpu["kind"].gather(idle_gaps["host"])
         queued = (idle_gaps["cause"] == "unknown") & (kind == "runtime").fill_null(False)

@@ -45,7 +45,7 @@ class LaunchGaps(NamedTuple):
     """The rest of the idle time with CAUSES, ns: longer pieces, and those before a step's first
     launch. Those are slow calls, not launches."""
     at_launches: bool
-    """Most of it lies between one launch and the next, not in long gaps of many calls."""
+    """Whether most of it lies between one launch and the next, not in long gaps of many calls."""
     busy_share: float
     launches: float
     """Pieces of GPU work per step, kernels of graphs included."""
@@ -61,7 +61,7 @@ class LaunchGaps(NamedTuple):
 
 
 def measure_launch_gaps(a: Analysis) -> LaunchGaps | None:
-    """Measure them; ``None``: no kernels, or the launches are not in the trace."""
+    """Measure the gaps; ``None``: no kernels, or the launches are not in the trace."""
     gpu = a.trace.gpu
     kernels = a.in_window & (gpu["kind"] == "kernel").to_numpy()
     launch = gpu["launch"].filter(pl.Series(a.in_window)).drop_nulls()
@@ -98,7 +98,7 @@ def _pieces(a: Analysis) -> pl.DataFrame:
 
 LAUNCHING = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
 REMOVE_LAUNCH_COST = Edit(op="drop_launch", select=LAUNCHING, host_ns=1000)
-"""Launches cost next to nothing."""
+"""Edit after which launches cost next to nothing."""
 _ANY_CODE = (*CAUSES, "unknown")
 CAPTURE_STEP = (
     Edit(
@@ -113,13 +113,13 @@ that keeps the GPU from going on."""
 
 
 def capture_edits(static: bool | None, waits: CaptureBlockers) -> list[Edit]:
-    """What CUDA graphs take away: all host work of steps that launch the same kernels and wait for
-    nothing, else what launching costs."""
+    """Return what CUDA graphs remove: all host work of steps that launch the same kernels and wait
+    for nothing, else the cost of launching."""
     return [*CAPTURE_STEP] if static and not waits.per_step else [REMOVE_LAUNCH_COST]
 
 
 def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool:
-    """Enough launches lie between two waits for the GPU to make graphs of them."""
+    """Return whether enough launches lie between two waits for the GPU to make graphs of them."""
     return launches >= min_apart * waits.per_step
 
 
@@ -176,7 +176,7 @@ class CaptureBlockers(NamedTuple):
 
 
 def find_capture_blockers(a: Analysis) -> CaptureBlockers:
-    """Count them and locate them."""
+    """Find waits for the GPU in the steps: how many, and where."""
     syncs = a.syncs.filter(~pl.col("profiler"))
     syncs = syncs.with_columns(pl.coalesce("op", "host").alias("wait"))
     syncs = syncs.unique("wait", keep="first", maintain_order=True)

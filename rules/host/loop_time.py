@@ -42,7 +42,7 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class LoopCode(Rule):
-    """Where the training computes on the CPU, the loop's own code adds to each step. It waits
+    """The loop's own code adds to each step where the training computes on the CPU. It waits
     (``time.sleep``, a server, a lock), logs, computes metrics, clips by hand or prepares a batch.
 
     It needs Python stacks. The rule counts the main thread outside the loader, calls of modules,
@@ -105,7 +105,7 @@ class LoopCode(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of the main thread's own code, by the user's function."""
+        """Sum the main thread's own code by the user's function."""
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
         code = LoopTime(a)
@@ -215,30 +215,30 @@ _RECORDS = r"(?:^|/)advisor/recorder/|<built-in function collect>"
 """The recorder's own code; collections of garbage, which another rule looks at."""
 _PYTORCH = r"(?:^|/)torch/.*\.py\("
 _OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
-"""Of PyTorch's Python around operators, which no loop can do without, what is the loop's."""
+"""Files of PyTorch that are the loop's own code; no loop can do without its Python elsewhere."""
 _NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>"
 """A comprehension or lambda: a part of the function around it."""
 
 
 class FunctionTime(NamedTuple):
-    """What a function of the user's takes in the analysed steps."""
+    """Time that a function of the user's takes in the analysed steps."""
 
     name: str
-    """Of its frames."""
+    """Name of its frames."""
     row: int
-    """One of them."""
+    """Row of one of its frames."""
     ns: int
-    """Counted time."""
+    """Counted time, ns."""
     total_ns: int
     """All time in its frames, ns."""
     calls: int
-    """How many."""
+    """Number of its calls."""
     operators: int
-    """That run in it, operators inside operators not counted."""
+    """Number of operators that run in it; those inside operators are not counted."""
     largest_part: str
     """The Python or operator with most of the time."""
     of_tensors: bool
-    """That is an operator, a method of PyTorch, or the function itself: no other library."""
+    """Whether that is an operator, a method of PyTorch or the function itself, no other library."""
 
 
 class LoopTime:
@@ -254,7 +254,7 @@ class LoopTime:
         own = (stacks.frame_ranks(trace) == 2) & ~name_matches(names, _RECORDS).to_numpy()
         own &= ~name_matches(names, _NESTED).to_numpy()
         self._function = stacks.innermost_ancestor(self._parent, own)
-        """Aligned with ``trace.cpu``: the user's function around a row, -1: none."""
+        """The user's function around each row, -1: none; aligned with ``trace.cpu``."""
         trains = name_matches(names, _TRAINS).to_numpy()
         graph = np.zeros(trace.cpu.height, dtype=bool)
         graph[a.forward_op[a.forward_op >= 0]] = True
@@ -383,19 +383,19 @@ class LoopTime:
         )
 
     def _operators(self, here: NDArray[np.bool_]) -> int:
-        """Operators in the analysed steps inside these rows, those inside others not counted."""
+        """Count operators of the analysed steps inside these rows, without those inside others."""
         rows = rows_in_steps(self._a, outermost_operators(self._a))
         rows = rows[~self._left_out[rows]]
         return int((stacks.climb_stack(self._parent, here, rows) >= 0).sum())
 
 
 class LoopPhases(LoopCode):
-    """Where the training computes on the CPU, the loop's own code adds to each step. Without Python
-    stacks, which loop-code needs, this rule takes its time from the recorder's phases: ``between
-    steps`` and ``other`` are neither loading, forward, backward nor optimizer. Evaluation between
-    steps is left out, and so are pauses for garbage collection. The Python stacks that the recorder
-    samples outside its windows name the function. Those in calls of torch.distributed are no code
-    of the loop but a wait for other ranks. Their share is left out too.
+    """Code between training phases adds to each step where the training computes on the CPU.
+    Without stacks, which loop-code needs, this rule takes its time from the recorder's phases:
+    ``between steps`` and ``other`` are neither loading, forward, backward nor optimizer. Evaluation
+    between steps is left out, and so are pauses for garbage collection. The Python stacks that the
+    recorder samples outside its windows name the function. Those in calls of torch.distributed are
+    no code of the loop but a wait for other ranks. Their share is left out too.
     """
 
     id = "loop-phases"
@@ -434,7 +434,7 @@ class LoopPhases(LoopCode):
     validation_note = "a CPU recording that sleeps 0.1 s in each step; silent without"
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of the step in phases of the loop's own code."""
+        """Sum the step's time in phases of the loop's own code."""
         recorded = recorded_steps(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
@@ -533,7 +533,7 @@ def _operators_beside_training(a: Analysis) -> Rows:
 
 
 def _differentiated(a: Analysis, rows: Rows) -> Rows:
-    """Those operators that the backward pass goes through, such as a loss computed by hand."""
+    """Return operators that the backward pass goes through, such as a loss computed by hand."""
     operator = stacks.is_operator(a.trace)
     graph = a.forward_op[a.forward_op >= 0]
     outermost = stacks.climb_stack(stacks.parent_rows(a.trace), operator, graph, top=True)
@@ -541,7 +541,7 @@ def _differentiated(a: Analysis, rows: Rows) -> Rows:
 
 
 def _backward_of(a: Analysis, rows: Rows) -> float:
-    """Time per profiled step of the backward pass of these operators, ns."""
+    """Return time per profiled step of the backward pass of these operators, ns."""
     operator = stacks.is_operator(a.trace)
     nodes = np.flatnonzero(a.forward_op >= 0)
     parent = stacks.parent_rows(a.trace)
@@ -551,7 +551,7 @@ def _backward_of(a: Analysis, rows: Rows) -> float:
 
 
 def _time(a: Analysis, rows: Rows) -> float:
-    """Time per profiled step of operators, ns."""
+    """Return time per profiled step of operators, ns."""
     return float(a.trace.cpu["dur"].gather(rows).sum()) / max(a.step_count, 1)
 
 

@@ -205,7 +205,7 @@ class SavingTime(PeriodicStalls):
     falsified_by = "the same mean step without saving or logging"
 
     def check(self, a: Analysis) -> Outcomes:
-        """Samples in which the training thread saves or logs."""
+        """Count samples in which the training thread saves or logs."""
         recorded = recorded_steps(a)
         stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
         own = own_phases(recorded).values()
@@ -272,7 +272,7 @@ def _saving(*, every: int, samples: int = 100) -> TraceBuilder:
 
 
 class LongStep(Rule):
-    """One step takes several times as long as the others: the loop saves a checkpoint in it,
+    """A step takes several times as long as the others: the loop saves a checkpoint in it,
     evaluates, or compiles for a new shape. Figures of the other steps say nothing about it.
 
     The rule names the longest step, its length and what ran in it. It looks at the ranges, Python
@@ -371,7 +371,7 @@ _COMPILERS = (
 
 
 def _compiling_time(a: Analysis, step: dict[str, Any]) -> float:
-    """Time of a step in which the device idles because the host compiles or loads code, ns."""
+    """Return a step's time in which the device idles as the host compiles or loads code, ns."""
     if a.device_id is None:
         return 0.0
     gaps = a.gaps.filter(pl.col("cause") == "compile")
@@ -381,8 +381,8 @@ def _compiling_time(a: Analysis, step: dict[str, Any]) -> float:
 
 
 def _what_ran(a: Analysis, steps: pl.DataFrame, index: int, least: float) -> tuple[str, float]:
-    """What takes ``least`` ns more in one of the steps than in the others on average, the innermost
-    such name on the main thread, and how much it takes; ``""``: nothing that was recorded."""
+    """Find the innermost name on the main thread with ``least`` ns more in one step than in the
+    mean other one. Return it and its time there, ns; ``""``: nothing that was recorded."""
     cpu = a.trace.cpu.filter(
         (pl.col("thread") == (-1 if a.trace.main_thread is None else a.trace.main_thread))
         & ~pl.col("name").cast(pl.String).is_in(steps["name"].to_list())

@@ -1,4 +1,4 @@
-"""What the profiler itself costs: notes for the reader, with nothing to gain in training."""
+"""Notes on what the profiler itself costs, with nothing to gain in training."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class PythonHotSpot(Rule):
 
     @staticmethod
     def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:
-        """How long the GPU idles in the worst function, and in the others."""
+        """Write how long the GPU idles in the worst function, and in the others."""
         names = [_name(spot) for spot in spots]
         if len(set(names)) < len(names):
             names = [_place(spot) for spot in spots]
@@ -190,7 +190,7 @@ class PythonHotSpot(Rule):
         return f"{text}."
 
     def _unknown(self, a: Analysis) -> Outcomes:
-        """Without stacks: how much time they might explain."""
+        """Report how much idle time Python stacks might explain, where none were recorded."""
         gaps = a.gaps
         kind = a.trace.cpu["kind"].gather(gaps["host"])
         unexplained = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
@@ -207,7 +207,7 @@ class PythonHotSpot(Rule):
 
     @staticmethod
     def _time(a: Analysis, names: pl.Series) -> int:
-        """Time in these functions, hidden or not, ns."""
+        """Return the time in these functions, hidden or not, ns."""
         cpu = a.trace.cpu
         frames = cpu.filter(cpu["name"].is_in(names.cast(pl.Categorical).implode()))
         ts = int_column(frames, "ts")

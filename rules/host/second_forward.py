@@ -67,7 +67,7 @@ class SecondForward(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Layers that run again beside the trained forward pass."""
+        """Find layers that run again beside the trained forward pass."""
         if not a.span_ns:
             return
         again = a.second_forwards
@@ -97,7 +97,7 @@ class SecondForward(Rule):
 
     @staticmethod
     def _device_time(a: Analysis, again: Intervals) -> int:
-        """GPU work launched then."""
+        """Return the GPU work launched then, ns."""
         gpu, ts = a.trace.gpu, a.trace.cpu["ts"].to_numpy()
         launch = row_numbers(gpu["launch"])
         rows = (launch >= 0) & a.in_window

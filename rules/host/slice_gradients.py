@@ -126,7 +126,7 @@ class _Kind(NamedTuple):
 
 
 def _kinds(a: Analysis) -> list[_Kind]:
-    """Gradients of slices in the analysed window, by the size of the whole tensor."""
+    """Return gradients of slices in the analysed window, by the size of the whole tensor."""
     cpu = a.trace.cpu
     rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], BACKWARD).to_numpy()))
     calls = pl.DataFrame({"row": rows, "inputs": cpu["inputs"].gather(rows)}).drop_nulls()
@@ -139,7 +139,7 @@ def _kinds(a: Analysis) -> list[_Kind]:
 
 
 def _sizes(a: Analysis, index: int) -> str:
-    """The size of the whole tensor, as ``16 × 80 × 64``; empty: it was not recorded."""
+    """Write the size of the whole tensor, as ``16 × 80 × 64``; empty: it was not recorded."""
     return " × ".join(str(size) for size in inputs_at(a, index).integers(1) or [])
 
 

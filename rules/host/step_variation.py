@@ -28,12 +28,12 @@ from advisor.rules.common import (
 from advisor.testing import Examples, TraceBuilder
 
 FACTOR, MADS = 1.5, 5.0
-"""A long step takes more than this many medians, and lies more than this many median absolute
-deviations above the median, as in the series of profiled steps."""
+"""Limits of a long step: it takes more than this many medians, and lies more than this many median
+absolute deviations above the median, as in the series of profiled steps."""
 MIN_PERIOD = 5
 """Shortest period in steps: a loader with a few workers has a period of its own."""
 MIN_LONG_STEPS = 4
-"""Long steps that a period takes."""
+"""Number of long steps that a period takes."""
 MIN_REGULAR = 0.8
 """Share of the distances that must be equal, within one step."""
 
@@ -42,12 +42,12 @@ class LongSteps(NamedTuple):
     """Long steps among those that count."""
 
     rows: Ints
-    """Their positions among all steps of the record."""
+    """Positions among all steps of the record."""
     excess: Floats
-    """What each takes beyond the median, ns; with the time between steps that went into validation
-    and checkpoints."""
+    """Time of each beyond the median, ns; with the time between steps that went into validation and
+    checkpoints."""
     period: int | None
-    """Steps from one to the next, if that is regular."""
+    """Steps from one long step to the next, if that is regular."""
 
 
 def find_long_steps(recorded: StepRecords) -> LongSteps:
@@ -87,8 +87,8 @@ def find_causes(recorded: StepRecords, long_steps: LongSteps) -> list[tuple[str,
 
 
 def _compiling(recorded: StepRecords, lost: float) -> str:
-    """A sentence where compiling explains the time that long steps lose; empty: it does not, or no
-    stacks were sampled."""
+    """Write a sentence if compiling explains the time that long steps lose; empty: it does not, or
+    no stacks were sampled."""
     spent = time_compiling(recorded)
     if not lost or spent < MOSTLY_COMPILING * lost:
         return ""
@@ -311,7 +311,7 @@ _LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
 
 
 def _cpu_share_of_others(recorded: StepRecords) -> float | None:
-    """Share of the machine's CPUs that other programs use; ``None``: not recorded."""
+    """Return the share of the machine's CPUs that other programs use; ``None``: not recorded."""
     machine, own = recorded.host("cpu"), recorded.host("process_cpu")
     total = recorded.record.rank.cpus_total
     if len(machine) < 3 or len(own) < 3 or not total:

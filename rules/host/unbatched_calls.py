@@ -36,8 +36,8 @@ _RESULTS = (
 )
 _DEPENDS = re.compile(rf"^aten::(?:{_RESULTS}|lift_fresh|detach_)$|^autograd::|^Optimizer")
 _CARRIES_RESULTS = re.compile(rf"^aten::(?:{_RESULTS})$")
-"""What may carry a result of one call into the next: reading and sampling it, joining two
-activations, cells of recurrent networks, keys and values; or an update of the weights."""
+"""Operators that may carry a result of one call into the next: reading and sampling it, joining two
+activations, recurrent cells, keys and values; or updates of the weights."""
 _COLLECTS = ("aten::stack", "aten::cat")
 _SUPPLIES = ("aten::select", "aten::slice", "aten::index", "aten::narrow")
 _TAKES_APART = ("aten::unbind", "aten::split", "aten::chunk")
@@ -46,7 +46,7 @@ _JOIN = r"^aten::(?:stack|cat)$"
 _APART = r"^enumerate\(DataLoader\)|^Optimizer\."
 """Loops over samples that become a batch, and over parameters."""
 _CALLS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution|lstm|gru)$")
-"""Calls of a model for one sample: another rule."""
+"""Calls of a model for one sample, which another rule reports."""
 LIST = ("TensorList", "Scalar")
 MAX_LISTED = 30
 """Tensors of a list whose sizes PyTorch's profiler writes."""
@@ -99,7 +99,7 @@ class UnbatchedCalls(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """The product that comes most often with one sample, and what is around it."""
+        """Find the product that comes most often with one sample, and what is around it."""
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
@@ -219,7 +219,7 @@ class LoopedOperators(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """The join of most tensors, and what runs as often before it."""
+        """Find the join of most tensors, and what runs as often before it."""
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
@@ -281,13 +281,13 @@ class LoopedOperators(Rule):
 
 
 def _step_of(a: Analysis, ts: np.ndarray) -> np.ndarray:
-    """Which analysed step an instant is in."""
+    """Return the number of the analysed step that each instant is in, 1 first."""
     step: np.ndarray = np.searchsorted(a.steps.used["ts"].to_numpy(), ts, side="right")
     return step
 
 
 def _one_sample(a: Analysis, index: int | None) -> bool:
-    """The first input is of one sample: a vector, or a first dimension of 1."""
+    """Return whether the first input is of one sample: a vector, or a first dimension of 1."""
     tensor = None if index is None else inputs_at(a, index).tensor(0)
     if tensor is None or tensor.elements < 2:
         return False
@@ -295,13 +295,13 @@ def _one_sample(a: Analysis, index: int | None) -> bool:
 
 
 def _is_scalar(a: Analysis, index: int | None) -> bool:
-    """All tensors are numbers, such as a sum of losses."""
+    """Return whether all tensors are numbers, such as a sum of losses."""
     tensors = [] if index is None else inputs_at(a, index).tensors
     return bool(tensors) and all(tensor.elements <= 1 for tensor in tensors)
 
 
 def _of_batch(a: Analysis, table: pl.DataFrame, count: int, nearly: float) -> bool:
-    """Whether samples are taken out of a batch, or as many results joined."""
+    """Return whether samples are taken out of a batch, or as many results joined."""
     each = nearly * count / a.step_count
     taken = table.filter(pl.col("name").is_in(_SUPPLIES))
     if len(taken) >= nearly * count:
@@ -316,7 +316,7 @@ def _of_batch(a: Analysis, table: pl.DataFrame, count: int, nearly: float) -> bo
 
 
 def _list_length(a: Analysis, index: int) -> int:
-    """Tensors in the list that is the first input; 0: it is none."""
+    """Return the number of tensors in the list that is the first input; 0: it is none."""
     try:
         dims = msgspec.json.decode(a.trace.inputs["dims"][index])
     except (msgspec.DecodeError, RecursionError):
@@ -357,7 +357,7 @@ def _long_joins(a: Analysis, table: pl.DataFrame) -> int:
 
 
 def _carries_results(a: Analysis, often: pl.DataFrame) -> bool:
-    """Whether an operator of the loop reads a result, or joins two."""
+    """Return whether an operator of the loop reads a result, or joins two."""
     return any(
         _CARRIES_RESULTS.match(name) and not _is_scalar(a, index)
         for name, index in often.select("name", "inputs").iter_rows()

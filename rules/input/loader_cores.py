@@ -140,7 +140,7 @@ class LoaderWorkers(Rule):
                 yield self._too_many(a, workers, cores, busy)
 
     def _needs_cores(self, a: Analysis, workers: int, share: float) -> bool:
-        """Whether this process computes on the cores that more workers would need."""
+        """Return whether this process computes on the cores that more workers would need."""
         if not workers:
             return (taken_by_training(a, share) or 0.0) > self.max_taken
         busy, cores = recorded_steps(a).used_cores, recorded_steps(a).record.rank.cpus

@@ -1,4 +1,4 @@
-"""How long the step waits for the DataLoader, and for how much of that the GPU idles."""
+"""Waits of the step for the DataLoader, and how much of them the GPU idles."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LoaderWaits(NamedTuple):
     host: NDArray[np.int64]
     """Rows of ``trace.cpu``: the ``__next__`` ranges, outermost only."""
     total: int
-    """Their union, ns."""
+    """Summed time that they cover, ns."""
     exposed: int
-    """The part that delays the step: the GPU idles and its next work comes after the wait. Without
-    GPU work in the trace, all of it. ns."""
+    """Part that delays the step, ns: the GPU idles and its next work comes after the wait. Without
+    GPU work in the trace, all of it."""
     exposed_ns: NDArray[np.int64]
     """Exposed part of each row of ``host``, ns."""
     by_step: NDArray[np.int64]
@@ -43,7 +43,7 @@ class LoaderWaits(NamedTuple):
 
 
 def find_waits(a: Analysis, pattern: str) -> LoaderWaits | None:
-    """Waits whose range matches ``pattern``; ``None``: there are none in the used steps."""
+    """Find waits whose range matches ``pattern``; ``None``: there are none in the used steps."""
     cpu = a.trace.cpu
     named = name_matches(cpu["name"], pattern) & cpu["kind"].is_in(["annotation", "op"])
     if a.device_id is None and a.trace.main_thread is not None:
@@ -82,7 +82,7 @@ def is_recurring(waits: LoaderWaits, minimum: float) -> bool:
 
 
 def in_one_step(waits: LoaderWaits, loader: str) -> SkippedCheck:
-    """What to say of a wait that does not recur. ``loader``: its name for the reader."""
+    """Report a wait that does not recur, as a skipped check. ``loader``: its name."""
     longest = t.format_duration(waits.by_step.max())
     return SkippedCheck(
         what=f"whether the wait of {longest} for {loader} recurs",
@@ -92,7 +92,7 @@ def in_one_step(waits: LoaderWaits, loader: str) -> SkippedCheck:
 
 
 class LoadingCalls(NamedTuple):
-    """What the loading consists of, where that was recorded."""
+    """Calls that the loading consists of, as far as they were recorded."""
 
     evidence: list[Evidence]
     where: list[Location]
@@ -109,7 +109,7 @@ MIN_SUMMARY_SHARE = 0.3
 
 
 def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
-    """The calls inside the loading that take its time, with the user's lines that make them."""
+    """Find calls inside the loading that take its time, with the user's lines that make them."""
     evidence: list[Evidence] = []
     where: list[Location] = []
     calls = measure_contents(a, waits.host)

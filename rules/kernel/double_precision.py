@@ -78,7 +78,7 @@ class DoublePrecision(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        """Own time of operators with double inputs, and of the products among them."""
+        """Sum own time of operators with double inputs, and of the products among them."""
         if a.device_id is not None:
             yield from self._on_gpu(a)
             return
@@ -122,7 +122,7 @@ class DoublePrecision(Rule):
         )
 
     def _on_gpu(self, a: Analysis) -> Outcomes:
-        """Kernels of products of doubles, and of other operators on doubles."""
+        """Sum kernels of products of doubles, and of other operators on doubles."""
         if not a.span_ns or a.trace.inputs.is_empty():
             return
         double = compute_rows(a) & _double_kernels(a)

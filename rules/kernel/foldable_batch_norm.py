@@ -21,9 +21,9 @@ CONVOLUTION = r"^aten::(_?convolution|conv_?(transpose)?\d?d?|cudnn_convolution|
 
 
 class FoldableBatchNorm(Rule):
-    """In inference, batch norm is a product and a sum with numbers that are known before. Those can
-    be multiplied into the weights of the convolution before it, once. Until then each batch norm
-    reads its whole input and writes it again.
+    """Batch norm runs on its own after convolutions in inference: each reads its whole input and
+    writes it again. There it is a product and a sum with numbers that are known before. Those can
+    be multiplied into the weights of the convolution before it, once.
 
     A batch norm counts when its kernel normalises by stored means and the operator before it on its
     thread is a convolution. In training the means come from the batch, and nothing can be folded:
@@ -65,7 +65,7 @@ class FoldableBatchNorm(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of batch norms that follow a convolution, as a share of kernel time."""
+        """Compare time of batch norms that follow a convolution with all kernel time."""
         if a.device_id is None or not a.forward_only:
             return
         named = (

@@ -41,7 +41,7 @@ _TF32 = (
 )
 _BF16 = 'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = criterion(model(x), y)'
 _FORWARD = 'with torch.inference_mode(), torch.autocast("cuda", dtype=torch.{}):\n    y = model(x)'
-"""The same where nothing is trained."""
+"""Code for BF16 or FP16 in a program that trains nothing."""
 _VERIFY = (
     "Profile again: kernel names contain tensorop, xmma … tf32, s1688 or s16816 instead of sgemm. "
 )
@@ -57,10 +57,10 @@ _TRAINS = "the model trains as well with the shorter mantissa"
 _ANSWERS = "the model's outputs are as good with the shorter mantissa"
 BF16, FP16 = "TF32 is no faster: BF16", "no TF32 and no BF16: FP16"
 CASES = {"bf16": BF16, "fp16": FP16}
-"""Format to move to -> the case; without one, TF32: the rule's own texts."""
+"""Case by format to move to; without one, TF32: the rule's own texts."""
 BLIND = "shapes are not recorded"
 _ON_ALREADY = "TF32 that is on already, or mathematics that needs FP32"
-"""What would prove it wrong in programs without PyTorch."""
+"""Text of what would prove the finding wrong in programs without PyTorch."""
 FAMILIES = {"gemm": "GEMMs", "convolution": "convolutions"}
 
 
@@ -226,7 +226,7 @@ class Fp32Matmul(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of FP32 matrix kernels on CUDA cores as a share of all kernel time."""
+        """Compare time of FP32 matrix kernels on CUDA cores with all kernel time."""
         if a.device_id is None:
             return
         matrix = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *FAMILIES)
@@ -266,7 +266,7 @@ class Fp32Matmul(Rule):
             yield self._finding(a, slow, share, target)
 
     def _target(self, gpu: GpuSpec) -> Target | None:
-        """The format to move to; ``None``: this GPU has none that is much faster than FP32."""
+        """Return the format to move to; ``None``: this GPU has none much faster than FP32."""
         fp32 = gpu.peak("fp32")
         for name in ("tf32", "bf16", "fp16"):
             if name == "bf16" and gpu.compute < (8, 0):
@@ -277,14 +277,14 @@ class Fp32Matmul(Rule):
         return None
 
     def _bandwidth_bound(self, a: Analysis) -> kernel_common.Mask:
-        """Kernels that could not be a tenth faster: their bytes take as long as they do."""
+        """Find kernels that could not be a tenth faster: their bytes take as long as they do."""
         if a.hardware is None:
             return np.zeros(a.trace.gpu.height, dtype=bool)
         bound = self._memory_time(a, np.arange(a.trace.gpu.height))
         return np.asarray(bound > 0.9 * a.trace.gpu["dur"].to_numpy(), dtype=np.bool_)
 
     def _memory_time(self, a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
-        """What rows of ``trace.gpu`` need for their bytes alone, ns; 0 where that is not known."""
+        """Return how long rows of ``trace.gpu`` take for their bytes alone, ns; 0: not known."""
         moved = a.kernels["moved"].gather(index).cast(pl.Float64).fill_null(0.0).to_numpy()
         if a.hardware is None:
             return np.zeros(len(index))
@@ -338,7 +338,7 @@ class Fp32Matmul(Rule):
         derating: float,
         blind: float,
     ) -> float:
-        """Time the slow kernels save on the tensor cores, ns, summed."""
+        """Sum the time that the slow kernels save on the tensor cores, ns."""
         index = np.flatnonzero(slow)
         dur = a.trace.gpu["dur"].to_numpy()[index].astype(float)
         ratio = target.fp32 / target.peak
@@ -515,7 +515,7 @@ class MixedPrecisionOff(Fp32Matmul):
 
 
 def _fp32_rows(a: Analysis) -> kernel_common.Mask:
-    """Rows whose inputs are FP32: by the op's types, else by the kernel's name."""
+    """Return rows whose inputs are FP32: by the op's types, else by the kernel's name."""
     dtype = a.kernels["dtype"]
     typed: kernel_common.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
     named: kernel_common.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
@@ -524,7 +524,7 @@ def _fp32_rows(a: Analysis) -> kernel_common.Mask:
 
 
 def _switches(a: Analysis) -> list[Evidence]:
-    """How the run had the switches set, where it was recorded."""
+    """Return how the run had the TF32 switches set, those that were recorded."""
     names = ("float32_matmul_precision", "cuda.matmul.allow_tf32", "cudnn.allow_tf32")
     flags = {} if a.recorded is None else a.recorded.record.rank.flags
     return [Evidence(name, str(flags[name])) for name in names if name in flags]

@@ -27,11 +27,11 @@ class Pattern(NamedTuple):
     """A fused operator, and the chains of operators that stand for it."""
 
     name: str
-    """What it is."""
+    """Name of the fused operator."""
     chain: str
     """Regular expression over the operators' names, each followed by a blank."""
     passes: int
-    """How often the fused kernel reads or writes a tensor of the largest size."""
+    """Number of times the fused kernel reads or writes a tensor of the largest size."""
     fix: str
     code: str
 
@@ -96,7 +96,7 @@ PATTERNS = (
         "y = F.gelu(x)",
     ),
 )
-"""Tried in this order; an operator belongs to the first pattern that matches it."""
+"""Patterns in the order in which they are tried: an operator belongs to the first that fits."""
 
 _SAME_NAME = (
     "square pow mul mean add rsqrt sqrt reciprocal div sub var exp sum amax max neg cat tanh copy "
@@ -177,7 +177,7 @@ class HandwrittenOperator(Rule):
     cases = {pattern.name: {"fix": pattern.fix, "code": pattern.code} for pattern in PATTERNS}
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of such chains as a share of kernel time."""
+        """Compare the time of such chains with kernel time."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
@@ -364,7 +364,7 @@ class _ChainSizes:
         self._known: dict[int, tuple[int, int] | None] = {}
 
     def of(self, span: slice) -> int | None:
-        """None: not known, or the tensors are not of one size, broadcast ones left out."""
+        """Return sizes; ``None``: not known, or tensors (but broadcast ones) differ in size."""
         largest_inputs = map(self._largest, self._inputs[span].tolist())
         known = [size for size in largest_inputs if size is not None]
         if not known:
@@ -377,7 +377,7 @@ class _ChainSizes:
         return min(elements * width for elements, width in full if elements == largest)
 
     def _largest(self, row: int) -> tuple[int, int] | None:
-        """Elements of the largest input of a row of ``trace.inputs``, and their width."""
+        """Return the elements of a row's largest input, and their width in bytes."""
         if row < 0:
             return None
         if row not in self._known:

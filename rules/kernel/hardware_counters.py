@@ -1,4 +1,4 @@
-"""What hardware counters say of single kernels: a family of rules over one check."""
+"""Rules about single kernels from their hardware counters: a family over one check."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SCHEDULING = ("imc_miss", "no_instruction", "dispatch_stall", "sleeping", "misc"
 
 
 class CounterSaving(NamedTuple):
-    """What a fix could save of one kernel."""
+    """Saving of a fix in one kernel."""
 
     share: float
-    """Of the kernel's time at most (0 to 1)."""
+    """Share of the kernel's time that is saved at most (0 to 1)."""
     measured: float
-    """What the threshold is compared with."""
+    """Figure that the threshold is compared with."""
 
 
 class CounterRule(Rule):
@@ -52,11 +52,11 @@ class CounterRule(Rule):
     references = (NCU.address,)
     confidence = 0.6
     _label: ClassVar[str] = ""
-    """Of the measured figure."""
+    """Evidence label of the measured figure."""
     _verb: ClassVar[str] = "are"
     _unit: ClassVar[str] = "share"
     _limit_name: ClassVar[str] = ""
-    """The threshold it is compared with."""
+    """Name of the threshold that the figure is compared with."""
     assumptions = ("the kernel reaches the limit of its busiest unit; usually less is gained",)
 
     def __init_subclass__(cls) -> None:
@@ -66,11 +66,11 @@ class CounterRule(Rule):
         }  # kernels are of no framework
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """What the fix could save of a kernel; ``None``: it is none of its problems."""
+        """Estimate what the fix could save of a kernel; ``None``: it does not have the problem."""
         raise NotImplementedError
 
     def check(self, a: Analysis) -> Outcomes:
-        """The kernels that have it, by what they could save together."""
+        """Find kernels with the problem, by what they could save together."""
         found = [
             (k, saved) for k in a.profiled_kernels if (saved := self.estimate_saving(k)) is not None
         ]
@@ -78,7 +78,7 @@ class CounterRule(Rule):
         yield from (self._finding(a, found) for _ in found[:1])
 
     def _finding(self, a: Analysis, found: list[tuple[ProfiledKernel, CounterSaving]]) -> Finding:
-        """Of the kernels that have it, the worst first."""
+        """Build the finding of the kernels that have the problem, the worst first."""
         k, saved = found[0]
         edits = [
             edit for k, saved in found if (edit := shorten_kernel(a, k, saved.share)) is not None
@@ -128,7 +128,7 @@ class CounterRule(Rule):
 
 
 def _sampled_at(k: ProfiledKernel) -> str:
-    """The line with most samples, where one has half of them."""
+    """Name the line with most samples, where one has half of them."""
     at = k.profile.hot_line
     if at is None:
         return ""
@@ -137,7 +137,7 @@ def _sampled_at(k: ProfiledKernel) -> str:
 
 
 def _time(a: Analysis, k: ProfiledKernel) -> float:
-    """In the used steps; without a trace one launch."""
+    """Return a kernel's time in the used steps, ns; without a trace that of one launch."""
     if len(k.rows):
         return float(a.trace.gpu["dur"].to_numpy()[k.rows].sum())
     return k.profile.duration_ns or 0.0
@@ -158,7 +158,7 @@ def _room(k: ProfiledKernel) -> float:
 
 
 def _of_traffic(k: ProfiledKernel, excess: float, *units: Limit) -> float:
-    """What less traffic in some units saves: their part of the time, down to the busiest other."""
+    """Return the share that less traffic in some units saves, down to the busiest other unit."""
     own = max((k.use[unit] for unit in units if unit in k.use), default=0.0)
     other = max((x for unit, x in k.use.items() if unit not in units), default=0.0)
     busiest = max(own, other)
@@ -193,7 +193,7 @@ class OccupancyLimited(CounterRule):
     )
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Up to the use of the busiest unit, as far as occupancy can rise."""
+        """Estimate the room up to full use of the busiest unit, as far as occupancy can rise."""
         if k.limit != "latency" or k.theoretical is None:
             return None
         if k.theoretical / 100 > self.max_occupancy:
@@ -230,11 +230,11 @@ class ExcessRule(CounterRule):
     _limit_name = "min_excess"
     min_excess: Threshold[float]
     _counters: ClassVar[tuple[str, str]]
-    """The excess, and all accesses."""
+    """Counters of the excess, and of all accesses."""
     _units: ClassVar[tuple[Limit, ...]]
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """The excess accesses' part of the time."""
+        """Estimate the excess accesses' part of the time."""
         excess, total = (k.profile.number(name) for name in self._counters)
         if excess is None or not total:
             return None
@@ -319,7 +319,7 @@ class Spills(CounterRule):
     falsified_by = "local memory that is an array the kernel indexes, not spills"
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """Their part of L1's time."""
+        """Estimate the part of L1's time that local loads and stores take."""
         parts = [k.profile.number(LOCAL.format(op)) for op in ("ld", "st")]
         total = k.profile.number(ALL_SECTORS)
         if None in parts or not total:
@@ -364,7 +364,7 @@ class PartialWave(CounterRule):
     validation_note = "a product of 1.07 waves on an A10G; silent on 12.8 waves and on tiny grids"
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """What the tail costs, where no unit is busy all the same."""
+        """Estimate what the tail costs, unless a unit is busy all the same."""
         if k.waves is None or k.waves < 1 or _room(k) < 0.1:
             return None
         lost = 1 - k.waves / float(np.ceil(k.waves))
@@ -398,7 +398,7 @@ class Divergence(CounterRule):
     falsified_by = "blocks whose size is no multiple of 32"
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """The idle threads' part of arithmetic's time."""
+        """Estimate the idle threads' part of arithmetic's time."""
         threads = k.profile.number(THREADS)
         if threads is None or threads > self.max_threads:
             return None
@@ -445,7 +445,7 @@ class WarpStalls(CounterRule):
     """Stall, as Nsight Compute names it -> what it is and what to do."""
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
-        """The largest stall's part, up to the use of the busiest unit."""
+        """Estimate the largest stall's part, up to the use of the busiest unit."""
         if k.limit != "latency" or not k.stalls:
             return None
         name, share = next(iter(k.stalls.items()))
@@ -473,7 +473,7 @@ class WarpStalls(CounterRule):
 
 
 def _kept(share: float, measured: float) -> CounterSaving | None:
-    """Nothing where less than a hundredth of the kernel's time could be saved."""
+    """Return the saving; ``None`` if less than a hundredth of the kernel's time could be saved."""
     return CounterSaving(share, measured) if share >= 0.01 else None
 
 

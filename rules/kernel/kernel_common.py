@@ -1,6 +1,5 @@
-"""What the kernel rules share: which kernels count, how busy the device is, edits, places; and of
-unfused attention which kernels it is, and how long fused kernels would take for the same.
-"""
+"""Helpers that the kernel rules share: which kernels count, how busy the device is, edits, places;
+unfused attention's kernels, and how long fused kernels would take for the same."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def kernel_rows(a: Analysis) -> Mask:
 
 
 def compute_rows(a: Analysis) -> Mask:
-    """Kernels of the window that compute. Communication kernels are small on purpose."""
+    """Return kernels of the window that compute. Communication kernels are small on purpose."""
     communication: Mask = a.kernels["communication"].to_numpy()
     return kernel_rows(a) & ~communication
 
@@ -67,22 +66,22 @@ def rows_launched_under(a: Analysis, pattern: str) -> Mask:
 
 
 def summed_duration(a: Analysis, rows: Mask) -> int:
-    """Summed duration of rows, ns (work that runs side by side counts twice)."""
+    """Sum the duration of rows, ns (work that runs side by side counts twice)."""
     return int(a.trace.gpu["dur"].to_numpy()[rows].sum())
 
 
 def busy_share(a: Analysis) -> float:
-    """Share of the window in which the device does anything at all."""
+    """Return the share of the window in which the device does anything at all."""
     return a.breakdown.busy.total / a.span_ns if a.span_ns else 0.0
 
 
 def is_busy(a: Analysis, min_busy: float) -> bool:
-    """Whether there are kernels, and the device is busy enough for their speed to matter."""
+    """Return whether there are kernels, and the device is busy enough for their speed to matter."""
     return a.device_id is not None and bool(kernel_rows(a).any()) and busy_share(a) >= min_busy
 
 
 def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Iterator[SkippedCheck]:
-    """Says so where the families take much time and nothing is known of their rates."""
+    """Report families that take much time and of whose rates nothing is known."""
     table = a.rooflines.filter(pl.col("family").is_in(list(families)))
     blind = table.filter(pl.col("bound") == "unknown")
     if blind["share"].sum() < MIN_UNKNOWN_SHARE or blind["dur"].sum() < 0.8 * float(
@@ -99,7 +98,7 @@ def report_unknown_rates(a: Analysis, families: Sequence[str], work: str) -> Ite
 
 
 def skip_without_shapes(a: Analysis, what: str) -> SkippedCheck:
-    """That ``what`` needs shapes: none are recorded, or not those of these kernels."""
+    """Report that ``what`` needs shapes: none are recorded, or not those of these kernels."""
     if a.trace.inputs.is_empty():
         why, record = "the trace has no input shapes", "record_shapes=True"
     else:
@@ -188,7 +187,7 @@ def fuse_kernels(
 
 
 def select_kernels(names: Iterable[str]) -> Select:
-    """Selects the kernels with exactly these names."""
+    """Select the kernels with exactly these names."""
     return Select(on="gpu", kind=("kernel",), name=exact_pattern(names))
 
 
@@ -263,12 +262,12 @@ BACKWARD = 2.5
 
 
 class AttentionBlocks(NamedTuple):
-    """Unfused attention's forward passes."""
+    """Forward passes of unfused attention."""
 
     rows: Mask
-    """Aligned with ``trace.gpu``: their kernels, those of PyTorch's own fallback included."""
+    """Kernels of theirs, those of PyTorch's own fallback included; aligned with ``trace.gpu``."""
     found: Mask
-    """Those of product, softmax, product, and what is in between."""
+    """Kernels of product, softmax, product, and what is in between."""
     first: NDArray[np.int64]
     """Rows of ``trace.gpu``: the product before each softmax, the softmax, the product after it."""
     softmax: NDArray[np.int64]
@@ -276,16 +275,16 @@ class AttentionBlocks(NamedTuple):
 
 
 class FusedEstimate(NamedTuple):
-    """The same blocks as fused kernels at the attainable rate."""
+    """Estimated time of the same blocks as fused kernels at the attainable rate."""
 
     half_ns: float
-    """With inputs of 16 bits, the wider ones cast."""
+    """Time with inputs of 16 bits, wider ones cast, ns."""
     full_ns: float
-    """With inputs as they are: FP32 at the rate of FP32."""
+    """Time with inputs as they are, FP32 at the rate of FP32, ns."""
     tokens: int
-    """The longest sequence."""
+    """Length of the longest sequence."""
     wide: bool
-    """Inputs of some have more than 16 bits."""
+    """Whether inputs of some have more than 16 bits."""
 
 
 def is_fallback_kernel(a: Analysis) -> Mask:
@@ -338,9 +337,9 @@ def find_blocks(a: Analysis, max_between: int = MAX_BETWEEN) -> AttentionBlocks:
 
 
 def estimate_fused_time(a: Analysis, blocks: AttentionBlocks) -> FusedEstimate | None:
-    """How long fused kernels take for the same forward passes at the attainable rate: for the FLOPs
-    of whole tiles, or for the bytes of queries, keys, values and results, whichever takes longer.
-    ``None``: shapes or rates are not known.
+    """Estimate how long fused kernels take for the same forward passes at the attainable rate: for
+    the FLOPs of whole tiles, or for the bytes of queries, keys, values and results, whichever takes
+    longer. ``None``: shapes or rates are not known.
 
     Compared with the memory-efficient kernel in FP32 on an A100 (mask generation, five shapes of 7
     to 4,096 tokens and heads of 16 to 80): 15 to 24 TFLOP/s of whole tiles, of 15 attainable; by
@@ -373,8 +372,8 @@ def estimate_fused_time(a: Analysis, blocks: AttentionBlocks) -> FusedEstimate |
 
 
 class _Size(NamedTuple):
-    """Of one attention: ``batch`` (heads included) times [queries, width] x [width, keys], and
-    [queries, keys] x [keys, value_width]."""
+    """Sizes of one attention: ``batch`` (heads included) times [queries, width] x [width, keys],
+    and [queries, keys] x [keys, value_width]."""
 
     batch: int
     queries: int
@@ -382,7 +381,7 @@ class _Size(NamedTuple):
     width: int
     value_width: int
     bytes: int
-    """Of an element."""
+    """Bytes of an element."""
 
 
 def _sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, int]]:
@@ -414,12 +413,12 @@ def _sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, int]]:
 
 
 def read_inputs(a: Analysis, row: int | None) -> OpInputs | None:
-    """A row of ``trace.inputs``, as the column ``inputs`` names it; ``None``: none is named."""
+    """Read the row of ``trace.inputs`` with this number; ``None``: there is no number."""
     return None if row is None else inputs_at(a, row)
 
 
 def inputs_at(a: Analysis, row: int) -> OpInputs:
-    """A row of ``trace.inputs``."""
+    """Read a row of ``trace.inputs``."""
     given = a.trace.inputs.row(row, named=True)
     return OpInputs(*(given[name] or "" for name in ("dims", "types", "strides", "concrete")))
 

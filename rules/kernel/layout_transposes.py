@@ -109,7 +109,7 @@ class LayoutTransposes(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of layout transposes as a share of convolution time."""
+        """Compare the time of layout transposes with convolution time."""
         if a.device_id is None:
             return
         rows = kernel_common.compute_rows(a)
@@ -169,7 +169,7 @@ class LayoutTransposes(Rule):
 
     @staticmethod
     def _saved(a: Analysis, norms: kernel_common.Mask, reach: float) -> float:
-        """What these kernels save at this share of the memory's rate, ns; 0: not known."""
+        """Estimate what these kernels save at this share of the memory's rate, ns; 0: not known."""
         memory = attainable_roofs(a.hardware).memory
         if memory is None:
             return 0.0

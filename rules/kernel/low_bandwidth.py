@@ -67,7 +67,7 @@ class LowBandwidth(BelowRate):
     falsified_by = "more bytes in Nsight Compute than the kernel's tensors have"
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
-        """Nothing: the rules about matrix work ask for what is missing."""
+        """Return nothing: the rules about matrix work ask for what is missing."""
         return iter(())
 
     def _causes(
@@ -98,7 +98,7 @@ class LowBandwidth(BelowRate):
 
 
 def _why(family: str, inputs: OpInputs | None) -> str:
-    """The cause, as far as the recorded inputs show it."""
+    """Name the cause, as far as the recorded inputs show it."""
     tensors = [] if inputs is None else [x for x in inputs.tensors if x.elements > 1]
     if tensors:
         largest = max(tensors, key=lambda tensor: tensor.elements)

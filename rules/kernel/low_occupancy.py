@@ -83,7 +83,7 @@ class LowOccupancy(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Memory-bound kernels by name with low occupancy and low bandwidth."""
+        """Find memory-bound kernels by name with low occupancy and low bandwidth."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
         rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *MEMORY_BOUND)
@@ -135,8 +135,8 @@ class LowOccupancy(Rule):
         )
 
     def _low(self, a: Analysis, rows: kernel_common.Mask, total: int) -> pl.DataFrame:
-        """By kernel name, longest first: ``dur``, ``moved`` (null: not known), ``occupancy``,
-        ``limit``; only those whose resources allow too few threads."""
+        """Return kernels whose resources allow too few threads, by name, longest first: ``dur``,
+        ``moved`` (null: not known), ``occupancy``, ``limit``."""
         gpu, device = a.trace.gpu, a.device
         if device is None or not device.max_threads_per_sm:
             return pl.DataFrame()

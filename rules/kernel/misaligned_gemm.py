@@ -34,12 +34,12 @@ ALWAYS_ALIGNED = re.compile(r"nvjet|_tma_|sm90_xmma|sm100_xmma|warpgroup")
 
 
 class Misaligned(NamedTuple):
-    """One kernel name under one op with one set of inputs."""
+    """Products on one kernel name under one op with one set of inputs."""
 
     op: str
     dims: str
     padding: str
-    """The dimensions to pad, as text; empty when shapes are not recorded."""
+    """Dimensions to pad, as text; empty when shapes are not recorded."""
 
 
 class MisalignedGemm(Rule):
@@ -126,7 +126,7 @@ class MisalignedGemm(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of misaligned products as a share of all kernel time."""
+        """Compare the time of misaligned products with all kernel time."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
         rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, "gemm")
@@ -304,8 +304,8 @@ class GemmLayout:
         return dims
 
     def _misaligned_in_any_layout(self, unit: int) -> list[str] | None:
-        """What is no multiple in every layout: N, along which the result is contiguous; K and M
-        together, because the first matrix is contiguous along one of them."""
+        """Return sizes that are no multiple in any layout: N, along which the result is contiguous;
+        K and M together, as the first matrix is contiguous along one of them. ``None``: all fit."""
         size = {dim: n for dim, n in zip("MKN", self.sizes, strict=True) if n % unit}
         dims = {"N"} & size.keys() | ({"K", "M"} if {"K", "M"} <= size.keys() else set())
         return [f"{dim} = {size[dim]}" for dim in sorted(dims)] or None

@@ -28,23 +28,23 @@ ON_ROCM = "on ROCm"
 
 
 class SlowCause(NamedTuple):
-    """What makes an operator slow."""
+    """Cause that makes an operator slow."""
 
     text: str
-    """For the summary; ``""``: advice alone."""
+    """Text for the summary; ``""``: advice alone."""
     case: str = ""
     """Case of the rule with the advice; ``""``: the rule's own."""
 
 
 class BelowRate(Rule):
-    """What the rules about operators far below the device's rates share."""
+    """Base of the rules about operators far below the device's rates."""
 
     families: ClassVar[tuple[str, ...]]
     """Kernel families that the rule judges."""
     max_efficiency: ClassVar[Threshold[float]]
-    """Of the attainable rate: slower operators are reported."""
+    """Share of the attainable rate: slower operators are reported."""
     reach: ClassVar[Threshold[float]]
-    """Of the attainable rate: what a better kernel reaches."""
+    """Share of the attainable rate that a better kernel reaches."""
     best_reach: ClassVar[Threshold[float]]
     worst_reach: ClassVar[Threshold[float]]
 
@@ -71,15 +71,15 @@ class BelowRate(Rule):
     confidence: ClassVar[float] = 0.6
 
     _work: ClassVar[str]
-    """What the operators are, in the plural."""
+    """Name of the operators, in the plural."""
     _rate: ClassVar[str] = "the attainable rate"
     _matrix_work: ClassVar[bool] = False
-    """Full FP32 on a device with faster formats is left out: another rule reports it."""
+    """Whether to leave out full FP32 on a device with faster formats: another rule reports it."""
     _names_costliest: ClassVar[bool] = False
-    """The summary names the costliest operator and its shapes."""
+    """Whether the summary names the costliest operator and its shapes."""
 
     def check(self, a: Analysis) -> Outcomes:
-        """Operators below ``max_efficiency``, and their share of kernel time."""
+        """Find operators below ``max_efficiency``, and their share of kernel time."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
         slow = self._suitable(
@@ -106,17 +106,17 @@ class BelowRate(Rule):
         )
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
-        """Where the rates of much of its work are unknown."""
+        """Report that the rates of much of its work are unknown."""
         return kernel_common.report_unknown_rates(a, self.families, self._work)
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
-        """Of the slow operators, those that are this rule's."""
+        """Return those of the slow operators that the rule is about."""
         return slow
 
     def _causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
-        """Why the costliest operator is slow; at least one."""
+        """Find why the costliest operator is slow; at least one cause."""
         raise NotImplementedError
 
     def _advise(self, cases: Sequence[str]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class BelowRate(Rule):
         }
 
     def _evidence(self, a: Analysis, slow: pl.DataFrame) -> list[Evidence]:
-        """Share, time, efficiency, and the three operators with most to save."""
+        """List share, time, efficiency, and the three operators with most to save."""
         share, dur = float(slow["share"].sum()), int(slow["dur"].sum())
         reached = float((slow["dur"] * slow["efficiency"]).sum() / max(dur, 1))
         lines = [
@@ -153,7 +153,7 @@ class BelowRate(Rule):
         return lines
 
     def _edit(self, a: Analysis, slow: pl.DataFrame) -> tuple[Edit, kernel_common.Mask]:
-        """Brings the operators' kernels to an efficiency; and which kernels these are.
+        """Return the edit to bring the operators' kernels to an efficiency; and a mask of these.
 
         Kernels are named: where another operator runs the same ones, its time stays."""
         rows = rows_of(a, slow) & kernel_common.compute_rows(a)
@@ -201,7 +201,7 @@ def find_slow(
 
 
 def shapes_of(a: Analysis, row: int | None) -> str:
-    """Their shapes as text."""
+    """Write shapes of the inputs as text."""
     dims = None if row is None else a.trace.inputs["dims"][row]
     return shape_text(dims) or ""
 

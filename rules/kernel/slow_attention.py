@@ -100,7 +100,7 @@ class SlowAttention(BelowRate):
     }
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
-        """Of the slow operators, those with a known cause: a good kernel in 16 bits is slow where
+        """Return slow operators with a known cause: a good kernel in 16 bits is slow where
         sequences are short, in the backward pass and with a causal mask, and nothing helps."""
         known = [
             bool(self._causes(a, row, read_inputs(a, row["inputs"])))

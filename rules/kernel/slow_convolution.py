@@ -118,7 +118,7 @@ class SlowConvolution(BelowRate):
 
     @staticmethod
     def examples() -> Examples:
-        """At half the rate; beside larger work; full FP32; no arguments recorded; short."""
+        """Return cases: at half the rate, beside larger work, in FP32, without arguments, short."""
         fast = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64"
         return {
             # 3.7 GFLOP: 14 us at the rate; 51 MB: 30 us
@@ -175,7 +175,7 @@ def _network(
 
 
 MIN_BATCHES, MIN_STEPS = 10, 3
-"""From how many batches, and profiled steps, it is known whether shapes stay the same."""
+"""Batches, and profiled steps, from which it is known whether shapes stay the same."""
 _CONVOLUTIONS = r"^aten::(?:cudnn_convolution|convolution_backward)"
 
 
@@ -195,8 +195,8 @@ def _convolved_shapes(a: Analysis) -> NDArray[np.float64]:
 
 
 class CudnnBenchmarkOff(Rule):
-    """With ``torch.backends.cudnn.benchmark`` off (the default) cuDNN chooses each convolution's
-    algorithm by heuristics. Switched on, it times the candidates once for every new shape and keeps
+    """Heuristics choose each convolution's algorithm while ``torch.backends.cudnn.benchmark`` is
+    off (the default). Switched on, cuDNN times the candidates once for every new shape and keeps
     the fastest. That pays where shapes stay the same and convolutions matter, and costs time where
     every batch has another shape.
 

@@ -100,7 +100,7 @@ class SlowGemm(BelowRate):
     }
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
-        """Those whose shape is recorded and whose rows are on 16-byte boundaries."""
+        """Return slow operators with a recorded shape whose rows are on 16-byte boundaries."""
         aligned = [
             _aligned(row, read_inputs(a, row["inputs"])) for row in slow.iter_rows(named=True)
         ]
@@ -116,7 +116,7 @@ class SlowGemm(BelowRate):
 
     @staticmethod
     def examples() -> Examples:
-        """At 70% of the rate; memory-bound and near it; launch-bound; FP32; misaligned."""
+        """Return cases at 70% of the rate, memory-bound, launch-bound, in FP32, misaligned."""
         return {
             # 4 tiles, 69 GFLOP: 0.25 ms at the rate, and all units could share the sum
             "few tiles, a long sum": _products([256, 524288], [524288, 256], 2500),
@@ -143,7 +143,7 @@ class SlowGemm(BelowRate):
 
 
 def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
-    """The product's shape is recorded, and its rows are on 16-byte boundaries."""
+    """Return whether the product's shape is recorded and its rows are on 16-byte boundaries."""
     shape = None if inputs is None else parse_product(row["op"], inputs)
     unit = kernel_common.UNIT.get(row["dtype"] or "")
     if shape is None or unit is None:
@@ -152,7 +152,7 @@ def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
 
 
 def causes_of(p: MatrixProduct, units: int | None, *, amd: bool) -> list[SlowCause]:
-    """Why a product is slow on a device with so many units."""
+    """Find why a product is slow on a device with so many units."""
     tiles = p.batch * ceil(p.m / TILE) * ceil(p.n / TILE)
     unit = "compute units" if amd else "multiprocessors"
     size = f"{p.m} x {p.n} with a sum over {p.k}"

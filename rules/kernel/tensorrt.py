@@ -30,10 +30,10 @@ class EngineLayers(Rule):
     verify = "Compare the engines: advisor compare before.profile.json after.profile.json"
     _pattern: ClassVar[str]
     _layer: ClassVar[str]
-    """What one is called."""
+    """Name of one such layer."""
     min_share: Threshold[float]
     left: Threshold[float]
-    """Of their time, after the change; ``best`` and ``worst``: at the ends of the range."""
+    """Share of their time after the change; ``best`` and ``worst``: at the ends of the range."""
     best: Threshold[float]
     worst: Threshold[float]
 

@@ -16,7 +16,7 @@ from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5
 REGISTER = 4
-"""Bytes."""
+"""Bytes of a register."""
 
 
 class TritonSpills(Rule):
@@ -60,7 +60,7 @@ class TritonSpills(Rule):
     validation_note = "kernels compiled for sm_80 and sm_90; no trace of theirs was recorded"
 
     def check(self, a: Analysis) -> Outcomes:
-        """The kernels that spill most, weighed by their time where there is a trace."""
+        """Find kernels that spill most, weighed by their time where there is a trace."""
         traced = not a.record_only
         dur = a.trace.gpu["dur"].to_numpy()
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a)) if traced else 0

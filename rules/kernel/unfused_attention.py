@@ -20,7 +20,7 @@ from advisor.testing import Examples, TraceBuilder
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
 GRADIENT = r"^aten::_softmax_backward_data$"
 MIN_PART = 0.5
-"""Of an operator's time in attention, from which its kernels count to it."""
+"""Share of an operator's time in attention, from which its kernels count to it."""
 
 
 class UnfusedAttention(Rule):
@@ -138,7 +138,7 @@ class UnfusedAttention(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of attention in separate kernels as a share of kernel time."""
+        """Compare the time of attention in separate kernels with all kernel time."""
         if a.device_id is None:
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
@@ -266,7 +266,7 @@ class UnfusedAttention(Rule):
         *,
         training: bool,
     ) -> tuple[float, float, float]:
-        """What the fused kernels take, ns: expected, at best, at worst."""
+        """Estimate what the fused kernels take, ns: expected, at best, at worst."""
         passes = 1 + kernel_common.BACKWARD * training
         if fused is None:
             op = a.kernels["op_name"]

@@ -127,7 +127,7 @@ class UnfusedElementwise(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of chains as a share of kernel time."""
+        """Compare the time of chains with kernel time."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))

@@ -78,7 +78,7 @@ class WaveQuantisation(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Kernels, by name, whose last waves waste time."""
+        """Find kernels, by name, whose last waves waste time."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
@@ -123,7 +123,7 @@ class WaveQuantisation(Rule):
         )
 
     def _wasteful(self, a: Analysis, rows: kernel_common.Mask, total: int) -> pl.DataFrame:
-        """By kernel name, most ``lost`` first: ``dur`` and ``lost`` (ns), ``waves`` (mean)."""
+        """Return kernels by name, most ``lost`` first: ``dur``, ``lost`` (ns), mean ``waves``."""
         name = a.trace.gpu["name"]
         waves = a.kernels["waves"].fill_null(0.0).to_numpy()
         index = np.flatnonzero(
@@ -169,8 +169,8 @@ class WaveQuantisation(Rule):
 
 
 def _headroom(a: Analysis, index: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of rows of ``trace.gpu``, the share of their time that a kernel at the attainable rate would
-    not take; 1 where that rate is not known."""
+    """Return the share of the time of rows of ``trace.gpu`` that a kernel at the attainable rate
+    would not take; 1 where that rate is not known."""
     ops = pl.DataFrame(
         {
             "op": a.kernels["op_name"].gather(index).cast(pl.String),
@@ -282,7 +282,7 @@ class SmallGrids(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Time of compute kernels with less than one block per multiprocessor."""
+        """Sum the time of compute kernels with less than one block per multiprocessor."""
         if not kernel_common.is_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu

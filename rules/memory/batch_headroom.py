@@ -120,7 +120,7 @@ class BatchHeadroom(Rule):
 
 
 def _activity(a: Analysis) -> tuple[str, float, str] | None:
-    """(label, share, kind) of the best measure of how busy the GPU is."""
+    """Return (label, share, kind) of the best measure of how busy the GPU is."""
     if a.device_id is not None and a.span_ns:
         return "GPU busy, share of the step", a.breakdown.busy.total / a.span_ns, "busy"
     recorded = recorded_steps(a)

@@ -1,4 +1,4 @@
-"""What the memory rules share: peaks of GPU memory in a trace and over a run, and who held it."""
+"""Helpers of the memory rules: peaks of GPU memory in a trace and over a run, and its holders."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def frees_of_empty_cache(a: Analysis, min_burst: int = 2) -> tuple[pl.DataFrame,
 
 
 class MemoryPeaks(NamedTuple):
-    """Bytes on the analyzed GPU; ``None``: not measured."""
+    """Memory of the analysed GPU, bytes; ``None``: not measured."""
 
     reserved: int | None
     """Most that PyTorch's allocator held, cached memory included."""
@@ -67,7 +67,7 @@ class MemoryPeaks(NamedTuple):
 
 
 def measure_peaks(a: Analysis) -> MemoryPeaks:
-    """The largest values of any used step."""
+    """Return the largest values of any used step."""
     if a.device_id is None:
         return MemoryPeaks(None, None, None)
     rows = a.memory.filter(a.memory["device"] == a.device_id)
@@ -79,7 +79,7 @@ def measure_peaks(a: Analysis) -> MemoryPeaks:
 
 
 def measure_held(a: Analysis) -> tuple[int | None, int | None]:
-    """What PyTorch held at most and what the GPU has, bytes: as the trace says, else the record."""
+    """Return the most PyTorch held and what the GPU has, bytes: from the trace, else the record."""
     held, allocated, capacity = measure_peaks(a)
     held = allocated if held is None else held
     if held is None and a.recorded is not None:
@@ -93,7 +93,7 @@ def measure_held(a: Analysis) -> tuple[int | None, int | None]:
 
 
 def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
-    """The user's lines that held most at the moment that the snapshot is read at."""
+    """Find the user's lines that held most at the moment that the snapshot is read at."""
     held = post.by_line.filter(post.by_line["file"].is_not_null()).head(count)
     return [
         Location(file=row["file"], line=row["line"], function=row["function"], count=row["blocks"])
@@ -102,14 +102,14 @@ def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
 
 
 def at_line(place: Any, count: int | None = None, op: str | None = None) -> list[Location]:
-    """Where a part of a snapshot was allocated, if a stack of it was recorded."""
+    """Return where a part of a snapshot was allocated; empty: no stack of it was recorded."""
     if place is None or place.file is None:
         return []
     return [Location(file=place.file, line=place.line, function=place.function, count=count, op=op)]
 
 
 def gpu_capacity(a: Analysis) -> int | None:
-    """Memory of the rank's GPU, bytes; ``None``: not recorded."""
+    """Return the memory of the rank's GPU, bytes; ``None``: not recorded."""
     recorded = recorded_steps(a)
     device = next(iter(recorded.record.rank.devices), None)
     if device is not None and device.total_bytes:
@@ -119,13 +119,13 @@ def gpu_capacity(a: Analysis) -> int | None:
 
 
 def last_known(values: Floats) -> float | None:
-    """The last value that was measured."""
+    """Return the last value that was measured."""
     known = values[~np.isnan(values)]
     return float(known[-1]) if len(known) else None
 
 
 def measure_growth(values: Floats) -> tuple[float, bool]:
-    """(what a series grows by over its length, whether it grows steadily).
+    """Return (growth of a series over its length, whether it grows steadily).
 
     By the lowest values of eight equal blocks (four of a short series), so that peaks of long
     sequences and caches that fill up do not count: steady means that at least six of seven blocks

@@ -58,7 +58,7 @@ class DriverAllocationRule(Rule):
     """Calls to count, as ``Analysis.allocations`` names them, and CUDA's name of each."""
     _label: ClassVar[str]
     _select: ClassVar[Select]
-    """What the fix takes away."""
+    """Calls that the fix removes."""
 
     def _summary(self, calls: pl.DataFrame, steps: int) -> str:
         raise NotImplementedError
@@ -100,9 +100,9 @@ class DriverAllocationRule(Rule):
 
 
 class AllocationsInLoop(DriverAllocationRule):
-    """After the first steps, PyTorch's caching allocator serves every tensor from memory that it
-    holds. A ``cudaMalloc`` or ``cudaFree`` in a later step means that it could not. ``cudaFree``
-    waits for the whole GPU, ``cudaMalloc`` takes up to milliseconds, and the GPU idles meanwhile.
+    """The loop calls ``cudaMalloc`` or ``cudaFree`` after its first steps, when PyTorch's caching
+    allocator cannot serve a tensor from memory that it holds. ``cudaFree`` waits for the whole GPU,
+    ``cudaMalloc`` takes up to milliseconds, and the GPU idles meanwhile.
 
     Steady state: calls in at least three used steps, one per step or more on average, without the
     first used step, which may be warm-up. Usual causes are shapes that change from step to step,
@@ -182,7 +182,7 @@ class AllocationsInLoop(DriverAllocationRule):
         )
 
     def _places(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:
-        """The lines (else the ops) with most time in such calls."""
+        """Find the lines (else the ops) with most time in such calls."""
         table = calls.with_columns(
             op_name=a.trace.cpu["name"].gather(calls["op"]),
             name=a.trace.cpu["name"].gather(calls["host"]),

@@ -31,7 +31,7 @@ from advisor.rules.common import (
 from advisor.testing import Examples, TraceBuilder
 
 NODE = r"^autograd::engine::evaluate_function"
-"""One node of the graph in the backward pass."""
+"""Pattern of a node of the graph in the backward pass."""
 FORWARD = r"^aten::"
 
 

@@ -129,7 +129,7 @@ class GrowingConcatenation(Rule):
 
 
 def _device_time(a: Analysis, calls: Rows) -> tuple[int, float]:
-    """Device time of these calls, ns, and its share of all concatenations'."""
+    """Return device time of these calls, ns, and its share of all concatenations'."""
     chosen = np.zeros(len(a.trace.cpu), dtype=bool)
     chosen[calls] = True
     parent = stacks.parent_rows(a.trace)
@@ -142,7 +142,7 @@ def _device_time(a: Analysis, calls: Rows) -> tuple[int, float]:
 
 
 def _host_time(a: Analysis, calls: Rows) -> tuple[int, float]:
-    """Host time of these calls, ns, and its share of all concatenations'."""
+    """Return host time of these calls, ns, and its share of all concatenations'."""
     cpu = a.trace.cpu
     cats = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy()))
     ns, whole = (sum_column(cpu["dur"].gather(rows)) for rows in (calls, cats))
@@ -154,7 +154,7 @@ class _Kind(NamedTuple):
 
     axis: int
     others: tuple[int, ...]
-    """All dimensions; that of the axis: 0."""
+    """All dimensions, 0 for that of the axis."""
     appended: int
 
 
@@ -164,7 +164,7 @@ class _Appends(NamedTuple):
 
 
 def _appends(a: Analysis) -> list[_Appends]:
-    """Concatenations in the trace whose first input grows by the second."""
+    """Find concatenations in the trace whose first input grows by the second."""
     cpu = a.trace.cpu
     calls = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())[:MAX_CALLS]
     described: dict[int, list[tuple[int, ...]]] = {}

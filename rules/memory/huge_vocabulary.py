@@ -34,7 +34,7 @@ _BACKWARD = r"^aten::_log_softmax_backward_data$"
 
 
 def _recorded_peak(a: Analysis) -> int | None:
-    """The largest peak of the run's steps, bytes; ``None``: not recorded."""
+    """Return the largest peak of the run's steps, bytes; ``None``: not recorded."""
     peaks = np.zeros(0) if a.recorded is None else a.recorded.column("peak")
     peaks = peaks[~np.isnan(peaks)]
     return int(peaks.max()) or None if len(peaks) else None
@@ -192,7 +192,7 @@ class HugeVocabulary(Rule):
         )
 
     def _bytes(self, inputs: OpInputs) -> int:
-        """Bytes of the result; 0: not over a vocabulary, or unknown."""
+        """Return the bytes of the result; 0: not over a vocabulary, or unknown."""
         tensor = inputs.tensor(0)
         if tensor is None or not tensor.shape or tensor.shape[-1] < self.min_vocabulary:
             return 0

@@ -28,7 +28,7 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class KeptReferences(Rule):
-    """At the peak, memory still holds what the forward pass of an earlier step made. A variable of
+    """The peak of memory still holds what the forward pass of an earlier step made. A variable of
     the loop (the output, the loss with its graph) refers to it. So it is freed only when the next
     step's takes its place. For a while both are in memory, and the peak is that much higher.
 
@@ -302,7 +302,7 @@ class MemoryLeak(Rule):
             )
 
     def _of_series(self, a: Analysis) -> Iterator[Finding]:
-        """Lines that hold more in each of several snapshots over a run."""
+        """Find lines that hold more in each of several snapshots over a run."""
         if not a.snapshot_series:
             return
         posts = fullest_devices(a.snapshot_series)

@@ -156,7 +156,7 @@ class MemoryNearCapacity(Rule):
         )
 
     def _where(self, a: Analysis, reserved: int) -> list[Location]:
-        """The step of the peak."""
+        """Return the step of the peak."""
         peak_steps = a.memory.filter(
             pl.col("device").eq_missing(a.device_id)
             & (pl.coalesce("peak_reserved", "peak_allocated") == reserved)
@@ -199,14 +199,14 @@ SGLang's ``mem_fraction_static``, TensorRT-LLM's ``free_gpu_memory_fraction``.""
 
 
 def _select_post_mortem(a: Analysis) -> PostMortem | None:
-    """The snapshot's part of the analyzed GPU, else of the fullest."""
+    """Return the snapshot's part of the analysed GPU, else of the fullest."""
     posts = a.post_mortems
     of_this_gpu = [post for post in posts if post.device == a.device_id]
     return next(iter(of_this_gpu or posts), None)
 
 
 def _capacity(a: Analysis, device: int) -> int | None:
-    """Memory of a GPU, bytes, from the trace or the record; ``None``: in neither."""
+    """Return a GPU's memory, bytes, from the trace or the record; ``None``: in neither."""
     properties = a.trace.device(device)
     if properties is not None and properties.memory_bytes:
         return properties.memory_bytes

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from advisor.measure.memory.post_mortem import PostMortem
 
 MIN_BATCHES = 5
-"""From which on one is compared with the median."""
+"""Number of batches from which the last one is compared with the median."""
 MAX_SAVINGS = 3
 """Ways to free memory that a finding names."""
 
@@ -245,7 +245,7 @@ class OutOfMemory(Rule):
         )
 
     def _of_snapshot(self, post: PostMortem, request: int) -> Finding:
-        """The request that failed, what was held then, and what would have freed enough."""
+        """Report the request that failed, what was held then, and what would have freed enough."""
         placed, packed, ways = (
             explain_placement(post),
             measure_repacking(post),
@@ -286,7 +286,7 @@ class OutOfMemory(Rule):
         )
 
     def _of_text(self, text: OutOfMemoryText) -> Finding:
-        """What the exception alone says: who held the memory, and what to record for the rest."""
+        """Build the finding of the exception alone: who held memory, what to record besides."""
         unused = None
         if text.reserved is not None and text.allocated is not None:
             unused = text.reserved - text.allocated
@@ -327,7 +327,7 @@ class OutOfMemory(Rule):
         return f"{fix[0].lower()}{fix[1:]}"
 
     def _name_ways(self, ways: list[Saving]) -> str:
-        """What would have freed most, one sentence each."""
+        """Write what would have freed most, one sentence each."""
         sentences = []
         for way in ways[:MAX_SAVINGS]:
             place = ""
@@ -357,7 +357,7 @@ class OutOfMemory(Rule):
 
 
 def describe_change(change: str) -> tuple[str, str]:
-    """What to do for one of ``memory_savings.find_changes``, and the code."""
+    """Return what to do for one of ``memory_savings.find_changes``, and the code."""
     case = OutOfMemory.cases.get(change) or SHARDING
     return str(case["fix"]), str(case["code"])
 
@@ -370,7 +370,7 @@ SHARDING = {
 
 
 def _list_holders(post: PostMortem, count: int = 3) -> str:
-    """Categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
+    """List categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
     named = [
         f"{name} {t.format_bytes(held)}" for name, held in list(post.by_category.items())[:count]
     ]

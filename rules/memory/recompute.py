@@ -128,7 +128,7 @@ class RecomputeWithFreeMemory(Rule):
         )
 
     def _where(self, a: Analysis) -> list[Location]:
-        """The user's line that calls ``checkpoint``."""
+        """Find the user's line that calls ``checkpoint``."""
         cpu = a.trace.cpu
         named = rows_under(a, r"torch/utils/checkpoint\.py\(\d+\): checkpoint$")[:-1]
         rows = np.flatnonzero(named & (cpu["kind"] == "python").to_numpy())

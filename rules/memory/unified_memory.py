@@ -185,7 +185,7 @@ class UnifiedMemory(Rule):
 
 
 def _fastest(gpu: pl.DataFrame, moved: pl.Series) -> float:
-    """Bytes per ns of the fastest migration: what the link does at least."""
+    """Return bytes per ns of the fastest migration: what the link does at least."""
     known = gpu.filter(moved & (gpu["dur"] > 0))
     rates = (known["bytes"].fill_null(0) / known["dur"]).to_numpy()
     return float(np.max(rates, initial=0.0)) or 1.0

@@ -28,10 +28,10 @@ from advisor.testing import Examples, TraceBuilder
 LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
 BACKWARD = r"^aten::embedding_dense_backward$"
 NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$"
-"""On a GPU: with the sum of the gradients of several lookups in one table, each as large as it."""
+"""Backward node; on a GPU it also sums several lookups' gradients, each as large as the table."""
 _MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"
 PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
-"""What else works on whole tables is in one of these."""
+"""Patterns of the other parts with work on whole tables."""
 MAX_DESCRIBED = 20_000
 
 
@@ -136,7 +136,7 @@ class _Table(NamedTuple):
 
 
 def _tables(a: Analysis) -> list[_Table]:
-    """Embedding tables that the analysed window looks rows up in, and that nothing multiplies."""
+    """Find embedding tables that the analysed window looks rows up in and nothing multiplies."""
     cpu = a.trace.cpu
     lookups = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], LOOKUP).to_numpy()))
     calls = pl.DataFrame({"inputs": cpu["inputs"].gather(lookups).drop_nulls()})
@@ -189,7 +189,7 @@ class _TableWork:
 
     @staticmethod
     def _shares(a: Analysis, shapes: set[tuple[int, int]]) -> np.ndarray:
-        """Of each operator's values, those of the tables: aligned with ``trace.cpu``."""
+        """Return the tables' share of each operator's values, aligned with ``trace.cpu``."""
         known = a.trace.cpu["inputs"].drop_nulls().unique().sort()[:MAX_DESCRIBED]
         share = np.zeros(len(a.trace.inputs) + 1)
         for index in known:
@@ -203,7 +203,7 @@ class _TableWork:
         return result
 
     def _spent(self, a: Analysis, inside: np.ndarray, share: np.ndarray) -> tuple[float, float]:
-        """Time on the tables, and of all work there, ns."""
+        """Return time on the tables, and of all work there, ns."""
         ops = stacks.is_operator(a.trace) & inside
         if self._on_gpu:
             launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
@@ -224,7 +224,7 @@ class _TableWork:
         return Select(on="host", kind=("op",), under=pattern)
 
     def edits(self, remains: float, worst: float) -> list[Edit]:
-        """Of the time on whole tables, so much remains."""
+        """Return edits that leave ``remains`` of the time on whole tables, ``worst`` at worst."""
         return [
             scale_edit(
                 select,

@@ -121,7 +121,7 @@ class SingleTensorOptimizer(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Kernels launched inside the optimizer's step."""
+        """Count kernels launched inside the optimizer's step."""
         if a.device_id is None:
             yield from self._on_host(a)
             return
@@ -191,7 +191,7 @@ class SingleTensorOptimizer(Rule):
         )
 
     def _on_host(self, a: Analysis) -> Outcomes:
-        """Operators inside the optimizer's step, of a training on the CPU."""
+        """Count operators inside the optimizer's step, of a training on the CPU."""
         if not a.span_ns or not a.trains_on_host:
             return
         table = outermost_in_steps(a)
@@ -236,7 +236,7 @@ class SingleTensorOptimizer(Rule):
         )
 
     def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
-        """The longest optimizer step, the class's name, and whether stacks name the reason."""
+        """Find the longest optimizer step, its class, and whether stacks name the reason."""
         cpu = a.trace.cpu
         steps = np.flatnonzero(name_matches(cpu["name"], STEP).to_numpy())
         longest = int(steps[cpu["dur"].to_numpy()[steps].argmax()])

@@ -14,7 +14,7 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class EngineIdleBetweenSteps(Rule):
-    """After each step the engine schedules the next one on the host, and the GPU waits. The host
+    """The GPU waits after each step while the engine schedules the next one on the host. The host
     chooses requests, turns tokens into text and prepares inputs. Engines can do that for the next
     step while the GPU still works on this one.
 

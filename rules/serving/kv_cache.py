@@ -19,7 +19,7 @@ from advisor.rules.framework_advice import SGLANG_KV, VLLM_KV
 from advisor.testing import Examples, TraceBuilder
 
 BYTES = 2
-"""Of a value of the cache, from which on half of them can be saved."""
+"""Bytes of a value of the cache, from which half of them can be saved."""
 
 
 class KvCacheIn16Bits(Rule):

@@ -165,8 +165,8 @@ def _growing(a: Analysis) -> tuple[list[int], int]:
 
 
 def _calls(a: Analysis) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
-    """In order of time: calls of embeddings, attention and batched products in the analysed window,
-    each with its first two tensors."""
+    """Yield calls of embeddings, attention and batched products in the analysed window in order of
+    time, each with its first two tensors."""
     cpu = a.trace.cpu
     own = (cpu["kind"] == "op") & name_matches(cpu["name"], _SHOWING) & cpu["inputs"].is_not_null()
     rows = np.flatnonzero(own.to_numpy())
@@ -196,7 +196,7 @@ def _longest_run(passes: list[int]) -> list[int]:
 def _generation(
     lengths: Any, *, gpu: str | None = "A100", trains: bool = False, embedded: bool = True
 ) -> TraceBuilder:
-    """One pass a step over so many tokens."""
+    """Return a trace with one pass per step over so many tokens."""
     left = list(lengths)
     all_of_them = 0
 

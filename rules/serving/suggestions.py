@@ -1,4 +1,4 @@
-"""What a trace of an engine suggests to try, and cannot show the gain of: questions to measure."""
+"""Suggestions for an engine whose gain its trace cannot show: questions to measure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Occasions = Iterator[tuple[str, list[Evidence]]]
 
 
 class _Suggestion(Rule):
-    """A change of the engine's configuration, of which the trace shows the occasion alone."""
+    """Suggestion to change the engine's configuration, for which the trace shows an occasion."""
 
     confidence = 0.5
     references = (VLLM_TUNING.address, SGLANG_TUNING.address, SGLANG_ARGUMENTS.address)
 
     def check(self, a: Analysis) -> Outcomes:
-        """Ask it where an engine marks its steps."""
+        """Make the suggestion where an engine marks its steps."""
         serving = a.serving
         if serving is None or serving.source != "engine":
             return
@@ -44,7 +44,7 @@ class _Suggestion(Rule):
             )
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """Summary and evidence, if there is an occasion."""
+        """Yield summary and evidence, if there is an occasion."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ class PrefillStallsDecode(_Suggestion):
     falsified_by = "the same percentile with chunks half as large"
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """Steps with prompts beside steps that decode."""
+        """Find steps with prompts beside steps that decode."""
         decode = phases.get(DECODE)
         slow = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
         if decode is None or slow is None:
@@ -132,7 +132,7 @@ class SmallDecodeBatch(_Suggestion):
     falsified_by = "a decode step that takes twice as long with twice the batch"
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """Decode steps of few requests that memory limits."""
+        """Find decode steps of few requests that memory limits."""
         decode = phases.get(DECODE)
         if decode is None or decode.requests is None or decode.limit != "memory":
             return
@@ -186,7 +186,7 @@ class PrefixCacheUnused(_Suggestion):
     falsified_by = "prompts that have nothing in common"
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """Prompts whose keys are all new."""
+        """Find prompts whose keys are all new."""
         marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
         prompts = sum(mark.requests or 0 for mark in marks if mark.phase == PREFILL)
         if prompts < self.min_prompts:
@@ -242,7 +242,7 @@ class CollectivesOfTensorParallel(_Suggestion):
     falsified_by = "fewer tokens per second per GPU with fewer GPUs a copy"
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """Collectives among the roles of decode steps."""
+        """Find collectives among the roles of decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles:
             return
@@ -297,7 +297,7 @@ class PiecewiseGraphs(_Suggestion):
     falsified_by = "steps that are as long with one graph"
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """Launches of graphs per step, beside the idle time of decode steps."""
+        """Compare launches of graphs per step with the idle time of decode steps."""
         decode, graphs = phases.get(DECODE), serving.graphs
         if decode is None or graphs is None or decode.busy_share is None:
             return
@@ -350,7 +350,7 @@ class SlowDecodeAttention(_Suggestion):
     falsified_by = "another backend that is as slow"
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """Bytes over time of attention in decode steps."""
+        """Compare bytes and time of attention in decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles or a.passes is None or a.hardware is None:
             return
@@ -414,7 +414,7 @@ class UnevenExperts(_Suggestion):
     falsified_by = "ranks whose experts get the same tokens"
 
     def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
-        """How exchanges of experts vary."""
+        """Find exchanges of experts whose lengths vary."""
         roles: dict[str, float] = {}
         for phase in phases.values():
             for name, ns in phase.roles.items():

@@ -25,7 +25,7 @@ from advisor.testing import Examples, TraceBuilder
 DROPOUT = r"^aten::(?:feature_|alpha_|feature_alpha_)?dropout_?$"
 """The operator of a dropout layer. In evaluation mode it returns its input and calls nothing."""
 _DRAWS = r"^aten::(?:bernoulli_|native_dropout|_fused_dropout)$"
-"""What it calls in training mode."""
+"""Operators that a dropout layer calls in training mode."""
 
 
 class TrainingMode(Rule):
@@ -104,7 +104,7 @@ class TrainingMode(Rule):
 
 
 def _active(a: Analysis) -> Rows:
-    """Dropout layers in the analysed window that draw numbers: rows of ``trace.cpu``."""
+    """Find dropout layers in the analysed window that draw numbers: rows of ``trace.cpu``."""
     cpu = a.trace.cpu
     layer = name_matches(cpu["name"], DROPOUT).to_numpy()
     if not layer.any():

@@ -47,7 +47,7 @@ class BlockingRule(Rule):
     """Candidates for the Edit, see :func:`make_async`."""
 
     def _calls(self) -> pl.Expr:
-        """Which rows of ``Analysis.syncs`` to count."""
+        """Return the condition for rows of ``Analysis.syncs`` to count."""
         raise NotImplementedError
 
     def _select(self, a: Analysis) -> BlockingCalls:
@@ -57,7 +57,7 @@ class BlockingRule(Rule):
         return [make_async(a, blocking, *self._sync_selects)]
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
-        """The end of the summary: after which calls the GPU idles, and why."""
+        """Write the end of the summary: after which calls the GPU idles, and why."""
         raise NotImplementedError
 
     def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
@@ -245,7 +245,7 @@ class DataDependentShapes(BlockingRule):
     _sync_selects = (Select(on="host", kind=("runtime",), under=_OPERATORS),)
 
     def _calls(self) -> pl.Expr:
-        """Not where an index of the host goes to the GPU."""
+        """Return the condition, false where an index of the host goes to the GPU."""
         to_device = (pl.col("direction") == "HtoD").fill_null(False)
         return pl.col("cause").str.contains(self._OPERATORS) & ~to_device
 
@@ -253,7 +253,7 @@ class DataDependentShapes(BlockingRule):
         return with_operators(a, super()._select(a))
 
     def _edits(self, a: Analysis, blocking: BlockingCalls) -> list[Edit]:
-        """The waits go, and most of the host time of operators that wait each time, their backward
+        """Remove the waits, and most host time of operators that wait each time, their backward
         included: an operator of fixed shape takes their place."""
         edits = super()._edits(a, blocking)
         names = a.trace.cpu["name"].cast(pl.String)

@@ -25,7 +25,7 @@ from advisor.rules.common import (
 
 
 class BlockingCalls(NamedTuple):
-    """Some rows of ``Analysis.syncs`` and what they cost."""
+    """Blocking calls: some rows of ``Analysis.syncs`` and what they cost."""
 
     table: pl.DataFrame
     idle: NDArray[np.int64]
@@ -54,7 +54,7 @@ PINNED_CALLS = (
 
 
 def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
-    """The rows of ``Analysis.syncs`` that meet ``condition``, without the profiler's own.
+    """Return the rows of ``Analysis.syncs`` that meet ``condition``, without the profiler's own.
 
     ``condition`` may use two more columns: ``direction`` and ``memory`` (``Pinned``, ``Pageable``
     …, the host side) of the copy that the host waits for; null: no copy, or not recorded.
@@ -92,7 +92,7 @@ def with_operators(a: Analysis, blocking: BlockingCalls) -> BlockingCalls:
 
 
 def locate_blocking(a: Analysis, blocking: BlockingCalls) -> list[Location]:
-    """The places that lose most; the worst instance is the call that blocked."""
+    """Find the places that lose most; the worst instance is the call that blocked."""
     instance = number_reads(blocking.table)
     return costliest_places(
         a, row_numbers(blocking.table["host"]), blocking.idle, instance=instance
@@ -100,7 +100,7 @@ def locate_blocking(a: Analysis, blocking: BlockingCalls) -> list[Location]:
 
 
 def number_reads(syncs: pl.DataFrame) -> NDArray[np.int64]:
-    """Which read each of these calls belongs to: a copy and the wait for it are one."""
+    """Return the read that each of these calls belongs to: a copy and the wait for it are one."""
     return row_numbers(syncs.select(pl.coalesce("op", "host")).to_series())
 
 

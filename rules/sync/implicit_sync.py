@@ -291,13 +291,13 @@ class ImplicitSync(Rule):
 
     @staticmethod
     def _reads() -> pl.Expr:
-        """Values, copies to the host, and syncs of the optimizer, of clipping or a scaler."""
+        """Return the condition for reads: values, copies to the host, syncs of the optimizer."""
         to_host = pl.col("cause").str.contains(COPY) & (pl.col("direction") == "DtoH")
         return pl.col("cause").str.contains(f"{VALUE}|{_STEP}") | to_host.fill_null(False)
 
     @staticmethod
     def _in_optimizer(a: Analysis, blocking: BlockingCalls) -> float:
-        """GPU idle time per step, ns, after reads in ``Optimizer.step``, clipping or a scaler."""
+        """Return GPU idle time per step, ns, after reads in the optimizer, clipping or a scaler."""
         around = innermost_ancestor(
             parent_rows(a.trace), name_matches(a.trace.cpu["name"], _STEP).to_numpy()
         )
@@ -358,7 +358,7 @@ def _work(b: TraceBuilder) -> None:
 
 
 def _runtime_recorded(a: Analysis) -> bool:
-    """Calls other than launches and copies were recorded: some traces are stripped to those."""
+    """Return whether calls other than launches and copies were recorded: some traces lack them."""
     calls = a.trace.cpu["call"].drop_nulls()
     return bool((~calls.is_in(["launch", "graph_launch", "memcpy", "memset"])).any())
 
@@ -511,7 +511,7 @@ class HostReads(Rule):
         )
 
     def _launches(self, a: Analysis) -> list[Edit]:
-        """What goes along with the reads where the GPU also waits for the launches between them."""
+        """Return the edit of launches between the reads, if the GPU also waits for them."""
         gaps = measure_launch_gaps(a)
         if gaps is None or not gaps.at_launches or gaps.idle < self.min_share * a.span_ns:
             return []

@@ -139,7 +139,7 @@ class DeviceCopies(Rule):
 
     @staticmethod
     def _under_compiled(a: Analysis, copies: pl.DataFrame) -> int:
-        """Exposed time of copies that compiled functions launch, ns (the graphs' own included)."""
+        """Return exposed time of copies by compiled functions, ns (the graphs' own included)."""
         named = name_matches(a.trace.cpu["name"], _COMPILED).to_numpy()
         around = np.append(innermost_ancestor(parent_rows(a.trace), named), -1)
         return int(int_column(copies, "exposed")[around[row_numbers(copies["op"])] >= 0].sum())
@@ -331,7 +331,7 @@ class CopiesNotOverlapped(Rule):
 
 
 def _groups(copies: pl.DataFrame) -> list[Select]:
-    """Selectors of the copies that have any exposed time, by direction and host memory."""
+    """Return selectors of copies with any exposed time, by direction and host memory."""
     groups = (
         copies.filter(pl.col("exposed") > 0)
         .select(pl.col("copy").cast(pl.String), pl.col("memory") == "pinned")

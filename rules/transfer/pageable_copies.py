@@ -240,6 +240,6 @@ class PageableCopies(Rule):
 
 
 def _speed(copies: pl.DataFrame) -> float | None:
-    """Bytes over time of copies, GB/s; ``None``: none with known size."""
+    """Return bytes over time of copies, GB/s; ``None``: none with known size."""
     known = copies.filter(pl.col("bytes").is_not_null() & (pl.col("dur") > 0))
     return None if known.is_empty() else sum_column(known["bytes"]) / sum_column(known["dur"])

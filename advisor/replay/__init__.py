@@ -1,1 +1,1 @@
-"""What a fix gains: the dependency graph of the steps, its replay, and Edits applied to it."""
+"""The dependency graph of the steps, its replay, and the Edits applied to it: what a fix gains."""

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 TOLERANCE_NS = 5_000
 """A start within this of what its edges allow is explained."""
 SLACK_NS = 1_500
-"""Timestamps of one trace may be rounded to whole µs and disagree by that much."""
+"""Difference between timestamps of one trace that rounding to whole µs explains, ns."""
 LONG_CALL = 1.5
-"""Launch calls beyond this times the median of their name are measured apart."""
+"""Factor over the median of their name beyond which launch calls form a group of their own."""
 
 
 class DeviceWork(NamedTuple):
@@ -31,11 +31,11 @@ class DeviceWork(NamedTuple):
     lane: Array
     lanes: list[tuple[int, int]]
     launch: Array
-    """Row of cpu, -1: launched outside the window."""
+    """Row of ``trace.cpu`` of the launch call; -1: launched outside the window."""
     launch_ts: Array
-    """Start of the launch call; before everything when unknown."""
+    """Start of the launch call; the smallest integer where it is unknown."""
     group: Array
-    """Index into ``groups``: what latencies are measured by."""
+    """Index into ``groups``; latencies are measured per group."""
     groups: list[str]
     """Names of the groups: the launching call, and for copies the direction and host memory."""
     kind: Array
@@ -45,10 +45,10 @@ class DeviceWork(NamedTuple):
     previous: Array
     """Index of the work before it on its stream, -1: none."""
     on_step_threads: Array
-    """Launched by the main thread or one that works with it in turns. Where the launch is not in
-    the window: as the other work of the stream; true where nothing is known."""
+    """Whether the work was launched by the main thread or one that takes turns with it. Where the
+    launch lies outside the window: as the stream's other work; true where nothing is known."""
     step_threads: list[int]
-    """Those threads."""
+    """Main thread and those that take turns with it."""
 
 
 def device_work(
@@ -58,10 +58,10 @@ def device_work(
     threads: list[int],
     blocking: Array,
 ) -> DeviceWork:
-    """Device rows launched in [start, end), or running in it when their launch is not known or
-    lies before; running after it too, if something that was launched in it comes later on their
-    stream, as where the host is far ahead. ``threads``: see
-    ``DeviceWork.on_step_threads``. ``blocking``: rows of ``trace.cpu`` that may block the host."""
+    """Return the device rows launched in [start, end), or running in it if launched before or
+    unknown. Those launched before may end after it, if work launched in it follows on their stream:
+    the host runs far ahead. ``threads``: see ``DeviceWork.step_threads``. ``blocking``: rows of
+    ``trace.cpu`` that may block the host."""
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
@@ -100,8 +100,8 @@ def device_work(
 
 
 def _groups(trace: Trace, gpu: pl.DataFrame, launch: Array) -> tuple[Array, list[str]]:
-    """Work that shares launch latency: by launching call, and whether that took unusually long
-    (then most of it comes after the work was handed over); copies by direction and memory too."""
+    """Return each work's group and the groups' names, for launch latencies. Groups go by launching
+    call and whether it was unusually long; copies by direction and memory too."""
     if trace.cpu.is_empty():
         call = pl.Series("call", [None] * gpu.height, dtype=pl.String)
         length = pl.Series("length", [None] * gpu.height, dtype=pl.Int64)
@@ -149,10 +149,9 @@ def _on_step_threads(trace: Trace, work: DeviceWork) -> Array:
 
 
 def _launch_overhead(trace: Trace, gpu: pl.DataFrame, launch: Array, blocking: Array) -> Array:
-    """Length of each launch call: the device learns of the work as the call returns, or by its
-    start where the call goes on with something else. 0 for unknown calls and for those that last
-    until their work is done (``blocking``, with pageable copies, whether they blocked this time or
-    not)."""
+    """Return how long each launch call holds its work back, ns: to its return, or to the work's
+    start if that comes first in a long call. 0 for unknown calls and for those that last until
+    their work is done: ``blocking`` rows, and all pageable copies."""
     own = np.zeros(len(launch))
     known = launch >= 0
     if known.any():
@@ -165,8 +164,8 @@ def _launch_overhead(trace: Trace, gpu: pl.DataFrame, launch: Array, blocking: A
 
 
 def _previous(work: DeviceWork) -> Array:
-    """The work before each on its stream: the last one that had ended when it started (work of
-    one stream overlaps in CUDA graphs and with programmatic dependent launch)."""
+    """Return the work before each on its stream, -1: none. It is the last that had ended at its
+    start: work of one stream overlaps in CUDA graphs and with programmatic dependent launch."""
     result = np.full(len(work.row), -1, dtype=np.int64)
     for lane in range(len(work.lanes)):
         own = np.flatnonzero(work.lane == lane)
@@ -186,7 +185,7 @@ def _previous(work: DeviceWork) -> Array:
 
 
 def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
-    """Launch, stream-order and cross-stream edges into all device nodes."""
+    """Add launch, stream-order and cross-stream edges into all device nodes."""
     if not len(work.row):
         return
     node = device_nodes(graph, work)
@@ -216,7 +215,7 @@ def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWo
 
 
 def device_nodes(graph: Graph, work: DeviceWork) -> Array:
-    """Graph node of each piece of device work."""
+    """Return the graph node of each piece of device work."""
     nodes = graph.device
     by_row = np.full(int(work.row.max()) + 1 if len(work.row) else 1, 0, dtype=np.int64)
     by_row[graph.row[nodes]] = nodes
@@ -231,8 +230,8 @@ def _cross(
     node: Array,
     allowed: Array,
 ) -> None:
-    """Waits of one stream for another: as recorded, else seen from when work starts, else as the
-    calls suggest where that does not contradict the times."""
+    """Add the waits of one stream for another: recorded ones, those inferred from late starts, else
+    those that the calls suggest and the times do not contradict."""
     recorded = _recorded_waits(trace, work)
     late = (work.ts - allowed > TOLERANCE_NS) & np.isfinite(allowed)
     seen = _seen_waits(trace, work, np.flatnonzero(late))
@@ -262,7 +261,7 @@ def _cross(
 
 
 def _next_kernel(work: DeviceWork) -> Array:
-    """Index of the next kernel on the stream of each piece of work, -1: none."""
+    """Return the index of the next kernel on the stream of each piece of work, -1: none."""
     result = np.full(len(work.row), -1, dtype=np.int64)
     for lane in range(len(work.lanes)):
         own = np.flatnonzero(work.lane == lane)
@@ -276,8 +275,8 @@ def _next_kernel(work: DeviceWork) -> Array:
 def _contention(
     trace: Trace, edges: EdgeList, work: DeviceWork, node: Array, late: Array, allowed: Array
 ) -> None:
-    """Work that was ready while a kernel of another stream filled the device starts when the last
-    blocks of that kernel have been handed out: one wave before its end."""
+    """Add edges into work that was ready while a kernel of another stream filled the device. It
+    starts when that kernel's last blocks are handed out: one wave before its end."""
     gpu = trace.gpu
     device = trace.working_device(work.lanes[0][0]) if work.lanes else None
     if not len(late) or device is None or device.sms is None:
@@ -321,7 +320,7 @@ def _contention(
 
 
 def _recorded_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
-    """(source, target) work of ``Stream Wait Event`` rows, as recorded."""
+    """Return (source, target) work of the recorded ``Stream Wait Event`` rows."""
     rows = trace.sync.filter(
         (pl.col("kind") == "stream_wait")
         & pl.col("stream").is_not_null()
@@ -357,9 +356,9 @@ def _recorded_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
 
 
 def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Array]:
-    """For work that starts later than its launch and stream explain: the work of another stream
-    that ended just before, if it was launched before it and, where the trace has such calls, the
-    host let a stream wait in the meantime."""
+    """Return (source, target) work of waits that explain ``late`` starts. The source is the work of
+    another stream that ended just before and was launched earlier. Where the trace has such calls,
+    the host must have let a stream wait in the meantime."""
     none = np.zeros(0, dtype=np.int64)
     if not len(late):
         return none, none
@@ -395,9 +394,9 @@ def _seen_waits(trace: Trace, work: DeviceWork, late: Array) -> tuple[Array, Arr
 
 
 def _implied_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
-    """Waits that did not delay anything, from the calls: after ``cudaStreamWaitEvent`` the next
-    launch of the thread goes to a stream that waits; a side stream waits for the stream the
-    thread used before, and that stream waits for the side stream used last."""
+    """Return (source, target) work of waits that delayed nothing, from the calls. After
+    ``cudaStreamWaitEvent`` the thread's next launch waits: on a side stream for the stream used
+    before, on that stream for the side stream used last."""
     none = np.zeros(0, dtype=np.int64)
     calls = trace.cpu.filter(pl.col("call") == "stream_wait").select("thread", "ts")
     launched = np.flatnonzero(work.launch >= 0)

@@ -85,7 +85,7 @@ VERBS: dict[str, Operation] = {
     "remove_skew": "remove_skew",
 }
 FORMER_VERBS = {"make_async": "async", "spread": "parallelize", "punctual": "remove_skew"}
-"""Verbs that are accepted too."""
+"""Former verbs that are still accepted, with their present names."""
 BLOCKING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 
 
@@ -126,13 +126,13 @@ HOST_ONLY = {
 }
 DEVICE_ONLY = ("overlap", "merge", "roofline", "resize")
 NO_LAUNCHES = ("sync", "loader")
-"""Targets that no launch stands behind: nothing of them can be part of a graph."""
+"""Targets without launches, which cannot become part of a CUDA graph."""
 NEEDS_PATTERN = ("family", "layer", "op", "python", "range")
 NEEDS_SOMETHING = ("host",)
 
 
 def parse_edit(line: str) -> Edit:
-    """One line of the language to an Edit. Raises AdvisorError that says what is wrong."""
+    """Parse one line of the language into an Edit. Raises AdvisorError that says what is wrong."""
 
     def wrong(why: str) -> AdvisorError:
         return AdvisorError(f"edit {line.strip()!r}: {why}")
@@ -220,7 +220,7 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 def _narrowed(
     select: Select, qualifiers: list[str], wrong: Callable[[str], AdvisorError]
 ) -> Select:
-    """The selector with what further words say."""
+    """Return the selector narrowed by its qualifiers. Raises what ``wrong`` makes of a bad one."""
     given: dict[str, object] = {}
     for word in qualifiers:
         key, _, text = word.partition(":")
@@ -259,7 +259,7 @@ def _narrowed(
 
 
 def write_edit(edit: Edit) -> str:
-    """An Edit as a line of the language: :func:`parse_edit` gives the same Edit back."""
+    """Write an Edit as a line of the language: :func:`parse_edit` gives the same Edit back."""
     s = edit.select
     verb = next(v for v, op in VERBS.items() if op == edit.op)
     covered = {"on", "name", "under"}

@@ -1,8 +1,8 @@
-"""A graph with edits in it: each edit says what it takes away, and all are made at once.
+"""A graph with edits in it: each edit says what it removes, and all are applied at once.
 
-So the order of edits does not matter, the same edit twice is once, and what two edits take away
-goes once: device work keeps the product of their factors, host time that of each instant, a launch
-or a wait goes if any edit lets it go.
+So the order of edits does not matter, and the same edit twice counts once. Where edits overlap,
+device work and each instant of host time keep the product of their factors. A launch or wait is
+removed if any edit removes it.
 """
 
 from __future__ import annotations
@@ -29,67 +29,67 @@ if TYPE_CHECKING:
 
 
 class EditedGraph(NamedTuple):
-    """One rank's graph with edits in it."""
+    """Dependency graph of one rank with edits applied."""
 
     graph: Graph
     weight: Array
     dur: Array
-    """With what a shared collective takes once all ranks are there."""
+    """Duration of each node, ns; of a shared collective the part after all ranks have arrived."""
     removed_collectives: Array
-    """Nodes of collectives that are not run any more: nobody meets there."""
+    """Nodes of collectives that no longer run, so that no rank waits there."""
     no_skew: Array
     """Nodes of collectives that keep no other rank waiting."""
 
 
 @dataclass
 class HostTime:
-    """Host time of one thread that is left after the edits."""
+    """Host time of one thread that remains after the edits."""
 
     parts: list[tuple[Intervals, float]] = field(default_factory=list)
-    """Instants, and the share of them that stays."""
+    """Instants, and the share of them that remains."""
     captured: list[tuple[Intervals, float]] = field(default_factory=list)
-    """Instants that go, but for so many ns an edge: what a node of a CUDA graph costs."""
+    """Instants removed from edges, each down to a minimum, ns: the cost of a CUDA graph's node."""
 
 
 class GraphEdits:
-    """What edits take away from a graph, collected; :meth:`made` puts it into a copy."""
+    """Collector of what edits remove from a graph; :meth:`build` applies it to a copy."""
 
     def __init__(self, selected: Selection, assumption: str = "", dur: Array | None = None) -> None:
         """``assumption``: ``low`` or ``high`` takes the factors that make the gain small or large.
-        ``dur``: what work takes instead, where collectives are replayed with other ranks: without
-        the wait for these."""
+        ``dur``: duration of each node without waits for other ranks, ns, where collectives are
+        replayed with these."""
         graph = selected.graph
         self.selected = selected
         self.a = selected.a
         self.graph = graph
         self.joint = dur is not None
-        """Replayed with other ranks."""
+        """Whether collectives are replayed with other ranks."""
         self.assumption = assumption
         self.dur = graph.dur if dur is None else dur
         self.kept_share = np.ones(len(graph))
-        """Of each node's time, that stays."""
+        """Share of each node's duration that remains."""
         self.max_dur = np.full(len(graph), np.inf)
-        """What each node takes at most, ns."""
+        """Maximum duration of each node, ns."""
         self.dropped = np.zeros(len(graph), dtype=bool)
-        """Device work that is not done any more."""
+        """Whether each node is device work that no longer runs."""
         self.merged = np.zeros(len(graph), dtype=bool)
-        """Device work that is part of the kernel before it."""
+        """Whether each node is merged into the kernel before it."""
         self.moved = np.zeros(len(graph), dtype=bool)
-        """Device work on streams of its own."""
+        """Whether each node runs on a stream of its own."""
         self.issued_earlier = np.zeros(len(graph), dtype=bool)
-        """What of it is also issued earlier."""
+        """Whether each moved node is also issued earlier."""
         self.unblocked = np.zeros(len(graph), dtype=bool)
-        """Ends of blocking calls that no longer wait."""
+        """Whether each node is the end of a blocking call that no longer waits."""
         self.no_skew = np.zeros(len(graph), dtype=bool)
         self.host: dict[int, HostTime] = {}
-        """By thread."""
+        """Remaining host time by thread."""
         self.workers: list[tuple[int, Array]] = []
-        """How many workers the loader has, for which ends of waits for it."""
+        """Number of loader workers, and the ends of the waits for the loader that it applies to."""
         self.batch = 1.0
         """New batch size over old."""
 
     def count(self, edit: Edit) -> int:
-        """How many events of the replayed steps an edit selects."""
+        """Count the events of the replayed steps that an edit selects."""
         graph = self.graph
         first, last = graph.origin, graph.origin + float(graph.time[graph.step_boundaries[-1]])
         if (table := collectives_on_host(self.a, edit.select)) is not None:
@@ -111,15 +111,15 @@ class GraphEdits:
             self.host.setdefault(thread, HostTime()).parts.append((time, factor))
 
     def capture(self, intervals: dict[int, Intervals], cost: float) -> None:
-        """Host time around launches goes, but for ``cost`` ns each, and with it their latency."""
+        """Remove host time around launches, but ``cost`` ns each, and the launches' latency."""
         for thread, time in intervals.items():
             self.host.setdefault(thread, HostTime()).captured.append((time, cost))
 
     # -- all at once ------------------------------------------------------------------------
 
     def build(self, real_share: Array | None = None) -> EditedGraph:
-        """The graph with all edits in it. ``real_share``: of each edge's time, that would be there
-        without a profiler."""
+        """Return the graph with all edits applied. ``real_share``: share of each edge's time that
+        would remain without a profiler."""
         graph, weight = self.graph, self.graph.weight.copy()
         dur = np.minimum(self.dur * self.kept_share, np.maximum(self.max_dur, 0.0))
         dur[self.dropped] = 0.0
@@ -184,7 +184,7 @@ class GraphEdits:
             weight[own] = left
 
     def _shorten_launches(self, weight: Array, launch: Array, thread: int, time: Intervals) -> None:
-        """Launch calls inside the intervals no longer hold their work back by their length."""
+        """Take the intervals out of the time by which launch calls hold their work back."""
         graph = self.graph
         own = launch[graph.lane[graph.src[launch]] == thread]
         begin = graph.time[graph.src[own]]
@@ -194,8 +194,8 @@ class GraphEdits:
         weight[own] = np.where(real, shorter, weight[own])
 
     def _calls_gone(self) -> dict[int, Intervals]:
-        """Host time of the calls that launched what is not launched any more, and of the operators
-        of merged kernels that launch nothing else."""
+        """Return, by thread, the host time of calls that launch nothing any more, and of the
+        operators of merged kernels that launch nothing else."""
         gpu, cpu, device = self.a.trace.gpu, self.a.trace.cpu, self.graph.device
         row = self.graph.row
         gone = self.dropped | self.merged
@@ -227,8 +227,8 @@ def _covered(begin: Array, end: Array, covering: Intervals) -> Array:
 def saved_between(
     begin: Array, end: Array, parts: list[tuple[Intervals, float]], hidden: Intervals
 ) -> Array:
-    """Time that goes from ``begin`` to ``end``, ns: of each instant stays the product of the shares
-    of all parts that cover it; of the instants that are ``hidden``, all."""
+    """Return the time removed from ``begin`` to ``end``, ns. Of each instant remains the product of
+    the shares of all parts that cover it; ``hidden`` instants remain whole."""
     if not parts:
         return np.zeros(len(begin))
     bounds = np.unique(np.concatenate([c for p in [*parts, (hidden, 1.0)] for c in p[0]]))
@@ -249,13 +249,13 @@ def saved_between(
 # -- loader work that moves to worker processes ----------------------------------------------------
 
 SLOWED_SHARE = {"high": 0.0, "": 0.1, "low": 0.2}
-"""Of the loading that is computed: what the rest of the step loses to workers that compute beside
-it, with the same memory and caches. Past gains of workers were 80 to 100% of a replay without it
+"""Share of the computed loading that the step loses to workers on the same memory and caches, by
+assumption. Measured gains of workers were 80 to 100% of a replay without it
 (``predictions.jsonl``)."""
 
 
 def more_workers(patch: GraphEdits, weight: Array) -> None:
-    """Changes the weights. Of edits about the same batches the one with most workers counts."""
+    """Apply loader edits to the weights; of edits of the same batches the most workers count."""
     left = np.ones(len(patch.graph), dtype=bool)
     for workers, loaded in sorted(patch.workers, key=lambda edit: -edit[0]):
         _parallelize(patch, weight, workers, loaded[left[loaded]])
@@ -263,9 +263,9 @@ def more_workers(patch: GraphEdits, weight: Array) -> None:
 
 
 def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) -> None:
-    """``workers`` processes load (where there are some: that many times as many): batches come at
-    their rate instead, uneven ones evened out by the queue. Their mean is known from those of the
-    window, to twice its standard error."""
+    """Let ``workers`` processes load, or that many times the present ones. Batches come at their
+    mean rate, since the queue evens them out. The mean is known from the window's batches, to twice
+    its standard error."""
     graph = patch.graph
     into = np.isin(graph.dst, loaded)
     program = np.flatnonzero(into & (graph.edge == Edge.PROGRAM))
@@ -300,10 +300,10 @@ def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
 
 
 def _computed_share(patch: GraphEdits, loaded: Array, share: float) -> float:
-    """Share of the loading that is computed, and needs a core wherever it is done. What was waited
-    for (storage, a sleep) needs none. Which is which follows from the operators recorded in there;
-    under the pessimistic assumption all of it is, as far as the CPU time of the process allows.
-    ``share``: the loading's own, of the step."""
+    """Return the share of the loading that is computed and so needs a core wherever it is done.
+    Waits (storage, a sleep) need none. The operators recorded during loading tell which is which.
+    Under the pessimistic assumption all is computed, as far as the process's CPU time allows.
+    ``share``: loading as a share of the step."""
     if patch.assumption == "low":
         return _max_computed_share(patch, share)
     graph, cpu = patch.graph, patch.a.trace.cpu
@@ -319,7 +319,7 @@ def _computed_share(patch: GraphEdits, loaded: Array, share: float) -> float:
 
 
 def _max_computed_share(patch: GraphEdits, share: float) -> float:
-    """The same as far as the CPU time of the process allows; not recorded: all of it."""
+    """Return the largest computed share that the process's CPU time allows; 1 if not recorded."""
     recorded = patch.a.recorded
     known = (
         None
@@ -332,8 +332,8 @@ def _max_computed_share(patch: GraphEdits, share: float) -> float:
 def _batch_share_with_workers(
     patch: GraphEdits, computed: float, share: float, workers: int
 ) -> float:
-    """What a batch takes with so many workers, as a share of what it took before: what is computed
-    has the cores that are free, and the main thread's while that loads no longer."""
+    """Return a batch's time with ``workers`` over its time before. Computing uses the free cores,
+    and the main thread's once that no longer loads."""
     recorded = patch.a.recorded
     free = None if recorded is None else recorded.free_cores
     if free is None:
@@ -343,10 +343,10 @@ def _batch_share_with_workers(
 
 
 def _batch_share_with_more_workers(patch: GraphEdits, times: int) -> float:
-    """What a batch takes with so many times the workers, as a share of what it took before. What
-    the workers compute gets the cores that they have and those that are free; the main thread has
-    one (or PyTorch's threads, where the step computes on the host), under the pessimistic
-    assumption none. Workers that wait for storage need none."""
+    """Return a batch's time with ``times`` the workers over its time before. Computing uses the
+    workers' own cores and the free ones. The main thread keeps one core, or PyTorch's threads where
+    the step computes on the host; under the pessimistic assumption none. Workers that wait for
+    storage need no core."""
     recorded = patch.a.recorded
     if recorded is None or recorded.free_cores is None or recorded.used_cores is None:
         return 1 / times
@@ -357,9 +357,9 @@ def _batch_share_with_more_workers(patch: GraphEdits, times: int) -> float:
 
 
 def _loading_share_left(patch: GraphEdits, computed: float, share: float) -> float:
-    """Share of the loading that the step goes on to take where it is computed on the host, on the
-    cores that workers would need. Under the optimistic assumption all cores share the loss. Without
-    a recording nobody knows the cores: all or none."""
+    """Return the share of the loading that still delays a step computed on the host, on cores that
+    workers need. Under the optimistic assumption all cores share the loss. Without recorded cores:
+    ``computed`` if pessimistic, else 0."""
     if not patch.a.trains_on_host:
         return 0.0
     recorded = patch.a.recorded

@@ -1,10 +1,9 @@
-"""What edits can save at most, per step, however the steps are arranged.
+"""Upper bounds on what edits can save per step, however the steps are arranged.
 
 :meth:`ExposedTime.max_saved` bounds every gain: no edit saves more than the time of what it
-touches, and on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate
-where the steps cannot be replayed: of the events that an edit touches, the instants at which
-nothing but them keeps the step from going on: device work that nothing else covers, host time
-during which the device is idle.
+selects, and on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate
+where the steps cannot be replayed. It counts the instants at which only the selected events delay
+the step: device work that nothing else covers, host time during which the device is idle.
 """
 
 from __future__ import annotations
@@ -45,19 +44,18 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MAX_LATENCY_NS = 10_000
-"""Of what precedes a piece of work on its stream, that goes with it at most: its start's latency
-(1 to 17 µs in public traces)."""
+"""Maximum start latency before a piece of work on its stream, ns: it is removed with the work (1 to
+17 µs in public traces)."""
 OF_LAUNCHES = ("dispatch", "python", "launch", "profiler", "other_thread", "unknown")
-"""Causes of idle time that launching less can end: not those that wait for something else. Batches
-that the process loads itself are such work of the host too: launching less, it loads them earlier.
-"""
+"""Causes of idle time that fewer launches can end: waits for something else are left out. Batches
+that the process loads itself count too: it then loads them earlier."""
 
 
 # -- bounds ----------------------------------------------------------------------------------------
 
 
 class SelectedWork(NamedTuple):
-    """Time that an edit can take away, ns in all steps."""
+    """Time that an edit can remove, ns in all steps."""
 
     device: float
     host: float
@@ -103,8 +101,8 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
 
 
 def _launched_inside(a: Analysis) -> Mask:
-    """Aligned with ``trace.gpu``: work of the used steps. It is launched in them, as long as the
-    host is in them, or runs in them where its launch or steps are unknown."""
+    """Return which rows of ``trace.gpu`` are work of the used steps: launched in them while the
+    host is in them, or running in them where the launch or the steps are unknown."""
     launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
     own: Mask = a.in_window.copy()
     if a.trace.cpu.is_empty() or a.steps.used.is_empty() or a.steps.source == "whole trace":
@@ -129,7 +127,7 @@ def _selected_time(a: Analysis, select: Select) -> Intervals:
 
 
 def _latency(a: Analysis, mask: Mask) -> float:
-    """Of the gaps before these pieces of work on their streams, what is their start's latency."""
+    """Return the start latency in the gaps before this work on its streams, ns in all steps."""
     gpu = a.trace.gpu.with_columns(chosen=pl.Series(mask)).sort("device", "stream", "ts")
     ended = (pl.col("ts") + pl.col("dur")).cum_max().shift(1).over("device", "stream")
     gap = gpu.select(
@@ -139,9 +137,9 @@ def _latency(a: Analysis, mask: Mask) -> float:
 
 
 def _hideable_time(a: Analysis, mask: Mask) -> float:
-    """What the rest of the steps can hide of this work: work of one name stays in order, so that
-    it hides behind all else, not behind itself. Without the host's events nothing but the device's
-    own work is known to be there."""
+    """Return the time of this work that the rest of the steps can hide, ns. Work of one name stays
+    in order, so it hides behind all else, not behind itself. Without host events only the device's
+    own work is known."""
     rest = a.spans.total if not a.trace.cpu.is_empty() else a.breakdown.busy.total
     gpu = a.trace.gpu.filter(pl.Series(mask))
     own = gpu.group_by("stream", "name").agg(pl.col("dur").sum())["dur"].to_numpy()
@@ -152,11 +150,11 @@ def _hideable_time(a: Analysis, mask: Mask) -> float:
 
 
 class GainClaim(NamedTuple):
-    """Instants of the window that a fix would save, and which share of them."""
+    """Instants of the window that a fix would save, and the share of them that it saves."""
 
     time: Intervals
     shares: tuple[float, float, float]
-    """The central one, that of the pessimistic assumption, that of the optimistic one."""
+    """Shares under the central, the pessimistic and the optimistic assumption."""
 
 
 def claim_time(a: Analysis, edit: Edit) -> GainClaim:
@@ -170,7 +168,7 @@ def claim_time(a: Analysis, edit: Edit) -> GainClaim:
 
 
 def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
-    """The instants at which only the selected events keep the step from going on."""
+    """Return the instants at which only the selected events delay the step."""
     select = edit.select
     if (waits := waits_on_host(a, select)) is not None:
         return waits
@@ -197,7 +195,7 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
 
 
 def _bubbles(a: Analysis, mask: Mask) -> Intervals:
-    """Idle time that the selected synchronising calls leave behind them."""
+    """Return the idle time that the selected synchronising calls leave behind them."""
     syncs = a.syncs
     if syncs.is_empty():
         return EMPTY
@@ -210,8 +208,7 @@ def _bubbles(a: Analysis, mask: Mask) -> Intervals:
 
 
 class ExposedTime:
-    """Of one window: what edits save by exposed time, and what they can save at most; ns per
-    step."""
+    """Estimates and upper bounds of what edits save in one window, by exposed time; ns per step."""
 
     def __init__(self, a: Analysis) -> None:
         self.a = a
@@ -220,7 +217,7 @@ class ExposedTime:
 
     @cached_property
     def _idle(self) -> tuple[float, float]:
-        """(the device's idle time, what of that launching less can end), ns in all steps."""
+        """Device idle time, and the part of it that fewer launches can end, ns in all steps."""
         a, span = self.a, float(self.a.spans.total)
         if a.device_id is None:
             return span, span
@@ -232,9 +229,9 @@ class ExposedTime:
         return span - busy, launching
 
     def max_saved(self, edits: Sequence[Edit], *, optimistic: bool = False) -> float:
-        """What edits save together at most: the device's time in what they touch there, and of the
-        host's time no more than the device idles. ``optimistic``: by the factors that make the gain
-        large."""
+        """Return the most that edits save together, ns per step: the device time that they select,
+        and host time up to the device's idle time. ``optimistic``: by the factors that make the
+        gain large."""
         if not self.a.step_count or any(e.op in ("resize", "remove_skew") for e in edits):
             return self.a.step_ns
         idle, launching = self._idle
@@ -253,8 +250,8 @@ class ExposedTime:
         return min(total, float(self.a.spans.total)) / self.a.step_count
 
     def beside_compute(self, edits: Sequence[Edit]) -> float:
-        """Time of collectives on the host that edits take away and that operators hide: the library
-        computes on cores that these then have to themselves."""
+        """Return the hidden time of host collectives that edits remove, ns per step. Operators then
+        have the cores to themselves on which the library computes."""
         hidden = 0.0
         for edit in dict.fromkeys(edits):
             table = collectives_on_host(self.a, edit.select)
@@ -265,8 +262,8 @@ class ExposedTime:
         return hidden / max(1, self.a.step_count)
 
     def saved(self, edits: Sequence[Edit]) -> tuple[float, float, float]:
-        """(central, low, high) of all together. An instant that several edits touch counts once,
-        with the largest of their shares."""
+        """Return the (central, low, high) savings of all edits together, ns per step. An instant
+        that several edits select counts once, with the largest of their shares."""
         for edit in edits:
             if edit not in self._claims:
                 self._claims[edit] = claim_time(self.a, edit)

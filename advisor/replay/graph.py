@@ -27,47 +27,47 @@ NEVER = -1e18
 # -- latencies, measured from the trace ------------------------------------------------------------
 
 LAUNCH_NS, GAP_NS = 2_000.0, 1_500.0
-"""Launch latency and gap between kernels of one stream where the trace shows too few of them."""
+"""Default launch latency and gap between kernels of one stream, ns, where the trace has too few."""
 CROSS_STREAM_NS = 2_000.0
 CALL_NS = 5_000.0
 SYNC_RETURN_NS = 8_000.0
 REACH_NS = 15_000
-"""How long after another stream's work a released start may come: event and scheduling latency."""
+"""Maximum event and scheduling latency of a start after another stream's work, ns."""
 MAX_LATENCY_NS, MAX_STAGING_NS = 50_000, 2_000_000
-"""Measured on idle streams: 1 to 17 µs for kernels, 55 to 260 µs to stage a pageable copy."""
+"""Maximum latencies, ns; measured idle: 1 to 17 µs for kernels, 55 to 260 µs for staged copies."""
 BUSY_NS = 2_000
-"""A device that ended this long before a launch call was idle when it came."""
+"""Minimum idle time of a device before a launch call for it to count as idle, ns."""
 QUEUED_NS = 20_000
-"""Work that was launched this long before its stream had room did not wait for its launch."""
+"""Work launched this long before its stream had room did not wait for its launch, ns."""
 FEW, ENOUGH = 3, 5
-"""Cases that a median is taken of: of all of a kind, and of one group of it."""
+"""Minimum number of cases for a median: of all device work, and of one group or kind."""
 
 
 @dataclass
 class Latencies:
-    """Medians, ns; a usual value stands in for what the trace shows too seldom."""
+    """Median latencies, ns; a usual value stands in for what the trace shows too seldom."""
 
     launch: Array = field(default_factory=lambda: np.zeros(0))
-    """By group of device work (``DeviceWork.groups``): from the end of the launch call to the
-    start on an idle stream; may be negative."""
+    """Launch latency by group of device work (``DeviceWork.groups``): from the end of the launch
+    call to the start on an idle stream; may be negative."""
     gap: Array = field(default_factory=lambda: np.zeros(0))
-    """By group: from the end of one piece of work to the start of the next of its stream, when
+    """Gap by group: from the end of one piece of work to the start of the next on its stream, when
     that had long been launched."""
     cross_stream: float = CROSS_STREAM_NS
-    """From the end of one stream's work to the start of another's that waited for it."""
+    """Latency from the end of one stream's work to the start of another's that waited for it."""
     sync_call: float = CALL_NS
-    """What a call costs that may block the host, and did not."""
+    """Cost of a call that may block the host but did not."""
     sync_return: float = SYNC_RETURN_NS
-    """From the end of the awaited work to the return of the call that waited for it."""
+    """Latency from the end of the awaited work to the return of the call that waited for it."""
 
 
 def median_or(sample: Array, default: float) -> float:
-    """The median of a sample; the usual value where there are too few."""
+    """Return the median of a sample; ``default`` if it has fewer than ``FEW`` values."""
     return float(np.median(sample)) if len(sample) >= FEW else default
 
 
 def measure_latencies(work: DeviceWork) -> Latencies:
-    """The latencies of starts, from starts that had nothing else to wait for."""
+    """Measure start latencies from starts that had nothing else to wait for."""
     before = work.previous
     ended = np.where(before >= 0, (work.ts + work.dur)[before], np.iinfo(np.int64).min // 2)
     known = work.launch >= 0
@@ -95,8 +95,8 @@ def measure_latencies(work: DeviceWork) -> Latencies:
 def _by_group(
     values: Array, chosen: Array, work: DeviceWork, similar: Array, default: float
 ) -> Array:
-    """The median of each group, with those similar to it; else that of its kind (kernel, copy or
-    memset), else that of all device work."""
+    """Return the median of each group, with those similar to it; else that of its kind (kernel,
+    copy or memset), else that of all device work."""
     every = median_or(values[chosen], default)
     of_kind = {}
     for kind in np.unique(work.kind).tolist():
@@ -114,7 +114,7 @@ def _by_group(
 
 
 class Node(IntEnum):
-    """What a node stands for."""
+    """Kind of moment that a node stands for."""
 
     SOURCE = 0  # the start of the window
     LAUNCH = 1  # start of a call that puts work on the device
@@ -128,7 +128,7 @@ class Node(IntEnum):
 
 
 class Edge(IntEnum):
-    """What an edge stands for."""
+    """Kind of dependency that an edge stands for."""
 
     PROGRAM = 0  # host time on a thread
     LAUNCH = 1  # launch call -> device work
@@ -153,7 +153,7 @@ class Graph:
     lane: Array
     """Host thread, or number of the (device, stream) pair of device nodes."""
     time: Array
-    """Measured: when it happened; ends for device nodes."""
+    """Measured time of each node; of device work its end."""
     dur: Array
     """Device work: duration; host points: 0."""
     src: Array
@@ -162,40 +162,40 @@ class Graph:
     edge: Array
     """Edge kinds, uint8."""
     from_start: Array
-    """The edge leaves from the start of device work instead of its end."""
+    """Whether the edge leaves from the start of device work instead of its end."""
     lanes: list[tuple[int, int]]
     """(device, stream) of each lane of device nodes."""
     step_boundaries: Array
     """Node of each step boundary: one more than there are steps."""
     last_nodes: list[Array]
-    """For each step: device nodes that must be done for it to be complete (last a lane)."""
+    """Device nodes that must be done for each step to be complete: the last of each lane."""
     origin: int
     """Trace time of the window's start, ns."""
     steps: tuple[int, int]
     """First step and one after the last, indices into the steps table."""
     cycle_steps: int = 1
-    """Steps after which the loop repeats itself, where every n-th one is long."""
+    """Number of steps after which the loop repeats itself, where every n-th step is long."""
     launched_before_window: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Device nodes: what the host was ahead by when the window began."""
+    """Device nodes launched before the window: by these the host was ahead when it began."""
     background_lanes: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Lanes with only work that other threads launch, which the step does not wait for."""
     queue_waits: dict[int, Intervals] = field(default_factory=dict)
-    """By host thread: time in launch calls that was a wait for room in the queue."""
+    """Time in launch calls that was a wait for room in the queue, by host thread."""
     latencies: Latencies = field(default_factory=Latencies)
     hard: dict[str, tuple[Array, Array]] = field(default_factory=dict)
-    """The hard parts by name: nodes with which a wait ends, and how long each waited, ns."""
+    """Nodes at which waits end, and how long each waited, ns; by name of the model's hard part."""
 
     def __len__(self) -> int:
         return len(self.kind)
 
     @property
     def device(self) -> Array:
-        """The nodes that are device work."""
+        """Nodes that are device work."""
         return np.flatnonzero(self.kind == Node.DEVICE)
 
     def steps_of_launch(self) -> Array:
-        """For each node the step (from 0) of the window in which it came, for device work that in
-        which it was launched; -1: before the window or not known."""
+        """Return the window's step (from 0) of each node; of device work that of its launch. -1:
+        launched before the window, or unknown."""
         step = np.searchsorted(self.step_boundaries, np.arange(len(self)), side="right") - 1
         launch = np.flatnonzero((self.edge == Edge.LAUNCH) & (self.src > 0))
         step[self.device] = -1
@@ -203,7 +203,7 @@ class Graph:
         return step
 
     def earliest_time(self) -> Array:
-        """For each node, when its edges allow it, given that all others happen as measured."""
+        """Return the earliest time that each node's edges allow, all others as measured, ns."""
         base = self.time[self.src] - np.where(self.from_start, self.dur[self.src], 0)
         allowed = np.full(len(self), NEVER)
         np.maximum.at(allowed, self.dst, base + self.weight)
@@ -239,7 +239,7 @@ class EdgeList:
         )
 
     def drop_program(self, nodes: Array) -> None:
-        """Forget the program edges into these nodes: something else decides when they come."""
+        """Remove the program edges into these nodes: something else decides when they come."""
         self._parts = [
             tuple(c[~((p[3] == Edge.PROGRAM) & np.isin(p[1], nodes))] for c in p)
             for p in self._parts
@@ -256,7 +256,7 @@ class EdgeList:
             part[2][index] = np.minimum(part[2][index], limit[part[1][index]])
 
     def write_to_graph(self) -> None:
-        """Put them into the graph, ordered by the node they lead into."""
+        """Write the edges into the graph, ordered by the node they lead into."""
         columns = [np.concatenate(c) for c in zip(*self._parts, strict=True)]
         order = np.argsort(columns[1], kind="stable")
         g = self.graph
@@ -266,7 +266,7 @@ class EdgeList:
 def add_edges(
     graph: Graph, weight: Array, extra: list[tuple[int, int, float, int]], **changed: object
 ) -> tuple[Graph, Array]:
-    """The graph with further edges (source, target, weight, kind) and with fields changed."""
+    """Return the graph with further edges (source, target, weight, kind) and changed fields."""
     src, dst, value, kind = (np.array(c) for c in zip(*extra, strict=True)) if extra else _NO_EDGES
     dst = np.concatenate([graph.dst, dst.astype(np.int64)])
     order = np.argsort(dst, kind="stable")

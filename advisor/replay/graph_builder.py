@@ -1,4 +1,4 @@
-"""From tables to the dependency graph of a run of consecutive steps."""
+"""Construction of the dependency graph of consecutive steps from the tables of a trace."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MAX_NODES = 30_000
-"""Nodes that one replay may have: about 15 ms. Longer recordings are represented by a run of
-consecutive steps in their middle."""
+"""Maximum number of nodes of one replay, which takes about 15 ms. Longer recordings are represented
+by consecutive steps in their middle."""
 
 
 def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]:
-    """First step and one after the last (rows of the steps table) of the run to replay: all
-    consecutive used steps, or the middle ones when that would be more than ``limit`` nodes; at
-    least three where there are three; whole cycles where every n-th step is long. Long steps that
-    leave no three others in a row are the loop's own pace, and replayed with them."""
+    """Return the run of steps to replay: its first row of the steps table and one after its last.
+    It is the longest run of used steps, or the middle of it beyond ``limit`` nodes, at least three
+    where there are three. Where every n-th step is long it is whole cycles. Long steps that leave
+    no three others in a row are the loop's own pace, and replayed with them."""
     used = a.steps.table["used"].to_numpy()
     group = _longest_run(used)
     if 0 < len(group) < 3:
@@ -55,14 +55,14 @@ def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]
 
 
 def _longest_run(wanted: Array) -> Array:
-    """The longest run of consecutive places that are wanted."""
+    """Return the longest run of consecutive wanted rows."""
     rows = np.flatnonzero(wanted)
     return max(np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1), key=len)
 
 
 def _cycle_steps(a: Analysis, first: int, last: int) -> int:
-    """Every how many of these steps a long one comes; 1: they are similar, or long ones come as
-    they like."""
+    """Return n where every n-th of these steps is long; 1 if they are similar, or the long ones
+    come irregularly."""
     dur = a.steps.table["dur"].to_numpy()[first:last]
     if not len(dur) or dur.max() <= OUTLIER_FACTOR * dur.min():
         return 1
@@ -71,7 +71,7 @@ def _cycle_steps(a: Analysis, first: int, last: int) -> int:
 
 
 def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
-    """The graph of the given steps (rows of the steps table; default: representative ones)."""
+    """Build the graph of the given rows of the steps table; default: representative steps."""
     trace = a.trace
     steps = representative_steps(a) if steps is None else steps
     table = a.steps.marks[steps[0] : steps[1]]
@@ -129,9 +129,9 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
 
 
 def host_end(a: Analysis, table: pl.DataFrame) -> int:
-    """When the main thread was done with the last step. The steps table has the end of its device
-    work if that was later, and that is to be replayed, not copied. A recording without steps lasts
-    until a wait for that work returns."""
+    """Return when the main thread was done with the last step, ns. The steps table may end with its
+    device work, which is to be replayed, not copied. A recording without steps ends when a wait for
+    that work returns."""
     trace = a.trace
     end, begin = int(table["end"][-1]), int(table["ts"][-1])
     if trace.main_thread is None:
@@ -158,9 +158,9 @@ def host_end(a: Analysis, table: pl.DataFrame) -> int:
 def _behind_awaited_work(
     trace: Trace, thread: Array, time: Array, kind: Array, row: Array
 ) -> Array:
-    """The times of the points, but none before the end of work that its thread has waited for:
-    where the clocks of the trace disagree, a wait may seem to end sooner. Every edge leads forward
-    in this order."""
+    """Return the times of the points, moved behind the end of work that their thread has waited
+    for. Where the trace's clocks disagree, a wait may seem to end sooner. In the new order every
+    edge leads forward."""
     result = time.copy()
     back = np.flatnonzero(kind == Node.SYNC_END)
     result[back] += work_past_return_ns(trace, row[back])
@@ -179,7 +179,7 @@ def _join(
     work: DeviceWork,
     start: int,
 ) -> Graph:
-    """One list of nodes in order of time: host points by ``place``, device work by its start."""
+    """Merge all nodes in order of time: host points by ``place``, device work by its start."""
     hosts, devices = len(time), len(work.row)
     # work that runs when the window begins counts from there
     begin = np.maximum(work.ts, start)
@@ -214,14 +214,14 @@ def _join(
 
 
 def _same_as_before(values: Array) -> Array:
-    """Which values equal the one before them; the first never does."""
+    """Return which values equal the one before them; the first never does."""
     same = np.zeros(len(values), dtype=bool)
     same[1:] = values[1:] == values[:-1]
     return same
 
 
 def _program(edges: EdgeList, graph: Graph) -> None:
-    """Host time between consecutive points of a thread; the first of each follows the source."""
+    """Add host time between a thread's consecutive points; the first of each follows the source."""
     host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
     same = _same_as_before(graph.lane[order])
@@ -232,9 +232,9 @@ def _program(edges: EdgeList, graph: Graph) -> None:
 
 
 def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
-    """A starved loader delivers at the rate of its workers, however early it is asked. Without
-    workers the call is host time; its rate edge is there, switched off, for edits that spread
-    the work over workers."""
+    """Add the edges of the loader: a starved one delivers at the rate of its workers, whenever
+    asked. Without workers the call is host time. Its rate edge is switched off, for edits that move
+    the work to workers."""
     asked = np.flatnonzero(graph.kind == Node.LOADER)
     loaded = np.flatnonzero(graph.kind == Node.LOADER_END)
     if not len(loaded):
@@ -289,7 +289,7 @@ def _boundaries(graph: Graph, bounds: Array) -> Array:
 
 
 def _launched_before_window(graph: Graph, work: DeviceWork) -> Array:
-    """Work whose launch is not in the window, before the first of its stream whose launch is."""
+    """Return device nodes launched before the window, ahead of their stream's first launch."""
     if not len(work.row):
         return np.zeros(0, dtype=np.int64)
     launched = work.launch >= 0
@@ -301,7 +301,7 @@ def _launched_before_window(graph: Graph, work: DeviceWork) -> Array:
 
 
 def _step_threads(main: int | None, handoffs: Handoff) -> list[int]:
-    """The main thread and those it works with in turns."""
+    """Return the main thread and those that take turns with it; empty if it is unknown."""
     if main is None:
         return []
     pairs = np.stack([handoffs.waiter, handoffs.worker])
@@ -315,8 +315,8 @@ def _step_threads(main: int | None, handoffs: Handoff) -> list[int]:
 
 
 def _last_work(trace: Trace, graph: Graph, work: DeviceWork, bounds: Array) -> list[Array]:
-    """The last device node of every lane launched inside each step (or started, if unknown). What
-    threads launch that work on their own is not part of the step."""
+    """Return the last device node of each lane launched in each step (or started, if unknown). Work
+    that background threads launch is not part of the step."""
     nodes = device_nodes(graph, work)[work.on_step_threads] if len(work.row) else graph.device
     nodes = np.sort(nodes)
     launch = trace.gpu["launch"].gather(pl.Series(graph.row[nodes])).fill_null(-1).to_numpy()

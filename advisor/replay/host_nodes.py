@@ -1,11 +1,10 @@
 """Host points: the moments on host threads that device work or other threads depend on.
 
-Threads hand over to each other. While autograd's thread runs backward the main thread has nothing
-to say, and the other way round. So where one thread falls silent, another works inside that silence
-and nowhere across its borders, and little of the silence is left over, the first one waited for the
-second: its last event woke the other, the other's last event woke it. Where the other one ran
-backward nodes of autograd that is certain, and what is left over may be any Python that was not
-recorded.
+Threads hand over to each other: while autograd's thread runs backward the main thread is silent,
+and the other way round. A silent thread waited for another if that works inside the silence and not
+across its borders, and little of the silence is left over. Then the first one's last event woke the
+other, and the other's last event woke it. Where the other one ran backward nodes of autograd that
+is certain, and what is left over may be any Python that was not recorded.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
     from advisor.core.trace import Trace
 
 STARVED_NS, STARVED_SHARE = 500_000, 0.05
-"""A call of a loader with workers that takes longer than this, and than this share of the step,
-waited for them. Handing over a batch that is ready takes less; and that workers fall short of a
-step by so little that the wait decides nothing would be chance."""
+"""Minimum length, ns and share of the step, of a call of a loader with workers that waited for
+them. Handing over a batch that is ready takes less, and a wait of a smaller share decides
+nothing."""
 READY_BATCH_NS = {"high": 200_000.0, "": 1_500_000.0, "low": 4_000_000.0}
-"""Taking over a batch that a loader worker has ready, by assumption: 0.1 to 0.3 ms in public A100
-traces, 1.4 to 1.7 ms in the pairs of traces with four workers, 1.5 ms for 8 KiB and 4 ms for 2 MiB
-on two busy cores (``benchmarks/bench_hand_over.py``)."""
+"""Time to take over a batch that a loader worker has ready, ns, by assumption. Public A100 traces:
+0.1 to 0.3 ms; pairs of traces with four workers: 1.4 to 1.7 ms. Two busy cores: 1.5 ms for 8 KiB, 4
+ms for 2 MiB (``benchmarks/bench_hand_over.py``)."""
 MIN_READY = 3
-"""Batches that were ready, from which their median stands for the others."""
+"""Minimum number of ready batches for their median to stand for the others."""
 SLOW_LAUNCH_NS = 50_000
-"""A launch call longer than this did something else than launch, or waited."""
+"""Length above which a launch call did something else than launch, or waited, ns."""
 
 _ORDER = {
     Node.SYNC_END: 0,
@@ -48,7 +47,7 @@ _ORDER = {
     Node.SYNC: 3,
     Node.LOADER: 3,
 }
-"""At one instant of a thread: ends, then boundaries, then hand-overs, then starts."""
+"""Order at one instant of a thread: ends, then boundaries, then hand-overs, then starts."""
 _AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in Node])
 
 
@@ -65,7 +64,7 @@ class HostNodes:
         self.parts.append((owner, np.asarray(time), np.full(len(time), kind), rows))
 
     def columns(self) -> tuple[Array, Array, Array, Array]:
-        """(thread, time, kind, row) ordered by thread and time; duplicates removed."""
+        """Return (thread, time, kind, row) ordered by thread and time, without duplicates."""
         thread, time, kind, row = (
             np.concatenate(column).astype(np.int64) for column in zip(*self.parts, strict=True)
         )
@@ -83,16 +82,16 @@ class HostNodes:
 
 
 def launch_rows(trace: Trace, start: int, end: int) -> Array:
-    """Rows of ``trace.cpu``: calls in [start, end) that put work on a device."""
+    """Return the rows of ``trace.cpu`` that are calls in [start, end) that put work on a device."""
     rows: Array = trace.gpu["launch"].drop_nulls().unique().sort().to_numpy()
     ts = trace.cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
 
 
 def wait_rows(trace: Trace, start: int, end: int) -> Array:
-    """Rows of ``trace.cpu``: calls in [start, end) that may block the host until the device has
-    got somewhere: synchronising calls, synchronous copies, copies that held their call whatever
-    its name, and long calls that returned as a stream ran empty."""
+    """Return the rows of ``trace.cpu`` that are calls in [start, end) which may block the host.
+    These are synchronising calls, synchronous copies, copies that held their call whatever its
+    name, and long calls that returned as a stream ran empty."""
     cpu = trace.cpu
     call = cpu["call"].is_in(["sync_device", "sync_stream", "sync_event", "memcpy_blocking"])
     named = np.flatnonzero(call.fill_null(False).to_numpy())
@@ -103,9 +102,9 @@ def wait_rows(trace: Trace, start: int, end: int) -> Array:
 
 
 def loader_rows(trace: Trace, start: int, end: int, step_ns: float) -> Array:
-    """Rows of ``trace.cpu``: calls for the next batch in [start, end): without worker processes
-    the work itself, otherwise those that took long and so were waits for them. ``step_ns``: mean
-    time of a step."""
+    """Return the rows of ``trace.cpu`` that ask for the next batch in [start, end). Without workers
+    the call is the loading itself; with workers only long calls count, which waited for them.
+    ``step_ns``: mean step time."""
     cpu = trace.cpu
     starved = (_long_wait(trace, step_ns) | ~name_matches(cpu["name"], WORKERS)).to_numpy()
     rows = np.flatnonzero(name_matches(cpu["name"], LOADER).to_numpy() & starved)
@@ -114,8 +113,8 @@ def loader_rows(trace: Trace, start: int, end: int, step_ns: float) -> Array:
 
 
 def ready_batch_ns(trace: Trace, step_ns: float, assumption: str) -> float:
-    """What taking over a batch costs that a worker has ready: what the trace shows of such batches,
-    else what it was measured to. ``assumption``: ``low`` or ``high``, of the gain."""
+    """Return the time to take over a batch that a worker has ready, ns: the trace's median, else as
+    ``READY_BATCH_NS`` has it. ``assumption``: ``low`` or ``high``, of the gain."""
     cpu = trace.cpu
     ready = cpu.filter(name_matches(cpu["name"], WORKERS) & ~_long_wait(trace, step_ns))
     if ready.height < MIN_READY:
@@ -130,25 +129,25 @@ def _long_wait(trace: Trace, step_ns: float) -> pl.Series:
 # -- hand-over between host threads ----------------------------------------------------------------
 
 MIN_SILENCE_NS = 50_000
-"""Shorter silences are ordinary gaps between operators."""
+"""Minimum length of a silence, ns: shorter ones are ordinary gaps between operators."""
 MIN_AT_WORK = 0.3
-"""Of the silence: how much of it the other thread must be at work, or it was there by chance."""
+"""Minimum share of a silence that the other thread works in it, or it was there by chance."""
 LEFT_OVER_SHARE = 0.3
 LEFT_OVER_NS = 400_000
-"""Waking a thread takes tens of µs, plus what Python does around ``backward()``."""
+"""Maximum of a silence left over, ns: to wake a thread, and for Python around ``backward()``."""
 
 ENGINE = r"^autograd::engine::evaluate_function"
 OPERATOR = r"::|Backward\d*$"
-"""Operators and nodes of autograd. What else has an operator's category is a range that somebody
-named, and says nothing of what its thread does inside."""
+"""Pattern of operators and autograd nodes. Other events with an operator's category are named
+ranges, which do not show that their thread works."""
 OVERRUN_SHARE = 0.05
-"""Of the silence: how far the work of the other thread may reach across its borders."""
+"""Share of the silence by which the other thread's work may reach across its borders."""
 
 
 class Handoff(NamedTuple):
-    """``waiter`` fell silent at ``wait_start``; ``worker`` worked from ``work_start`` (-1: it was
-    at work already) to ``work_end``; ``waiter`` went on at ``wait_end``. All columns, times in
-    ns."""
+    """Columns of hand-overs, times in ns. ``waiter`` fell silent at ``wait_start`` and went on at
+    ``wait_end``; ``worker`` worked from ``work_start`` (-1: it was at work already) to
+    ``work_end``."""
 
     waiter: Array
     worker: Array
@@ -159,8 +158,8 @@ class Handoff(NamedTuple):
 
 
 def find_handoffs(trace: Trace, threads: Array, start: int, end: int, waiting: Array) -> Handoff:
-    """Hand-overs among ``threads`` inside [start, end). ``waiting``: rows of ``trace.cpu`` that
-    explain a silence otherwise (waits for the data loader)."""
+    """Find hand-overs among ``threads`` inside [start, end). ``waiting``: rows of ``trace.cpu``
+    that explain a silence otherwise (waits for the data loader)."""
     active = {int(t): _active(trace, int(t), start, end, waiting) for t in threads}
     engine = _engine(trace, active)
     busy = {t: _without_short_gaps(own) for t, own in active.items()}
@@ -214,7 +213,7 @@ def find_handoffs(trace: Trace, threads: Array, start: int, end: int, waiting: A
 
 
 def _one_waker(table: Array) -> Array:
-    """A stretch of work was handed over once: by the thread that in general leaves least over."""
+    """Keep one hand-over per stretch of work: by the thread that usually leaves least over."""
     pair = table[:, 0] * (table[:, :2].max(initial=0) + 1) + table[:, 1]
     rest = np.maximum(table[:, 3] - table[:, 2], 0) + (table[:, 5] - table[:, 4])
     usual = {p: float(np.median(rest[pair == p])) for p in np.unique(pair).tolist()}
@@ -224,7 +223,7 @@ def _one_waker(table: Array) -> Array:
 
 
 def _inside(busy: Intervals, time: Array, spare: Array) -> Array:
-    """Whether each instant lies inside a busy stretch, more than ``spare`` from its borders."""
+    """Return whether each instant lies in a busy stretch, more than ``spare`` from its borders."""
     if not len(busy):
         return np.zeros(len(time), dtype=bool)
     index = np.maximum(np.searchsorted(busy.start, time, side="right") - 1, 0)
@@ -233,7 +232,7 @@ def _inside(busy: Intervals, time: Array, spare: Array) -> Array:
 
 
 def _without_short_gaps(active: Intervals) -> Intervals:
-    """The same with gaps closed that are no silences."""
+    """Return the intervals with gaps closed that are shorter than ``MIN_SILENCE_NS``."""
     if not len(active):
         return active
     apart = active.start[1:] - active.end[:-1] >= MIN_SILENCE_NS
@@ -241,8 +240,8 @@ def _without_short_gaps(active: Intervals) -> Intervals:
 
 
 def _without_blips(own: Intervals, busy: Intervals) -> Intervals:
-    """Stretches of work of a thread, without short ones in the midst of another thread's: what a
-    waiting thread does between two looks at a lock is no end of its waiting."""
+    """Return a thread's stretches of work without short ones in the midst of another thread's: a
+    waiting thread that looks at a lock still waits."""
     if len(own) < 3 or not len(busy):
         return own
     index = np.maximum(np.searchsorted(busy.start, own.start, side="right") - 1, 0)
@@ -255,15 +254,15 @@ def _without_blips(own: Intervals, busy: Intervals) -> Intervals:
 
 
 def _engine(trace: Trace, active: dict[int, Intervals]) -> dict[int, Array]:
-    """When backward nodes began, by thread, in order."""
+    """Return the start times of backward nodes by thread, in order."""
     rows = np.flatnonzero(name_matches(trace.cpu["name"], ENGINE).to_numpy())
     thread, ts = trace.cpu["thread"].to_numpy()[rows], trace.cpu["ts"].to_numpy()[rows]
     return {owner: np.sort(ts[thread == owner]) for owner in active}
 
 
 def _active(trace: Trace, thread: int, start: int, end: int, waiting: Array) -> Intervals:
-    """When the thread ran operators or runtime calls. Python frames and ranges span waits, but a
-    thread that enters or leaves one of them runs at that instant."""
+    """Return when the thread ran operators or runtime calls. Python frames and ranges span waits,
+    so only the instants at which they are entered or left count."""
     cpu = trace.cpu.with_row_index("row").filter(
         (pl.col("thread") == thread)
         & (

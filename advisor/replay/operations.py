@@ -1,4 +1,4 @@
-"""The operations of edits: what each takes away."""
+"""The operations of edits: what each removes from the graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOFLINE_SHARE = 0.75
 def collect(
     selected: Selection, edits: Sequence[Edit], assumption: str = "", dur: Array | None = None
 ) -> GraphEdits:
-    """What edits take away together, each once. ``assumption`` and ``dur``: see
+    """Collect what edits remove together, each once. ``assumption`` and ``dur``: see
     :class:`GraphEdits`."""
     result = GraphEdits(selected, assumption, dur)
     # merging looks at which waits are left
@@ -42,7 +42,7 @@ def collect(
 
 
 def of_device(patch: GraphEdits, select: Select) -> bool:
-    """Not collectives that run on the host, because there is no device."""
+    """Return False for collectives that run on the host because there is no device, else True."""
     return collectives_on_host(patch.a, select) is None
 
 
@@ -72,7 +72,7 @@ def scale(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def roofline(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Kernels that reach less than ``factor`` of their attainable rate come to reach it."""
+    """Speed up kernels below ``factor`` of their attainable rate until they reach it."""
     nodes = patch.selected.device_work(edit.select)
     target = patch.selected.roofline_ns[nodes] / (
         ROOFLINE_SHARE if factor is None else max(factor, 1e-3)
@@ -81,10 +81,10 @@ def roofline(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Another batch size. Work that fills the device grows with it; work that leaves part of
-    it empty grows once it is full, or once its FLOPs and bytes take as long; copies grow with it;
-    collectives of gradients and the optimizer stay. Host time stays, but for the loader's. Steps
-    are then to be judged by time per sample."""
+    """Change the batch size. Work that fills the device grows with it. Work that leaves part of it
+    empty grows once it is full, or once its FLOPs and bytes take as long. Copies grow; collectives
+    of gradients and the optimizer stay, and host time but for the loader's. Judge the step by time
+    per sample."""
     factor = 1.0 if factor is None else max(factor, 1e-3)
     nodes = patch.selected.device_work(edit.select)
     fill = np.nan_to_num(patch.selected.waves[nodes], nan=1.0)
@@ -100,8 +100,8 @@ def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def remove_skew(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """A rank that keeps nobody waiting. Without the other ranks' replay: ``factor`` of the
-    collectives' time remains, if that is given."""
+    """Let a rank keep no other one waiting. Without the other ranks' replay ``factor`` of the
+    collectives' time remains, if given."""
     nodes = patch.selected.device_work(edit.select)
     if patch.joint:
         patch.no_skew[nodes] = True
@@ -110,9 +110,9 @@ def remove_skew(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """The work moves to a stream of its own: see ``overlap.py``. Collectives of the host hide under
-    the other work of the steps, as far as it lasts and there are cores for both: not under the
-    pessimistic assumption."""
+    """Move the work to a stream of its own: see ``overlap.py``. Collectives on the host hide behind
+    the steps' other work, as far as it lasts and cores are free for both; under the pessimistic
+    assumption not at all."""
     if not of_device(patch, edit.select):
         hidden = patch.selected.hidden_on_host(edit.select)
         share = {"low": 0.0, "high": 1.0}.get(patch.assumption, 0.5) if edit.ahead else 1.0
@@ -125,14 +125,14 @@ def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def make_async(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Blocking calls no longer wait: they cost what a call costs."""
+    """Let blocking calls no longer wait: each costs what a call costs that does not block."""
     patch.unblocked[patch.selected.wait_ends(edit.select)] = True
 
 
 def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Neighbours on a stream become one kernel that takes ``factor`` of their time; the
-    launches and operators of all but the first go. Not across a step's end, nor across a
-    moment that the host or another stream waits for: what comes after it may depend on that."""
+    """Merge neighbours on a stream into one kernel that takes ``factor`` of their time. The
+    launches and operators of all but the first are removed. Kernels are not merged across a step's
+    end or a moment that the host or another stream waits for: the next may depend on it."""
     if not of_device(patch, edit.select):
         patch.shrink_host(patch.selected.host_time(edit.select), 1.0 if factor is None else factor)
         return
@@ -153,7 +153,7 @@ def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Host time around launches goes, but for what a graph's node costs."""
+    """Remove host time around launches, but for the cost of a CUDA graph's node."""
     cost = GRAPH_LAUNCH_NS if edit.host_ns is None else float(edit.host_ns)
     if edit.select.on != "gpu":
         patch.capture(patch.selected.host_time(edit.select), cost)
@@ -163,7 +163,7 @@ def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def parallelize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Loader work moves to worker processes: see ``edited_graph.py``."""
+    """Move loader work to worker processes: see ``edited_graph.py``."""
     loaded = np.flatnonzero(patch.graph.kind == Node.LOADER_END)
     chosen = patch.selected.host_rows(edit.select)[patch.graph.row[loaded]]
     patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))

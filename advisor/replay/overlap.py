@@ -1,10 +1,10 @@
-"""Work that moves to streams of its own, beside what it was in the way of.
+"""Work that moves to streams of its own, beside what waited for it.
 
-Moved work keeps its launch, the events it waits for and, unless it copies to the device, what its
-stream ran before it: that produces what it takes. Work of one name stays in order. What waited for
-it (its stream, another one, the host) waits instead for what the moved work waited for, and for the
-same work one step earlier; in a recording without steps, for the one of that name before it. A wait
-for the whole device still waits for it, unless it is issued earlier too; so does the end of a step.
+Moved work keeps its launch, the events it waits for and its inputs: unless it copies to the device,
+what its stream ran before it. Work of one name stays in order. What waited for it (its stream,
+another one, the host) waits instead for what the moved work waited for, and for the same work one
+step earlier; in a recording without steps, for the one of that name before it. A wait for the whole
+device still waits for it, unless it is issued earlier too; so does the end of a step.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from advisor.replay.edited_graph import GraphEdits
 
 WAITING = (Edge.STREAM, Edge.CROSS_STREAM, Edge.SYNC, Edge.QUEUE)
-"""Edges out of moved work that something else waits by."""
+"""Kinds of edges out of moved work by which something else waits for it."""
 
 
 def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
-    """The graph, and its weights, with the moved work on streams of its own."""
+    """Return the graph and its weights with the moved work on streams of its own."""
     graph, trace = patch.graph, patch.a.trace
     moved = patch.moved  # what is removed too takes no time, where it goes
     nodes = np.flatnonzero(moved)
@@ -39,9 +39,9 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
     live = np.flatnonzero(weight > NEVER)
     leads_in = moved[graph.dst[live]] & np.isin(graph.edge[live], [Edge.STREAM, Edge.CROSS_STREAM])
     stands: dict[int, dict[int, tuple[int, float]]] = {}
-    """Of moved work: what its place in the stream still waits for, by lane, with the delay."""
+    """Work that the moved work's place in its stream still waits for, by lane, with the delay."""
     awaited: dict[int, dict[int, int]] = {}
-    """The earlier work of each group that is waited for in its place."""
+    """Earlier work of each group that is waited for in place of the moved work."""
     last_of: dict[int, int] = {}
     edges_in: dict[int, list[int]] = {}
     for edge in live[leads_in].tolist():
@@ -90,7 +90,7 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
 
 
 def _groups(patch: GraphEdits) -> Array:
-    """Number of the stream that each piece of work would get: by its stream and its name."""
+    """Return the number of the stream of its own for each piece of work, by its stream and name."""
     graph = patch.graph
     device = graph.device
     name = patch.a.trace.gpu["name"].to_physical().gather(pl.Series(graph.row[device])).to_numpy()
@@ -101,7 +101,7 @@ def _groups(patch: GraphEdits) -> Array:
 
 
 def _steps(graph: Graph) -> Array:
-    """The step (from 0) of each node, device work by its launch where that is known."""
+    """Return the step (from 0) of each node, device work by its launch where that is known."""
     step = graph.steps_of_launch()
     order = np.searchsorted(graph.step_boundaries, np.arange(len(graph)), side="right") - 1
     last = len(graph.step_boundaries) - 2
@@ -110,9 +110,9 @@ def _steps(graph: Graph) -> Array:
 
 
 def _earlier(graph: Graph, group: Array, step: Array, *, marked: bool) -> Array:
-    """For each piece of work the one that is awaited in its place, -1: none. Of the step before the
-    one at the same place, or the last where there are more or fewer; where the recording is the
-    step, the one before it, and the first itself."""
+    """Return the work that is awaited in place of each, -1: none. With steps it is the one at the
+    same place one step earlier, or that step's last where their number differs. Without steps it is
+    the one before it; for the first, itself."""
     result = np.full(len(graph), -1)
     device = graph.device
     order = device[np.lexsort((device, group[device]))]
@@ -134,7 +134,7 @@ def _earlier(graph: Graph, group: Array, step: Array, *, marked: bool) -> Array:
 def _awaited_by_device_syncs(
     patch: GraphEdits, nodes: Array, group: Array
 ) -> list[tuple[int, int, float, int]]:
-    """Waits for the whole device, for the last moved work of each name that they waited for."""
+    """Return edges into waits for the whole device, from each name's last moved work."""
     graph = patch.graph
     done = np.flatnonzero((graph.kind == Node.SYNC_END) & ~patch.unblocked)
     call = patch.a.trace.cpu["call"].gather(pl.Series(graph.row[done]))
@@ -148,8 +148,8 @@ def _awaited_by_device_syncs(
 
 
 def _latest(graph: Graph, nodes: Array, group: Array, upto: Array) -> list[tuple[int, int]]:
-    """(place in ``upto``, node): the last moved work of each name on the stream of each of these
-    pieces of work, up to it."""
+    """Return (place in ``upto``, node) pairs: the last moved work of each name on the stream of
+    each of these pieces of work, up to it."""
     result = []
     for own in np.unique(group[nodes]).tolist():
         members = nodes[group[nodes] == own]
@@ -161,7 +161,7 @@ def _latest(graph: Graph, nodes: Array, group: Array, upto: Array) -> list[tuple
 
 
 def _with_moved(graph: Graph, nodes: Array, group: Array) -> list[Array]:
-    """What must be done for each step to be complete, with the moved work."""
+    """Return the device nodes that each step needs to be complete, moved work included."""
     result = []
     for last in graph.last_nodes:
         moved = [node for _, node in _latest(graph, nodes, group, last)]

@@ -1,5 +1,5 @@
-"""The table of past predictions: what was predicted of a change, and what was measured. And how
-wide an interval is: as wide as predictions of that kind have been wrong.
+"""The table of past predictions: what was predicted of a change, and what was measured. Their
+errors say how wide an interval has to be.
 
 ``predictions.jsonl`` beside this file is ours, written by the benchmarks; a run keeps its own lines
 in ``ledger.jsonl``, and the user's own file is written only where they agreed. JSON lines, appended
@@ -34,47 +34,47 @@ SCHEMA = "advisor.ledger/1"
 FILE = "ledger.jsonl"
 SHIPPED = Path(__file__).with_name("predictions.jsonl")
 VARIABLE = "ADVISOR_LEDGER"
-"""Where the user's file is, in place of ``~/.local/share/advisor/ledger.jsonl``."""
+"""Environment variable: the user's file, else ``~/.local/share/advisor/ledger.jsonl``."""
 MAX_BYTES = 8 << 20
 MIN_RATIO = 0.05
-"""A fix that brought nothing, or less, counts as this share of what was predicted."""
+"""Least ratio of measured to predicted: it stands for fixes that gained nothing, or less."""
 MAX_RATIO = 1e6
-"""A line whose ratio is larger was not measured: it is damage."""
+"""Largest ratio of a measurement; a line with a larger one is damaged."""
 _RENAMED = {"of": "program", "knob": "knob"}
-"""Fields under the names that earlier versions wrote."""
+"""Names of fields in earlier versions, with their present names."""
 
 
 class Prediction(Struct, kw_only=True, omit_defaults=True):
-    """A prediction and its measurement, in one unit."""
+    """A predicted and a measured gain, in one unit."""
 
     schema: str = SCHEMA
     unix: int = 0
-    """When, s since 1970."""
+    """Time of the measurement, s since 1970."""
     source: Literal[
         "try", "compare", "workload", "pair", "experiment", "program", "job", "gpus", "mesh"
     ] = "try"
-    """What measured it. The user's: a trial, a comparison of two runs. Ours: a trial of a bundled
-    workload, a public pair of traces, an experiment of docs/accuracy.md, a program of
+    """Source of the measurement. The user's: a trial, a comparison of two runs. Ours: a trial of a
+    bundled workload, a public pair of traces, an experiment of docs/accuracy.md, a program of
     tests/corpus with and without its fault, a simulated job, the same work on two GPUs (or in
     traces of two), the same model on two meshes."""
     program: str = ""
-    """Ours: which of them; empty: the user's."""
+    """Name of our workload, pair, experiment or program; empty: the user's."""
     group: str = ""
-    """Ours: the program that several lines are of; empty: of no other line."""
+    """Program that several of our lines are of; empty: of no other line."""
     kind: str = ""
-    """What kind of change: see ``calibration``; empty: not known."""
+    """Kind of change, as in ``edit_kind`` or ``fault_kind``; empty: unknown."""
     change: str = ""
     rule: str = ""
-    """Whose fix it was; empty: no finding's."""
+    """Rule whose fix was tried; empty: the change was no finding's."""
     knob: str = ""
-    """With its setting; empty: changed by hand."""
+    """Knob with its setting; empty: changed by hand."""
     device: str = ""
     """Name of the GPU (or of the trace it is known by); empty: none."""
     target: str = ""
-    """The other GPU, where the same work was measured on two."""
+    """Name of the other GPU, where the same work was measured on two."""
     torch: str = ""
     unit: str = ""
-    """Empty: shares of the mean step (0 to 1)."""
+    """Unit of the figures; empty: shares of the mean step (0 to 1)."""
     predicted: float = 0.0
     low: float = 0.0
     high: float = 0.0
@@ -84,36 +84,36 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted."""
+        """Measured over predicted gain, at least ``MIN_RATIO``; 1 where no gain was predicted."""
         return max(self.measured / self.predicted, MIN_RATIO) if self.predicted > 0 else 1.0
 
     @property
     def error(self) -> float:
-        """Logarithm of their ratio, without its sign."""
+        """Absolute logarithm of ``ratio``."""
         return abs(math.log(self.ratio))
 
     @property
     def inside(self) -> bool:
-        """Whether the measured interval meets the predicted one."""
+        """Whether the measured interval overlaps the predicted one."""
         return self.measured_low <= self.high and self.measured_high >= self.low
 
 
 class Table(NamedTuple):
-    """What a file holds."""
+    """Predictions read from a file."""
 
     predictions: list[Prediction]
     skipped: int
-    """Lines that could not be read."""
+    """Number of lines that could not be read."""
 
 
 class Record(NamedTuple):
-    """How predictions of one rule did."""
+    """Past accuracy of one rule's predictions."""
 
     trials: int
     inside: int
     low: float
     high: float
-    """The smallest and the largest ratio of measured to predicted."""
+    """Largest ratio of measured to predicted; ``low`` is the smallest."""
 
     def __str__(self) -> str:
         cases = "case" if self.trials == 1 else "cases"
@@ -126,7 +126,7 @@ class Record(NamedTuple):
 
 
 def user_file() -> Path:
-    """The user's own file, whether it exists or not."""
+    """Return the path of the user's own file, whether it exists or not."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -135,7 +135,7 @@ def user_file() -> Path:
 
 
 def append_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
-    """Add lines, all or none of them between those of others. Raises AdvisorError."""
+    """Append lines, all or none of them, under a lock. Raises AdvisorError."""
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in predictions)
     if not lines:
         return
@@ -153,7 +153,7 @@ def append_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
 
 @contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """While nobody else appends. Where there is no such lock, an append of this size is whole."""
+    """Hold the append lock. Where there is no such lock, an append of this size is whole."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -167,7 +167,7 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def read_predictions(path: Path) -> Table:
-    """A file that may not be there, or hold lines of others. Raises AdvisorError."""
+    """Read a file; empty where it does not exist. Raises AdvisorError if it cannot be read."""
     if not path.is_file():
         return Table([], 0)
     try:
@@ -178,7 +178,7 @@ def read_predictions(path: Path) -> Table:
 
 
 def decode_predictions(data: bytes) -> Table:
-    """Lines of a file."""
+    """Decode the lines of a file, and count those that cannot be read."""
     rows, skipped = [], 0
     for line in data.splitlines():
         if not line.strip():
@@ -202,14 +202,13 @@ def decode_predictions(data: bytes) -> Table:
 # -- what is known ------------------------------------------------------------------------------
 
 left_out: ContextVar[str] = ContextVar("left_out", default="")
-"""The program whose own outcome no interval may know of now."""
+"""Program whose own measurements the intervals leave out at present."""
 
 
 @contextmanager
 def without_program(program: str) -> Iterator[None]:
-    """Intervals as if a pair or a workload had never been measured, nor any other of its program
-    (``Prediction.group``), so that a prediction of it is not compared with an interval that it
-    widened itself."""
+    """Leave a program's measurements, and those of its group (``Prediction.group``), out of the
+    intervals. A prediction of it is then not compared with an interval that it widened itself."""
     group = next((row.group for row in shipped_predictions() if row.program == program), "")
     token = left_out.set(group or program)
     try:
@@ -220,22 +219,22 @@ def without_program(program: str) -> Iterator[None]:
 
 @cache
 def shipped_predictions() -> tuple[Prediction, ...]:
-    """Ours, as the benchmarks wrote them."""
+    """Return our predictions, as the benchmarks wrote them."""
     return tuple(decode_predictions(SHIPPED.read_bytes()).predictions)
 
 
 def shipped_trials() -> tuple[Prediction, ...]:
-    """Those of ours in which a rule's fix was tried."""
+    """Return our predictions in which a rule's fix was tried."""
     return tuple(row for row in shipped_predictions() if row.rule)
 
 
 def all_trials() -> tuple[Prediction, ...]:
-    """All trials of rules' fixes: ours, and those of the user."""
+    """Return all trials of rules' fixes: ours and the user's."""
     return tuple(row for row in (*shipped_trials(), *_users()) if _counts(row))
 
 
 def shipped_experiments() -> tuple[Prediction, ...]:
-    """Ours in which the kind of change is known: public pairs, experiments and programs."""
+    """Return ours whose kind of change is known: public pairs, experiments and programs."""
     wanted = ("pair", "experiment", "program")
     return tuple(
         row for row in shipped_predictions() if row.source in wanted and row.kind and _counts(row)
@@ -264,7 +263,7 @@ def _read_once(path: Path, _changed: int, _size: int) -> tuple[Prediction, ...]:
 
 
 def records_by_rule(predictions: Iterable[Prediction]) -> dict[str, Record]:
-    """By rule, in the order of their names."""
+    """Return each rule's record, by rule in the order of their names."""
     by_rule: dict[str, list[Prediction]] = {}
     for row in predictions:
         if row.predicted > 0:
@@ -283,26 +282,26 @@ def records_by_rule(predictions: Iterable[Prediction]) -> dict[str, Record]:
 COVERAGE = 0.8
 """Share of the measured gains that an interval is to hold."""
 JOB_COVERAGE = 0.85
-"""The same of simulated jobs: more than is promised, since real jobs differ."""
+"""Coverage for simulated jobs: above ``COVERAGE``, since real jobs differ."""
 MIN_ERRORS = round(COVERAGE / (1 - COVERAGE))
-"""Fewer errors than this say nothing of that share: even the largest may be too small."""
+"""Minimum number of errors for that coverage: with fewer even the largest may be too small."""
 OF_THE_STEP = ("batch",)
 """Kinds whose errors are of the step, not of the gain."""
 MIN_SHARE = 0.01
-"""Of the step, each way: two runs of one program differ by that much."""
+"""Share of the step, each way, by which two runs of one program differ."""
 OTHERS = "others"
-"""What no kind of fault is like: all kinds together."""
+"""Name for all kinds of fault together, used for those without a band."""
 
 
 class Band(NamedTuple):
-    """Where a gain lies: ns per step; of a job, measured over predicted."""
+    """Range of a gain, ns per step; of a job, measured over predicted."""
 
     low: float
     high: float
 
 
 def error_bound(errors: Sequence[float]) -> float:
-    """The error that the next one stays below with ``COVERAGE``, given those before it."""
+    """Return the error that the next one stays below with ``COVERAGE``, given past errors."""
     ordered = sorted(errors)
     place = math.ceil(COVERAGE * (len(ordered) + 1))
     return ordered[min(place, len(ordered)) - 1]
@@ -312,7 +311,7 @@ def error_bound(errors: Sequence[float]) -> float:
 
 
 def edit_kind(edit: Edit) -> str:
-    """What kind of change an edit is, as far as its errors go."""
+    """Return the kind of change that an edit is, by which its errors are grouped."""
     if edit.op == "parallelize":
         return "loader"
     if edit.op == "resize":
@@ -327,7 +326,7 @@ def edit_kind(edit: Edit) -> str:
 
 
 def error_of(kinds: Iterable[str], known: Sequence[Prediction]) -> float:
-    """How far off predictions of these kinds are, as a logarithm; the worst of them."""
+    """Return the error of predictions of these kinds, as a logarithm; the largest of them."""
     general = [row.error for row in known if row.kind not in OF_THE_STEP]
     bounds = []
     for name in set(kinds):
@@ -341,8 +340,8 @@ def error_of(kinds: Iterable[str], known: Sequence[Prediction]) -> float:
 def widened_by_kind(
     gain: float, low: float, high: float, edits: Sequence[Edit], step_ns: float
 ) -> Band:
-    """A band (``low`` to ``high``, from the assumptions of the edits) made as wide as predictions
-    of these kinds are wrong. All ns per step."""
+    """Return a band (``low`` to ``high``, from the edits' assumptions) widened by past errors of
+    these kinds. All ns per step."""
     kinds, known = {edit_kind(edit) for edit in edits}, shipped_experiments()
     floor = MIN_SHARE * step_ns
     of_step = kinds & set(OF_THE_STEP)
@@ -355,7 +354,7 @@ def widened_by_kind(
 
 
 def worst_case(low: float, high: float, step_ns: float) -> Band:
-    """A band as wide as the worst prediction so far was wrong, ns per step."""
+    """Return a band widened by the largest past error, ns per step."""
     factor = math.exp(max(row.error for row in shipped_experiments()))
     return Band(low / factor, min(high * factor, step_ns))
 
@@ -364,7 +363,7 @@ def worst_case(low: float, high: float, step_ns: float) -> Band:
 
 
 class WidenedRange(NamedTuple):
-    """A band, and what it comes from; empty: too little is known of the rule."""
+    """A band, and the record that it was widened by; empty: too little is known of the rule."""
 
     band: Band
     note: str
@@ -373,8 +372,8 @@ class WidenedRange(NamedTuple):
 def widened_by_rule(
     rule: str, device: str, gain: float, band: Band, step_ns: float
 ) -> WidenedRange:
-    """A band, ns per step, widened by what came of this rule's fixes: on the same hardware where
-    there are enough of them, else on any. It never becomes narrower by this."""
+    """Return a band, ns per step, widened by past errors of this rule's fixes: on the same hardware
+    where there are enough, else on any. It never becomes narrower."""
     own = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
     here = [row for row in own if row.device == device]
     used = here if len(here) >= MIN_ERRORS else own
@@ -391,21 +390,21 @@ def widened_by_rule(
 
 
 def fault_kind(kind: str, *, moves: bool) -> str:
-    """A kind of fault as the table has it (``imbalance that moves``: of another rank each step)."""
+    """Return a fault's kind in the table (``imbalance that moves``: another rank each step)."""
     return f"{kind} that moves" if moves else kind
 
 
 def job_band(kind: str) -> Band:
-    """Measured over predicted gains of faults of a kind (of all, where too few are known), on
-    simulated jobs that were run again without their fault: that includes what the replay cannot
-    know, such as what overlap hides and hosts that run ahead."""
+    """Return measured over predicted gains of faults of a kind; of all, where too few are known.
+    They are of simulated jobs that ran again without the fault. The band covers what the replay
+    cannot know, such as what overlap hides and hosts that run ahead."""
     bands = job_bands()
     return bands.get(kind) or bands[OTHERS]
 
 
 @cache
 def job_bands() -> dict[str, Band]:
-    """By kind. Split conformal, as many jobs left out below as above; to whole hundredths."""
+    """Return job bands by kind: split conformal, equal tails, rounded outwards to hundredths."""
     ratios: dict[str, list[float]] = {}
     for row in shipped_predictions():
         if row.source == "job":
@@ -426,9 +425,9 @@ def job_bands() -> dict[str, Band]:
 
 @cache
 def mesh_error(*, assumed: bool) -> float:
-    """Logarithm by which the step on another device mesh may be off: as on simulated jobs; where
-    links or collectives there are ``assumed``, as for published steps of one model on two meshes,
-    of which neither was recorded."""
+    """Return the error of the step on another device mesh, as a logarithm: that of simulated jobs.
+    Where links or collectives there are ``assumed``, also that of published steps of one model on
+    two unrecorded meshes."""
     kinds = ("simulated", "published") if assumed else ("simulated",)
     rows = [row for row in shipped_predictions() if row.source == "mesh"]
     return max(
@@ -441,12 +440,12 @@ def mesh_error(*, assumed: bool) -> float:
 
 @cache
 def device_error(kind: str, *, other_vendor: bool) -> float:
-    """Logarithm by which the time of device work of this kind (``compute``, ``memory``) may be off
-    on another GPU: the largest error of the kind; of any, for kinds that nobody measured.
+    """Return the error of device work's time on another GPU, as a logarithm. It is the largest of
+    the kind (``compute``, ``memory``), or of any for kinds that nobody measured.
 
     Many layers on one pair of GPUs are one pair of GPUs, and so few of these allow nothing finer.
-    They are of one vendor, which says little of another's kernels: there the spread is added of the
-    efficiencies that kernels of one family reach on GPUs of both, in public traces.
+    They are of one vendor. For another vendor's kernels the spread is added of the efficiencies
+    that kernels of one family reach on GPUs of both, in public traces.
     """
     of_work = {name: _gpu_errors(name) for name in ("compute", "memory")}
     within = max(of_work.get(kind) or [error for own in of_work.values() for error in own])
@@ -455,13 +454,13 @@ def device_error(kind: str, *, other_vendor: bool) -> float:
 
 @cache
 def host_error() -> float:
-    """Logarithm by which the host time of one program differs between machines."""
+    """Return how much one program's host time differs between machines, as a logarithm."""
     return error_bound(_gpu_errors("host"))
 
 
 def count_comparisons() -> dict[str, int]:
-    """How many comparisons of two GPUs these errors rest on: of the same work, of the efficiency of
-    one family of kernels on two vendors, of one operator's time on two hosts."""
+    """Count the comparisons of two GPUs behind these errors: of the same work, of one kernel
+    family's efficiency on two vendors, of one operator's time on two hosts."""
     work = {
         frozenset((row.program, row.device, row.target))
         for row in shipped_predictions()

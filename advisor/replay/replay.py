@@ -16,10 +16,10 @@ import numpy as np
 from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 
 MIN_STEADY = 3
-"""Steps that a window must have to be replayed from the state in which it ended."""
+"""Minimum number of steps of a window that is replayed from the state in which it ended."""
 MAX_PASSES = 6
 STEADY = 0.003
-"""A period that changes by less than this share from one pass to the next is steady."""
+"""Change of the period between passes, as a share, below which it is steady."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class ReplayedSteps:
 
     time: Array
     step_ends: Array
-    """When each step was complete, its device work included; first entry: the window's start."""
+    """Completion times of the steps, device work included; the first is the window's start."""
     cycle_steps: int = 1
-    """After how many steps the loop repeats itself, where every n-th one is long."""
+    """Number of steps after which the loop repeats itself, where every n-th one is long."""
 
     @property
     def period(self) -> float:
-        """Steady-state time of one step: mean distance between completions, the first step (or
-        cycle) left out where there are enough."""
+        """Steady-state time of one step, ns: mean distance between completions, without the first
+        step (or cycle) where there are enough."""
         enough = len(self.step_ends) > 3 and len(self.step_ends) > 2 * self.cycle_steps
         skip = self.cycle_steps if enough else 0
         return float(self.step_ends[-1] - self.step_ends[skip]) / (len(self.step_ends) - 1 - skip)
@@ -60,15 +60,15 @@ class ReplayPlan:
         return CarriedState(self.graph)
 
     def run(self, weight: Array | None = None, dur: Array | None = None) -> Array:
-        """Replayed time of each node, with other weights or durations if given."""
+        """Replay once and return each node's time, with other weights or durations if given."""
         return replay_layout(self.lay_out(weight, dur))
 
     def steady_step(self, weight: Array | None = None, dur: Array | None = None) -> float:
-        """Steady-state time of one step, ns.
+        """Return the steady-state time of one step, ns.
 
-        The window begins with the host as far ahead of the device as it was when measured, which
-        an edit changes. So it is replayed again from the state in which it ended, until the time
-        it takes no longer changes. Windows of fewer than three steps are too short for that.
+        The window begins with the host as far ahead of the device as it was when measured, which an
+        edit changes. So it is replayed again from the state in which it ended, until the time it
+        takes no longer changes. Windows of fewer than three steps are too short for that.
         """
         steps = len(self.graph.step_boundaries) - 1
         layout = self.lay_out(weight, dur)
@@ -93,7 +93,7 @@ class ReplayPlan:
         return steady_period(steps, ended(), again)
 
     def lay_out(self, weight: Array | None, dur: Array | None) -> Layout:
-        """In the lists that :func:`replay_layout` goes through, with other numbers if given."""
+        """Return the lists that :func:`replay_layout` goes through, with other numbers if given."""
         g = self.graph
         weight = g.weight if weight is None else weight
         dur = g.dur if dur is None else dur
@@ -121,14 +121,14 @@ class ReplayPlan:
 
 
 class State(NamedTuple):
-    """What a replayed window takes over from the one before."""
+    """State that a replayed window takes over from the one before."""
 
     fixed_times: dict[int, float]
-    """Nodes whose time is known, ns from the window's start."""
+    """Times of nodes that are known, ns from the window's start."""
     earliest_starts: dict[int, float]
-    """Nodes that start no earlier than this; in place of what was measured from the start."""
+    """Earliest starts of nodes, ns; they replace what was measured from the start."""
     source: int = 0
-    """The node that stands for the window's start."""
+    """Node that stands for the window's start."""
 
 
 class Layout(NamedTuple):
@@ -143,7 +143,7 @@ class Layout(NamedTuple):
     further_edges: dict[int, list[tuple[int, float, bool]]]
 
     def starting_from(self, states: Iterable[State]) -> Layout:
-        """The same with windows that begin in another state."""
+        """Return the layout with windows that begin in other states."""
         first, first_weight, second_weight = (
             list(self.first),
             list(self.first_weight),
@@ -166,11 +166,11 @@ class Layout(NamedTuple):
 def steady_period(
     steps: int, ended: tuple[float, float], replay_again: Callable[[bool], tuple[float, float]]
 ) -> float:
-    """Time of one step once a window that is replayed over and over takes no other time, ns.
+    """Return the time of one step once repeated replays of a window take equally long, ns.
 
     ``ended``: when all was complete and when the host was done with the last step, ns from the
     window's start. ``replay_again(idle)`` replays from the state of that moment, as if the device
-    had nothing left to do if ``idle``, and says the same of its end.
+    had nothing left to do if ``idle``, and returns the same of its end.
     """
     end, host = ended
     period, ahead = np.inf, end - host
@@ -188,7 +188,7 @@ def steady_period(
 
 
 def replay_layout(layout: Layout) -> Array:
-    """One pass: the time of each node."""
+    """Replay a layout in one pass and return the time of each node, ns."""
     first, first_weight, second, second_weight, dur, more = layout
     time = [0.0] * len(first)
     for node, (a, wa, b, wb, d) in enumerate(
@@ -209,8 +209,8 @@ def replay_layout(layout: Layout) -> Array:
 
 
 class CarriedState:
-    """How the state at the end of a window becomes the state at its start: what was launched
-    last stands for what was launched before."""
+    """Converter of the state at the end of a window into that at its start: the last launches stand
+    for those before the window."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -235,8 +235,8 @@ class CarriedState:
         self._find_crossing_edges()
 
     def _find_crossing_edges(self) -> None:
-        """Edges from the first step into the second one, and what they would join if the last
-        step came before the first: nodes at the same place of their thread or stream."""
+        """Find the edges from the first step into the second, and the nodes that they would join if
+        the last step came before the first: those at the same place of their thread or stream."""
         graph = self.graph
         step = graph.steps_of_launch()
         crossing = np.isin(graph.edge, [Edge.CROSS_STREAM, Edge.SYNC, Edge.HANDOFF])
@@ -262,7 +262,7 @@ class CarriedState:
                 self.out_of |= dict(zip(zero.tolist(), last.tolist(), strict=True))
 
     def _measure_loader(self) -> None:
-        """From the last batch of a window that was waited for to the first one, as measured."""
+        """Measure the time from the window's last awaited batch to the next window's first, ns."""
         graph = self.graph
         self.loader = np.flatnonzero(graph.edge == Edge.LOADER)
         if len(self.loader):
@@ -270,7 +270,7 @@ class CarriedState:
             self.batch_gap = float(first + graph.time[graph.step_boundaries[-1]] - last)
 
     def _next_batch_gap(self, weight: Array) -> float:
-        """The same at the rate that the loader has with other weights."""
+        """Return the gap between batches at the rate of other weights, ns."""
         rate, before = weight[self.loader], self.graph.weight[self.loader]
         if rate.min() <= NEVER:
             return NEVER
@@ -279,9 +279,9 @@ class CarriedState:
         return self.batch_gap * float(rate.sum()) / max(float(before.sum()), 1.0)
 
     def next_state(self, time: Array, host: float, weight: Array, *, idle: bool) -> State:
-        """Times of the nodes launched before the window, and earliest starts, after a replay in
-        which the host was done with the last step at ``host``. ``idle``: as if the device had
-        nothing left to do."""
+        """Return the state after a replay in which the host was done with the last step at
+        ``host``: times of nodes launched before the window, and earliest starts. ``idle``: as if
+        the device had nothing left to do."""
         fixed_times = dict.fromkeys(self.launched_before_window, 0.0)
         earliest_starts: dict[int, float] = {}
         if not idle:
@@ -303,7 +303,7 @@ class CarriedState:
 
 
 def completion_times(graph: Graph, time: Array) -> Array:
-    """When each step was complete: its end on the host, or its last device work if later."""
+    """Return when each step was complete on the host and, if later, on the device, ns."""
     host = time[graph.step_boundaries].astype(float)
     done = host.copy()
     for step, nodes in enumerate(graph.last_nodes):

@@ -1,14 +1,11 @@
-"""How far a replay can be trusted, in time: how much of the waiting it explains by its own edges.
+"""Quality of a replay: how much of the measured waiting its own edges explain. And the critical
+path.
 
-That the replayed step is as long as the measured one proves little: a twin that copies every host
-time from the trace gets that right and has explained nothing. What a fix changes is who waits for
-whom. So two sums are compared with the trace: the time that the host waited for the device, and the
-time that the device idled. Of each wait counts as explained what lies beyond the error with which
-the graph's own edges give its end, all else being as measured; a wait that is carried over from the
-trace, because nothing was found that it may have waited for, counts as not explained.
-
-And what the steps' time is made of when it cannot be shortened without touching something on the
-critical path.
+A replayed step as long as the measured one proves little: a replay that copies every host time from
+the trace gets that right and explains nothing. A fix changes who waits for whom. So two sums are
+compared with the trace: the time that the host waited for the device, and the time that the device
+idled. A wait is explained up to the error with which the graph's edges give its end, all else as
+measured. A wait carried over from the trace, without a known cause, is not explained.
 """
 
 from __future__ import annotations
@@ -22,31 +19,31 @@ from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
 
 EXPLAINED_NS = 5_000
 MAX_STEP_ERROR = 0.10
-"""A replay that misses the measured steps by more than this prices nothing. Lumos, a replay of
-the same kind of traces, reports 3% on average."""
+"""Largest step error of a replay that is used for estimates, as a share. Lumos, a replay of the
+same kind of traces, reports 3% on average."""
 MIN_EXPLAINED = 0.70
-"""Nor does one whose edges explain less than this share of the starts of device work, of the time
-that the host waits, or of the time that the device idles (public traces: 0.75 to 1.0; 0.4 where
-synchronising calls and part of the kernels were filtered out)."""
+"""Least share that the edges must explain: of the starts of device work, of the time that the host
+waits, and of the device's idle time. Public traces: 0.75 to 1.0; 0.4 where synchronising calls and
+part of the kernels were filtered out."""
 MIN_RELEVANT_SHARE = 0.05
 """Share of the steps below which waiting or idling decides nothing."""
 
 
 class PartQuality(NamedTuple):
-    """How well one of the hard parts of the model is reproduced, given all else as measured."""
+    """Quality of one hard part of the model, given all else as measured."""
 
     name: str
     cases: int
     explained: float
-    """Share of the time that was waited there."""
+    """Share of the waiting time that is explained."""
     error_ns: float
-    """Median absolute error of the ends."""
+    """Median absolute error of the ends of the waits."""
     time_ns: float
-    """How long was waited there, in all replayed steps."""
+    """Waiting time in all replayed steps."""
 
 
 class ReplayQuality(NamedTuple):
-    """How far the replay can be trusted."""
+    """Measures of how far the replay can be trusted."""
 
     step_error: float
     """Mean absolute error of the replayed against the measured steps, as a share of the step."""
@@ -57,9 +54,9 @@ class ReplayQuality(NamedTuple):
     starts: int
     hard: tuple[PartQuality, ...]
     steps: int
-    """How many consecutive steps are replayed."""
+    """Number of consecutive steps that are replayed."""
     of_steps: int
-    """How many there are."""
+    """Number of used steps."""
     waits: float
     """Share of the steps that the host waits for the device."""
     waits_explained: float | None
@@ -71,7 +68,7 @@ class ReplayQuality(NamedTuple):
 
     @property
     def unusable_reason(self) -> str:
-        """Why it prices nothing; empty: it reproduces the steps and explains their waiting."""
+        """Reason why the replay gives no estimates; empty: it reproduces and explains the steps."""
         if not self.step_error <= MAX_STEP_ERROR:
             return (
                 f"a replay misses the measured steps by {self.step_error:.0%} (at most "
@@ -95,12 +92,12 @@ class ReplayQuality(NamedTuple):
 
 
 class WaitTimes(NamedTuple):
-    """Waits and how much of each is explained, in columns of ns."""
+    """Waits and the explained part of each, in columns of ns."""
 
     time: Array
     explained: Array
     error: Array
-    """Of the end, as the edges give it."""
+    """Error of the wait's end as the edges give it."""
 
     @property
     def share(self) -> float | None:
@@ -110,8 +107,8 @@ class WaitTimes(NamedTuple):
 
 
 def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ...]) -> WaitTimes:
-    """How the ends (or starts, of device work) at ``nodes`` of waits that took ``time`` are
-    explained by edges of these kinds."""
+    """Return how edges of these kinds explain waits that took ``time`` and ended at ``nodes``;
+    device work ends a wait by its start."""
     base = graph.time[graph.src] - np.where(graph.from_start, graph.dur[graph.src], 0)
     own = np.isin(graph.edge, [kind.value for kind in kinds]) & (graph.src > 0)
     allowed = np.full(len(graph), NEVER)
@@ -122,7 +119,7 @@ def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ..
 
 
 def host_waits(graph: Graph) -> WaitTimes:
-    """Waits of the host for the device: blocking calls, and launches that found the queue full."""
+    """Return the host's waits for the device: blocking calls, and launches into a full queue."""
     begun = np.flatnonzero(graph.kind == Node.SYNC)
     done = np.flatnonzero(graph.kind == Node.SYNC_END)
     begin = dict(zip(graph.row[begun].tolist(), graph.time[begun].tolist(), strict=True))
@@ -136,8 +133,8 @@ def host_waits(graph: Graph) -> WaitTimes:
 
 
 def device_idle(graph: Graph, lanes: Array) -> WaitTimes:
-    """Stretches in which no work runs on these lanes, ended by the start of some. Before work that
-    was launched before the window the device may have run what is not in the trace: no stretch."""
+    """Return the idle times of these lanes, each ended by the start of work. Before work launched
+    before the window the device may have run unrecorded work: that is left out."""
     device = graph.device[np.isin(graph.lane[graph.device], lanes)]
     start = (graph.time - graph.dur)[device]
     order = np.argsort(start, kind="stable")
@@ -150,7 +147,7 @@ def device_idle(graph: Graph, lanes: Array) -> WaitTimes:
 
 
 def hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
-    """Each hard part alone."""
+    """Return the quality of each hard part alone."""
     result = []
     for name, (nodes, time) in graph.hard.items():
         if len(nodes):
@@ -176,15 +173,15 @@ _EDGES = {
 # -- the critical path -----------------------------------------------------------------------------
 
 NEAR = 0.02
-"""A way back over a busy device may leave this share of it to gaps: where a device hardly idles,
-the host that launches just in time is critical as well, and yet nothing gets shorter with it."""
+"""Share of the path back over a busy device that may be gaps. Where a device hardly idles, a host
+that launches just in time is critical too, yet nothing gets shorter with it."""
 
 
 class Path(NamedTuple):
     """The chain of binding edges back from the last completion, latest first, in columns.
 
-    ``edge`` is the edge that decided when ``node`` came, -1 for device work itself; ``ns`` is how
-    much of the path it is. They add up to the end of the last step.
+    ``edge`` is the edge that decided when ``node`` came, -1 for device work itself; ``ns`` is its
+    length on the path. The lengths add up to the end of the last step.
     """
 
     edge: Array
@@ -193,8 +190,8 @@ class Path(NamedTuple):
 
 
 def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Path:
-    """Follow from each node the edge that arrived last, from the last completion to the source.
-    Of two that arrive almost together (see ``NEAR``), the one over the device."""
+    """Follow from each node the edge that arrived last, from the last completion to the source. Of
+    two that arrive almost together (see ``NEAR``) take the one over the device."""
     if not len(graph.dst):  # nothing happened in these steps
         nothing = np.zeros(0, dtype=np.int64)
         return Path(edge=nothing, node=nothing, ns=np.zeros(0))
@@ -238,7 +235,7 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Path:
 
 
 def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Array, Array]:
-    """For each node the edge that arrives last, and that of its stream; -1: none."""
+    """Return each node's edge that arrives last, and that of its stream; -1: none."""
     binding = np.full(len(graph), -1, dtype=np.int64)
     stream = binding.copy()
     own = np.flatnonzero((graph.edge == Edge.STREAM) & (weight > NEVER))
@@ -259,8 +256,8 @@ def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Arra
 def path_composition(
     graph: Graph, time: Array, weight: Array, dur: Array, communication: pl.Series
 ) -> dict[str, float]:
-    """Critical path summed by what it consists of, ns: ``host``, ``compute``, ``communication``,
-    ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
+    """Return the critical path's time by what it consists of, ns: ``host``, ``compute``,
+    ``communication``, ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
     path = critical_path(graph, time, weight, dur)
     own = path.edge < 0
     kind = np.where(own, Edge.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])

@@ -1,4 +1,4 @@
-"""What edits do to the measured steps: replayed, or where that is not to be trusted, bounded."""
+"""Results of edits on the measured steps: replayed, or bounded where the replay is not usable."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class EditResult(NamedTuple):
-    """What one edit did, on top of those before it. All times ns per step."""
+    """Result of one edit on top of those before it. All times ns per step."""
 
     edit: Edit
     selected: int
     """Events of the replayed steps that it selects."""
     selected_per_step: float
     selected_ns: float
-    """How long they take: on all streams, or threads."""
+    """Duration of these events, summed over streams or threads."""
     alone_ns: float
-    """Saved by it alone."""
+    """Gain of the edit alone."""
     gain_ns: float
-    """Saved on top of the edits before it."""
+    """Gain on top of the edits before it."""
     low_ns: float
     high_ns: float
     step_then_ns: float
@@ -45,29 +45,29 @@ class WhatIfResult(NamedTuple):
     measured_step_ns: float
     """Mean of the used steps."""
     replayed_step_ns: float
-    """The same, off by as much as the replayed run of steps is from the measured one."""
+    """Measured step, off by as much as the replayed run of steps is from the measured one."""
     edited_step_ns: float
-    """Measured, less what the edits save."""
+    """Measured step less the gain of all edits."""
     edits: tuple[EditResult, ...]
     critical_path: dict[str, float]
-    """What the critical path consists of with all edits, ns per step."""
+    """Parts of the critical path with all edits, ns per step."""
     replay: ReplayQuality
     reason: str
-    """Why the steps are not replayed; then what is saved is exposed time, and at most that. Empty:
-    they are."""
+    """Reason why the steps are not replayed; gains are then exposed time, and at most that. Empty:
+    they are replayed."""
     ranks: tuple[int, ...]
-    """Ranks that were replayed together, the one of these figures first; it alone: empty."""
+    """Ranks that were replayed together, the one of these figures first; empty: it was alone."""
     marked: bool
-    """Steps are marked in the trace; else all figures are of the whole recording."""
+    """Whether steps are marked in the trace; else all figures are of the whole recording."""
     unseen_loader: bool
-    """Loader workers keep up, so how fast they could be is not in the trace: what is saved beyond
-    that is not saved."""
+    """Whether loader workers keep up: their limit is then not in the trace, and a faster step may
+    have to wait for them."""
     families: tuple[str, ...]
     """Kernel families of the replayed window, the most time first: what ``kernel:`` can name."""
     notes: tuple[str, ...] = ()
-    """What the edits leave open."""
+    """Remarks on what the edits leave open."""
     framework: str | None = None
-    """What the program is written with, as in ``TraceMeta``."""
+    """Framework that the program is written with, as in ``TraceMeta``."""
 
 
 MEASURE = (
@@ -77,12 +77,12 @@ MEASURE = (
 
 
 def _lighter(edit: Edit) -> bool:
-    """Whether an edit prunes a model."""
+    """Return whether an edit prunes a model."""
     return bool(edit.select.layer) and edit.op in ("scale", "remove")
 
 
 def counted_ranks(ranks: Sequence[int]) -> str:
-    """``rank 0 is``, ``ranks 0, 1 are``."""
+    """Return ``rank 0 is`` or ``ranks 0, 1 are``."""
     names = ", ".join(str(n) for n in sorted(ranks))
     return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
 
@@ -195,7 +195,7 @@ def what_if(
 
 
 def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
-    """Replayed, each on top of those before it."""
+    """Return each edit's result by replay, each on top of those before it."""
     rows = []
     for number, edit in enumerate(edits):
         applied = edits[:number]
@@ -217,7 +217,7 @@ def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
 
 
 def _bounds(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
-    """By exposed time; instants that an edit before has claimed do not count again."""
+    """Return each edit's result by exposed time; instants of earlier edits do not count again."""
     a, bound = whatif.a, ExposedTime(whatif.a)
     rows = []
     for number, edit in enumerate(edits):

@@ -1,6 +1,5 @@
-"""Selectors against the tables and the graph: which rows and nodes an Edit touches, and for one
-that selects nothing the nearest names that it could have selected.
-"""
+"""Selectors applied to the tables and the graph: the rows and nodes that an Edit selects. For one
+that selects nothing, the nearest names that it could have selected."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ Mask = NDArray[np.bool_]
 
 
 def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask:
-    """Aligned with ``trace.gpu``: rows of the analysed device that run inside the used steps;
+    """Return the mask over ``trace.gpu`` of selected rows of the analysed device in the used steps;
     ``anywhere``: at whatever time they run."""
     gpu = a.trace.gpu
     mask: Mask = a.in_window.copy()
@@ -86,15 +85,15 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
 
 
 def _begin_in(a: Analysis, select: Select) -> Mask:
-    """Aligned with ``trace.cpu``: rows that begin in the instants that ``Select.at`` names."""
+    """Return the mask over ``trace.cpu`` of rows that begin in the instants of ``Select.at``."""
     ts = a.trace.cpu["ts"].to_numpy()
     result: Mask = covered_length(ts, ts + 1, select_instants(a, select)) > 0
     return result
 
 
 def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
-    """Rows of ``comm.host.list_on_host``, where a selector of communication is about these: there
-    is no device; ``None``: it is not. ``under``: around the operator that started them."""
+    """Return the selected rows of ``comm.host.list_on_host``, for a selector of communication where
+    there is no device; else ``None``. ``under``: around the operator that started them."""
     if a.device_id is not None or select.on != "gpu" or "communication" not in select.family:
         return None
     table = list_on_host(a)
@@ -112,14 +111,14 @@ def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
 
 
 def waits_on_host(a: Analysis, select: Select) -> Intervals | None:
-    """When a process waits for such collectives and computes nothing, inside the used steps;
-    ``None``: the selector is not about them."""
+    """Return when a process waits for selected host collectives and computes nothing, inside the
+    used steps; ``None``: the selector is not about them."""
     table = collectives_on_host(a, select)
     return None if table is None else time_on_host(a, table)[1]
 
 
 def selected_host(a: Analysis, select: Select) -> Mask:
-    """Aligned with ``trace.cpu``."""
+    """Return the mask over ``trace.cpu`` of the selected host events."""
     cpu = a.trace.cpu
     mask = np.ones(cpu.height, dtype=bool)
     if select.kind:
@@ -144,8 +143,8 @@ def selected_host(a: Analysis, select: Select) -> Mask:
 
 
 def host_spans(a: Analysis, select: Select) -> tuple[NDArray[np.int64], ...]:
-    """``(thread, ts, dur)`` of the selected host events, ns; with ``at="loop"`` also of the time
-    between two of them on one thread in one step with no other operator or call in between."""
+    """Return ``(thread, ts, dur)`` of the selected host events, ns; with ``at="loop"`` also of the
+    time between two of them on one thread in one step with no other operator or call in between."""
     cpu, mask = a.trace.cpu, selected_host(a, select)
     table = cpu.select("thread", "ts", "dur").filter(pl.Series(mask))
     if select.at == "loop":
@@ -178,21 +177,21 @@ def _between(a: Analysis, mask: Mask) -> pl.DataFrame:
 
 
 def _in_layer(a: Analysis, pattern: str, nodes: Rows) -> Mask:
-    """Whether rows are of the modules that a pattern names."""
+    """Return whether rows are of the modules that a pattern names."""
     if a.layers is None:
         return np.zeros(len(nodes), dtype=bool)
     return np.append(matching_nodes(a.layers, pattern), False)[nodes]
 
 
 def host_of_layer(select: Select) -> Select | None:
-    """The host events of a layer whose device work is selected without more; ``None``: it is not
-    such a selector."""
+    """Return the selector of a layer's host events where its device work is selected without more,
+    else ``None``."""
     own = Select(on="host", layer=select.layer)
     return own if select.layer and select == replace(own, on="gpu") else None
 
 
 def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Mask:
-    """Aligned with ``trace.cpu``: calls that copy in these directions, or wait for such a copy."""
+    """Return the mask over ``trace.cpu`` of calls that copy in these directions or wait for it."""
     copies = a.trace.gpu["copy"].is_in(list(directions)).fill_null(False).to_numpy()
     rows = a.trace.gpu["launch"].filter(pl.Series(copies)).drop_nulls().to_numpy()
     awaited = a.syncs.filter(pl.col("copy").is_not_null()).select("host", "copy")
@@ -203,7 +202,7 @@ def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Mask:
 
 
 def selected_gaps(a: Analysis, select: Select) -> Mask:
-    """Aligned with ``Analysis.gaps``."""
+    """Return the mask over ``Analysis.gaps`` of the selected gaps."""
     gaps = a.gaps
     mask = np.ones(gaps.height, dtype=bool)
     if select.cause:
@@ -224,7 +223,7 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
 
 
 def rows_under(a: Analysis, pattern: str) -> Mask:
-    """Aligned with ``trace.cpu`` plus a last False: the row or a row around it has the name."""
+    """Return which rows of ``trace.cpu`` have the name, or lie in one that has; a last False."""
     cpu = a.trace.cpu
     named = name_matches(cpu["name"], _checked(pattern)).to_numpy()
     result = np.append(named, False)
@@ -244,7 +243,7 @@ def rows_under(a: Analysis, pattern: str) -> Mask:
 
 @lru_cache(maxsize=512)
 def _checked(pattern: str) -> str:
-    """The pattern, if it is a regular expression; raises AdvisorError when it is not."""
+    """Return the pattern; raises AdvisorError if it is not a regular expression."""
     try:
         re.compile(pattern)
         pl.Series(["x"]).str.contains(pattern)
@@ -257,7 +256,7 @@ def _checked(pattern: str) -> str:
 
 
 class Selection:
-    """What selectors pick out of a graph, each looked up once however often it is replayed."""
+    """Nodes, rows and times that selectors pick out of a graph, each looked up once."""
 
     def __init__(self, a: Analysis, graph: Graph) -> None:
         self.a = a
@@ -271,7 +270,7 @@ class Selection:
         return self._cache[key]
 
     def device_work(self, select: Select) -> Array:
-        """Device nodes."""
+        """Return the selected device nodes."""
         result: Array = self._cached("work", select, self._find_work)
         return result
 
@@ -281,21 +280,21 @@ class Selection:
         return device[selected_gpu(self.a, select, anywhere=True)[self.graph.row[device]]]
 
     def host_rows(self, select: Select) -> Array:
-        """Aligned with ``trace.cpu``, and one more at the end: False."""
+        """Return the mask over ``trace.cpu`` of selected host events, with a last False."""
         result: Array = self._cached(
             "rows", select, lambda s: np.append(selected_host(self.a, s), False)
         )
         return result
 
     def wait_ends(self, select: Select) -> Array:
-        """Ends of blocking calls and of waits for the loader."""
+        """Return the nodes at which selected blocking calls and waits for the loader end."""
         done = np.flatnonzero(np.isin(self.graph.kind, [Node.SYNC_END, Node.LOADER_END]))
         return done[self.host_rows(select)[self.graph.row[done]]]
 
     def host_time(self, select: Select) -> dict[int, Intervals]:
-        """Host time by thread, ns from the window's start: of host events, of idle gaps (what
-        the launching thread did meanwhile), or of the main thread's waits for collectives where
-        there is no device."""
+        """Return selected host time by thread, ns from the window's start: of host events, of idle
+        gaps (the launching thread's time), or, where there is no device, of the main thread's waits
+        for collectives."""
         result: dict[int, Intervals] = self._cached("host", select, self._find_host_time)
         return result
 
@@ -325,7 +324,7 @@ class Selection:
         return self.thread_intervals(*host_spans(self.a, select))
 
     def thread_intervals(self, thread: Array, ts: Array, dur: Array) -> dict[int, Intervals]:
-        """Intervals of each thread, ns from the window's start, inside the window."""
+        """Return the intervals of each thread inside the window, ns from its start."""
         start = ts - self.graph.origin
         inside = (start + dur > 0) & (start < float(self.graph.time.max()))
         thread, start, dur = thread[inside], start[inside], dur[inside]
@@ -335,8 +334,8 @@ class Selection:
 
     @cached_property
     def roofline_ns(self) -> Array:
-        """For each node, the shortest time its kernel can take on this device by FLOPs and bytes,
-        ns; NaN where one of shapes, dtype and device is not known."""
+        """Shortest time of each node's kernel on this device by FLOPs and bytes, ns; NaN where one
+        of shapes, dtype and device is unknown."""
         result = np.full(len(self.graph), np.nan)
         gpu, kernels = self.a.hardware, self.a.kernels
         if gpu is None:
@@ -354,7 +353,7 @@ class Selection:
 
     @cached_property
     def waves(self) -> Array:
-        """For each node, how often its kernel fills the device (waves; else blocks per SM)."""
+        """Number of times that each node's kernel fills the device (waves; else blocks per SM)."""
         result = np.full(len(self.graph), np.nan)
         device = self.graph.device
         rows = pl.Series(self.graph.row[device])
@@ -365,7 +364,7 @@ class Selection:
 
     @cached_property
     def batch_independent(self) -> Array:
-        """For each node: its time does not depend on the batch (collectives, optimizer)."""
+        """Whether each node's time is independent of the batch (collectives, optimizer)."""
         result = np.zeros(len(self.graph), dtype=bool)
         device = self.graph.device
         family = self.a.kernels["family"].gather(pl.Series(self.graph.row[device]))
@@ -375,8 +374,8 @@ class Selection:
         return result
 
     def hidden_on_host(self, select: Select) -> float:
-        """Of the waits for collectives without a device, the share that the rest of the steps'
-        work could hide."""
+        """Return the share of the waits for host collectives that the rest of the steps' work could
+        hide; 0 if there are none."""
         waits = waits_on_host(self.a, select)
         if waits is None or not waits.total:
             return 0.0
@@ -384,9 +383,9 @@ class Selection:
         return min(1.0, (host_work(self.a).total - beside) / waits.total)
 
     def launch_time(self, nodes: Array) -> dict[int, Intervals]:
-        """Host time that goes when the launches of this work become part of a CUDA graph: from
-        each launch to the next one of them in its step if nothing else happens between them; on
-        the way to the first and after the last, their outermost operator only."""
+        """Return host time saved when the launches of this work become part of a CUDA graph, by
+        thread. It lasts from each launch to the next in its step if nothing lies between them.
+        Before the first and after the last it is their outermost operator only."""
         graph = self.graph
         launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & np.isin(graph.dst, nodes))
         chosen = np.zeros(len(graph), dtype=bool)
@@ -414,8 +413,8 @@ class Selection:
         return {int(t): union(low[lane == t], high[lane == t]) for t in np.unique(lane)}
 
     def _outermost_ops(self, rows: Array) -> tuple[Array, Array]:
-        """Start and end of the outermost operator around each call (else of the call itself), ns
-        from the window's start."""
+        """Return start and end of the outermost operator around each call (else of the call
+        itself), ns from the window's start."""
         trace = self.a.trace
         cpu = trace.cpu
         outermost = climb_stack(parent_rows(trace), is_operator(trace), rows, top=True)
@@ -425,10 +424,10 @@ class Selection:
 
 
 MAX_COMPARED = 3_000
-"""Names that are compared with the pattern, those with most time first."""
+"""Maximum number of names compared with the pattern, those with most time first."""
 MAX_WORDS = 8
 LONGEST = 60
-"""Characters of a word that are compared."""
+"""Maximum number of characters of a word that are compared."""
 
 _KINDS = {
     "kernel": "kernels",
@@ -442,21 +441,21 @@ _KINDS = {
 
 
 class NearMatches(NamedTuple):
-    """Names of one kind."""
+    """Names of one kind that a selector could have selected."""
 
     kind: str
     """``kernels``, ``operators``, ``idle causes`` …"""
     names: tuple[str, ...]
-    """Each once, the nearest to what was asked for first, among equals the most time first."""
+    """Distinct names, the nearest to the pattern first, among equals the most time first."""
     unmatched: str
-    """The part of the selector that nothing fits; empty: there is nothing of the kind."""
+    """Part of the selector that nothing fits; empty: there is nothing of the kind."""
 
 
 def find_near_matches(a: Analysis, select: Select) -> NearMatches:
-    """What the steps have of the kind that a selector is about.
+    """Find the names in the steps of the kind that a selector is about.
 
-    One part of the selector at a time is left out, from ``under`` on: what then selects something
-    was what nothing fits, and the names are of what could stand in its place.
+    One part of the selector at a time is left out, from ``under`` on. If that selects something,
+    nothing fits the part, and the names are of what could stand in its place.
     """
     if select.under and _time_by_name(a, wide := replace(select, under="")):
         around = _names_around(a, wide)
@@ -502,7 +501,7 @@ def _kind_of_events(select: Select) -> str:
 
 
 def _time_by_name(a: Analysis, select: Select) -> dict[str, float]:
-    """Time by name of what is selected."""
+    """Return the total time of selected events by name, ns."""
     if select.on == "gap":
         return _causes(a) if selected_gaps(a, select).any() else {}
     if select.on == "gpu":
@@ -522,7 +521,7 @@ def _sum_by_name(names: pl.Series, dur: pl.Series, rows: np.ndarray) -> dict[str
 
 
 def _names_around(a: Analysis, select: Select) -> dict[str, float]:
-    """Names of the host events of the threads that the selected ones begin on."""
+    """Return names and times of the host events on the threads on which the selected ones begin."""
     kinds = pl.Series(["op", "annotation", "python"])
     cpu = a.trace.cpu
     rows = cpu["kind"].cast(pl.String).is_in(kinds.implode()).to_numpy()
@@ -551,7 +550,7 @@ def _families(a: Analysis) -> dict[str, float]:
 
 
 def _nearest(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
-    """Names by how like their words are to each of the pattern's, on average."""
+    """Return the names, the most similar to the pattern's words on average first."""
     wanted = [word.lower()[:LONGEST] for word in re.findall(r"\w+", pattern)][:MAX_WORDS]
     names = sorted(weights, key=lambda name: (-weights[name], name))
 

@@ -1,4 +1,4 @@
-"""What lets a blocked host thread go on: the device work that a call waits for."""
+"""Edges that release a blocked host thread: from the device work that a call waits for."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COLLECTIVE = r"^(nccl|rccl|msccl)"
 OWN_WORK = ("memcpy", "memcpy_blocking", "launch", "graph_launch", "memset")
 """Calls that wait for what they launch, if they wait."""
 MAX_SYNC_RETURN_NS = 100_000
-"""A call that returns later than this after some work ended did not wait for it."""
+"""Maximum delay of a call's return after work that it waited for, ns."""
 
 
 def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
-    """Edges into the ends of blocking calls, which replace their measured ends."""
+    """Add edges into the ends of blocking calls, which replace their measured ends."""
     begin = np.flatnonzero(graph.kind == Node.SYNC)
     done = np.flatnonzero(graph.kind == Node.SYNC_END)
     node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
@@ -68,7 +68,7 @@ def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork
 
 
 def _own_work(work: DeviceWork) -> dict[int, Array]:
-    """Launching call -> its work; a copy may be several packets."""
+    """Return the work of each launching call; a copy may be several packets."""
     known = np.flatnonzero(work.launch >= 0)
     known = known[np.argsort(work.launch[known], kind="stable")]
     calls, first = np.unique(work.launch[known], return_index=True)
@@ -80,7 +80,7 @@ def _own_work(work: DeviceWork) -> dict[int, Array]:
 
 
 def _kinds(work: DeviceWork, awaited: list[Array], own: Array) -> list[str]:
-    """What each call does once it goes on: a copy unpacks what it brought, a sync returns."""
+    """Return each call's kind: the group of the copy that it waits for and launched, else empty."""
     return [
         work.groups[work.group[result[0]]] if own_part else ""
         for result, own_part in zip(awaited, own.tolist(), strict=True)
@@ -88,8 +88,8 @@ def _kinds(work: DeviceWork, awaited: list[Array], own: Array) -> list[str]:
 
 
 def _sync_return(delay: Array, waited: Array, kinds: list[str], latencies: Latencies) -> Array:
-    """From the end of the awaited work to the return, for each call: the median of its kind. The
-    delay of a kind that was seen too seldom is its own. ``latencies`` gets that of syncs."""
+    """Return each call's delay from its work's end to its return, ns: the median of its kind, or
+    its own where the kind was seen too seldom. Sets ``latencies.sync_return``."""
     near = waited & (np.abs(delay) < MAX_SYNC_RETURN_NS)
     names = np.array(kinds)
     latencies.sync_return = median_or(delay[near & (names == "")], latencies.sync_return)
@@ -114,8 +114,8 @@ def _awaited(
     own: dict[int, Array],
     apart: Array,
 ) -> list[Array]:
-    """Device work (indices) that each blocking call waits for: the last of each stream concerned
-    that was launched before the call (a copy: itself)."""
+    """Return the device work (indices) that each blocking call waits for: of each stream concerned
+    the last launched before the call; for a copy the copy itself."""
     marks = recorded_waits(trace, row)
     lane_of = {stream: number for number, (_, stream) in enumerate(work.lanes)}
     recorded = {
@@ -177,7 +177,7 @@ def _awaited(
 
 
 def _collectives(trace: Trace, work: DeviceWork) -> Array:
-    """Which work runs on a stream that only has collectives."""
+    """Return which work runs on a stream that only has collectives."""
     names = trace.gpu["name"].gather(pl.Series(work.row))
     talks = name_matches(names, COLLECTIVE).to_numpy()
     size = len(work.lanes)
@@ -187,8 +187,8 @@ def _collectives(trace: Trace, work: DeviceWork) -> Array:
 
 
 class _Events:
-    """Which device work ``cudaEventSynchronize`` waits for: the last before the event's record,
-    which may lie far behind what was launched since."""
+    """Device work that ``cudaEventSynchronize`` waits for: the last before the event's record,
+    which may lie far behind later launches."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Events:
             if len(own):
                 self.marked[rows] = np.where(place >= 0, own[np.maximum(place, 0)], -1)
         self.recorded: dict[int, int] = {}
-        """Call row -> work, where ``cuda_sync`` rows name the record."""
+        """Work by row of the call, where ``cuda_sync`` rows name the record."""
         of_events = marks.filter((pl.col("kind") == "event") & pl.col("recorded").is_not_null())
         for at, stream, recorded in of_events.select("at", "on", "recorded").iter_rows():
             before = np.flatnonzero(
@@ -224,9 +224,9 @@ class _Events:
                 self.recorded[int(row[at])] = int(before[np.argmax(work.launch_ts[before])])
 
     def awaited_work(self, which: int, begin: float, end: float) -> Array:
-        """As recorded; else, when it took long, the recorded work that ended last before it
-        returned.
-        A call that did not wait does not show what for."""
+        """Return the work that a call waited for, as recorded. Else, for a long call, the recorded
+        work that ended last before its return. Empty: a call that did not wait does not show its
+        work."""
         waited = end - begin > 3 * CALL_NS
         recorded = self.recorded.get(which, -1)
         ended = self.ends[recorded] if recorded >= 0 else np.inf
@@ -249,12 +249,12 @@ class _Events:
 # -- the launch queue ------------------------------------------------------------------------------
 
 MIN_QUEUE = 128
-"""Fewer pending launches never block; HTA takes the queue to hold 1024."""
+"""Minimum number of pending launches that may block; HTA takes the queue to hold 1024."""
 SIMILAR = 0.02
-"""Blocked launches all find as much pending, but for this share."""
+"""Share by which the number of pending launches may differ between blocked ones."""
 MIN_BLOCKED = 16
 AT_ONCE_NS = 5_000
-"""A blocked launch returns this soon after the work that made room for it has started."""
+"""Maximum delay of a blocked launch's return after the start of the work that made room, ns."""
 MIN_AT_ONCE = 0.7
 
 
@@ -264,9 +264,9 @@ class _Lane(NamedTuple):
     entries: Array
     """Indices of device work in order of launch, those launched before the window first."""
     before_window: int
-    """How many were launched before the window."""
+    """Number of entries launched before the window."""
     depth: int
-    """A launch waits until the entry this far before it has started."""
+    """Length of the queue: a launch waits until the entry this far before it has started."""
 
 
 def add_queue_edges(
@@ -276,7 +276,7 @@ def add_queue_edges(
     work: DeviceWork,
     node: Array,
 ) -> None:
-    """A launch that finds the queue full returns when the work a queue's length ahead starts.
+    """Add edges to launches that find the queue full: they return as work a queue ahead starts.
 
     The length is measured from launches that waited; where there are none the host never got that
     far ahead. Kernels of one CUDA graph take one place.
@@ -320,7 +320,7 @@ def add_queue_edges(
 
 
 def _lane(trace: Trace, work: DeviceWork, number: int) -> _Lane | None:
-    """The queue of a stream if launches waited for room in it."""
+    """Return the queue of a stream, or ``None`` if no launch waited for room in it."""
     own = np.flatnonzero((work.lane == number) & (work.launch >= 0))
     if not len(own):
         return None
@@ -353,7 +353,7 @@ def _lane(trace: Trace, work: DeviceWork, number: int) -> _Lane | None:
 
 
 def _depth(back: Array, slow: Array) -> int | None:
-    """From slow launches while much was pending, if they all found about as much."""
+    """Return the queue's length from slow launches with much pending; ``None`` if they disagree."""
     seen = back[slow & (back >= MIN_QUEUE)]
     if len(seen) < 3:
         return None
@@ -363,8 +363,8 @@ def _depth(back: Array, slow: Array) -> int | None:
 
 
 def _plateau(back: Array, place: Array, returned: Array, started: Array, able: Array) -> int | None:
-    """From launches that waited too short to be seen by that: many, with nothing more pending at
-    any time, which return as the work a queue's length before them starts."""
+    """Return the queue's length from many launches that each waited shortly; else ``None``. Never
+    is more pending, and each returns as the work a queue's length before it starts."""
     seen = back[able & (back >= MIN_QUEUE)]
     if len(seen) < MIN_BLOCKED:
         return None
@@ -379,7 +379,7 @@ def _plateau(back: Array, place: Array, returned: Array, started: Array, able: A
 
 
 def _next_points(graph: Graph) -> Array:
-    """The next host point on the same thread, -1: none."""
+    """Return the next host point on the same thread, -1: none."""
     host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
     result = np.full(len(graph), -1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The measured steps, replayed; the same with edits; how far to trust the replay."""
+"""The measured steps replayed, the same with edits, and the quality of the replay."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "python": 500.0}
 """Host time that the profiler adds to each event, about: 0.8 µs, with shapes 1.4 (PyTorch 2.13,
-CPU; small operators suffer most). A Python frame costs 0.6 times what a plain event
-does: 0.35 and 0.57 µs on a faster CPU, of 917 frames and 1,141 operators a step, the fastest of 300
-steps without and of 60 with the profiler."""
+CPU; small operators suffer most). A Python frame costs 0.6 times what a plain event does: 0.35 and
+0.57 µs on a faster CPU, of 917 frames and 1,141 operators a step, the fastest of 300 steps without
+and of 60 with the profiler."""
 VISIBLE = 0.8
-"""Busy share of the device from which host time is hidden behind it."""
+"""Busy share of the device above which host time is hidden behind it."""
 MAX_COST = 3.0
-"""Times the usual cost of an event that a measured one may be."""
+"""Largest measured cost of an event, in multiples of the usual one."""
 MAX_WORSE = 0.01
-"""How much more of the measured steps a replay with other ranks may miss than one alone."""
+"""Share of the steps by which the error with other ranks may exceed the error alone."""
 PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
 MIN_LEFT = 0.3
-"""No stretch of host time is taken to be more than this much profiler."""
+"""Least share of a stretch of host time that remains without the profiler."""
 
 
 def event_cost(a: Analysis) -> float:
-    """Host time that the profiler adds to each event, ns: measured where a recorded run has steps
-    with and without it and the device leaves it visible, else as ``EVENT_COST_NS`` has it.
+    """Return the host time that the profiler adds to each event, ns: measured where a recorded run
+    has steps with and without it and shows host time, else ``EVENT_COST_NS``.
 
-    Measured: what the median profiled step takes beyond the median of those around the window,
-    over the host events of a step on all threads that launch work: the backward pass has its own,
-    and the main thread waits for it. On a device that hardly idles the cost is hidden, and the
+    Measured: what the median profiled step takes beyond the median of those around the window, over
+    the host events of a step on all threads that launch work: the backward pass has its own, and
+    the main thread waits for it. On a device that hardly idles the cost is hidden, and the
     difference says nothing about it. It is bounded, because steps differ for other reasons too.
     """
     usual = _mean_cost(a)
@@ -82,7 +82,7 @@ def event_cost(a: Analysis) -> float:
 
 
 def _host_medians(recorded: StepRecords) -> tuple[float | None, float | None]:
-    """Medians of profiled steps and of others, ns: of the host's own time where it runs ahead."""
+    """Return medians of profiled and other steps, ns; of host time where the host runs ahead."""
     if not recorded.host_is_ahead:
         return recorded.profiled_median, recorded.unprofiled_median
     parts = recorded.dur[recorded.active], recorded.dur[recorded.used]
@@ -91,14 +91,14 @@ def _host_medians(recorded: StepRecords) -> tuple[float | None, float | None]:
 
 
 def _usual_costs(a: Analysis) -> Array:
-    """Host time that the profiler usually adds, ns, by row of ``trace.cpu``."""
+    """Return the host time that the profiler usually adds, ns, by row of ``trace.cpu``."""
     plain, shapes, python = EVENT_COST_NS.values()
     plain += shapes if a.trace.meta.record_shapes else 0.0
     return np.where((a.trace.cpu["kind"] == "python").to_numpy(), python, plain)
 
 
 def _mean_cost(a: Analysis) -> float:
-    """The same of an event of the main thread, on average."""
+    """Return the profiler's usual mean cost of an event of the main thread, ns."""
     own = (a.trace.cpu["thread"] == a.trace.main_thread).fill_null(False).to_numpy()
     costs = _usual_costs(a)[own]
     return float(costs.mean()) if len(costs) else EVENT_COST_NS["plain"]
@@ -107,9 +107,9 @@ def _mean_cost(a: Analysis) -> float:
 class WindowReplayer:
     """Replays of one window. All times in ns.
 
-    ``others``: the same window of the other ranks, by rank. Where these can be put on one clock
-    with this one, they are replayed with it, edits included, and a collective waits for the last
-    of them; where not, a collective takes as long as it was measured to.
+    ``others``: the same window of the other ranks, by rank. If they can be put on one clock with
+    this one, they are replayed with it, edits included, and a collective waits for the last of
+    them. If not, a collective takes as long as it was measured to.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class WindowReplayer:
 
     @cached_property
     def graph(self) -> Graph:
-        """The dependency graph of the representative steps."""
+        """Dependency graph of the representative steps."""
         if self._steps is None and self._joint_ranks is not None:
             self._steps = self._joint_ranks.steps[0]
         return build_graph(self.a, self._steps)
@@ -136,7 +136,7 @@ class WindowReplayer:
 
     @cached_property
     def steady_ns(self) -> float:
-        """The replayed step without any change, by itself."""
+        """Steady-state time of a step replayed alone and without edits."""
         return self.plan.steady_step()
 
     @cached_property
@@ -149,8 +149,8 @@ class WindowReplayer:
 
     @cached_property
     def _joint_replay(self) -> tuple[JointReplay, tuple[WindowReplayer, ...]] | None:
-        """The replay with other ranks and one of these for each of them; ``None``: alone, also
-        where the measured steps come out worse than alone."""
+        """The replay with other ranks and a replayer for each of them; ``None``: alone, also where
+        the error of the measured steps would be larger than alone."""
         joint_ranks = self._joint_ranks
         if joint_ranks is None:
             return None
@@ -176,7 +176,7 @@ class WindowReplayer:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that are replayed together, this one first; alone: empty."""
+        """Ranks that are replayed together, this one first; empty: it is alone."""
         return () if self._joint_replay is None else tuple(m.rank for m in self._joint_replay[1])
 
     @cached_property
@@ -189,12 +189,12 @@ class WindowReplayer:
 
     @cached_property
     def unedited(self) -> ReplayedSteps:
-        """The replay without edits."""
+        """Replayed steps without edits."""
         return self.step_times([])
 
     @cached_property
     def measured(self) -> ReplayedSteps:
-        """The same moments, as measured."""
+        """Measured steps in the form of a replay."""
         return ReplayedSteps(
             self.graph.time, completion_times(self.graph, self.graph.time), self.graph.cycle_steps
         )
@@ -205,14 +205,14 @@ class WindowReplayer:
         return float(np.abs(replayed - measured).sum()) / max(float(measured.sum()), 1.0)
 
     def step_times(self, edits: Sequence[Edit], assumption: str = "") -> ReplayedSteps:
-        """Replay with edits applied."""
+        """Replay with edits applied, and return the times of nodes and steps."""
         time, _, own = self._replay(edits, assumption)
         return ReplayedSteps(time, completion_times(own.graph, time), self.graph.cycle_steps)
 
     def _replay(
         self, edits: Sequence[Edit], assumption: str = ""
     ) -> tuple[Array, Array, EditedGraph]:
-        """Times of the nodes, what work took (waiting for other ranks included), and the graph."""
+        """Return times of the nodes, durations (waits for other ranks included), and the graph."""
         if self._joint_replay is not None:
             joint = self._joint_replay[0]
             patched = self._patches(edits, assumption)
@@ -226,7 +226,7 @@ class WindowReplayer:
     def _patches(
         self, edits: Sequence[Edit], assumption: str = "", times: float = 0.0
     ) -> list[EditedGraph]:
-        """Each rank's graph with the edits that apply to it, without so many times the profiler's
+        """Return each rank's graph with the edits that apply to it, less ``times`` the profiler's
         usual host time. Correlation ids select events of one trace."""
         assert self._joint_replay is not None
         joint, members = self._joint_replay
@@ -242,14 +242,14 @@ class WindowReplayer:
         return result
 
     def _own_edits(self, edits: Sequence[Edit]) -> list[Edit]:
-        """The edits that concern this rank when it is replayed alone."""
+        """Return the edits that concern this rank when it is replayed alone."""
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
     @cached_property
     def _hides_profiler(self) -> bool:
-        """The device is so busy that it sets the pace of the run's own steps. Those that a fix
-        leaves would be longer by the profiler's host time, so the gains of a recorded run, most of
-        whose steps are not profiled, are of steps without it."""
+        """Whether the device is so busy that it sets the pace of the run's own steps. The
+        profiler's host time would lengthen the steps that a fix leaves. So the gains of a recorded
+        run, most of whose steps are not profiled, are of steps without it."""
         a, recorded = self.a, self.a.recorded
         if a.device_id is None or recorded is None:
             return False
@@ -261,14 +261,14 @@ class WindowReplayer:
         return a.breakdown.busy.total > VISIBLE * step * a.step_count
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
-        """Steady-state time of a step with edits applied. ``assumption``: ``low`` or ``high`` (a
-        small or large gain); ``unprofiled`` and ``profiled``: without and with the host time
-        that the profiler itself takes, whichever is not assumed otherwise; ``unprofiled_max``:
-        without the most that it may take."""
+        """Return the steady-state time of a step with edits applied. ``assumption``: ``low`` or
+        ``high`` (a small or large gain); ``unprofiled`` and ``profiled``: without and with the
+        profiler's own host time, whichever is not assumed otherwise; ``unprofiled_max``: without
+        the most that it may take."""
         return self._period(edits, assumption, 0)
 
     def _period(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
-        """The same, of any of the ranks that are replayed together."""
+        """Return the period of any of the ranks that are replayed together."""
         if assumption not in PROFILER_ASSUMPTIONS and all(
             e.factor_low is None and e.factor_high is None and e.op != "parallelize" and not e.ahead
             for e in edits
@@ -293,8 +293,8 @@ class WindowReplayer:
         return self._plan(own.graph).steady_step(own.weight, own.dur)
 
     def _paced_member(self, edits: Sequence[Edit]) -> int:
-        """The rank whose step tells what edits save: this one; another one where this one is
-        the late rank that keeps the others waiting."""
+        """Return the index of the rank whose step measures what edits save: this one, or another
+        where this one is the late rank that keeps the others waiting."""
         late = any(e.op == "remove_skew" and e.rank == self.rank for e in edits)
         return 1 if late and self._joint_replay is not None else 0
 
@@ -302,17 +302,17 @@ class WindowReplayer:
         return self.plan if graph is self.graph else ReplayPlan(graph)
 
     def step_after(self, edits: Sequence[Edit]) -> float:
-        """The measured step with edits applied: less what they save between two replays."""
+        """Return the measured step with edits applied, less what they save between two replays."""
         return max(0.0, self.a.step_ns - self.gain(edits))
 
     def gain(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> float:
-        """What edits save per step, on top of others that are applied already."""
+        """Return what edits save per step, on top of others that are applied already."""
         both = [*applied, *edits]
         member = self._paced_member(both)
         return self._saved(both, "", member) - self._saved(applied, "", member)
 
     def _saved(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
-        """What edits save, no more than what they touch."""
+        """Return what edits save, at most the time of what they select."""
         if not edits:
             return 0.0
         by = assumption if assumption in PROFILER_ASSUMPTIONS else ""
@@ -322,16 +322,16 @@ class WindowReplayer:
         return min(saved, most) * self._of_profiled_step(by, member)
 
     def _of_profiled_step(self, assumption: str = "", member: int = 0) -> float:
-        """What is saved of a step without the profiler is given as that share of the measured one:
-        so many times as long."""
+        """Return the factor from savings of a step without the profiler to savings of the measured
+        one: the ratio of their lengths."""
         if not self._hides_profiler:
             return 1.0
         step = self._period((), assumption, member)
         return max(1.0, self._period((), "profiled", member) / step) if step > 0 else 1.0
 
     def _max_saved(self, edits: Sequence[Edit], *, optimistic: bool) -> float:
-        """What edits save at most. A fix also ends waits of one rank for another, inside its
-        collectives: with other ranks the step is the limit."""
+        """Return the most that edits can save. With other ranks it is the step: a fix then also
+        ends waits for other ranks, inside this one's collectives."""
         if self._joint_replay is not None:
             return self.a.step_ns
         return self._exposed.max_saved(edits, optimistic=optimistic)
@@ -339,8 +339,8 @@ class WindowReplayer:
     def gain_range(
         self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
     ) -> tuple[float, float, float, float, RangeCause, RangeCause]:
-        """(gain, low, high, most, low_by, high_by): the gain, its range from 0, what the edits
-        touch, and what decides each end."""
+        """Return (gain, low, high, most, low_by, high_by): the gain, its range from 0, the time of
+        what the edits select, and what decides each end."""
         gain, (low, high, low_by, high_by) = (
             self.gain(edits, applied),
             self._bounds_and_causes(edits, applied),
@@ -354,9 +354,9 @@ class WindowReplayer:
     def gain_bounds(
         self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
     ) -> tuple[float, float]:
-        """(low, high) of the gain: the edits' own assumptions, the profiler's cost on the host,
-        the error of the replay itself, and as wide as such predictions have been wrong; but no
-        higher than what they touch."""
+        """Return (low, high) of the gain. The range covers the edits' assumptions, the profiler's
+        host cost, the replay's own error and past errors of such predictions. It ends at the time
+        of what they select."""
         return self._bounds_and_causes(edits, applied)[:2]
 
     def _bounds_and_causes(
@@ -390,12 +390,12 @@ class WindowReplayer:
 
     @cached_property
     def _max_cost_ratio(self) -> float:
-        """Times the cost of an event that it may be: where it is hidden, it was not measured."""
+        """Largest cost of an event over the assumed one, since a hidden cost is not measured."""
         return MAX_COST * _mean_cost(self.a) / max(event_cost(self.a), 1.0)
 
     def _real_share(self, times: float) -> Array | None:
-        """For each edge: the share of its host time that would be there without a profiler, if that
-        takes so many times what it is taken to; ``None``: all."""
+        """Return the share of each edge's host time that remains without a profiler of ``times``
+        its assumed cost; ``None``: all."""
         if not times:
             return None
         if times not in self._shares:
@@ -424,8 +424,8 @@ class WindowReplayer:
 
     @cached_property
     def unseen_loader(self) -> bool:
-        """Batches come from worker processes that always had one ready: how fast these could be
-        is not in the trace, and a faster step may have to wait for them."""
+        """Whether batches come from workers that always had one ready. Their speed is then not in
+        the trace, and a faster step may have to wait for them."""
         graph, cpu = self.graph, self.a.trace.cpu
         rate = graph.weight[graph.edge == Edge.LOADER]
         if (rate > NEVER).any() or cpu.is_empty():
@@ -435,12 +435,12 @@ class WindowReplayer:
         return bool((name_matches(cpu["name"], WORKERS) & inside).any())
 
     def count_selected(self, edit: Edit) -> int:
-        """How many events an edit selects in the replayed steps."""
+        """Count the events that an edit selects in the replayed steps."""
         return GraphEdits(self._selected).count(edit)
 
     def time_selected(self, edit: Edit) -> float:
-        """How long what an edit selects takes in the replayed steps, ns per step: of device work
-        the sum over streams, of host time that over threads."""
+        """Return the time of what an edit selects in the replayed steps, ns per step: device work
+        summed over streams, host time over threads."""
         if edit.select.on == "gpu":
             total = self.graph.dur[self._selected.device_work(edit.select)].sum()
         else:
@@ -449,11 +449,11 @@ class WindowReplayer:
 
     @property
     def step_count(self) -> int:
-        """Steps that are replayed."""
+        """Number of steps that are replayed."""
         return max(1, len(self.graph.step_boundaries) - 1)
 
     def critical_path_parts(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
-        """What the critical path consists of with edits applied, ns per step, largest first."""
+        """Return the parts of the critical path with edits applied, ns per step, largest first."""
         time, dur, own = self._replay(edits)
         parts = path_composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
         steps = self.step_count
@@ -461,7 +461,7 @@ class WindowReplayer:
 
     @cached_property
     def quality(self) -> ReplayQuality:
-        """How well the replay without edits reproduces what was measured."""
+        """Quality with which the replay without edits reproduces the measured steps."""
         graph = self.graph
         measured, replayed = (np.diff(o.step_ends) for o in (self.measured, self.unedited))
         whole = max(float(measured.sum()), 1.0)
@@ -486,7 +486,7 @@ class WindowReplayer:
         )
 
     def _rank_waits(self) -> tuple[PartQuality, ...]:
-        """Waits of collectives for the ranks that come later, replayed with these."""
+        """Return the quality of collectives' waits for later ranks; empty if replayed alone."""
         if self._joint_replay is None:
             return ()
         joint = self._joint_replay[0]
@@ -506,8 +506,8 @@ class WindowReplayer:
 
     @cached_property
     def unusable_reason(self) -> str:
-        """Why nothing is estimated; empty: there are steps, and the replay without edits reproduces
-        them and explains their waiting."""
+        """Reason why nothing is estimated. Empty: there are steps, and the replay without edits
+        reproduces them and explains their waiting."""
         if self.a.steps.used.is_empty() or self.a.span_ns <= 0:
             return "there is no step to replay"
         return self.quality.unusable_reason

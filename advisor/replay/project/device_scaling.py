@@ -1,12 +1,12 @@
-"""How long each piece of device work takes on another GPU, and a matrix product in a narrower
-number format, with what quantising its inputs costs.
+"""Times of device work on another GPU, and of matrix products in a narrower number format, with the
+quantising of their inputs.
 
 A kernel keeps its efficiency: what it takes beyond the shortest a kernel takes changes as its
 roofline does. ``max(FLOPs / matmul rate, bytes / memory rate)`` of the one over that of the other,
 at the rates that are attained. Kernels without shapes go by their family: those that are no matrix
 products by the memory; matrix products by the geometric mean of both rates, and anywhere between.
 
-Of the ideal step down, kernels in narrower formats reach a part; ``slower`` has that part and its
+Kernels in narrower formats reach a part of the ideal reduction; ``FORMATS`` has that part and its
 range from published tables (``benchmarks/precision.json``, compared by
 ``benchmarks/bench_precision.py``). Quantising is bytes at the memory rate, and at least the
 shortest kernel each, as torchao counts them (``torchao/testing/training/roofline_utils.py``).
@@ -33,38 +33,38 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 SHORTEST_NS = {"nvidia": 1_800.0, "amd": 3_600.0}
-"""What the shortest kernels take: the median over public traces of their shortest hundredth (ten of
-NVIDIA GPUs: 1.0 to 5.7 µs; two of AMD's: 2.4 and 4.9)."""
+"""Time of the shortest kernels by vendor, ns: the median over public traces of their shortest
+hundredth (ten of NVIDIA GPUs: 1.0 to 5.7 µs; two of AMD's: 2.4 and 4.9)."""
 MAX_SHORTEST_NS = 6_000.0
-"""The shortest hundredth of a trace is no measure of that where all its kernels are long."""
+"""Largest shortest hundredth of a trace that is used, ns: above it all its kernels are long."""
 NODE = 8
-"""GPUs that one machine's links join, at most: a larger group crosses a network that stays."""
+"""Most GPUs that one machine's links join: larger groups cross a network, which stays."""
 
 KINDS = ("compute", "memory", "mixture", "unknown", "launch", "copy", "link", "unchanged")
-"""``compute``, ``memory``: by FLOPs and bytes, or by a family that only moves data. ``mixture``:
-matrix products whose shapes are not known. ``unknown``: kernels of no known family. ``launch``: no
-longer than the shortest. ``copy``: between host and device. ``link``: between GPUs."""
+"""Kinds of device work. ``compute``, ``memory``: by FLOPs and bytes, or a family that only moves
+data. ``mixture``: matrix products of unknown shapes. ``unknown``: of no known family. ``launch``:
+no longer than the shortest. ``copy``: between host and device. ``link``: between GPUs."""
 CODE = {name: code for code, name in enumerate(KINDS)}
 
 
 class ScaledDeviceWork(NamedTuple):
-    """Aligned with ``trace.gpu``."""
+    """Factors on the times of device work, aligned with ``trace.gpu``."""
 
     factor: Array
     """New duration over the old one."""
     low: Array
     high: Array
-    """The same by what the kernel could be bound by, if that is not recorded."""
+    """Upper end of the factor; it and ``low`` cover bounds that the recording leaves open."""
     kind: Array
     """Codes of ``KINDS``."""
     missing: tuple[str, ...]
-    """Formats that the GPU has no unit for, and nothing is computed in instead."""
+    """Formats that the GPU has no unit for and does not replace by another."""
     instead: tuple[tuple[str, str], ...]
-    """Formats, and in what the GPU computes them."""
+    """Formats with the one in which the GPU computes them instead."""
 
 
 def shortest_kernel(durations: Array, vendor: str) -> float:
-    """What the shortest kernels of this trace take, ns."""
+    """Return the time of this trace's shortest kernels, ns; a usual one where it has none."""
     if not len(durations):
         return SHORTEST_NS[vendor]
     result = float(np.percentile(durations, 1))
@@ -72,7 +72,7 @@ def shortest_kernel(durations: Array, vendor: str) -> float:
 
 
 def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDeviceWork:
-    """Factors of all device work of a trace that was recorded on ``source``."""
+    """Return the factors of all device work of a trace that was recorded on ``source``."""
     gpu, kernels = a.trace.gpu, a.kernels
     size = gpu.height
     dur = np.maximum(gpu["dur"].to_numpy().astype(float), 1.0)
@@ -124,7 +124,7 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
 def _formats(
     matrices: pl.DataFrame, source: GpuSpec, target: GpuSpec
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Formats that the target has nothing for, and those in which it computes others."""
+    """Return formats that the target has no unit for, and those that it computes in another."""
     missing, instead = set(), set()
     used = matrices.select(
         pl.col("dtype").cast(pl.String), convolves=pl.col("family") == "convolution"
@@ -139,7 +139,7 @@ def _formats(
 
 
 class _Ratios:
-    """Ratios of times, target over source."""
+    """Ratios of a kernel's times, target over source."""
 
     def __init__(self, a: Analysis, source: GpuSpec, target: GpuSpec) -> None:
         kernels = a.kernels
@@ -174,21 +174,21 @@ class _Ratios:
 
 
 def format_on_target(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
-    """The format of the same work there. PyTorch's convolutions in fp32 are computed in TF32 where
-    there is a unit for it (``torch.backends.cudnn.allow_tf32`` is on by default; matrix products'
-    is not)."""
+    """Return the format of the same work on the target. PyTorch computes fp32 convolutions in TF32
+    where there is a unit for it (``torch.backends.cudnn.allow_tf32`` is on by default; matrix
+    products' is not)."""
     new = computed_in(source, "tf32") != "tf32" and computed_in(target, "tf32") == "tf32"
     return "tf32" if convolves and dtype == "fp32" and new else dtype
 
 
 def _rate(gpu: GpuSpec, dtype: str, half: bool) -> float:
-    """NaN: not known. Where no format is recorded, the vector units' fp32 stands for the chip's."""
+    """Return FLOP/s, NaN if unknown. Where no format is recorded, fp32 stands for the chip's."""
     result = matmul_rate(gpu, dtype or "fp32", half_sums=bool(half))
     return np.nan if result is None else result
 
 
 def _fill(gpu: pl.DataFrame, source: GpuSpec, target: GpuSpec) -> Array:
-    """How much more of the other GPU a kernel leaves empty; 1 where blocks are not recorded."""
+    """Return the source's used share of processors over the target's; 1 without recorded blocks."""
     per_sm = gpu["blocks_per_sm"].cast(pl.Float64).fill_null(np.nan).to_numpy()
     blocks = np.maximum(np.round(per_sm * source.sms), 1.0)
     used = [np.minimum(blocks, g.sms) / g.sms for g in (source, target)]
@@ -202,7 +202,7 @@ def _copies(
     memory: float,
     into: tuple[Array, Array, Array, Array],
 ) -> None:
-    """By the interface that they cross. Pageable memory is staged by the host, which stays."""
+    """Scale copies by the interface they cross; the host stages pageable memory, so that stays."""
     work, low, high, kind = into
     copying = (gpu["kind"] == "memcpy").to_numpy()
     way = gpu["copy"].cast(pl.String).fill_null("")
@@ -236,9 +236,9 @@ def _collectives(
     target: GpuSpec,
     into: tuple[Array, Array, Array, Array],
 ) -> None:
-    """Collectives take as long as their bytes and as they wait for other ranks. How much is which
-    is estimated from bytes and group where they are recorded: bytes go by the links, waits as the
-    rank's own device work does. Groups of more than ``NODE`` cross a network, which stays."""
+    """Scale collectives by the links for their bytes, and by the rank's own device work for their
+    waits. The shares are estimated from bytes and group where these are recorded. Groups of more
+    than ``NODE`` cross a network, which stays."""
     if not link.any():
         return
     work, low, high, kind = into
@@ -263,15 +263,15 @@ def _collectives(
 # -- what a GPU attains ----------------------------------------------------------------------------
 
 INSTEAD = {"tf32": "fp32", "bf16": "fp32"}
-"""Formats that are computed in another one where a GPU has no unit for them: PyTorch does so."""
+"""Formats that PyTorch computes in another one where a GPU has no unit for them."""
 C2C_BYTES = 450e9
-"""NVLink-C2C between Grace and its GPU, bytes/s in one direction: 900 GB/s in both (NVIDIA, "GH200
-Grace Hopper Superchip" datasheet)."""
+"""Rate of NVLink-C2C between Grace and its GPU, bytes/s in one direction: 900 GB/s in both (NVIDIA,
+"GH200 Grace Hopper Superchip" datasheet)."""
 _C2C = ("GH200", "GB200", "GB300")
 
 
 def computed_in(gpu: GpuSpec, dtype: str) -> str | None:
-    """The format in which a GPU computes work of one format; ``None``: it cannot.
+    """Return the format in which a GPU computes work of one format; ``None``: it cannot.
 
     TF32 on AMD counts as fp32: PyTorch uses it there only where an environment variable allows.
     """
@@ -284,8 +284,8 @@ def computed_in(gpu: GpuSpec, dtype: str) -> str | None:
 
 
 def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float | None:
-    """FLOP/s that matrix products attain. ``half_sums``: summed in fp16 too, at which GeForce cards
-    are twice as fast; ``None``: the GPU cannot."""
+    """Return the FLOP/s that matrix products attain; ``None``: the GPU cannot. ``half_sums``:
+    summed in fp16 too, at which GeForce cards are twice as fast."""
     used = computed_in(gpu, dtype)
     result = gpus.attainable_matmul(gpu, used) if used is not None else None
     if result is None:
@@ -295,50 +295,50 @@ def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float |
 
 
 def memory_rate(gpu: GpuSpec) -> float:
-    """Bytes/s that the GPU's own memory attains."""
+    """Return the bytes/s that the GPU's own memory attains."""
     result = gpus.attainable_bandwidth(gpu)
     return gpu.bandwidth if result is None else result.rate
 
 
 def host_rate(gpu: GpuSpec) -> float | None:
-    """Bytes/s between host and GPU in one direction; ``None``: not known."""
+    """Return bytes/s between host and GPU in one direction; ``None``: unknown."""
     if any(word in gpu.name for word in _C2C):
         return C2C_BYTES
     return gpu.pcie_bandwidth
 
 
 def peer_rate(gpu: GpuSpec) -> float | None:
-    """Bytes/s to other GPUs of the machine in one direction: its links, else the host interface."""
+    """Return bytes/s to the machine's other GPUs, one way: links, else host; ``None``: unknown."""
     return gpu.link_bandwidth or host_rate(gpu)
 
 
 Role = Literal["inference", "forward", "input gradient", "weight gradient"]
 Three = tuple[float, float, float]
-"""Under the optimistic assumption, the central one, the pessimistic one."""
+"""Values under the optimistic, the central and the pessimistic assumption."""
 
 
 class MatmulFormat(NamedTuple):
-    """A number format, or a sparsity, of the weights and perhaps of what they are multiplied by."""
+    """A number format, or a sparsity, of the weights and perhaps of their other factor."""
 
     unit: str | None
-    """Format of the GPU table at whose rate it is multiplied; ``None``: at that of the recorded
+    """Format of the GPU table at whose rate it is multiplied; ``None``: that of the recorded
     format."""
     weight: float
     """Bytes of a weight, its scales included; of ``2:4``: as a share of the recorded width."""
     inputs: float | None
-    """Bytes of an activation or gradient, its scales included; ``None``: they stay."""
+    """Bytes of an activation or gradient, its scales included; ``None``: unchanged."""
     blocks: bool
-    """Scaled by blocks: no maximum of the whole tensor is looked for."""
+    """Whether it is scaled by blocks, so that no maximum of the whole tensor is needed."""
     training: bool
     """Whether a training recipe is more than a prototype."""
     least: dict[str, tuple[int, int]]
-    """By vendor: the first compute capability with the unit."""
+    """First compute capability with the unit, by vendor."""
     compute: Three
-    """Times the ideal time where arithmetic limits."""
+    """Factors on the ideal time where arithmetic limits."""
     memory: Three
-    """The same where memory does."""
+    """Factors on the ideal time where memory limits."""
     saves: str
-    """What to call it in a sentence."""
+    """Name of the format in a sentence."""
 
 
 MEAN_RATES: Final = {("NVIDIA B300", "fp4"): 5_093e12}
@@ -346,8 +346,8 @@ MEAN_RATES: Final = {("NVIDIA B300", "fp4"): 5_093e12}
 profiling"): 38% of the datasheet. Not the fastest of a search, so not in the GPU table."""
 SPARSE: Final = "2:4"
 MULTIPLE: Final = 16
-"""Of which both dimensions of a weight must be a multiple in 8 bits and below
-(``torch._scaled_mm``, ``torch._int_mm``)."""
+"""Divisor of both dimensions of a weight that 8 bits and below require (``torch._scaled_mm``,
+``torch._int_mm``)."""
 FORMATS: Final[dict[str, MatmulFormat]] = {
     "fp8": MatmulFormat(
         "fp8", 1.0, 1.0, False, True, {"nvidia": (8, 9), "amd": (9, 4)},
@@ -392,23 +392,23 @@ class Gemm(NamedTuple):
 
 
 class ProductEstimate(NamedTuple):
-    """Times of one call, ns."""
+    """Estimated times of one call, ns."""
 
     kernel: Three
     quantise: Three
-    """Kernels that quantise its inputs, beyond those of the recorded format."""
+    """Time of the kernels that quantise its inputs, beyond those of the recorded format."""
     launches: Three
-    """How many of them there are."""
+    """Number of these kernels."""
 
     @property
     def total(self) -> Three:
-        """Both together."""
+        """Time of the product and of quantising together."""
         best, middle, worst = (sum(pair) for pair in zip(self.kernel, self.quantise, strict=True))
         return best, middle, worst
 
 
 def missing_unit(name: str, gpu: GpuSpec, *, training: bool) -> str:
-    """Why a GPU gains nothing from a format, or its rate is not known; empty: it has the unit."""
+    """Return why a GPU gains nothing from a format, or lacks a known rate; empty: it gains."""
     narrow = FORMATS[name]
     least = narrow.least.get(gpu.vendor)
     if least is None or tuple(gpu.compute) < least:
@@ -421,8 +421,8 @@ def missing_unit(name: str, gpu: GpuSpec, *, training: bool) -> str:
 
 
 def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> ProductEstimate | None:
-    """A product that took ``old_ns``, in a narrower format; ``None``: the rate of the recorded
-    format is not known, or it is narrow already."""
+    """Estimate a product that took ``old_ns`` in a narrower format. ``None``: the rate of the
+    recorded format is unknown, or it is narrow already."""
     narrow = FORMATS[name]
     used = computed_in(gpu, gemm.dtype)
     rate = gpus.attainable_matmul(gpu, used) if used is not None else None
@@ -456,7 +456,7 @@ def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Prod
 def _quantise(
     gemm: Gemm, narrow: MatmulFormat, gpu: GpuSpec, first: float, second: float
 ) -> tuple[Three, Three]:
-    """Time and number of the kernels that quantise what one call multiplies. Weights of a model
+    """Return time and number of the kernels that quantise one call's inputs. Weights of a model
     that is not trained were quantised before. ``first`` and ``second``: elements of its inputs."""
     if narrow.inputs is None or gemm.role == "weight gradient":
         return (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)

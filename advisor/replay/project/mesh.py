@@ -42,11 +42,11 @@ OF_AXIS = {
     "expert": "ep", "all-to-all": "ep",
 }  # fmt: skip
 ATTAINED = (0.67, 0.82, 1.07)
-"""Bus bandwidth over the links' datasheet, where none was recorded: 0.82 by NCCL's protocol
-(maintainer, NVIDIA/nccl-tests issue 212: 370 of 450 GB/s); from 0.67 (200 of 300 GB/s on A100,
-issue 149) to 1.07 (480 of 450 with NVLink SHARP, issue 212)."""
+"""Attained bus bandwidth over the links' datasheet, where none was recorded. 0.82: by NCCL's
+protocol (maintainer, NVIDIA/nccl-tests issue 212: 370 of 450 GB/s). From 0.67 (200 of 300 GB/s on
+A100, issue 149) to 1.07 (480 of 450 with NVLink SHARP, issue 212)."""
 LOW, MIDDLE, HIGH = 0, 1, 2
-"""Of a range. A ring's latency is that of the protocol in this place (``links.BASE_NS``)."""
+"""Places in a range. A ring's latency is that of the protocol in this place (``links.BASE_NS``)."""
 
 
 class Mesh(NamedTuple):
@@ -61,12 +61,12 @@ class Mesh(NamedTuple):
 
     @property
     def world(self) -> int:
-        """GPUs."""
+        """Number of GPUs."""
         return self.dp * self.tp * self.pp * self.cp
 
     def extent(self, axis: str) -> tuple[int, int]:
-        """Size of a group of an axis, and the distance of neighbours in the numbers of ranks.
-        Gradients are summed over context-parallel ranks too."""
+        """Return the size of a group of an axis, and the distance of its neighbours in rank
+        numbers. Gradients are summed over context-parallel ranks too."""
         if axis == "dp":
             return self.dp * self.cp, self.tp
         stride = {"tp": 1, "cp": self.tp, "pp": self.world // self.pp}
@@ -79,7 +79,7 @@ class Mesh(NamedTuple):
 
 
 def parse_mesh(text: str) -> Mesh:
-    """``dp=8,tp=4``; what is not named is 1. Raises AdvisorError."""
+    """Parse ``dp=8,tp=4``; an axis that is not named is 1. Raises AdvisorError."""
     sizes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):
         name, _, size = part.partition("=")
@@ -93,18 +93,18 @@ def parse_mesh(text: str) -> Mesh:
 
 
 class MeshAxisChange(NamedTuple):
-    """Communication of one axis, ns per step: its transfers without waits."""
+    """Communication of one axis, here and there, ns per step: transfers without waits."""
 
     axis: str
     ns: float
     then_ns: float
     exposed_ns: float
-    """The part during which nothing computes, as recorded; waits are in it."""
+    """Exposed communication as recorded, waits included: nothing computes meanwhile."""
     then_exposed_ns: float
 
 
 class MedianRank(NamedTuple):
-    """The step of another rank, on the same mesh. Times in ns per step."""
+    """Step of another rank on the same mesh. Times in ns per step."""
 
     rank: int
     measured_step_ns: float
@@ -114,7 +114,7 @@ class MedianRank(NamedTuple):
 
 
 class MeshResult(NamedTuple):
-    """The step on another mesh. Times in ns per step."""
+    """Step on another mesh. Times in ns per step."""
 
     measured: Mesh
     mesh: Mesh
@@ -125,27 +125,27 @@ class MeshResult(NamedTuple):
     throughput: float
     """Samples per second and GPU there over here."""
     batch: float
-    """The job's batch there over here."""
+    """Batch of the job there over here."""
     micro_batches: int
     compute_ns: float
-    """Kernels without communication, per step: here."""
+    """Kernels without communication, as recorded."""
     then_compute_ns: float
     bubble_ns: float
-    """Of the pipeline: here as measured, there by formula."""
+    """Bubble of the pipeline: here as measured, there by formula."""
     then_bubble_ns: float
     axes: tuple[MeshAxisChange, ...]
     memory: tuple[int, int] | None
-    """Peak of a GPU, from the least to the most, bytes; ``None``: not recorded."""
+    """Peak memory of a GPU, from the least to the most, bytes; ``None``: not recorded."""
     replayed: bool
     notes: tuple[str, ...]
     rank: int | None = None
-    """That it is of: of several, the one with most work of its own; ``None``: the only one."""
+    """Rank of these figures: the one with most work of its own; ``None``: the only one."""
     median: MedianRank | None = None
-    """The same of the rank with the median work; ``None``: one rank was projected."""
+    """Step of the rank with the median work; ``None``: one rank was projected."""
 
 
 def recover_mesh(axes: list[MeshAxis], world: int | None) -> Mesh:
-    """The mesh that a rank communicates along. Raises AdvisorError: it does not fit the job."""
+    """Return the mesh that a rank communicates along. Raises AdvisorError: it is not the job's."""
     sizes = dict.fromkeys(Mesh._fields, 1)
     for axis in axes:
         name = OF_AXIS.get(axis.axis)
@@ -186,7 +186,7 @@ class MeshProjector:
         self.node_there = self.node
 
     def with_node_size(self, gpus: int) -> MeshProjector:
-        """The same recording, projected onto nodes of another size."""
+        """Return a projector of the same recording onto nodes of another size."""
         result = copy(self)
         result.node_there = gpus
         return result
@@ -201,18 +201,18 @@ class MeshProjector:
 
     @cached_property
     def replayed(self) -> bool:
-        """Whether the replay is good enough to go by."""
+        """Whether the replay is good enough to be used."""
         return not self.whatif.unusable_reason
 
     @cached_property
     def slots(self) -> int:
-        """Micro-batches of a recorded step: of a pipeline by its sends, else forward passes."""
+        """Micro-batches of a recorded step: a pipeline's by its sends, else forward passes."""
         found = [axis.micro_batches for axis in self.axes if axis.axis == "pipeline"]
         return max((each for each in found if each), default=0) or count_passes(self.a)
 
     @cached_property
     def table(self) -> pl.DataFrame:
-        """The collectives, each with ``short``: the axis's name in a mesh (``None``: another), and
+        """Collectives, each with ``short``: its axis's name in a mesh (``None``: another), and
         ``transfer``: ns without waits, the shortest of its kind and size."""
         same = ["axis", "collective", "bytes", "group_size"]
         return self.a.collectives.with_columns(
@@ -223,7 +223,7 @@ class MeshProjector:
     # -- links ------------------------------------------------------------------------------
 
     def _local(self, mesh: Mesh, axis: str) -> int:
-        """Ranks of a group of an axis in one node; AdvisorError: the size of a node is unknown."""
+        """Return the ranks of an axis's group in one node; AdvisorError: node size unknown."""
         size, stride = mesh.extent(axis)
         node = self._node(mesh)
         if node is None:
@@ -233,7 +233,7 @@ class MeshProjector:
         return max(1, min(size, node // stride))
 
     def crosses(self, mesh: Mesh, axis: str) -> bool:
-        """Whether groups of an axis reach over nodes. AdvisorError: unknown, and it matters."""
+        """Return whether an axis's groups span nodes. Raises AdvisorError: it is unknown."""
         size, stride = mesh.extent(axis)
         node = self._node(mesh)
         if mesh == self.measured and node is None:
@@ -242,8 +242,8 @@ class MeshProjector:
 
     @cached_property
     def _node_rates(self) -> tuple[float, float, float]:
-        """Bus bandwidth inside a node, bytes per ns, slowest first: recorded, else the datasheet
-        times what is attained. AdvisorError: neither is known."""
+        """Bus bandwidth inside a node, bytes per ns, slowest first: recorded, else attained shares
+        of the datasheet. Raises AdvisorError: neither is known."""
         recorded = self._recorded(crossing=False)
         if recorded:
             best = max(recorded)
@@ -255,7 +255,7 @@ class MeshProjector:
 
     @cached_property
     def _network_rates(self) -> tuple[float, float, float]:
-        """The same of one GPU across nodes."""
+        """Bus bandwidth of one GPU across nodes, bytes per ns, slowest first."""
         recorded = self._recorded(crossing=True)
         if recorded:
             best = max(recorded)
@@ -269,7 +269,7 @@ class MeshProjector:
         return given * ATTAINED[0], given * ATTAINED[1], given
 
     def _assumes(self, mesh: Mesh) -> bool:
-        """Whether an axis there was not recorded, or the rate of a link that it uses."""
+        """Return whether an axis there, or the rate of a link that it uses, was not recorded."""
         axes = [axis for axis in ("dp", "tp", "pp", "cp") if mesh.extent(axis)[0] > 1]
         if mesh != self.measured and any(self.measured.extent(axis)[0] == 1 for axis in axes):
             return True
@@ -277,7 +277,7 @@ class MeshProjector:
         return any(not self._recorded(crossing=crossing) for crossing in links)
 
     def _recorded(self, *, crossing: bool) -> list[float]:
-        """Bus bandwidth by axis, from transfers of 1 MiB and more, bytes per ns of one GPU."""
+        """Return bus bandwidths by axis, of transfers from 1 MiB, bytes per ns of one GPU."""
         result = []
         large = self.table.filter(pl.col("short").is_not_null(), pl.col("bytes") >= 1 << 20)
         for (axis, kind, size, group), rows in large.group_by(
@@ -294,14 +294,14 @@ class MeshProjector:
         return result
 
     def latency(self, mesh: Mesh, axis: str, kind: str, protocol: int) -> float:
-        """Of a ring: its base, and a hop for each step from rank to rank, ns."""
+        """Return a ring's latency, ns: its base, and a hop for each step from rank to rank."""
         size, _ = mesh.extent(axis)
         local = self._local(mesh, axis) if self.crosses(mesh, axis) else size
         return ring_latency(kind, size, local, protocol)
 
     def transfer(self, mesh: Mesh, axis: str, kind: str, size: float, bound: int) -> float:
-        """What one collective takes along an axis of a mesh once all are there, ns. ``bound``:
-        LOW, MIDDLE, HIGH."""
+        """Return the time of one collective along an axis of a mesh once all ranks are there, ns.
+        ``bound``: LOW, MIDDLE, HIGH."""
         ranks, _ = mesh.extent(axis)
         factor = bus_factor(kind, ranks)
         if factor is None:
@@ -320,9 +320,9 @@ class MeshProjector:
     def on(
         self, mesh: Mesh, *, same_batch: bool = False, micro_batches: int | None = None
     ) -> MeshResult:
-        """The step on another mesh. The batch of a data-parallel replica stays, or with
-        ``same_batch`` that of the job; micro-batches keep their size unless ``micro_batches`` says
-        how many there are. Raises AdvisorError: what is asked is not in the recording."""
+        """Project the step onto another mesh. The batch of a data-parallel replica stays, or with
+        ``same_batch`` that of the job. Micro-batches keep their size unless ``micro_batches`` gives
+        their number. Raises AdvisorError: the recording lacks what is needed."""
         old = self.measured
         mesh = mesh._replace()  # the recorded mesh on other nodes is another one
         if (mesh.ep > 1) != (old.ep > 1) and mesh.ep > 1:
@@ -363,7 +363,7 @@ class MeshProjector:
     def _step(
         self, mesh: Mesh, work: _Work, bound: int, slots: int
     ) -> tuple[float, float, dict[str, float]]:
-        """The step, the bubble in it, and what new collectives add by axis."""
+        """Return the step, the bubble in it, and what new collectives add by axis, ns."""
         factor = work.factors(bound)
         step = self._replay(factor, work.launches)
         added = work.added(bound)
@@ -397,9 +397,9 @@ class MeshProjector:
         return tuple(result)
 
     def _memory(self, mesh: Mesh, size: float, slots: int) -> tuple[int, int] | None:
-        """Of parameters and optimizer by their share of the model, of activations by their share of
-        the batch, sequence and layers, with min(p, m) micro-batches in flight (arXiv:2104.04473).
-        Which part is which is not known: the peak changes by anything between."""
+        """Return least and largest peak memory, bytes; ``None``: not recorded. Parameters and
+        optimizer scale with the model's share; activations with batch, sequence, layers and min(p,
+        m) micro-batches in flight (arXiv:2104.04473). Their parts of the peak are unknown."""
         own = self.a.memory.filter(pl.col("device") == self.a.device_id)
         peak = own["peak_allocated"].max() if own.height else None
         if peak is None and self.a.record is not None:
@@ -441,7 +441,7 @@ class MeshProjector:
 
 
 class _Work:
-    """What each piece of device work takes on another mesh."""
+    """Time of each piece of device work on another mesh."""
 
     def __init__(self, of: MeshProjector, mesh: Mesh, count: float, size: float) -> None:
         old, a = of.measured, of.a
@@ -465,14 +465,14 @@ class _Work:
         self.base = shortest_kernel(self.dur[self.kernel], vendor if known else "nvidia")
         sharded = any(axis.axis == "sharded data" for axis in of.axes)
         self.parameters = self.layers * self.split * (old.dp / mesh.dp if sharded else 1.0)
-        """Of a rank there over here, as its optimizer has them."""
+        """Parameters of a rank, as its optimizer has them, there over here."""
         self.sequence = not of.table.filter(
             pl.col("short") == "tp", pl.col("collective") == "reduce_scatter"
         ).is_empty()
-        """The activations between tensor-parallel parts are split along the sequence."""
+        """Whether activations between tensor-parallel parts are split along the sequence."""
 
     def factors(self, bound: int) -> Array:
-        """New duration of each piece of device work over the old one."""
+        """Return the new duration of each piece of device work over the old one."""
         factor = np.ones(len(self.dur))
         size = np.full(len(self.dur), self.tokens)
         size[self.matrix] *= self.split
@@ -492,8 +492,8 @@ class _Work:
         return factor
 
     def _fill(self, size: Array) -> Array:
-        """Whole waves of blocks there over here, beyond the change of the work: what a kernel with
-        fewer blocks leaves of the processors."""
+        """Return whole waves of blocks there over here, beyond the change of the work: the part of
+        the processors that a kernel with fewer blocks leaves idle."""
         with np.errstate(invalid="ignore", divide="ignore"):
             then = np.ceil(np.maximum(self.waves * size, 1e-9)) / np.ceil(self.waves)
             result = then / size
@@ -501,9 +501,9 @@ class _Work:
         return np.asarray(result)
 
     def _collectives(self, factor: Array, bound: int) -> None:
-        """Messages and how many there are change by axis; a transfer by its bytes, its ring and its
-        link; waits for other ranks as the work does. A pipeline's are its bubble, which is added
-        later."""
+        """Scale collectives by axis: their number and messages change. A transfer goes by its
+        bytes, ring and link, and waits for other ranks as the work does. A pipeline's waits are its
+        bubble, added later."""
         of, mesh, old = self.of, self.mesh, self.of.measured
         columns = ["gpu", "short", "collective", "bytes", "dur", "transfer"]
         for row, axis, kind, size, dur, transfer in of.table.select(columns).iter_rows():
@@ -525,7 +525,7 @@ class _Work:
             factor[row] = (then + waits) * many / max(dur, 1)
 
     def _messages(self, axis: str, kind: str) -> tuple[float, float]:
-        """How many collectives of an axis a step has, and their size, there over here."""
+        """Return the number of an axis's collectives in a step, and their size, there over here."""
         mesh, old = self.mesh, self.of.measured
         if axis == "dp":  # gradients and parameters: by layer where they are sharded
             gathered = kind in ("all_gather", "reduce_scatter")
@@ -539,7 +539,7 @@ class _Work:
         return self.launches, self.tokens
 
     def added(self, bound: int) -> dict[str, float]:
-        """Time of collectives along axes that were not recorded, ns per step: nothing hides it."""
+        """Return the time of collectives along axes not recorded, ns per step: nothing hides it."""
         of, mesh, old = self.of, self.mesh, self.of.measured
         result = {}
         if mesh.dp > 1 and old.dp == 1:
@@ -564,8 +564,8 @@ class _Work:
         return any(getattr(mesh, x) > 1 and getattr(old, x) == 1 for x in ("tp", "cp", "pp"))
 
     def _activations(self) -> tuple[float, float]:
-        """Bytes of the activations between two layers of a rank, and attentions of a step: of the
-        recorded tensor-parallel all-reduces, else of the queries. AdvisorError: neither."""
+        """Return bytes of a rank's activations between layers, and attentions of a step: from
+        all-reduces of tensor parallelism, else queries. Raises AdvisorError: neither recorded."""
         of = self.of
         tensor = of.table.filter(pl.col("short") == "tp", pl.col("bytes") >= 1 << 10)
         if tensor.height and not self.sequence:
@@ -579,8 +579,8 @@ class _Work:
         return float(np.median(sizes)) * of.measured.tp, len(sizes) / of.a.step_count
 
     def once(self, bound: int) -> float:
-        """What a step has once, however many micro-batches: the optimizer and the gradients that
-        nothing hides, ns."""
+        """Return the time that a step has once, however many micro-batches, ns: the optimizer and
+        the gradients that nothing hides."""
         of, factor = self.of, self.factors(bound)
         steps = of.a.step_count
         own = self.optimizer & of.a.in_window
@@ -590,14 +590,14 @@ class _Work:
         return total + float(exposed.sum()) / steps
 
     def compute(self, *, here: bool) -> float:
-        """Kernels without communication, ns per step."""
+        """Return the time of kernels without communication, ns per step."""
         rows = self.kernel & self.of.a.in_window
         factor = np.ones(len(self.dur)) if here else self.factors(MIDDLE)
         return float((self.dur * factor)[rows].sum()) / self.of.a.step_count
 
 
 def _query_bytes(a: Analysis) -> list[float]:
-    """Bytes of the query of each attention of the forward passes in the used steps."""
+    """Return the query bytes of each attention of the forward passes in the used steps."""
     rows = (a.kernels["family"] == "attention").fill_null(value=False).to_numpy() & a.in_window
     calls = a.kernels["op_row"].filter(pl.Series(rows)).drop_nulls().unique()
     ops = a.trace.cpu.select("name", "inputs")[calls.to_list()].drop_nulls()

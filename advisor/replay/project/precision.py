@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LINEAR = ("mm", "addmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm")
 """Products with a weight, as PyTorch records them; ``bmm`` multiplies activations."""
 FUSED = "_addmm_activation"
-"""Its activation runs in the product's kernel; a narrower one leaves it to a kernel of its own."""
+"""Product that runs its activation too; a narrower one leaves it to a kernel of its own."""
 SMALL = "too small: quantising costs more than the product saves"
 LIMITED = "arithmetic limits it: fewer bytes save nothing"
 MEASURE = (
@@ -50,25 +50,25 @@ class LayerChange(NamedTuple):
     """Equal matrix products: of one shape, in modules of one kind. Times ns per step."""
 
     where: str
-    """The modules; where these are not recorded, the operator."""
+    """Modules; where these are not recorded, the operator."""
     shape: str
     """``m x n x k``."""
     role: Role
     calls: float
-    """Per step."""
+    """Calls per step."""
     ns: float
-    """As measured."""
+    """Measured time."""
     low_ns: float
     after_ns: float
     high_ns: float
-    """In the other format, with what quantises its inputs."""
+    """Upper end of the time in the other format, with what quantises its inputs."""
     convert: bool
     why: str
-    """Why it is left as it is; empty: it is converted."""
+    """Reason why it is left as it is; empty: it is converted."""
 
 
 class PrecisionResult(NamedTuple):
-    """A step in a narrower format. Times ns per step, bytes; null: not known."""
+    """Step in a narrower format. Times ns per step, bytes; null: unknown."""
 
     format: str
     gpu: str
@@ -78,39 +78,39 @@ class PrecisionResult(NamedTuple):
     low_ns: float
     high_ns: float
     all_step_ns: float
-    """With every product converted that can be, those that get slower included."""
+    """Step with every product converted that can be, those that get slower included."""
     replayed: bool
     layers: tuple[LayerChange, ...]
-    """Those with the most time first."""
+    """Groups of equal products, the most time first."""
     unknown_ns: float
     """Matrix products that stay because their shapes or formats are not recorded."""
     narrow_ns: float
-    """Those that are in 8 bits already."""
+    """Matrix products that are in 8 bits already."""
     freed_bytes: float | None
-    """Of weights that are converted; null: a training run keeps its master weights."""
+    """Memory saved by converted weights; null: a training run keeps its master weights."""
     weight_bytes: float | None
     """Weights of all known products, each read once per step, as recorded."""
     weight_read_ns: float | None
-    """What reading them takes at the attainable memory rate."""
+    """Time to read these weights at the attainable memory rate."""
     refused: str
-    """Why nothing is estimated; empty: it is. Then the step stays as measured."""
+    """Reason why nothing is estimated, and the step stays as measured; empty: it is estimated."""
     snippet: str
     notes: tuple[str, ...]
 
     @property
     def gain_ns(self) -> float:
-        """Saved per step."""
+        """Time saved per step."""
         return self.measured_step_ns - self.step_ns
 
 
 @dataclass
 class _Call:
-    """One operator's product and its kernels."""
+    """Matrix product of one operator call, with its kernels."""
 
     rows: list[int]
     node: int
     gemm: Gemm | None
-    """``None``: already narrow, or the format is not known."""
+    """Shape and format; ``None``: already narrow, or the format is unknown."""
     fused: bool
     ns: float
     estimate: ProductEstimate | None = None
@@ -118,10 +118,10 @@ class _Call:
 
 
 def project_precision(a: Analysis, name: str, *, source: GpuSpec | None = None) -> PrecisionResult:
-    """The step with its linear layers in ``name``, one of ``FORMATS``. ``source``: the recorded
-    GPU, where the recording does not name one that is known.
+    """Project the step with its linear layers in ``name``, one of ``FORMATS``. ``source``: the
+    recorded GPU, where the recording does not name one that is known.
 
-    AdvisorError: no such format, no device work, no step, or the GPU is not known.
+    Raises AdvisorError: no such format, no device work, no step, or the GPU is unknown.
     """
     if name not in FORMATS:
         raise AdvisorError(f"precision {name!r}: there are {', '.join(FORMATS)}")
@@ -195,7 +195,7 @@ class _Conversion:
     # -- what is multiplied -------------------------------------------------------------------
 
     def _calls(self) -> list[_Call]:
-        """Products with a weight, by the call of their operator."""
+        """Return the products with a weight, by the call of their operator."""
         a = self.a
         kernels = a.kernels.with_columns(row=pl.int_range(pl.len()), dur=a.trace.gpu["dur"])
         matrix = kernels.filter(pl.Series(a.in_window) & (pl.col("family") == "gemm"))
@@ -235,7 +235,7 @@ class _Conversion:
         return calls
 
     def _backward(self) -> NDArray[np.bool_]:
-        """Aligned with ``trace.cpu``: operators that the backward pass runs."""
+        """Return the mask over ``trace.cpu`` of operators that the backward pass runs."""
         return np.asarray(self.a.forward_op >= 0)
 
     def _gemm(self, name: str, row: int, dtype: str) -> Gemm | None:
@@ -247,7 +247,7 @@ class _Conversion:
         return Gemm(found.m, found.n, found.k, dtype, size, "inference")
 
     def _weight_gradients(self, calls: list[_Call]) -> None:
-        """Products of the backward pass whose output has the sizes of a weight."""
+        """Find the products of the backward pass whose output has the sizes of a weight."""
         forward = {
             frozenset((c.gemm.k, c.gemm.n))
             for c in calls
@@ -277,8 +277,8 @@ class _Conversion:
             call.estimate = call.estimate._replace(quantise=(best, middle + extra, worst + extra))
 
     def _decide(self, known: list[_Call]) -> None:
-        """Leaves products that would take longer: those of one shape together, in training the
-        three of a layer, which quantises its tensors for all of them."""
+        """Leave products that would take longer as they are: those of one shape together, in
+        training a layer's three, since it quantises its tensors for all of them."""
         groups: dict[tuple[int, frozenset[int]] | Gemm, list[_Call]] = {}
         for call in known:
             gemm = call.gemm
@@ -301,8 +301,8 @@ class _Conversion:
     # -- the step -----------------------------------------------------------------------------
 
     def _step(self, calls: list[_Call], whatif: WindowReplayer, *, launching: bool = True) -> Three:
-        """(best, central, worst) of the step: each product takes what is estimated, and where the
-        host launches each kernel (``launching``), those that quantise take a launch more."""
+        """Return (best, central, worst) of the step, ns: each product takes its estimate. Where the
+        host launches each kernel (``launching``), each that quantises adds a launch."""
         steps = []
         for place in range(3):
             factor = np.ones(len(self.dur))
@@ -338,7 +338,7 @@ class _Conversion:
         return a.step_ns * whatif.plan.steady_step(weight, dur) / max(before, 1.0)
 
     def _launch_ns(self, whatif: WindowReplayer) -> float:
-        """Host time from one launch to the next: the median of these steps."""
+        """Return host time from one launch to the next, ns: the median of these steps."""
         graph = whatif.graph
         between = (graph.edge == Edge.PROGRAM) & (graph.kind[graph.dst] == Node.LAUNCH)
         between &= graph.kind[graph.src] == Node.LAUNCH
@@ -386,7 +386,7 @@ class _Conversion:
         return sorted(result, key=lambda layer: -layer.ns)
 
     def _distinct(self, calls: list[_Call]) -> list[Gemm]:
-        """A product a weight: of each module once, else those of one step."""
+        """Return one product per weight: of each module once, else those of one step."""
         once: dict[tuple[int, Gemm], Gemm] = {}
         rest: Counter[Gemm] = Counter()
         for call in calls:
@@ -469,7 +469,7 @@ class _Conversion:
 
 
 def conversion_snippet(name: str, *, training: bool, engine: str | None, leave: list[str]) -> str:
-    """The lines that convert a PyTorch model, with the versions that they were read in."""
+    """Return the lines that convert a PyTorch model, with the versions that they were read in."""
     if engine in SERVERS and name in SERVED:
         return f"# {SERVERS[engine][1]}\n{SERVERS[engine][0].format(SERVED[name])}"
     kept = f"  # leave: {', '.join(leave[:3])}" if leave else ""
@@ -483,7 +483,7 @@ SERVERS = {
                "docs.sglang.ai, advanced_features/quantization"),
 }  # fmt: skip
 SERVED = {"fp8": "fp8"}
-"""What servers quantise when they load a model; other formats need a quantised checkpoint."""
+"""Formats to which servers quantise a model as they load it; others need a quantised checkpoint."""
 _QUANTIZE = (
     "from torchao.quantization import quantize_, {config}  # torchao 0.15: docs.pytorch.org/ao\n"
     "def wanted(module, name):{{kept}}\n"

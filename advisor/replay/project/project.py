@@ -1,6 +1,5 @@
-"""A measured step on another GPU: replayed with its device work moved, its band, and whether its
-memory fits; and which GPU is the cheapest.
-"""
+"""A measured step on another GPU: replayed with scaled device work, with its band, and whether its
+memory fits; and which GPU is the cheapest."""
 
 from __future__ import annotations
 
@@ -27,24 +26,24 @@ if TYPE_CHECKING:
 
 
 MAX_UNKNOWN = 0.5
-"""Share of kernel time of kernels of no known family from which nothing is projected."""
+"""Share of kernel time in kernels of no known family above which nothing is projected."""
 HOST_PACE = 0.8
-"""Share of the step that remains with a GPU that takes no time, from which that is said."""
+"""Share of the step that remains with a GPU that takes no time, above which a note says so."""
 START_NS = {"nvidia": 1_700.0, "amd": 6_600.0}
-"""From a launch call to the kernel's start on an idle GPU: medians of public traces (NVIDIA: 1.5 to
-3 µs in seven; AMD: 6.6 µs on MI250, 20.7 on MI300X, the smaller taken). The calls themselves take
-HIP no longer than CUDA there (4.4 to 6.3 against 3.3 to 8.2 µs), so host time stays."""
+"""Time from a launch call to the kernel's start on an idle GPU, ns: medians of public traces
+(NVIDIA: 1.5 to 3 µs in seven; AMD: 6.6 µs on MI250, 20.7 on MI300X, the smaller taken). The calls
+themselves take HIP no longer than CUDA (4.4 to 6.3 against 3.3 to 8.2 µs), so host time stays."""
 
 
 class Part(NamedTuple):
     """Device work of one kind."""
 
     kind: str
-    """One of ``moves.KINDS``."""
+    """Name of the kind, one of ``device_scaling.KINDS``."""
     ns: float
-    """A step on the source, ns (summed over streams)."""
+    """Time per step on the source, ns (summed over streams)."""
     then_ns: float
-    """The same on the target."""
+    """Time per step on the target, ns."""
 
 
 class Projection(NamedTuple):
@@ -56,12 +55,12 @@ class Projection(NamedTuple):
     high_ns: float
     measured_ns: float
     parts: tuple[Part, ...]
-    """By kind, the most time first."""
+    """Device work by kind, the most time first."""
     fit: ProjectedMemory
     notes: tuple[str, ...]
-    """What it takes for granted, beyond what is true of all."""
+    """Assumptions of this projection, beyond those of all."""
     refused: str
-    """Why this GPU cannot run the step as it is; empty: it can. Then the times are null (NaN)."""
+    """Reason why this GPU cannot run the step as it is, with times NaN (null); empty: it can."""
 
     @property
     def speedup(self) -> float:
@@ -71,11 +70,11 @@ class Projection(NamedTuple):
 
 class Projector:
     """Projections of one recorded window. ``same_host``: the other GPU is put into this machine, so
-    host time is as measured; else the band holds other machines. ``source``: what it was recorded
-    on, where the recording does not say.
+    host time is as measured; else the band covers other machines. ``source``: the recorded GPU,
+    where the recording does not name it.
 
-    AdvisorError: the recorded GPU is not known, or is another than ``source``; there is no device
-    work or step; or most kernels are of no known family.
+    Raises AdvisorError: the recorded GPU is unknown, or is another than ``source``; there is no
+    device work or step; or most kernels are of no known family.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Projector:
 
     @cached_property
     def unknown(self) -> float:
-        """Share of the kernel time of the steps in kernels whose family and work are not known."""
+        """Share of the steps' kernel time in kernels whose family and work are unknown."""
         families = self.a.families.filter(~pl.col("family").is_in(["copy", "memset"]))
         total = int(families["dur"].sum())
         other = families.filter(pl.col("family") == "other")
@@ -124,11 +123,11 @@ class Projector:
 
     @cached_property
     def replayed(self) -> bool:
-        """Whether the replay is good enough to go by."""
+        """Whether the replay is good enough to be used."""
         return not self.whatif.unusable_reason
 
     def on(self, target: GpuSpec) -> Projection:
-        """Project the step on another GPU."""
+        """Project the step onto another GPU."""
         moved = scale_device_work(self.a, self.source, target)
         fitting = project_memory(self.a, target)
         parts = self._parts(moved)
@@ -164,12 +163,12 @@ class Projector:
 
     @cached_property
     def host_step(self) -> float:
-        """The step on this host with a GPU that takes no time, ns."""
+        """Step on this host with a GPU that takes no time, ns."""
         return self._step(np.zeros(self.a.trace.gpu.height), 1.0, self.source)
 
     def _step(self, factor: Array, host: float, target: GpuSpec) -> float:
-        """The measured step by the ratio of two replays, or where steps cannot be replayed, its
-        busy time moved and the rest as the host is."""
+        """Return the measured step times the ratio of two replays, ns. Where steps cannot be
+        replayed, busy time is scaled by ``factor`` and the rest by ``host``."""
         if not self.replayed:
             return self._by_busy(factor, host)
         later = START_NS[target.vendor] - START_NS[self.source.vendor]
@@ -218,14 +217,14 @@ class Projector:
 
 
 USABLE_MEMORY_SHARE = 0.92
-"""Share of the memory as sold that a driver hands out, at least: a T4's 16 GiB are 14.8."""
+"""Least share of the memory as sold that a driver hands out: a T4's 16 GiB are 14.8."""
 CONTEXT_BYTES = 600 << 20
-"""What the driver and the libraries take beside the allocator, about: a CUDA context with cuBLAS
+"""Memory of the driver and the libraries beside the allocator, about: a CUDA context with cuBLAS
 and cuDNN loaded is 300 to 900 MiB."""
 
 
 class ProjectedMemory(NamedTuple):
-    """The step's memory against a GPU's. Bytes; null: not recorded."""
+    """Memory of the step compared with a GPU's. Bytes; null: not recorded."""
 
     verdict: Literal["fits", "tight", "too small", "not measured"]
     """``tight``: what is allocated fits, what the allocator has reserved does not."""
@@ -235,8 +234,8 @@ class ProjectedMemory(NamedTuple):
 
 
 def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
-    """The largest peak on the analysed device, with what the driver takes beside: of the steps by
-    the allocator's events, else of the run by the recorder's samples."""
+    """Compare the largest peak on the analysed device, and the driver's memory, with a GPU's. The
+    peak is of the steps by the allocator's events, else of the run by the recorder's samples."""
     usable = int(target.memory_bytes * USABLE_MEMORY_SHARE)
     own = a.memory.filter(pl.col("device") == a.device_id)
     peaks: list[int | None] = []
@@ -268,41 +267,41 @@ RESTS_ON = (
     "two GPUs. No whole step was measured on two GPUs"
 )
 ANY = ""
-"""The name under which one price for any GPU stands in a table."""
+"""Name in a price table of one price for any GPU."""
 
 
 class Choice(NamedTuple):
-    """A GPU, the step on it, and what a million steps cost."""
+    """A GPU, the step on it, and the cost of a million steps."""
 
     projection: Projection
     price: float | None
-    """Money an hour; null: not given."""
+    """Price per hour; null: not given."""
     cost: float | None
-    """Money for a million steps."""
+    """Cost of a million steps."""
     low_cost: float | None
     high_cost: float | None
     epoch_cost: float | None = None
-    """Money for an epoch; null: its steps are not known."""
+    """Cost of an epoch; null: its steps are unknown."""
 
     @property
     def is_possible(self) -> bool:
-        """It has the units and, as far as is known, the memory."""
+        """Whether the GPU has the units and, as far as is known, the memory."""
         return not self.projection.refused and self.projection.fit.verdict != "too small"
 
     def may_be_cheaper(self, other: Choice) -> bool:
-        """Whether it could cost less, by the bands of both."""
+        """Return whether this GPU could cost no more than the other, by the bands of both."""
         low, high = self.low_cost, other.high_cost
         return low is not None and high is not None and low <= high
 
 
 def cost_of_steps(price: float | None, step_ns: float, steps: float = 1e6) -> float | None:
-    """Money for so many steps at ``price`` an hour."""
+    """Return the cost of so many steps at ``price`` an hour; ``None`` without a price."""
     return None if price is None else price * step_ns / HOUR_NS * steps
 
 
 def hourly_prices(prices: Prices) -> dict[str, float]:
-    """What an hour of each known GPU costs, by its name in ours. AdvisorError: the table has names,
-    and none of them is that of a GPU that is known."""
+    """Return the price per hour of each known GPU, by our name of it. Raises AdvisorError: the
+    table has names, and none of them is that of a known GPU."""
     result = {}
     for gpu in known_gpus():
         price = next(filter(None, map(prices.price_of, (gpu.name, *gpu.names))), None)
@@ -318,8 +317,8 @@ def choose_gpus(
     gpus: Iterable[tuple[GpuSpec, float | None]],
     epoch: float | None = None,
 ) -> tuple[Choice, ...]:
-    """All of them: the cheapest first, then those without a price, the fastest first, then those on
-    which the step cannot run. ``epoch``: its steps."""
+    """Project onto all GPUs and sort: the cheapest first, then those without a price, the fastest
+    first, then those on which the step cannot run. ``epoch``: steps of an epoch."""
     result = []
     for gpu, price in gpus:
         p = projector.on(gpu)
@@ -343,14 +342,14 @@ def choose_gpus(
 
 
 def offered_gpus(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
-    """All known GPUs that have a price, with it; all that are known where no price is
-    given by name. Raises AdvisorError as ``hourly_prices``."""
+    """Return all known GPUs that have a price, with it; all known ones where no price is given by
+    name. Raises AdvisorError as ``hourly_prices``."""
     money = {} if ANY in prices.table else hourly_prices(prices)
     return [(gpu, money.get(gpu.name)) for gpu in known_gpus() if not money or gpu.name in money]
 
 
 def describe_cheapest(result: tuple[Choice, ...]) -> str:
-    """In words, with those that could be it as well by the bands; empty: no GPU has a price."""
+    """Name the cheapest GPU, and those that could be it by the bands; empty: no GPU has a price."""
     if all(c.price is None for c in result):
         return ""
     able = [c for c in result if c.is_possible and c.cost is not None]
@@ -367,15 +366,15 @@ def describe_cheapest(result: tuple[Choice, ...]) -> str:
 
 
 HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOFF)
-"""What the host's speed decides: its own threads, and the loader's workers."""
+"""Edges that the host's speed decides: its own threads, and the loader's workers."""
 
 
 def scaled_step(
     whatif: WindowReplayer, factor: Array, *, host: float = 1.0, later: float = 0.0
 ) -> float:
-    """The measured step, ns, by the ratio of two replays. ``factor``: new duration of each row of
-    ``trace.gpu`` over the old one; ``host``: the same of host time; ``later``: ns by which kernels
-    start later after their launch."""
+    """Return the measured step times the ratio of two replays, ns. ``factor``: new duration of each
+    row of ``trace.gpu`` over the old one; ``host``: the same of host time; ``later``: ns by which
+    kernels start later after their launch."""
     graph = whatif.graph
     dur, weight = graph.dur.copy(), graph.weight.copy()
     device = graph.device

@@ -1,7 +1,6 @@
-"""How many GPUs, and which split of the job over them: meshes compared by time and money. And which
-ranks of the job a projection is made from: the one with most work of its own, which the others wait
-for, and the median one.
-"""
+"""Comparison of splits of a job over numbers of GPUs, by time and cost. And the choice of the ranks
+that a projection is made from: the one with most work of its own, which the others wait for, and
+the median one."""
 
 from __future__ import annotations
 
@@ -35,20 +34,20 @@ SAME_BATCH = "each replica keeps its batch: the job's grows with the data-parall
 
 
 class Instance(NamedTuple):
-    """A machine of a cloud, as a price file has it: ``[instances."p5en.48xlarge"]``."""
+    """A cloud machine, as a price file has it: ``[instances."p5en.48xlarge"]``."""
 
     gpu: str
     gpus: int
     price: float | None = None
-    """An hour of the whole machine."""
+    """Price per hour of the whole machine."""
     network: float | None = None
-    """Of a GPU across machines, GB/s in one direction."""
+    """Network rate of a GPU across machines, GB/s in one direction."""
     cores: int | None = None
 
 
 class Split(NamedTuple):
-    """A mesh of some GPUs. Times ns per step; null: it cannot be projected, and ``refused`` says
-    why."""
+    """A mesh of some GPUs. Times ns per step; null: it cannot be projected, for the reason in
+    ``refused``."""
 
     gpus: int
     mesh: str
@@ -60,14 +59,14 @@ class Split(NamedTuple):
     speed: float | None = None
     """Samples per second of the whole job, over those of the recorded one."""
     cost: float | None = None
-    """Money for the samples of a million recorded steps, or of those of an epoch."""
+    """Cost of the samples of a million recorded steps, or of those of an epoch."""
     low_cost: float | None = None
     high_cost: float | None = None
     refused: str = ""
 
 
 def read_instance(tables: Any, name: str) -> Instance:
-    """One entry of a price file's ``instances``. Raises AdvisorError."""
+    """Read one entry of a price file's ``instances``. Raises AdvisorError."""
     entry = tables.get(name) if isinstance(tables, dict) else None
     if not isinstance(entry, dict):
         have = ", ".join(map(repr, tables)) if isinstance(tables, dict) and tables else "none"
@@ -82,8 +81,8 @@ def read_instance(tables: Any, name: str) -> Instance:
 
 
 def candidate_meshes(measured: Mesh, gpus: int, node: int | None) -> Iterator[Mesh]:
-    """The splits of a number of GPUs: tensor-parallel in powers of two within a node, the recorded
-    pipeline and context, the rest data-parallel."""
+    """Yield the splits of a number of GPUs: tensor-parallel in powers of two within a node, the
+    recorded pipeline and context, the rest data-parallel."""
     fixed, tp = measured.pp * measured.cp, 1
     while tp <= (node or measured.tp):
         if gpus % (fixed * tp) == 0:
@@ -100,10 +99,10 @@ def compare_splits(
     nodes: int | None = None,
     steps: float | None = None,
 ) -> list[Split]:
-    """All splits: by count, the most samples per second first. ``price``: an hour of one GPU;
-    ``nodes``: machines that share each count, which they divide; ``steps``: that the cost is of,
-    else a million. Each replica keeps its batch, so that the job's grows with the data-parallel
-    ranks."""
+    """Return all splits: by count, the most samples per second first. ``price``: an hour of one
+    GPU; ``nodes``: machines that share each count, which they divide; ``steps``: recorded steps of
+    the cost, else a million. Each replica keeps its batch, so the job's batch grows with the
+    data-parallel ranks."""
     result = []
     for gpus in counts:
         if nodes is not None:
@@ -140,22 +139,22 @@ def _split(projector: MeshProjector, mesh: Mesh, price: float | None, steps: flo
 
 
 SAME = 0.01
-"""Of the median work, up to which the most is the same."""
+"""Share of the median work by which the most may exceed it and still count as equal."""
 
 
 class PacingRank(NamedTuple):
-    """Ranks by the work of their own: device time per step without communication, ns; without a
-    device the step."""
+    """Ranks by their own work: device time per step without communication, ns; without a device the
+    step."""
 
     slowest: int
     median: int
-    """The lower one of an even number; the slowest, where it has hardly more work."""
+    """Rank with the median work, the lower of two; the slowest, where that has hardly more."""
     work: dict[int, float]
-    """By rank."""
+    """Own work by rank, ns per step."""
 
     @property
     def sentence(self) -> str:
-        """Which ranks, of how many, and what they have to do."""
+        """Sentence that names the slowest and the median rank, with their work."""
         if self.median == self.slowest:
             own = t.format_duration(self.work[self.slowest])
             return (
@@ -172,8 +171,8 @@ class PacingRank(NamedTuple):
 def find_pacing_rank(
     run: Run, rank: int | None = None, steps: tuple[int | None, int | None] | None = None
 ) -> PacingRank:
-    """Of all ranks of a run that have a trace, or of one. Raises AdvisorError: a rank has none of
-    these steps."""
+    """Return the ranks that set the pace, of all with a trace or of one. Raises AdvisorError: a
+    rank has none of these steps."""
     work = {}
     for number in run.ranks if rank is None else [rank]:
         a = read_rank(run, number, steps)
@@ -186,8 +185,8 @@ def find_pacing_rank(
 
 
 def read_rank(run: Run, rank: int, steps: tuple[int | None, int | None] | None) -> Analysis:
-    """One rank, with what the recorder wrote of it. Raises AdvisorError: it has none of these
-    steps."""
+    """Return one rank's analysis, with what the recorder wrote of it. Raises AdvisorError: it has
+    none of these steps."""
     record = None if run.recording is None else run.recording.ranks.get(max(rank, 0))
     result = Analysis(run.window(rank), steps, record)
     require_used_steps(result.steps, result.trace.meta.path, rank, selected=steps is not None)
@@ -195,8 +194,8 @@ def read_rank(run: Run, rank: int, steps: tuple[int | None, int | None] | None) 
 
 
 def find_epoch(a: Analysis, steps: int | None, samples: int | None) -> float | None:
-    """Recorded steps of an epoch: as given, by the ``samples`` of one, or by the length of the
-    recorded loader; ``None``: unknown. Raises AdvisorError: samples per step are unknown."""
+    """Return the recorded steps of an epoch: as given, by the ``samples`` of one, or by the length
+    of the recorded loader; ``None``: unknown. Raises AdvisorError: samples per step are unknown."""
     if steps is not None:
         return float(steps)
     if samples is None:
@@ -221,8 +220,8 @@ def project_ranks(
     same_batch: bool = False,
     micro_batches: int | None = None,
 ) -> MeshResult:
-    """The step of one rank on another mesh, without one that of the slowest, with the median one's
-    beside it. Raises AdvisorError: the mesh cannot be read or projected."""
+    """Project the step of a rank onto another mesh; without ``rank`` the slowest's, with the
+    median's beside it. Raises AdvisorError: the mesh cannot be read or projected."""
     there = parse_mesh(mesh)
     recorded = None if from_mesh is None else parse_mesh(from_mesh)
     names = {number: host_of(run.window(number).meta.path) for number in run.ranks}

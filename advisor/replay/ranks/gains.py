@@ -1,4 +1,4 @@
-"""What the job's step would gain: each change in the replay of the ranks."""
+"""Gains of the job's step from changes, in the replay of the ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from advisor.replay.predictions import OTHERS, fault_kind
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain, RanksReplay
 
 HELD_UP = 0.5
-"""Of the last rank's excess in a step: ranks that are as far above hold the step up too."""
+"""Share of the last rank's excess in a step from which other ranks hold the step up too."""
 ALL_OVER = 0.01
-"""Of the step: where half of the ranks are as far from the median, they differ all over."""
+"""Share of the step: where half of the ranks are farther from the median, all ranks differ."""
 
 
 def estimate_gain(job: JobMeasurements, replay: RanksReplay, deviation: Deviation) -> JobGain:
-    """What the job's step gains without a deviation; where a change is not certain, the low end is
-    of the part that is."""
+    """Estimate the gain of the job's step without a deviation. Where a change is not certain, the
+    low end is of the part that is."""
     change, certain = change_without(job, replay, deviation)
     kind = fault_kind(deviation.kind, moves=deviation.rank_varies)
     gain = replay.gain(change, OTHERS if deviation.arrives_late else kind)
@@ -35,8 +35,8 @@ def estimate_gain(job: JobMeasurements, replay: RanksReplay, deviation: Deviatio
 def change_without(
     job: JobMeasurements, replay: RanksReplay, deviation: Deviation
 ) -> tuple[JobChange, JobChange | None]:
-    """The job without a deviation: the rank like the others, the work spread evenly, the link as
-    fast. And the part of the change that is certain; ``None``: all of it."""
+    """Return the job without a deviation: the rank like the others, the work spread evenly, the
+    link as fast. And the part of the change that is certain; ``None``: all of it."""
     index = list(deviation.members.rank_indices)
     if deviation.kind == "network":
         return _speed_up_links(job, replay, index)
@@ -56,7 +56,7 @@ def change_without(
 
 
 def combine_changes(replay: RanksReplay, changes: Sequence[JobChange]) -> JobChange:
-    """Several changes at once: what each takes away is gone, as far as there is anything."""
+    """Combine several changes: the time that each removes is gone, as far as there is any."""
 
     def less(name: str, measured: Floats) -> Floats:
         deltas = [v - measured for c in changes if (v := getattr(c, name)) is not None]
@@ -74,9 +74,9 @@ def combine_changes(replay: RanksReplay, changes: Sequence[JobChange]) -> JobCha
 
 
 def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) -> JobChange:
-    """Ranks that save some of their own time, ns per step each: a rank with less work of its own is
-    earlier at the next collective, which gains what the others waited for it. Of ``communication``
-    the transfers are hidden, not the waits."""
+    """Return the change of ranks that save own time, ns per step each. A rank with less work of its
+    own reaches the next collective earlier, which saves the others' waits for it. Of
+    ``communication`` the transfers are hidden, not the waits."""
     if communication:
         return JobChange(transfer=_hide_transfers(replay, saved))
     own = np.nanmean(np.where(replay.complete_ranks[:, None], replay.own_ns, 0.0), axis=1)
@@ -85,8 +85,8 @@ def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) ->
 
 
 def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
-    """The job without collectives up to a size (``Select.max_bytes``), of the kind that their name
-    tells, but for what the edit leaves of their transfers; ``None``: it is not of such."""
+    """Return the job without collectives of up to ``Select.max_bytes``, of the kind that their name
+    shows; the edit's factor of their transfers remains. ``None``: the edit is not about these."""
     select = edit.select
     if select.max_bytes is None:
         return None
@@ -104,17 +104,17 @@ def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
 
 
 class TypicalGain(NamedTuple):
-    """Own work of the ranks that have the same part of the job, in their middle."""
+    """Median own work of the ranks that have the same part of the job, ns."""
 
     work: Floats
-    """By collective of the replay: at the same place of the same step; NaN: not known."""
+    """Work by collective of the replay: at the same place of the same step; NaN: unknown."""
     tail: Floats
-    """By rank."""
+    """Work after the last collective, by rank."""
 
 
 def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> TypicalGain:
-    """The middle of the ranks of a stage that have as many collectives in the step as most of them,
-    ``without`` some. Place by place: where one is slower in some of the work, only that counts."""
+    """Return a stage's median work over ranks, ``without`` some, with as many collectives in the
+    step as most. It is place by place: where a rank is slower in some work, only that counts."""
     stage, place = job.stage[replay.rank], replay.order_in_step()
     code = (stage * len(replay.columns) + replay.step_of_cell) * (int(place.max()) + 1) + place
     kept = np.isfinite(job.profile.own_ns)[replay.rank]
@@ -138,7 +138,7 @@ def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> 
 
 
 def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int]) -> JobChange:
-    """Some ranks do what takes them longer than the others in the others' time."""
+    """Give some ranks the others' time for the work that takes them longer."""
     own = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
     tail = replay.tail.copy()
     less = [row for row in at if usual.tail[row] < tail[row]]
@@ -149,9 +149,9 @@ def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int])
 def _spread_evenly(
     job: JobMeasurements, replay: RanksReplay, change: JobChange, index: Sequence[int]
 ) -> JobChange:
-    """What some ranks no longer do is done by all that have the same part of the work, and an
-    all-to-all of theirs takes as long as when each of its ranks has the mean of its tokens: it is
-    over when the rank with most of them has them."""
+    """Spread the work that some ranks no longer do over all ranks with the same part of it. Their
+    all-to-alls take as long as if each rank had the mean of the tokens: they end when the rank with
+    most tokens has them."""
     stage, place = job.stage[replay.rank], replay.order_in_step()
     code = (stage * len(replay.columns) + replay.step_of_cell) * (int(place.max()) + 1) + place
     _, of = np.unique(code, return_inverse=True)
@@ -179,15 +179,15 @@ def _spread_evenly(
 
 
 def _mean(of: Ints, values: Floats, kept: Bools) -> Floats:
-    """Of each, the mean of the ``kept`` ones that have the same number in ``of``; 0: none."""
+    """Return for each value the ``kept`` values' mean with its number in ``of``; 0: none."""
     total = np.bincount(of, np.where(kept, values, 0.0))
     count = np.bincount(of, kept)
     return np.asarray(np.divide(total, count, out=np.zeros_like(total), where=count > 0)[of])
 
 
 def _no_last(replay: RanksReplay, usual: TypicalGain) -> JobChange:
-    """Without the ranks that hold a step up: those that have more work in it than most. Where ranks
-    differ all over, the next one is as late; then all of them do what most do."""
+    """Remove the excess of the ranks that hold a step up: more work than most. Where all ranks
+    differ, the next one is as late; then all of them are given the median."""
     steps = len(replay.columns)
     above = np.where(np.isfinite(usual.work), replay.work - usual.work, 0.0)
     shape = (len(replay.tail), steps)
@@ -202,20 +202,20 @@ def _no_last(replay: RanksReplay, usual: TypicalGain) -> JobChange:
 
 
 def _all_similar(replay: RanksReplay, usual: TypicalGain) -> JobChange:
-    """Every rank at the median of those with its part of the work, at every place: those that are
-    faster there too, so that the work is the same and only what differs is gone."""
+    """Give every rank the median work of its part, at every place. Faster ranks get it too, so the
+    total work stays and only the differences are gone."""
     work = np.where(np.isfinite(usual.work), usual.work, replay.work)
     tail = np.where(np.isfinite(usual.tail), usual.tail, replay.tail)
     return JobChange(work=work, tail=tail)
 
 
 def no_stragglers(job: JobMeasurements, replay: RanksReplay) -> JobGain:
-    """Every rank at the median of its part of the work."""
+    """Estimate the gain with every rank at the median of its part of the work."""
     return replay.gain(_all_similar(replay, usual_work(job, replay, set())))
 
 
 def no_transfers(replay: RanksReplay, kind: str | None = None) -> JobGain:
-    """Transfers (of one kind of collective) hidden as a whole; waits for others stay."""
+    """Estimate the gain with transfers hidden, all or of one kind; waits for others stay."""
     took = replay.transfer.copy()
     if kind is None:
         took[:] = 0.0
@@ -225,7 +225,7 @@ def no_transfers(replay: RanksReplay, kind: str | None = None) -> JobGain:
 
 
 def _hide_transfers(replay: RanksReplay, saved: Floats) -> Floats:
-    """Transfers less what each rank could hide of its exposed communication, ns per step."""
+    """Return transfers less what each rank could hide of its exposed communication, ns."""
     ranks, steps = len(replay.tail), len(replay.columns)
     exposed = np.bincount(replay.rank, weights=replay.exposed, minlength=ranks) / steps
     share = np.divide(saved, exposed, out=np.zeros(ranks), where=exposed > 0)
@@ -237,7 +237,7 @@ def _repeated(factor: Floats, replay: RanksReplay) -> Floats:
 
 
 def _balanced(job: JobMeasurements, replay: RanksReplay) -> Floats:
-    """The work of all stages spread over the stages."""
+    """Return the own work with all stages' work spread evenly, as a factor per rank and step."""
     own = job.profile.own_ns
     names = np.unique(job.stage)
     middle = np.array([np.nanmedian(own[job.stage == name]) for name in names])
@@ -251,10 +251,11 @@ def _balanced(job: JobMeasurements, replay: RanksReplay) -> Floats:
 def _speed_up_links(
     job: JobMeasurements, replay: RanksReplay, at: Sequence[int]
 ) -> tuple[JobChange, JobChange | None]:
-    """Transfers of some ranks as fast as the same ones of groups without them.
+    """Make transfers of some ranks as fast as those of groups without them.
 
-    Where each group has one of them, nothing tells what its transfers would take: those are taken
-    as slow by the same factor as the others, and only the others are certain."""
+    Where each group has one of these ranks, its usual transfers are unknown. They are taken as slow
+    by the others' factor, and only the others are certain.
+    """
     share, known = _slower(job, replay, at)
     # what a rank without a file takes part in holds the wait for it, which may be of them
     took = np.fmin(replay.transfer * share, np.where(known, replay.usual_transfer, np.nan))
@@ -266,8 +267,8 @@ def _speed_up_links(
 def _slower(
     job: JobMeasurements, replay: RanksReplay, index: Sequence[int]
 ) -> tuple[Floats, Bools]:
-    """By collective (cell): usual over own transfer time where some ranks take part, else 1, and
-    whether there is a group without them that says so."""
+    """Return, by collective (cell), usual over own transfer time where some ranks take part, else
+    1. And whether a group without them shows the usual time."""
     joined = job.joined
     row, rank, key = replay.row, replay.rank, replay.key
     theirs = np.isin(row, row[np.isin(rank, list(index))])

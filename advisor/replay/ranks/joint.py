@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from advisor.replay.edited_graph import EditedGraph
 
 MAX_RANKS = 4
-"""Ranks that are replayed together: the analysed one, and those that are last most often. What
-the others were waited for stays in the collectives as measured."""
+"""Maximum number of ranks replayed together: the analysed one, and those most often last. Waits for
+the other ranks stay in the collectives as measured."""
 MAX_JOINT_NODES = 2 * MAX_NODES
-"""Nodes that they may have together, about."""
+"""Maximum number of nodes of these ranks together, about."""
 
 
 class JointRanks(NamedTuple):
@@ -50,16 +50,16 @@ class JointRanks(NamedTuple):
     ranks: tuple[int, ...]
     analyses: tuple[Analysis, ...]
     steps: tuple[tuple[int, int], ...]
-    """For each rank the same steps: rows of its steps table, first and one after the last."""
+    """Rows of each rank's steps table, first and one after the last: the same steps for all."""
     shift: tuple[int, ...]
-    """What to add to times of each rank's trace to have them on one clock, ns."""
+    """Shift of each rank's trace times to one clock, ns."""
     row: Array
-    """A row a collective, a column a rank: row of ``trace.gpu``, -1: not on this rank."""
+    """Row of ``trace.gpu`` by collective (rows) and rank (columns); -1: not on this rank."""
 
 
 def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | None:
-    """Who is replayed with ``rank``; ``None``: nobody, because there are no other ranks, they
-    cannot be put on one clock, or they do not have the same steps."""
+    """Find the ranks to replay with ``rank``. ``None``: there are no others, they cannot be put on
+    one clock, or they do not have the same steps."""
     if len(ranks) < 2 or ranks[rank].steps.used.is_empty() or ranks[rank].device_id is None:
         return None
     alignment = align_ranks(ranks)
@@ -88,7 +88,7 @@ def find_joint_ranks(rank: int, ranks: Mapping[int, Analysis]) -> JointRanks | N
 
 
 def _latest(rank: int, alignment: Alignment) -> list[int]:
-    """The rank itself, then those for which the others wait longest, at most MAX_RANKS."""
+    """Return the rank itself, then those that the others wait for longest, at most MAX_RANKS."""
     assert alignment.joined is not None
     found, numbers = measure_waits(alignment.joined), list(alignment.shift_ns)
     late = found.last_rank >= 0
@@ -98,7 +98,7 @@ def _latest(rank: int, alignment: Alignment) -> list[int]:
 
 
 def _rows(alignment: Alignment) -> Array:
-    """A row a matched collective, a column an aligned rank: row of ``trace.gpu``, -1: none."""
+    """Return rows of ``trace.gpu`` by matched collective and aligned rank (column); -1: none."""
     joined, cells = alignment.joined, alignment.cells
     assert joined is not None and cells is not None
     result = np.full((joined.rows, len(alignment.shift_ns)), -1, dtype=np.int64)
@@ -108,7 +108,7 @@ def _rows(alignment: Alignment) -> Array:
 
 
 def _same_steps(a: Analysis, names: list[str]) -> tuple[int, int] | None:
-    """The steps of these names, one after the other; ``None``: it does not have them."""
+    """Return the rows of the consecutive steps of these names; ``None``: the rank lacks them."""
     own = a.steps.table["name"].to_list()
     if a.trace.main_thread is None or not names or names[0] not in own:
         return None
@@ -120,11 +120,11 @@ def _same_steps(a: Analysis, names: list[str]) -> tuple[int, int] | None:
 
 
 class JointReplayed(NamedTuple):
-    """Of one rank, ns from its window's start."""
+    """Replay of one rank, ns from its window's start."""
 
     time: Array
     dur: Array
-    """Of shared collectives from the rank's own arrival on."""
+    """Durations; of shared collectives from the rank's own arrival on."""
 
 
 class JointReplay:
@@ -134,14 +134,14 @@ class JointReplay:
         self.graphs = list(graphs)
         begin = [g.origin + s for g, s in zip(graphs, joint.shift, strict=True)]
         self.offset = np.array(begin, dtype=float) - min(begin)
-        """When the window of each rank begins, ns from the first one's start."""
+        """Start of each rank's window, ns from the start of the first one."""
         self.shared_nodes = self._shared(joint)
-        """A row a shared collective, a column a rank: its node, -1: not there."""
+        """Node by shared collective (rows) and rank (columns); -1: not there."""
         self.shared_nodes = self._order()
         self._known: ReplayPlan | None = None
 
     def _shared(self, joint: JointRanks) -> Array:
-        """Collectives that two or more ranks launched in the window."""
+        """Return the nodes of collectives that two or more ranks launched in the window."""
         result = np.full(joint.row.shape, -1, dtype=np.int64)
         for column, (graph, a) in enumerate(zip(self.graphs, joint.analyses, strict=True)):
             node = np.full(a.trace.gpu.height + 1, -1, dtype=np.int64)
@@ -154,12 +154,12 @@ class JointReplay:
 
     @property
     def members(self) -> list[Array]:
-        """For each rank: the nodes of its shared collectives."""
+        """Nodes of each rank's shared collectives."""
         return [c[c >= 0] for c in self.shared_nodes.T]
 
     @cached_property
     def transfer(self) -> list[Array]:
-        """For each rank: how long each node takes, shared collectives from the last arrival on."""
+        """Durations of each rank's nodes, ns; of shared collectives from the last arrival on."""
         start = np.full(self.shared_nodes.shape, np.nan)
         end = start.copy()
         for column, graph in enumerate(self.graphs):
@@ -181,7 +181,7 @@ class JointReplay:
 
     def _order(self) -> Array:
         """Give each node a place after all that it may depend on. Collectives that contradict each
-        other (then clocks or matches are wrong) are given up; returns those that are left."""
+        other (then clocks or matches are wrong) are given up; return those that are left."""
         node = self.shared_nodes
         kept = np.ones(len(node), dtype=bool)
         while True:
@@ -191,14 +191,15 @@ class JointReplay:
             kept[np.flatnonzero(kept)[stuck]] = False
 
     def _try_order(self, node: Array) -> int | None:
-        """Places for these collectives, or the number of one that cannot be placed."""
+        """Place these collectives and all nodes; return the number of one without a place, or
+        None."""
         stops = [_stops(graph, node[:, r]) for r, graph in enumerate(self.graphs)]
         missing = (node >= 0).sum(axis=1)
         self.arrival_index = [np.zeros(len(g), dtype=np.int64) for g in self.graphs]
         """Place of each node; of a shared collective: of the arrival at it."""
         self.all_arrived = np.full(len(node), -1, dtype=np.int64)
-        """Place of the node that comes with the last arrival, by collective; the
-        collective's own nodes follow it, in order of the ranks."""
+        """Place of the node that comes with the last arrival, by collective; the collective's own
+        nodes follow it, in order of the ranks."""
         next_stop, done = [0] * len(stops), [0] * len(stops)
         places = 0
         moved = True
@@ -252,8 +253,8 @@ class JointReplay:
         return self._split(replay_layout(self._lay_out(ranks)), self.offset)
 
     def steady_step(self, ranks: Sequence[EditedGraph], member: int = 0) -> float:
-        """Steady-state time of one step of one rank, ns. See ``ReplayPlan.steady_step``: the state
-        in which all ranks ended is the one in which they begin again."""
+        """Return the steady-state time of one step of one rank, ns. See ``ReplayPlan.steady_step``:
+        all ranks begin again in the state in which they ended."""
         layout = self._lay_out(ranks)
         offset = self.offset
         done = self._split(replay_layout(layout), offset)
@@ -295,7 +296,7 @@ class JointReplay:
 
     @cached_property
     def carried_states(self) -> list[CarriedState]:
-        """What becomes of each rank's state at the end of the window."""
+        """Converter of each rank's state at the end of the window to its start."""
         return [CarriedState(g) for g in self.graphs]
 
     def _to_joint_state(self, rank: int, state: State) -> State:
@@ -313,7 +314,7 @@ class JointReplay:
         return result
 
     def _lay_out(self, ranks: Sequence[EditedGraph]) -> Layout:
-        """All ranks' edges in one list of nodes."""
+        """Lay out the edges of all ranks in one list of nodes."""
         columns: list[tuple[Array, ...]] = []
         dur = np.zeros(self.node_count)
         for rank, patched in enumerate(ranks):
@@ -346,7 +347,7 @@ class JointReplay:
         return plan.lay_out(weight, dur)
 
     def _collective_edges(self, rank: int, patched: EditedGraph) -> tuple[Array, ...]:
-        """Arrivals of one rank at the shared collectives, and what they let go on."""
+        """Return the edges of one rank's arrivals at the shared collectives, and of their ends."""
         there = self.shared_nodes[:, rank] >= 0
         node, all_arrived = self.shared_nodes[there, rank], self.all_arrived[there]
         slot, place = self.arrival_index[rank][node], self.end_index[rank][node]
@@ -364,9 +365,9 @@ class JointReplay:
 
 
 def _stops(graph: Graph, node: Array) -> list[tuple[int, bool, int]]:
-    """Where the order of one rank's nodes depends on the others, in order: (nodes before it, is it
-    an arrival, collective). A collective has to be over before the first node that may depend on
-    it, which is one that comes when it ends or later."""
+    """Return where the order of one rank's nodes depends on the others: (nodes before it, is it an
+    arrival, collective), in order. A collective must end before the first node that may depend on
+    it, which comes at its end or later."""
     collective = np.flatnonzero(node >= 0)
     members = node[collective]
     when = np.maximum.accumulate(graph.time - graph.dur)

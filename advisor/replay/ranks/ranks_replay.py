@@ -1,4 +1,4 @@
-"""The job's steps run again from the ranks' own work: what does a change on some of them gain?
+"""Replay of the job's steps from the ranks' own work: the gain of a change on some of them.
 
 Max-plus: a rank comes to a collective when its own work has got that far, a collective begins when
 the last of its group has come, and ends after its transfer; where a rank stood still for it, its
@@ -19,25 +19,25 @@ from advisor.measure.ranks.summary import RankSummary
 from advisor.replay.predictions import OTHERS, job_band
 
 MAX_CELLS = 400_000
-"""Collectives of all ranks that are replayed: fewer steps of more ranks."""
+"""Maximum number of collectives of all ranks in a replay: more ranks get fewer steps."""
 MAX_LEVELS = 60_000
 MAX_ERROR = 0.1
-"""Of the step: a replay that misses the measured one by more prices nothing."""
+"""Largest error of a replay that is used for estimates, as a share of the step."""
 MAX_LOST_ERROR = 0.03
-"""Of the step: how far the replay may be off with usual transfers for those of lost ranks."""
+"""Largest error with usual transfers for those of lost ranks, as a share of the step."""
 TOUCHING_NS = 1_000.0
-"""A collective that begins within this of the end of the one before may have waited for it."""
+"""Time after the end of a collective within which the next one may have waited for it, ns."""
 QUEUED_NS = 5_000.0
-"""One that begins within this after it was queued behind it on its stream."""
+"""Time after it within which the next one was queued behind it on its stream, ns."""
 STOOD_NS, STOOD_SHARE = 10_000.0, 0.03
-"""A rank stood still for a collective if more than this of its last part was in the open: between
-kernels that hide one there are gaps of a microsecond."""
+"""Exposed time, ns and share of a collective's last part, above which a rank stood still for it:
+between kernels that hide one there are gaps of a microsecond."""
 LAST_NS = 20_000.0
-"""At least that long is the last part of a collective."""
+"""Minimum length of the last part of a collective, ns."""
 
 
 class JobGain(NamedTuple):
-    """ns per step."""
+    """Gain of the job and its range, ns per step."""
 
     gain: float
     low: float
@@ -45,23 +45,23 @@ class JobGain(NamedTuple):
 
 
 class JobChange(NamedTuple):
-    """What is not as it was measured; ``None``: as it was."""
+    """Changes to the measured job; ``None``: unchanged."""
 
     work: Floats | None = None
-    """By collective (cell), ns: own work before it."""
+    """Own work before each collective (cell), ns."""
     tail: Floats | None = None
-    """By rank, ns: own work after the last collective."""
+    """Own work of each rank after its last collective, ns."""
     transfer: Floats | None = None
-    """By collective (cell), ns."""
+    """Transfer of each collective (cell), ns."""
     removed: Bools | None = None
-    """By collective (cell): it is not made any more, so nobody waits for anybody there."""
+    """Whether each collective (cell) is removed, so that no rank waits there."""
     entry: Floats | None = None
-    """By rank: when it begins, ns on the common clock."""
+    """Start of each rank, ns on the common clock."""
 
 
 class _Level(NamedTuple):
-    """Collectives that can be done at once: cells from ``begin`` to ``end``, and the first cell of
-    each row in them."""
+    """Collectives that can be computed at once: cells from ``begin`` to ``end``, and the first cell
+    of each row in them."""
 
     begin: int
     end: int
@@ -70,7 +70,7 @@ class _Level(NamedTuple):
 
 
 class RanksReplay:
-    """Some steps of all aligned ranks. Where ``reason`` says why not, nothing is replayed."""
+    """Replay of some steps of all aligned ranks; a ``reason`` says why nothing is replayed."""
 
     def __init__(
         self, summaries: Sequence[RankSummary], own: RankProfile, joined: JoinedCollectives
@@ -79,9 +79,9 @@ class RanksReplay:
         self.error: float | None = None
         """Replayed over measured step, less 1."""
         self.transfer: Floats = np.zeros(0)
-        """By collective (cell), ns from the last arrival to the end."""
+        """Transfer of each collective (cell), ns from the last arrival to the end."""
         self.measured_ns = 0.0
-        """ns per step, mean of the replayed ranks and steps."""
+        """Mean step of the replayed ranks and steps, ns."""
         self.replayed_ns = 0.0
         self._build(summaries, own, joined)
         if self.reason:
@@ -93,9 +93,9 @@ class RanksReplay:
             self.reason = "the replay misses the measured step by more than 10%"
 
     def _without_the_lost(self) -> None:
-        """Collectives with members that are not here: what they took holds the wait for those.
-        Where other groups tell what such a transfer takes, and the steps come out as measured with
-        that, it is taken instead; then the others' delay is not what they are bound by."""
+        """Correct collectives that lack members: their time holds the wait for these. Where other
+        groups show such a transfer's time, and the steps stay as measured with it, it is used
+        instead. Then the delay of the lost ranks no longer bounds the others."""
         kept = self.transfer
         self.transfer = np.fmin(kept, self.usual_transfer)
         if (self.transfer == kept).all() or self.measured_ns <= 0:
@@ -181,7 +181,7 @@ class RanksReplay:
         sent = joined.is_send[self.row]
         stood = _stood_still(rank, start, end, progress, self.hidden_ns)
         self.sends_unwaited = sent & ~stood
-        """Sends that nobody waited for: over when the receiver has come, while the work goes on."""
+        """Sends that nobody waited for: they end as the receiver comes, and the work goes on."""
         here = np.arange(len(cells))
         self.previous_in_group = _before_in_group(joined, self.row, rank, _partners(row, rank))
         self.waited_for = _waited_for(rank, start, end)
@@ -191,12 +191,12 @@ class RanksReplay:
         done = np.cumsum(each, axis=1)[rank, step]
         stop = _next_stop(stood, rank * len(self.columns) + step, end)
         self.blocked_at = np.where(stop >= 0, (progress + self.hidden_ns)[stop], done)
-        """Own time of the rank to where it cannot go on without each collective: where it stood
-        still for it; for one that was hidden, for a later one, or the end of its step."""
+        """Own time of the rank up to where it needs each collective to have ended. That is where it
+        stood still for it; for a hidden one, for a later one, or the end of its step."""
         self.issued_at = _issue_times(
             progress, queued, row, done - each[rank, step], each[rank, step]
         )
-        """Own time of the rank to where each was issued."""
+        """Own time of the rank up to where each was issued."""
         until = _in_collective_order(self.blocked_at.copy(), first)
         stride = float(until.max()) + 1.0
         seen = np.searchsorted(
@@ -210,14 +210,14 @@ class RanksReplay:
             np.searchsorted(over + stride * rank, start + stride * rank + TOUCHING_NS, "right"),
         )
         self.delay_slot = np.clip(seen, first[rank], here) + rank
-        """Slot whose delay each collective begins with."""
+        """Slot of the delay with which each collective begins."""
         self._build_levels(row, first)
 
     def _measured_progress(
         self, joined: JoinedCollectives, cells: Ints, rank: Ints, step: Ints
     ) -> tuple[Floats, Floats]:
-        """Own time of the rank from the first step's start to each collective, and in all of the
-        steps by rank."""
+        """Return the rank's own time from the first step's start to each collective, and in all of
+        the steps by rank, ns."""
         own = np.where(np.isfinite(self.own_ns), self.own_ns, 0.0)
         base = np.cumsum(own, axis=1) - own
         # as the summaries have them, whose `work` counts from the one before
@@ -231,16 +231,16 @@ class RanksReplay:
         return base[rank, step] + inside, own.sum(axis=1)
 
     def _progress(self, work: Floats) -> Floats:
-        """Own time of the rank up to each collective."""
+        """Return the rank's own time up to each collective, ns."""
         total = np.concatenate([[0.0], np.cumsum(work)])
         return np.asarray(total[1:] - total[self.first_cell[:-1]][self.rank])
 
     def _own(self, work: Floats, tail: Floats) -> Floats:
-        """All of it by rank."""
+        """Return each rank's own time in all of the steps, ns."""
         return np.asarray(np.bincount(self.rank, work, len(tail)) + tail)
 
     def _build_levels(self, row: Ints, first: Ints) -> None:
-        """Which collectives can be done at once: all whose members have done theirs before."""
+        """Build the levels of collectives that can be computed at once: all earlier are done."""
         size = np.bincount(row)
         waiting = np.zeros(len(size), dtype=np.int64)
         at = first[:-1].copy()
@@ -276,7 +276,7 @@ class RanksReplay:
     # -- running it -------------------------------------------------------------------------
 
     def ends(self, change: JobChange | None = None) -> Floats:
-        """When each rank has done its steps, ns on the common clock, with what is changed."""
+        """Return when each rank has done its steps with the change, ns on the common clock."""
         change = change or JobChange()
         work = self.work if change.work is None else change.work
         tail = self.tail if change.tail is None else change.tail
@@ -318,7 +318,7 @@ class RanksReplay:
         return np.asarray(own + final)
 
     def _rescale_points(self, work: Floats, tail: Floats, points: Floats) -> Floats:
-        """The same points of the work as in the measured steps, where it takes ``work``."""
+        """Return the same points of the work as in the measured steps, where it takes ``work``."""
         ranks = np.arange(len(tail))
         after = self.first_cell[1:]  # behind the last collective of each rank stands its end
         old = np.insert(self._progress(self.work), after, self._own(self.work, self.tail))
@@ -334,13 +334,13 @@ class RanksReplay:
         return np.asarray(result - stride * self.rank)
 
     def step(self, change: JobChange | None = None) -> float:
-        """The job's step, ns: see :meth:`ends`."""
+        """Return the job's step, ns: see :meth:`ends`."""
         took = self.ends(change) - self.entry
         return float(took[self.complete_ranks].mean()) / len(self.columns)
 
     def gain(self, change: JobChange, kind: str = OTHERS) -> JobGain:
-        """What the job's step is shorter by, ns, with its band: as far as predictions of that kind
-        (see :func:`job_band`) were off, and by the replay's own error.
+        """Return by how much the job's step is shorter, ns, with its range: past errors of
+        predictions of that kind (see :func:`job_band`), and the replay's own error.
 
         Raises ValueError: nothing is replayed.
         """
@@ -352,13 +352,13 @@ class RanksReplay:
         return JobGain(gain, max(0.0, low - error), max(0.0, high + error))
 
     def scaled_work(self, factor: Floats) -> JobChange:
-        """The own work of each rank in each step times ``factor`` (ranks x steps)."""
+        """Return the own work of each rank in each step times ``factor`` (ranks x steps)."""
         return JobChange(
             work=self.work * factor[self.rank, self.step_of_cell], tail=self.tail * factor[:, -1]
         )
 
     def order_in_step(self) -> Ints:
-        """By collective: the how many-th of its rank's step it is."""
+        """Return each collective's place in its rank's step, from 0."""
         code = self.rank * len(self.columns) + self.step_of_cell
         new = np.concatenate([[True], code[1:] != code[:-1]])
         begin = np.flatnonzero(new)
@@ -366,7 +366,7 @@ class RanksReplay:
         return result
 
     def runs_same_program(self, stage: Ints) -> Bools:
-        """By collective: its rank has as many in that step as most ranks of its stage."""
+        """Return, by collective, whether its rank has as many in that step as most of its stage."""
         ranks, steps = len(self.tail), len(self.columns)
         counts = np.bincount(self.rank * steps + self.step_of_cell, minlength=ranks * steps)
         counts = counts.reshape(ranks, steps)
@@ -378,14 +378,14 @@ class RanksReplay:
         return same[self.rank, self.step_of_cell]
 
     def of_kind(self, kind: str) -> Bools:
-        """Which of its collectives (cells) are of a kind."""
+        """Return which collectives (cells) are of a kind."""
         return np.array([each == kind for each in self.kinds], dtype=np.bool_)[self.key]
 
 
 def _stood_still(rank: Ints, start: Floats, end: Floats, progress: Floats, flight: Floats) -> Bools:
-    """Whether each rank stood still for each of its collectives until that was over. Not for one of
-    which a part is in the open because the rank stood still for another: where each begins and
-    ends, it is known how far its own time has got, and so what of the last part it stood still."""
+    """Return whether each rank stood still for each of its collectives until that ended. Exposed
+    parts may come from standing still for another. The starts and ends of all show the rank's own
+    progress, and so how much of the last part it stood still."""
     when, got = np.concatenate([start, end]), np.concatenate([progress, progress + flight])
     owner = np.concatenate([rank, rank])
     stride = float(end.max() - min(start.min(), 0.0)) + LAST_NS + 1.0
@@ -399,8 +399,8 @@ def _stood_still(rank: Ints, start: Floats, end: Floats, progress: Floats, fligh
 
 
 def _next_stop(stood: Bools, which: Ints, end: Floats) -> Ints:
-    """Of each cell the one of its rank and step (``which``) that is over with it or next after it
-    of those for which the rank stood still; -1: there is none."""
+    """Return for each cell the next of its rank and step (``which``) to end, itself included, for
+    which the rank stood still; -1: there is none."""
     stops = np.flatnonzero(stood)
     if not len(stops):
         return np.full(len(stood), -1, dtype=np.int64)
@@ -412,7 +412,7 @@ def _next_stop(stood: Bools, which: Ints, end: Floats) -> Ints:
 
 
 def _partners(row: Ints, rank: Ints) -> Ints:
-    """Of each cell in a row of two the other's rank; -1: it is alone, or with several."""
+    """Return the other's rank for each cell in a row of two; -1: it is alone, or with several."""
     result = np.full(len(row), -1, dtype=np.int64)
     order = np.argsort(row, kind="stable")
     first = np.flatnonzero(np.concatenate([[True], row[order][1:] != row[order][:-1]]))
@@ -422,9 +422,9 @@ def _partners(row: Ints, rank: Ints) -> Ints:
 
 
 def _before_in_group(joined: JoinedCollectives, row: Ints, rank: Ints, partner: Ints) -> Ints:
-    """Of each cell the one before it of its rank and group, which run one after the other; -1:
-    none. Cells are in order of their ranks. Sends are of pairs of ranks: PyTorch gives each pair of
-    a group a communicator of its own, and a stream."""
+    """Return for each cell the one before it of its rank and group, which run one after the other;
+    -1: none. Cells are in order of their ranks. Sends are of pairs of ranks: PyTorch gives each
+    pair of a group a communicator of its own, and a stream."""
     names: dict[str, int] = {}
     group = np.array([names.setdefault(key.group, len(names)) for key in joined.keys])
     pair = np.where(joined.is_send[row], partner, -2)
@@ -437,7 +437,7 @@ def _before_in_group(joined: JoinedCollectives, row: Ints, rank: Ints, partner: 
 
 
 def _waited_for(rank: Ints, start: Floats, end: Floats) -> Ints:
-    """Of each cell the one of its rank after whose end it began at once; -1: there is none."""
+    """Return for each cell the one of its rank at whose end it began at once; -1: none."""
     stride = float(end.max() - min(start.min(), 0.0)) + 1.0
     order = np.argsort(end + stride * rank, kind="stable")
     ends = (end + stride * rank)[order]
@@ -449,9 +449,9 @@ def _waited_for(rank: Ints, start: Floats, end: Floats) -> Ints:
 
 
 def _issue_times(progress: Floats, queued: Bools, row: Ints, base: Floats, own: Floats) -> Floats:
-    """Own time to where each collective was issued. One that was queued behind another began later
-    than that. The ranks of a collective run one program: it was issued no later than at the least
-    part of its step's work (``own``, after ``base``) at which it began on any of them."""
+    """Return the own time up to where each collective was issued. One queued behind another began
+    later than it was issued. A collective's ranks run one program: it was issued at the least part
+    of its step's work (``own``, after ``base``) at which it began on any of them."""
     with np.errstate(divide="ignore", invalid="ignore"):
         part = (progress - base) / own
     least = np.full(int(row.max()) + 1, np.inf)
@@ -462,7 +462,7 @@ def _issue_times(progress: Floats, queued: Bools, row: Ints, base: Floats, own: 
 
 
 def _columns(summaries: Sequence[RankSummary], own: RankProfile) -> Ints:
-    """By rank and row of its steps: row of ``RankProfile.steps``; -1: not one of them."""
+    """Return the row of ``RankProfile.steps`` by rank and row of its steps; -1: not one of them."""
     at = {name: column for column, name in enumerate(own.steps)}
     most = max(len(summary.steps) for summary in summaries) + 1
     result = np.full((len(summaries), most), -1, dtype=np.int64)
@@ -473,7 +473,7 @@ def _columns(summaries: Sequence[RankSummary], own: RankProfile) -> Ints:
 
 
 def _common_steps(there: Bools) -> Ints:
-    """Steps (columns) that many ranks (rows) have: those with the most steps of ranks that have
+    """Return the steps (columns) to replay: those with the most steps of ranks (rows) that have
     them all. A rank whose recording ends sooner shortens the replay or is left out of it."""
     have = there.sum(axis=0)
     sets = [np.flatnonzero(have >= least) for least in np.unique(have[have > 1])]
@@ -482,7 +482,7 @@ def _common_steps(there: Bools) -> Ints:
 
 
 def _steps_within_limit(of: Ints, steps: int) -> Ints:
-    """The first steps that all together have not too many collectives."""
+    """Return the first steps that together have at most ``MAX_CELLS`` collectives, at least one."""
     counts = np.bincount(of, minlength=steps)
     there = np.flatnonzero(counts)
     fits = np.cumsum(counts[there]) <= MAX_CELLS
@@ -503,8 +503,8 @@ def _lengths(summaries: Sequence[RankSummary], column: Ints, chosen: Ints) -> Fl
 def _entries(
     summaries: Sequence[RankSummary], column: Ints, chosen: Ints, joined: JoinedCollectives
 ) -> Floats:
-    """When each rank begins with the first of the steps, ns on the common clock, from the earliest;
-    the median where it is not known."""
+    """Return when each rank begins the first of the steps, ns on the common clock from the
+    earliest; the median where it is unknown."""
     result = np.full(len(summaries), np.nan)
     clocks = joined.clocks
     for rank, summary in enumerate(summaries):
@@ -517,7 +517,7 @@ def _entries(
 
 
 def _rows(joined: JoinedCollectives, cells: Ints) -> Ints:
-    """Rows in which ranks wait for each other, numbered anew; each other cell is one of its own."""
+    """Return each cell's row, numbered anew; ranks wait for each other only within a row."""
     together = joined.matched | joined.is_send & (joined.rank_count == 2)
     row = joined.row[cells]
     alone = ~together[row]
@@ -527,8 +527,8 @@ def _rows(joined: JoinedCollectives, cells: Ints) -> Ints:
 
 
 def _usual_transfer(joined: JoinedCollectives, cells: Ints, transfer: Floats) -> Floats:
-    """By cell: the middle of what complete collectives of the same kind, size and message take,
-    where the cell's own lacks members; NaN: it does not, or there are none."""
+    """Return usual transfers of cells that lack members: the median of complete collectives of the
+    same kind, size and message, ns. NaN: none is lacking, or there are none."""
     result = np.full(len(cells), np.nan)
     row = joined.row[cells]
     of, size = joined.group_code[row], joined.group_sizes[row]
@@ -542,7 +542,7 @@ def _usual_transfer(joined: JoinedCollectives, cells: Ints, transfer: Floats) ->
 
 
 def _in_collective_order(until: Floats, first: Ints) -> Floats:
-    """Waits of a rank are over in the order of its collectives."""
+    """Return the ends of waits put in the order of each rank's collectives."""
     for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
         until[begin:end] = np.maximum.accumulate(until[begin:end])
     return until

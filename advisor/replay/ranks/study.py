@@ -35,31 +35,31 @@ from advisor.replay.ranks.gains import estimate_gain, no_stragglers, no_transfer
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
 FEW_RANKS = 16
-"""Up to which each is shown by itself."""
+"""Largest number of ranks that are shown one by one."""
 MIN_SHOWN_SHARE = 0.01
-"""Of the ranks' steps."""
+"""Least share of the ranks' steps that is shown."""
 MAX_OUTLIERS = 20
 ALONE_SHARE = 0.5
-"""Of what several gain together: ranks that gain less one by one are shown as one."""
+"""Share of their joint gain: ranks that gain less one by one are shown together."""
 MIN_GAIN_SHARE = 0.005
-"""Of the step: what gains less in the replay holds nobody up."""
+"""Least gain in the replay, as a share of the step: with less, nobody is held up."""
 MAX_SIGNIFICANCE = 0.9999
-"""A model of chance is not known better than this."""
+"""Largest significance reported: no model of chance is known better."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """A job's ranks, compared and replayable."""
+    """Ranks of a job, compared and replayable."""
 
     job: JobMeasurements
     replay: RanksReplay
-    """Where its ``describe_reason`` is not empty, nothing is replayed."""
+    """Replay of the ranks; where its ``reason`` is not empty, nothing is replayed."""
     missing: tuple[MissingRanks, ...]
     notes: dict[str, str]
 
     @property
     def numbers(self) -> list[int]:
-        """Number of each rank, in the order of the summaries."""
+        """Numbers of the ranks, in the order of the summaries."""
         return self.job.topology.ranks
 
     @property
@@ -72,13 +72,13 @@ class Study:
         ]
 
     def summary_index(self, rank: int) -> int | None:
-        """Where a rank stands in the summaries; ``None``: it is not among them."""
+        """Return the place of a rank in the summaries; ``None``: it is not among them."""
         return self.numbers.index(rank) if rank in self.numbers else None
 
     @cached_property
     def outliers(self) -> list[tuple[Deviation, JobGain | None]]:
-        """Who differs, with what the job's step gains without it (``None``: not replayed); the
-        largest gain first."""
+        """Ranks that differ, with the gain of the job's step without that (``None``: not replayed);
+        the largest gain first."""
         replayed = not self.replay.reason
         result = [*find_outliers(self.job), *slow_links(self.job)]
         kept: list[tuple[Deviation, JobGain | None]] = []
@@ -94,8 +94,8 @@ class Study:
         return kept[:MAX_OUTLIERS]
 
     def _merged(self, result: list[Deviation]) -> list[Deviation]:
-        """Ranks that differ in the same way as one, where only all of them together hold the job
-        up: each alone gains little while the next one is as late."""
+        """Merge ranks that differ in the same way where only all together hold the job up: each
+        alone gains little while the next one is as late."""
         kept: list[Deviation] = []
         for kind in dict.fromkeys(each.kind for each in result):
             same = [each for each in result if each.kind == kind]
@@ -115,8 +115,8 @@ class Study:
 
     @cached_property
     def values(self) -> Floats:
-        """ns per step, ranks x ``CLASSES`` and ``waiting``: waits for others are apart from
-        transfers. NaN: not measured."""
+        """Time by rank and class (``CLASSES``, then ``waiting``), ns per step. Waits for others are
+        apart from transfers. NaN: not measured."""
         own, result, joined = self.job.profile, self.job.waits, self.job.joined
         open_wait = np.bincount(
             joined.rank[result.cells], weights=result.exposed, minlength=len(own.step_ns)
@@ -127,8 +127,8 @@ class Study:
         return np.column_stack([own.values[:, :-1], communication - waiting, waiting])
 
     def exposed(self) -> list[Evidence]:
-        """How much of all ranks' steps is communication that nothing hides, by rank where they are
-        few and by kind, and how much of it is waiting; empty: not measured."""
+        """Return the share of all ranks' steps that is exposed communication: by rank where they
+        are few, by kind, and the waiting in it. Empty: not measured."""
         joined, step = self.job.joined, self.job.profile.step_ns
         waiting = self.values[:, -1]
         exposed = self.values[:, -2] + waiting
@@ -161,7 +161,7 @@ class Study:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """The report's section."""
+        """Section of the report on the ranks."""
         job, clocks = self.job, self.job.joined.clocks
         classes = [*CLASSES, "waiting"]
         return Ranks(
@@ -275,7 +275,7 @@ class Study:
 def study_ranks(
     summaries: Sequence[RankSummary], unread: Sequence[UnreadRank] = ()
 ) -> Study | None:
-    """What the ranks of one job say together; ``None``: there is no rank.
+    """Compare the ranks of one job and prepare their replay; ``None``: there is no rank.
 
     Raises AdvisorError: a summary's columns do not belong together.
     """

@@ -1,6 +1,5 @@
-"""The command line: one file a subcommand, each importing what it needs only when it runs. The help
-has subcommands and options under headings, those that are used most first.
-"""
+"""Entry point of the command line and its help. Each subcommand has its own file, which is imported
+only when it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from advisor.core.errors import AdvisorError
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
-"""What typer raises for any misuse of the command line; exported under no name of its own."""
+"""Exception that typer raises for any misuse of the command line; it exports it under no name."""
 
 
 def _version(wanted: bool) -> None:
@@ -65,19 +64,19 @@ COMMANDS = {
     "rules": ("rules", "app", ""),
     "workloads": ("workloads", "app", ""),
 }
-"""Subcommand: its module, what of it runs (``app``: commands of its own), its line in the help."""
+"""Subcommands: module, attribute to run (``app``: a group with its own commands), help line."""
 RETIRED = {("analyze", "--operators"): ("--by", "operator")}
 """Subcommand and option of an earlier version -> what it is called now."""
 
 ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
 """Commands that read, say what they found, and end. No program of somebody else runs in them."""
 GC_THRESHOLD = 100_000
-"""New objects between two searches for cycles, not 700. What these commands make is freed by
-its counts, or lasts until they end; searching took an eighth of the time of a small trace."""
+"""Number of new objects between two searches for cycles; Python's default is 700. Objects here are
+freed by reference counts or last to the end. Searching took an eighth of a small trace's time."""
 
 ALLOCATOR = ("_RJEM_MALLOC_CONF", "dirty_decay_ms:50,muzzy_decay_ms:0")
-"""Where the columns' allocator looks for what to do, and that is: give back soon what was freed. By
-itself it keeps such pages for good, and a large file takes half as much memory more."""
+"""Environment variable of the columns' allocator, and its value: return freed pages soon. By
+default it keeps such pages for good, and a large file takes half as much memory again."""
 
 
 def main() -> None:
@@ -93,7 +92,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return its exit code."""
     command = arguments[0] if arguments else ""
     arguments = [now for each in arguments for now in RETIRED.get((command, each), (each,))]
     try:
@@ -121,7 +120,7 @@ def run(arguments: list[str]) -> int:
 
 @cache
 def _command(name: str) -> Any:
-    """The command line as far as it is needed: with this subcommand, else with all of them."""
+    """Build the command line with this subcommand alone, or with all if none has this name."""
     app = typer.Typer(
         name="advisor",
         cls=GroupHelp,
@@ -143,7 +142,7 @@ def _command(name: str) -> Any:
 
 
 def _said(error: AdvisorError, arguments: list[str]) -> str:
-    """The message; with what there is to choose from printed before it."""
+    """Return the message of an error; first print the runs to choose from, if there are several."""
     result = sys.modules.get("advisor.read.runs")
     if result is None or not isinstance(error, result.SeveralRuns):
         return str(error)
@@ -153,7 +152,7 @@ def _said(error: AdvisorError, arguments: list[str]) -> str:
 
 
 def _usage(error: Exception) -> str:
-    """The message of a usage error in one line, with the way to the help."""
+    """Return the message of a usage error in one line, with the command that shows the help."""
     describe = getattr(error, "format_message", None)
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
@@ -173,7 +172,7 @@ def _complain(message: str, code: int) -> int:
 
 
 def _forget_stdout() -> None:
-    """Let the interpreter flush its buffer at exit without complaint."""
+    """Redirect stdout to the null device, so that the flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -183,7 +182,7 @@ GROUPS: Final = {
     "Teams, CI and agents": ("gate", "ledger", "mcp", "skill"),
     "Learn": ("demo", "rules", "workloads"),
 }
-"""The headings of the help of ``advisor``, with their subcommands."""
+"""Headings of the help of ``advisor``, with their subcommands."""
 
 HARDWARE: Final = {
     "GPU and network": ("--gpu", "--node-size", "--network"),
@@ -256,14 +255,14 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "Output": ("--output", "--format", "--out", "--remember", "--progress"),
     },
 }
-"""Subcommand: the headings of its options, in order."""
+"""Headings of the options of each subcommand, in order."""
 OTHER: Final = "Other"
 _AT_LEAST = re.compile(r"  \[x>=[\d.]+\]$|; x>=[\d.]+(?=\]$)")
-"""What typer says of a number without an upper end: that it is not negative goes without saying."""
+"""Pattern of typer's note on a number without an upper end (``x>=0``), removed from the help."""
 
 
 class CommandHelp(TyperCommand):
-    """A subcommand whose help has its options under headings."""
+    """Subcommand whose help lists its options under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and each heading with its options."""
@@ -298,7 +297,7 @@ class CommandHelp(TyperCommand):
 
 
 class GroupHelp(TyperGroup):
-    """The subcommands under headings, where all are there."""
+    """Command group whose help lists subcommands under headings, if all of them are loaded."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write each heading with its subcommands."""

@@ -1,4 +1,4 @@
-"""``advisor analyze``: traces to a report."""
+"""``advisor analyze``: report of one trace or several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FailOn = Literal["critical", "warning"]
 BAR = 24
-"""Columns of the bar of progress."""
+"""Width of the progress bar, characters."""
 Paths = Annotated[
     list[str] | None,
     typer.Argument(
@@ -109,8 +109,8 @@ def command(
 def choose_output(
     paths: list[str], form: str | None, output: Path | None, csv: Path | None, *, table: bool
 ) -> Renderer[Report]:
-    """What draws the report. Raises AdvisorError for options that do not go together, and for what
-    cannot be written."""
+    """Return the renderer of the report. Raises AdvisorError for options that cannot be combined,
+    and for an output that cannot be written."""
     wanted = out.chosen(REPORTS, form, output)
     if table and (form not in (None, "terminal") or output is not None):
         raise AdvisorError("--by prints to the terminal only; drop --format and --output")
@@ -127,7 +127,7 @@ def show_table(
     top: int | None,
     redact: set[str] | None,
 ) -> None:
-    """The table of operators by shape, of layers or of the mesh, on the terminal."""
+    """Print the table of layers, of operators by shape, or of the device mesh, on the terminal."""
     from advisor.render.document import RenderOptions
     from advisor.render.documents import layers, ranks
 
@@ -140,8 +140,8 @@ def show_table(
 
 
 def _alone(options: Options) -> tuple[list[str], Options]:
-    """What is analysed where no trace is given: the logs of torch.compile, else the snapshot, else
-    the kernel profiler's report; and the options without it."""
+    """Return the inputs to analyse where no trace is given, and the options without them: compile
+    logs, else the snapshot, else kernel reports. Raises AdvisorError if there are none."""
     read = options.read
     if read.compile_log is not None:
         from advisor.read.readers.compile_log import log_files
@@ -160,7 +160,7 @@ def _alone(options: Options) -> tuple[list[str], Options]:
 
 
 def check_ranks(paths: list[str], options: Options) -> None:
-    """Raise AdvisorError for options about ranks that do not go together."""
+    """Raise AdvisorError for options about ranks that cannot be combined."""
     workers, cluster = options.workers, options.cluster
     if workers is not None and cluster is not None:
         raise AdvisorError("--workers and --cluster: choose one; a cluster has its own workers")
@@ -175,14 +175,14 @@ def check_ranks(paths: list[str], options: Options) -> None:
 
 
 class RankProgress:
-    """Says how many ranks of a job are done."""
+    """Callback that shows how many ranks of a job are done."""
 
     def __init__(self, shown: Progress) -> None:
         self._shown = shown
         self._announced = False
 
     def __call__(self, done: RanksDone) -> None:
-        """A bar; first the address of Dask's dashboard, where there is one."""
+        """Draw the progress bar; print the address of Dask's dashboard once, if there is one."""
         if done.dashboard and not self._announced:
             self._announced = True
             print(f"Dask's dashboard: {done.dashboard}", file=sys.stderr)
@@ -195,7 +195,7 @@ class RankProgress:
 
 
 def write_tables(folder: Path, examined: AnalysisResult, *, redact: set[str] | None) -> None:
-    """The tables of the reported rank, a CSV file each."""
+    """Write the tables of the reported rank into a folder, one CSV file each."""
     from advisor.export.csv_tables import build_tables
 
     report = examined.report
@@ -216,7 +216,7 @@ def write_tables(folder: Path, examined: AnalysisResult, *, redact: set[str] | N
 
 
 class RedactionNames:
-    """The users and hosts that what is read tells, where they are to be left out."""
+    """Names of users and hosts found in what is read, to be removed from the output."""
 
     def __init__(self, wanted: bool) -> None:
         self._names: NameMap | None = None
@@ -227,12 +227,12 @@ class RedactionNames:
 
     @property
     def peek(self) -> Callable[[bytes], None] | None:
-        """What a reader calls with all that it reads; ``None``: nothing is left out."""
+        """Return what a reader calls with each block of bytes; ``None`` if nothing is redacted."""
         return None if self._names is None else self._names.scan
 
     def collect(self, *runs: Run) -> set[str] | None:
-        """The names that were given, also in what a run's recorder wrote; ``None``: nothing is to
-        be left out."""
+        """Return all names found so far and in the folders of recorded runs; ``None`` if nothing is
+        redacted."""
         if self._names is None:
             return None
         for run in runs:
@@ -244,8 +244,8 @@ class RedactionNames:
 def examine_paths(
     paths: list[str], options: Options, progress: bool, names: RedactionNames | None = None
 ) -> AnalysisResult:
-    """Read and analyse, saying which of the two is going on; ``names``: of users and hosts, which
-    are looked for in what is read."""
+    """Read and analyse traces with a progress line on stderr. ``names`` collects users and hosts
+    from what is read."""
     with out.Progress(progress) as shown:
         peek = None if names is None else names.peek
         options = o.read_options(options, progress=shown.report_bytes, peek=peek)
@@ -253,7 +253,7 @@ def examine_paths(
 
 
 def examine_with(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
-    """The same with a line of progress that goes on afterwards."""
+    """Analyse traces with a progress line that the caller goes on using afterwards."""
     from advisor.advise.engine import examine
 
     _let_interrupts_through()
@@ -261,8 +261,8 @@ def examine_with(paths: list[str], options: Options, shown: Progress) -> Analysi
 
 
 def _let_interrupts_through() -> None:
-    """Let Ctrl-C end a read from a pipe: polars, once imported, handles the signal such that
-    system calls go on after it."""
+    """Let Ctrl-C end a blocking read from a pipe. Once polars is imported, its signal handler
+    restarts interrupted system calls."""
     if hasattr(signal, "siginterrupt") and threading.current_thread() is threading.main_thread():
         signal.siginterrupt(signal.SIGINT, True)
 
@@ -278,9 +278,9 @@ def deliver(
     analysis: Analysis | None = None,
     redact: Iterable[str] | None = None,
 ) -> None:
-    """Render a report and show it, or write it to a file. ``analysis``: for its timeline.
-    ``redact``: without what is private, of which these users and hosts are known; ``None``: as it
-    is."""
+    """Render a report and show it, or write it to a file. ``analysis`` is for its timeline.
+    ``redact`` names users and hosts to remove along with other private text; ``None`` removes
+    nothing."""
     inputs = [item.path for item in report.inputs]
     clean: Callable[[str], str] = str
     if redact is not None:
@@ -295,7 +295,7 @@ def deliver(
 
 
 def is_hit(report: Report, level: FailOn) -> bool:
-    """A finding or a risk is at least this severe. Symptoms of another finding do not count."""
+    """Tell whether a finding, not a symptom of another, or a risk is at least this severe."""
     severities = {"critical"} if level == "critical" else {"critical", "warning"}
     causes = [finding for finding in report.findings if finding.folded_under is None]
     return any(finding.severity in severities for finding in (*causes, *report.risks))

@@ -60,7 +60,7 @@ def command(
 
 
 def _append_prediction(comparison: Comparison) -> None:
-    """In the folder of the later run, which is said; one that cannot be written to is no error."""
+    """Record the prediction and its gain in the later run's folder, if it can be written to."""
     import sys
     import time
     from contextlib import suppress
@@ -82,7 +82,7 @@ def _compare(
     progress: bool,
     redaction: RedactionNames,
 ) -> tuple[Comparison, set[str] | None]:
-    """The comparison, and the users and hosts to leave out of it."""
+    """Return the comparison, and the users and hosts to remove from it (``None``: not redacted)."""
     from advisor.advise.engine import examine
     from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
@@ -132,8 +132,8 @@ def _deliver(
 
 
 def _decide(comparison: Comparison, bound: float) -> None:
-    """Say on stderr whether the run is slower, and exit with 1 if it is. Raises AdvisorError where
-    step times are not compared: a gate that lets through what it did not measure is none."""
+    """Print on stderr whether the run is slower, and exit with 1 if it is. Raises AdvisorError if
+    step times are not compared: a gate must not pass what it did not measure."""
     from advisor.compare.comparison import Bounds
     from advisor.compare.comparison_text import format_interval, signed_share
     from advisor.compare.gate import decide
@@ -149,7 +149,7 @@ def _decide(comparison: Comparison, bound: float) -> None:
 
 
 def parse_share(text: str | None, option: str = "--fail-if-slower") -> float | None:
-    """``5%`` or ``0.05``; AdvisorError for anything else."""
+    """Parse ``5%`` or ``0.05`` to a share. Raises AdvisorError for anything else."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*(%?)", text.strip())

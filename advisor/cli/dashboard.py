@@ -138,7 +138,7 @@ def _check_exist(paths: list[str]) -> None:
 
 
 def _serve(server: DashboardServer, session: DashboardSession, *, browser: bool) -> None:
-    """Load the session and serve it until interrupted; then remove what the browser needed."""
+    """Load the session, serve it until interrupted, and remove the browser's temporary files."""
     from advisor.dashboard.access import open_browser
 
     session.start()
@@ -156,9 +156,9 @@ def _serve(server: DashboardServer, session: DashboardSession, *, browser: bool)
 
 
 def given_token(file: Path | None, *, no_token: bool) -> str | None:
-    """The token that the user chose, from a file or the environment: a command's arguments are for
-    every user of the machine to read. ``None``: none was chosen. Raises AdvisorError: one that
-    others can read or guess."""
+    """Return the token that the user chose in a file or the environment; ``None`` if there is none.
+    Raises AdvisorError for one that others can read or guess. It is no argument of the command:
+    every user of the machine can read those."""
     # it is nobody else's, and the browser that is started gets this process's environment
     text, source = os.environ.pop(TOKEN, None), TOKEN
     if no_token and (file is not None or text is not None):
@@ -181,7 +181,7 @@ def given_token(file: Path | None, *, no_token: bool) -> str | None:
 
 
 def _read_token(file: Path) -> str:
-    """What a file of the user's own holds."""
+    """Read at most 1,024 bytes of a file. Raises AdvisorError if other users may read it."""
     try:
         # a pipe would hold the command up until somebody writes into it
         opened = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -198,7 +198,7 @@ def _read_token(file: Path) -> str:
 
 
 def parse_perfetto(text: str) -> str | None:
-    """The address of a Perfetto UI, or ``off``: ``None``. Raises AdvisorError for anything else."""
+    """Parse the address of a Perfetto UI; ``None`` for ``off``. Raises AdvisorError otherwise."""
     if text.strip().lower() == "off":
         return None
     try:
@@ -213,7 +213,7 @@ def parse_perfetto(text: str) -> str | None:
 
 
 def parse_editor(text: str) -> str:
-    """The address of an editor, or ``off``: empty. Raises AdvisorError for anything else."""
+    """Parse the address of an editor; empty for ``off``. Raises AdvisorError for anything else."""
     text = text.strip()
     if text.lower() == "off":
         return ""
@@ -226,7 +226,7 @@ def parse_editor(text: str) -> str:
 
 
 def _announce(server: DashboardServer, port: int) -> None:
-    """Print the address, and who can connect."""
+    """Print the server's address and who can connect."""
     print(f"advisor dashboard: {server.address}")
     if port and server.port != port:
         print(f"port {port} is taken; this is the next free one", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``advisor demo``: the main job on a real recording, and what its authors' fix really brought."""
+"""``advisor demo``: analysis of a real recording, and what its authors' fix really saved."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def command(
 
 
 def _show_recording(form: str) -> None:
-    """The recording from before the change; on a terminal also what the change brought."""
+    """Analyse the recording made before the fix; on a terminal also show what the fix saved."""
     from advisor.advise.engine import Options, examine
     from advisor.cli.output import Progress
     from advisor.compare.compare import compare_examined
@@ -89,7 +89,7 @@ def _show_recording(form: str) -> None:
 
 
 def _outcome(predicted: Impact | None, c: Comparison) -> str:
-    """What the authors' change brought, beside what the first finding predicted."""
+    """Describe what the authors' fix saved, next to what the first finding predicted."""
     steps = c.steps
     if steps.before is None or steps.after is None or predicted is None:
         return "\nThe recording from after the change does not compare with this one.\n"
@@ -104,7 +104,7 @@ def _outcome(predicted: Impact | None, c: Comparison) -> str:
 
 
 def _record(folder: Path, device: str | None, steps: int) -> Path:
-    """Record the textbook CNN; the path of the trace."""
+    """Record the small CNN of the sample workloads and return the path of the trace."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler logs its stages to stderr
     from advisor.cli.output import Progress
     from advisor.sample_workloads import Setup
@@ -122,7 +122,7 @@ def _record(folder: Path, device: str | None, steps: int) -> Path:
 
 
 def _usable(device: str | None) -> str:
-    """The device to record on. Raises AdvisorError for one that is not here."""
+    """Return the device to record on. Raises AdvisorError for one that is not available."""
     from advisor.sample_workloads.running import default_device
 
     best = default_device()

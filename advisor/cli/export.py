@@ -1,4 +1,4 @@
-"""``advisor export``: the trace for a viewer, with what was found in it, or without secrets."""
+"""``advisor export``: the trace for a viewer, with findings as tracks, or without secrets."""
 
 from __future__ import annotations
 

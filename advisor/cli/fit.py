@@ -53,7 +53,7 @@ def command(
     form: Annotated[str | None, o.form(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
-    """Whether the program fits a GPU, and the cheapest changes with which it does."""
+    """Check whether the program fits a GPU, and find the cheapest changes with which it does."""
     if (gpu is None) == (capacity is None):
         raise AdvisorError("fit: say which GPU with --gpu NAME, or how much with --capacity SIZE")
     from advisor.advise.memory_fit import find_fit
@@ -80,8 +80,8 @@ def command(
 def _history(
     path: str, options: o.Options
 ) -> tuple[PostMortem, Analysis | None, RankRecord | None]:
-    """The memory's history, the trace that prices time, and what the recorder wrote of the rank.
-    Raises AdvisorError: there is no history, or it makes no sense."""
+    """Return the memory history, the trace that times changes (or ``None``), and the rank's record.
+    Raises AdvisorError if there is no history or its figures contradict each other."""
     from advisor.measure import Analysis
     from advisor.measure.memory.post_mortem import post_mortems
     from advisor.read import open_run
@@ -134,7 +134,7 @@ def _scale(batch: float | None, now: float | None, record: RankRecord | None) ->
 
 
 def parse_bytes(text: str) -> int:
-    """``24GiB`` (binary), ``24G`` or ``24GB`` (decimal); AdvisorError for anything else."""
+    """Parse ``24GiB`` (binary), ``24G`` or ``24GB`` (decimal) to bytes; else raise AdvisorError."""
     binary = text.strip().upper().removesuffix("IB")
     if binary == text.strip().upper():
         return o.parse_size(text) or 0
@@ -144,7 +144,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
-    """As plain data; null: unknown."""
+    """Return the result as plain data for JSON; null means unknown."""
 
     def plain(way: CostedChange) -> dict[str, Any]:
         where = way.change.where

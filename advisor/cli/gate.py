@@ -104,7 +104,7 @@ def command(
 
 
 def _report(path: str, options: Options, progress: bool) -> Report:
-    """Of a baseline that ``--save`` wrote, of any saved report, or of a run."""
+    """Return the report of a ``--save`` baseline, of a saved report, or of a run to analyse."""
     from advisor.cli.report import read_saved
 
     if has_schema(path, OLD_BASELINE):
@@ -122,7 +122,7 @@ def _measure(path: str, options: Options, progress: bool) -> Report:
 
 
 def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:
-    """Annotations and the job summary, where GitHub Actions runs this. A summary that cannot be
+    """Write annotations and the job summary if GitHub Actions runs this. A summary that cannot be
     written does not change the decision."""
     if os.environ.get("GITHUB_ACTIONS") == "true" and not shown:
         # stdout may hold JSON for another program; Actions reads commands from stderr as well

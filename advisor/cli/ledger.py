@@ -1,4 +1,4 @@
-"""``advisor ledger``: how good the predictions were, by rule and by hardware."""
+"""``advisor ledger``: accuracy of past predictions, by rule and device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command(
     ] = None,
     form: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
 ) -> None:
-    """How past predictions compare with what was measured."""
+    """Compare past predictions with what was measured."""
     from advisor.replay import predictions
 
     files = [path / predictions.FILE if path.is_dir() else path for path in paths or []]

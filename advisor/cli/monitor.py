@@ -1,4 +1,4 @@
-"""``advisor monitor``: what GPUs and host do now."""
+"""``advisor monitor``: current use of the GPUs and the host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from advisor.recorder.telemetry import SampleSource
 
 FIRST_NS = 300_000_000
-"""Shares of CPU and the GPU's own counters are differences: the first sample has none, so a second
-one follows this soon."""
+"""Delay from the first sample to the second, ns. CPU shares and some GPU counters are differences,
+which the first sample lacks."""
 SLOW_EVERY_S = 7.0
 
 
@@ -88,7 +88,7 @@ def _live(source: SampleSource, interval: float, prometheus: Path | None) -> Non
 
 
 def _with_slow(sample: Sample, before: Sample | None) -> Sample:
-    """A sample with the costly fields of the last one that had them: they are asked seldom."""
+    """Fill the fields that are sampled seldom from the last sample that had them."""
     from msgspec.structs import fields, replace
 
     if before is None:

@@ -1,4 +1,4 @@
-"""Options that several commands have: each is declared here, and means the same everywhere."""
+"""Options that several commands share, each declared once and with one meaning."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Brief = Annotated[
 
 
 def form(formats: Formats) -> typer.models.OptionInfo:
-    """``--format``, of one kind of subject."""
+    """Return the ``--format`` option of a command, for the formats of one kind of subject."""
     result: typer.models.OptionInfo = typer.Option(
         "--format",
         metavar="FORMAT",
@@ -130,7 +130,7 @@ SAVED_HAS_COST = "the cost in a saved report is fixed; give the trace to change 
 
 
 def chosen_prices(price: str | None, table: Path | None) -> Prices | None:
-    """What was given; ``None``: nothing, and pyproject.toml may say. Raises AdvisorError."""
+    """Return the prices that the options give; ``None`` if neither is used. Raises AdvisorError."""
     if price is None and table is None:
         return None
     from advisor.core.prices import parse_price, read_prices
@@ -199,8 +199,8 @@ _NUMBERS = re.compile(r"\s*[-+]?\w{0,2}\s*:\s*[-+]?\w{0,2}\s*|[-+\d\s.:]*")
 
 
 def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
-    """``A:B``, ``A:`` or ``:B`` to a half-open range; AdvisorError for what looks like one and is
-    none. ``None``: names of ranges, for :func:`step_ranges`."""
+    """Parse ``A:B``, ``A:`` or ``:B`` to a half-open range; ``None`` for names of ranges, see
+    :func:`step_ranges`. Raises AdvisorError for a malformed or empty range."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{0,9}):(\d{0,9})", text.strip())
@@ -218,7 +218,7 @@ def parse_steps(text: str | None) -> tuple[int | None, int | None] | None:
 
 
 def step_ranges(text: str | None) -> str | None:
-    """A regular expression of the ranges that are steps; ``None``: steps by number, or all."""
+    """Return the pattern of range names in ``--steps``; ``None`` if it has none."""
     return text if text is not None and parse_steps(text) is None else None
 
 
@@ -226,7 +226,7 @@ _SIZES = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_size(text: str | None) -> int | None:
-    """``16G``, ``500M`` or plain bytes (decimal units); AdvisorError for anything else."""
+    """Parse ``16G``, ``500M`` or plain bytes (decimal units). Raises AdvisorError otherwise."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)B?", text.strip().upper())
@@ -258,13 +258,13 @@ ANALYSIS: Final[dict[str, Any]] = {
     "node_size": NodeSize,
     "network": Network,
 }
-"""Name -> how the command line has it. Each is a field of ``Options`` or ``ReadOptions`` of that
-name, but for those that :func:`analysis` translates."""
+"""Analysis options and their declarations. Each is a field of ``Options`` or ``ReadOptions`` of
+that name, except those that :func:`analysis` translates."""
 
 
 def with_options(*names: str, **own: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these options of ANALYSIS in place of its parameter ``options``, in the order
-    in which ANALYSIS has them. ``own``: names with a declaration of the command's own."""
+    """Return a decorator that replaces a command's parameter ``options`` by these options of
+    ANALYSIS, in ANALYSIS's order. ``own``: options with a declaration of the command's own."""
     declared = {name: own.get(name, ANALYSIS[name]) for name in ANALYSIS if name in {*names, *own}}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -299,8 +299,8 @@ def analysis(
     prices: Path | None = None,
     **others: Any,
 ) -> Options:
-    """What these options ask for; ``others``: those that are fields. Raises AdvisorError for one
-    that makes no sense."""
+    """Build the Options of these command-line values; ``others`` are fields taken as they are.
+    Raises AdvisorError for an invalid value."""
     from advisor.core.gpus import find_gpu
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
@@ -328,5 +328,5 @@ def analysis(
 
 
 def read_options(options: Options, **more: Any) -> Options:
-    """The same with further fields of :class:`~advisor.read.ReadOptions`."""
+    """Return a copy of the options with more fields of :class:`~advisor.read.ReadOptions` set."""
     return replace(options, read=replace(options.read, **more))

@@ -1,4 +1,4 @@
-"""Where a report goes: the terminal as wide and colourful as it is, or a file, whole or not."""
+"""Output of reports: width and colour of the terminal, files written atomically, and progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from advisor.render.renderer import Renderer
 
 PIPED_WIDTH, WIDEST = 80, 120
-"""Columns of a report that goes to no terminal; and at most, since longer lines read badly."""
+"""Width of a report that goes to no terminal, and the largest one, in columns."""
 
 _ASCII: dict[int, int | str] = {
     **str.maketrans("█▓▒▚░╱╲┄∙╳◇□◌≡‡┆┈─│µ×–—−·…≈", "#=+%./\\-:xcmost!_-|ux----~~"),
@@ -33,7 +33,7 @@ _ASCII: dict[int, int | str] = {
     ord("≤"): "<=",
     ord("→"): "->",
 }
-"""What stands in for the characters of a report where the encoding lacks them."""
+"""ASCII substitutes for a report's characters, for encodings that lack them."""
 
 
 PLAIN = (".txt", ".text", ".log", ".out")
@@ -41,8 +41,8 @@ PLAIN = (".txt", ".text", ".log", ".out")
 
 
 def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer[Any]:
-    """The renderer of ``--format``, else what the suffix of ``--output`` says, else the terminal's.
-    Raises AdvisorError for a format that there is not."""
+    """Return the renderer that ``--format`` names, else the one of ``--output``'s suffix, else the
+    terminal's. Raises AdvisorError for an unknown format."""
     if given is None and output is not None:
         given = formats.by_suffix(output)
         suffix = output.suffix.lower()
@@ -53,7 +53,7 @@ def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer
 
 
 def format_names(formats: Formats) -> str:
-    """What ``--help`` says of ``--format``: ours, without a look at what is installed."""
+    """List the bundled formats for ``--help``, without a search for installed plugins."""
     *first, last = formats.bundled
     return f"{', '.join(first)} or {last}"
 
@@ -65,8 +65,8 @@ def deliver(
     inputs: Iterable[str | Path] = (),
     **options: Any,
 ) -> None:
-    """Render a subject and show it, or write it to a file that is none of ``inputs``. ``options``
-    as in :class:`~advisor.render.document.RenderOptions`."""
+    """Render a subject and show it, or write it to a file that is none of ``inputs``. ``options``:
+    fields of :class:`~advisor.render.document.RenderOptions`."""
     from advisor.render.document import RenderOptions
 
     if output is not None:
@@ -79,22 +79,22 @@ def deliver(
 
 
 def show_document(document: Document, **options: Any) -> None:
-    """A document that only terminals have, in full."""
+    """Show a document that has no other format than the terminal's, in full."""
     from advisor.render.formats.terminal import Terminal
 
     deliver(Terminal(), document, details=True, **options)
 
 
 def colourful(stream: TextIO) -> bool:
-    """Colour is for terminals, and not for those who say they do not want it (no-color.org)."""
+    """Tell whether to use colour: only on a terminal, and not with NO_COLOR (no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
 
 
 def columns(stream: TextIO) -> int:
-    """Width of the report on this stream: the terminal's within reason, 80 without one. Two less
-    where an arrow becomes two characters."""
+    """Return the width of a report on this stream: the terminal's, from 40 to 120 columns, or 80.
+    It is 78 where the encoding lacks arrows, which become two characters."""
     try:
         "→".encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -105,7 +105,7 @@ def columns(stream: TextIO) -> int:
 
 
 def show(text: str) -> None:
-    """Write to stdout, in whatever encoding it has; a full disk or the like is one line."""
+    """Write to stdout in its encoding. Raises AdvisorError if that fails, as on a full disk."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         text.encode(encoding)
@@ -121,7 +121,7 @@ def show(text: str) -> None:
 
 
 def show_json(data: Any) -> None:
-    """Data as JSON, with nothing in it that a terminal could obey."""
+    """Show data as JSON, without control characters that a terminal would obey."""
     import msgspec
 
     from advisor.core.labels import sanitize
@@ -130,7 +130,7 @@ def show_json(data: Any) -> None:
 
 
 def check(output: Path, inputs: Iterable[str | Path]) -> None:
-    """Refuse an output that cannot be written or is one of the inputs, before the work is done."""
+    """Raise AdvisorError for an output that cannot be written or is an input, before any work."""
     for given in inputs:
         if str(given) != "-" and _same(Path(given), output):
             raise AdvisorError(f"--output {output}: that is an input; choose another file")
@@ -146,7 +146,7 @@ def check(output: Path, inputs: Iterable[str | Path]) -> None:
 
 
 def write(text: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
-    """Write the file whole or leave what was there: beside it first, then renamed over it.
+    """Write the file whole or leave the old one: a temporary file beside it is renamed over it.
 
     ``inputs``: files that were read, which are never written over.
     """
@@ -178,7 +178,7 @@ def _replace(text: str, target: Path) -> None:
 
 
 def _target(output: Path) -> Path:
-    """The file itself: a symbolic link is followed, not replaced."""
+    """Return the file to write: a symbolic link is followed, not replaced."""
     try:
         return output.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links
@@ -201,11 +201,11 @@ def _same(one: Path, other: Path) -> bool:
 
 
 PATIENCE, PAUSE = 1.0, 0.2
-"""Seconds of silence before the first line; seconds between two."""
+"""Seconds before the first progress line, and between two updates."""
 
 
 class Progress:
-    """Shows what is being done and for how long, and wipes the line at the end.
+    """Progress line on stderr: what is being done, for how long. It is wiped at the end.
 
     A thread writes it, so that work which reports nothing in between (one long measurement)
     still shows that it is alive.
@@ -220,11 +220,11 @@ class Progress:
         self._shown = False
 
     def show(self, what: str) -> None:
-        """What is being done now."""
+        """Set the text of the progress line."""
         self._what = what
 
     def report_bytes(self, path: str, size: int) -> None:
-        """For ``ReadOptions.progress``: a file and the uncompressed bytes read of it so far."""
+        """Show a file and the uncompressed bytes read of it (for ``ReadOptions.progress``)."""
         from advisor.core.text import shorten_path
 
         name = "standard input" if path == "-" else shorten_path(path, 40)
@@ -268,11 +268,11 @@ class Progress:
 
 MAX_RUNS = 20
 PROGRAM = 34
-"""Characters of a program's command line."""
+"""Length at which a program's command line is cut, characters."""
 
 
 def offer(error: SeveralRuns, arguments: list[str]) -> str:
-    """List the runs on stderr, newest first, and return what to type to have one of them."""
+    """List the runs on stderr, newest first; return the message with the command for the newest."""
     from advisor.core.labels import clean
     from advisor.core.text import count_noun
     from advisor.read.runs import describe_run
@@ -293,8 +293,8 @@ def offer(error: SeveralRuns, arguments: list[str]) -> str:
 
 
 def newest_run(paths: list[str]) -> list[str]:
-    """A folder of several runs stands for its newest complete recording that is no trial; stderr
-    says which, and how to have another. Anything else stays as it is."""
+    """Replace a folder of several runs by its newest complete recording that is no trial. Stderr
+    names it and the command for another. Other paths are returned unchanged."""
     from advisor.core.labels import clean
     from advisor.read.directory import refuse_several
     from advisor.read.runs import SeveralRuns, describe_run
@@ -318,7 +318,7 @@ def newest_run(paths: list[str]) -> list[str]:
 
 
 def _is_complete(run: Path) -> bool:
-    """A recording whose program reached its end, and no trial of ``advisor try``."""
+    """Tell whether a run reached its end, and is no trial of ``advisor try``."""
     from advisor.core.run_directory import read_recording
     from advisor.tune.report import FILE
 
@@ -334,7 +334,7 @@ def _typed(words: list[str]) -> str:
 
 
 def _about(line: RunLine) -> str:
-    """``2026-11-21 16:00  1,024 steps  2 ranks  train.py --epochs 1``."""
+    """Describe a run in a line: ``2026-11-21 16:00  1,024 steps  2 ranks  train.py --epochs 1``."""
     from advisor.core import labels
     from advisor.core import text as t
 

@@ -1,4 +1,4 @@
-"""``advisor project``: the measured step on another GPU, and which GPU is the cheapest for it."""
+"""``advisor project``: predicted step time and cost on other GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from advisor.replay.project.splits import Instance, PacingRank
 
 MAX_NAMED = 4
-"""GPUs for which the median rank's step is given."""
+"""Number of GPUs for which the median rank's step is listed."""
 
 
 @o.with_options("node_size", "network", "rank", "steps")
@@ -76,7 +76,7 @@ def command(
     form: Annotated[str | None, o.form(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
-    """What the step would take on another GPU, and what it would cost there.
+    """Predict the step time on another GPU, and its cost there.
 
     docs/project.md explains the method and the range.
     """
@@ -127,7 +127,7 @@ def command(
 
 
 class _RankSteps:
-    """The steps of the median rank, beside those of the slowest."""
+    """Projected steps of the median rank, next to those of the slowest."""
 
     def __init__(
         self, pace: PacingRank, median: Projector | None, found: tuple[Choice, ...]
@@ -144,13 +144,13 @@ class _RankSteps:
         self.measured = None if median is None else median.a.step_ns
 
     def plain(self) -> dict[str, Any]:
-        """The rank of the figures; null: of the median: there is one rank."""
+        """Return the ranks' figures for JSON; ``median`` is null if there is one rank."""
         ranks = [{"gpu": p.gpu, "step_ns": None if p.refused else p.step_ns} for p in self.median]
         other = {"rank": self.pace.median, "measured_step_ns": self.measured, "gpus": ranks}
         return {"rank": self.pace.slowest, "median": other if self.median else None}
 
     def sentences(self) -> list[str]:
-        """A line for the first GPUs of the table."""
+        """Return a line with the median rank's step on the first GPUs; empty for one rank."""
         steps = [f"{format_duration(p.step_ns)} on {p.gpu}" for p in self.median if not p.refused]
         if not steps:
             return []
@@ -161,7 +161,7 @@ class _RankSteps:
 def _targets(
     names: list[str], prices: Prices, *, every: bool
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
-    """The GPUs with their prices, and what a short name was taken for."""
+    """Return the GPUs with prices per hour (``None``: unknown), and notes on inexact names."""
     from advisor.core.gpus import find_gpu, known_gpus
     from advisor.replay.project.project import hourly_prices
 
@@ -176,7 +176,7 @@ def _targets(
 
 
 def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) -> dict[str, Any]:
-    """As plain data; null: the step cannot run there, or no price."""
+    """Return the projections as plain data for JSON; null: it cannot run there, or no price."""
     from advisor.replay.predictions import count_comparisons
 
     return {
@@ -212,7 +212,7 @@ def _splits(
     machine: tuple[str, Instance] | None, prices: Prices, options: o.Options,
     epoch: float | None, notes: list[str],
 ) -> Document:  # fmt: skip
-    """Splits of each number of GPUs. ``machine``: its name and what the price file has of it."""
+    """Compare splits of each number of GPUs. ``machine``: its name and its price file entry."""
     from advisor.core.gpus import find_gpu
     from advisor.measure.comm.links import NodeLinks
     from advisor.render.documents.project import build_splits

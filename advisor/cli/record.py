@@ -14,7 +14,7 @@ from advisor.core.errors import AdvisorError
 OPTIONS = ("--skip", "--warmup", "--active", "--ranks", "--deep", "--signal", "--no-report",
            "--scalene", "--scalene-steps", "--out", "--output")  # fmt: skip
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""For typer: what follows the program is the program's, and ``-m`` begins one."""
+"""Settings for typer: what follows the program belongs to it, and ``-m`` begins a program."""
 
 
 def command(
@@ -112,7 +112,7 @@ def command(
 def _attached(
     url: str, seconds: float, engine: str | None, program: list[str] | None, out: str | None
 ) -> None:
-    """Say where the server's own trace is."""
+    """Record a running inference server and print where its trace is."""
     from advisor.recorder import attach
 
     if program:

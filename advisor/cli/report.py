@@ -1,4 +1,4 @@
-"""``advisor report``: what was found, as a file to mail or as other tools read it."""
+"""``advisor report``: findings as a file to mail, or in a format of other tools."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
 
 MAX_REPORT = 16 << 20
-"""Bytes of a saved report that is read back. They have some 100 KB; decoded, one that is written to
-do harm takes forty times its size."""
+"""Largest saved report that is read, bytes. Usual ones have 100 KB; a malicious one takes forty
+times its size once decoded."""
 
 
 @o.with_options("rank", "window", "steps", "max_size", "price", "prices", "gpus", "gpu")
@@ -70,7 +70,7 @@ def command(
 
 
 def read_saved(path: str) -> Report | None:
-    """A report that ``analyze --format json`` wrote; ``None``: it is something else."""
+    """Read a report that ``analyze --format json`` wrote; ``None`` if it is something else."""
     from advisor.core import report_file
     from advisor.core.report import SCHEMA, Report
 

@@ -1,4 +1,4 @@
-"""``advisor rules``: which rules there are, and what each looks for."""
+"""``advisor rules``: list of the rules, and what each looks for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rules(ctx: typer.Context) -> None:
 
 @app.command("list")
 def list_rules(folder: Folder = None) -> None:
-    """All rules by category, with how far each was validated."""
+    """List all rules by category, with how far each was validated."""
     from advisor.advise.select import read_config
     from advisor.render.documents.rule import build_list
 
@@ -43,7 +43,7 @@ def show(
     rule_id: Annotated[str, typer.Argument(metavar="ID", help="As 'advisor rules list' has it.")],
     folder: Folder = None,
 ) -> None:
-    """What a rule looks for, why that costs time, its thresholds and how to change them."""
+    """Show what a rule looks for, why that costs time, its thresholds and how to change them."""
     from advisor.render.documents.rule import build
 
     rules = {rule.id: rule for rule in _load(folder)}
@@ -53,7 +53,7 @@ def show(
 
 
 def _load(folder: Path | None) -> list[Rule]:
-    """Every rule with its built-in thresholds, those that are switched off included."""
+    """Load every rule with its built-in thresholds, including the rules that are switched off."""
     from advisor.advise.select import load_rules
 
     return load_rules(folder, config={})

@@ -18,7 +18,7 @@ from advisor.render.formats import TRIALS
 
 OPTIONS = ("--budget", "--steps", "--warmup", "--only", "--dry-run", "--remember", "--allow-write")
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""As those of ``advisor record``: what follows the program is the program's."""
+"""Settings for typer, as of ``advisor record``: what follows the program belongs to it."""
 
 
 def command(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from advisor.replay.result import WhatIfResult
 
 MAX_NAMES, LONGEST_NAME = 8, 60
-"""Names that are listed in place of one that is not there, and characters of each."""
+"""Number of names listed in place of an unknown one, and the length of each, characters."""
 
 
 @o.with_options("node_size", "network", "rank", "steps", "gpu")
@@ -68,8 +68,8 @@ def command(
     form: Annotated[str | None, o.form(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
-    """What the step would take with edits applied, or on another device mesh, by replaying its
-    dependency graph.
+    """Predict the step with edits applied, or on another device mesh, by replaying its dependency
+    graph.
 
     The edit language is described in docs/whatif.md.
     """
@@ -106,7 +106,7 @@ def command(
 
 
 def _precision(run: Run, name: str, options: o.Options) -> Document:
-    """``--precision``: which layers to convert, and the step after it."""
+    """Predict the step in another number format, and which layers to convert (``--precision``)."""
     from advisor.measure import Analysis
     from advisor.measure.steps.steps import require_used_steps
     from advisor.render.documents.whatif import build_precision
@@ -129,7 +129,7 @@ def _nothing(
     index: int,
     steps: tuple[int | None, int | None] | None,
 ) -> str:
-    """Why an edit selects nothing, and what could stand in its place."""
+    """Explain why an edit selects nothing, and list names that it could select instead."""
     from advisor.core.labels import clean, kernel_label
     from advisor.measure import Analysis
     from advisor.replay.selection import find_near_matches

@@ -35,7 +35,7 @@ def _workloads(ctx: typer.Context) -> None:
 
 @app.command("list")
 def list_workloads() -> None:
-    """All workloads, and the findings they must produce."""
+    """List all workloads and the findings they must produce."""
     from advisor.sample_workloads import catalogue
 
     width = out.columns(sys.stdout)
@@ -53,7 +53,7 @@ def list_workloads() -> None:
 
 @app.command("show")
 def show(name: Name) -> None:
-    """What is slow in a workload, what cures it, and its source file."""
+    """Show what is slow in a workload, what cures it, and its source file."""
     from advisor.sample_workloads import HERE, find
 
     workload = find(name)
@@ -123,7 +123,7 @@ def run(
 
 
 def _expects(workload: Workload) -> str:
-    """What must be found, in a line."""
+    """Name the findings that a workload must produce, in a line."""
     if not workload.finds:
         return "finds nothing: a healthy control"
     where = "" if workload.shown_on == "cpu" else " (on a GPU)"
@@ -132,7 +132,7 @@ def _expects(workload: Workload) -> str:
 
 
 def _fresh(folder: Path, *, chosen: bool) -> Path:
-    """A folder that holds nothing yet: the one asked for, or one numbered beside it."""
+    """Return an empty or new folder: this one, else a numbered one beside it if not chosen."""
 
     def taken(path: Path) -> bool:
         return path.exists() and (not path.is_dir() or any(path.iterdir()))

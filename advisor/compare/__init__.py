@@ -1,4 +1,4 @@
-"""Two runs side by side: what became faster or slower, whether fixes did it, and a gate for CI."""
+"""Comparison of two runs: what became faster or slower, whether fixes did it, and a gate for CI."""
 
 from __future__ import annotations
 

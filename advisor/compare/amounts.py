@@ -1,5 +1,5 @@
-"""Every figure of two runs side by side: time, memory by snapshot, phases of a served model, and
-kernels by their hardware counters; and the verdicts where there is no step to compare."""
+"""Figures of two runs side by side: time, memory snapshots, phases of a served model, and kernels
+by hardware counters. It also has the verdicts for runs without steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HOUR_NS = 3.6e12
 
 
 def compare_amounts(before: Report, after: Report) -> list[Amount]:
-    """Every figure of the two reports, side by side. What one report lists and the other does not
-    is 0 there when the whole list was measured, else not measured."""
+    """Return every figure of the two reports side by side. A name that one report lacks is 0 there
+    if the list was measured, else ``None``."""
     result = []
     for group, attribute in (
         ("time", "time"),
@@ -57,9 +57,8 @@ def compare_amounts(before: Report, after: Report) -> list[Amount]:
 
 
 def layer_amounts(before: Report, after: Report) -> list[Amount]:
-    """Modules of each kind in modules of one kind, what changed most first: their own time, and
-    what their calls keep allocated. Nothing unless both sides recorded modules, around work of the
-    same processor."""
+    """Return own time and kept memory by kind of module and of its parent, the largest change
+    first. Empty unless both recorded modules, around work of the same processor."""
     sides = before.layers, after.layers
     if sides[0] is None or sides[1] is None or sides[0].on_device != sides[1].on_device:
         return []
@@ -82,8 +81,8 @@ def _most_changed(sides: Sequence[Counter[str]], unit: str, group: str) -> list[
 
 
 def _cost(before: Report, after: Report) -> list[Amount]:
-    """Money per step, where either side has it in one currency. On one model of GPU both are at
-    one price, the later one: it is the program that is compared."""
+    """Return the cost per step, or of a recording without steps; empty without one currency. On one
+    GPU model both sides use one price, the later one: the program is compared."""
     reports = (before, after)
     prices = [report.cost for report in reports]
     devices = [report.scope.device_name for report in reports]
@@ -110,19 +109,19 @@ def _amount(name: str, unit: str, values: Sequence[float | None], group: str = "
 MEMORY, LINES = "memory", "memory by line"
 LIFETIMES = ("allocated before the history", "still allocated at its end", "allocated and freed")
 MIN_CHANGE = 0.01
-"""Of the larger peak: less is no change."""
+"""Smallest change of the memory peak that counts, as a share of the larger peak."""
 GROWTH_EXPLANATIONS = {
     "autocast copies": "Autocast keeps a 16-bit copy of each weight until its region ends.",
     "earlier steps": "Outputs of the step before are still there.",
     "optimizer temporaries": "The peak is in the optimizer's step.",
     "gradients": "Gradients are there at the peak.",
 }
-"""What a category that grew means, where the name alone does not say it."""
+"""Explanations of a category that grew, where its name alone does not tell."""
 
 
 def memory_amounts(before: Report, after: Report) -> list[Amount]:
-    """Peak, categories, lifetimes and lines of the fullest device of both, in bytes. What one side
-    does not list is 0 there. Empty: one of them has no snapshot."""
+    """Return peak, categories, lifetimes and lines of the fullest device of both, in bytes. What
+    one side does not list is 0 there. Empty if one of them has no snapshot."""
     if not before.memory or not after.memory:
         return []
     one, other = before.memory[0], after.memory[0]
@@ -158,7 +157,7 @@ def _difference(row: Amount) -> float:
 
 
 def memory_verdict(c: Comparison) -> str:
-    """What changed at the peak, and why, in two sentences or three; empty: no snapshots."""
+    """Say what changed at the memory peak, and why; empty if there are no snapshots."""
     rows = [row for row in c.amounts if row.group == MEMORY]
     if not rows:
         return ""
@@ -191,14 +190,14 @@ def memory_verdict(c: Comparison) -> str:
 PHASES, PARTS = "phases", "parts"
 PER_TOKEN = ", per token"
 PHASE_SOURCES = ("engine", "module calls", "vocabulary look-ups")
-"""Steps that are prompts and tokens: a mean over both says nothing."""
+"""Step sources whose steps are prompts and tokens: a mean over both says nothing."""
 EQUAL_TIME_SHARE = 0.03
-"""Two times per token that differ by less are called the same."""
+"""Relative difference below which two times per token are called the same."""
 
 
 def phase_amounts(before: Report, after: Report) -> Iterator[Amount]:
-    """Time per token, per step and busy share of each phase that both have; then device time of
-    each part of a layer, per token where both sides know how many there are, else per step."""
+    """Yield time per token and per step, and GPU busy share, of each phase that both have. Then
+    comes device time by part of a layer, per token if both counts are known, else per step."""
     sides = [
         {} if report.serving is None else {phase.name: phase for phase in report.serving.phases}
         for report in (before, after)
@@ -225,8 +224,8 @@ def _parts(name: str, pair: list[ServingPhase]) -> Iterator[Amount]:
 
 
 def phase_verdict(comparison: Comparison) -> str:
-    """``decode takes 12% less time per token: 336 → 296 µs``, for each phase; empty: none is on
-    both sides with its tokens, or others than these are the steps."""
+    """Say how each phase's time per token changed: ``Decode takes 12% less time per token: 336 →
+    296 µs``. Empty if no phase has tokens on both sides, or steps are from elsewhere."""
     sentences: list[str] = []
     if not {comparison.before.step_source, comparison.after.step_source} <= {*PHASE_SOURCES}:
         return ""
@@ -248,17 +247,17 @@ def phase_verdict(comparison: Comparison) -> str:
 
 COUNTERS = "counters"
 EXPLAINED_RATIO = 0.05
-"""How far a quantity's ratio may be from that of the times and still explain them."""
+"""Largest difference between the ratios of traffic and of times for traffic to explain the time."""
 MIN_MOVED_SHARE = 0.02
-"""Change of time below which there is nothing to explain."""
+"""Relative change of a kernel's time below which nothing is explained."""
 MIN_STALL_CHANGE = 0.05
-"""Share of a warp's cycles by which a stall must differ to be listed."""
+"""Smallest change of a stall that is listed, as a share of a warp's cycles."""
 MAX_LABEL = 24
 
 
 def pair_kernels(before: Report, after: Report) -> list[tuple[KernelCounters, KernelCounters]]:
-    """Kernels of both by name, else by base name, else the only two that are left; of several of
-    one name in their order."""
+    """Pair the kernels of both by name, then by base name, then the only two that are left. Kernels
+    of one name pair in their order; the longest comes first."""
     pairs: list[tuple[KernelCounters, KernelCounters]] = []
     left, right = list(before.kernel_counters), list(after.kernel_counters)
     for same in (attrgetter("short"), _base):
@@ -278,7 +277,7 @@ def _base(k: KernelCounters) -> str:
 
 
 def counter_amounts(before: Report, after: Report) -> list[Amount]:
-    """Time, traffic, use of each unit, occupancy and stalls of each kernel that both have."""
+    """Return time, traffic, use of units, occupancy and stalls of each kernel that both have."""
     result = []
     for old, new in pair_kernels(before, after):
         name = labels.shorten(new.short, MAX_LABEL)
@@ -320,7 +319,7 @@ def _quantities(
 
 
 def counters_verdict(before: Report, after: Report) -> str:
-    """What became of the kernel whose time changed most, and what explains it."""
+    """Say how the kernel whose time changed most changed, and what explains it."""
     pairs = [
         (abs(y.duration_ns - x.duration_ns), x.duration_ns, y.duration_ns, x, y)
         for x, y in pair_kernels(before, after)

@@ -1,4 +1,4 @@
-"""Two runs, or their reports, to a Comparison."""
+"""Comparison of two runs or reports, the gain that fixes had, and what limits the comparison."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from advisor.core.trace import Run
 from advisor.replay import predictions
 
 MIN_SAME_OPERATORS = 0.8
-"""Share of the device time in operators that both have, from which only the shapes differ."""
+"""Matched share of device time, by operator alone, from which only the input shapes differ."""
 AGREEING_SHARE = 0.1
-"""Share by which gain and prediction may differ and still agree, however narrow both ranges are: a
+"""Share by which gain and prediction may differ and still agree, however narrow their ranges. A
 replay that misses the step by that much still estimates gains (``trust.MAX_STEP_ERROR``)."""
 
 RunOrFiles = str | Path | Sequence[str | Path] | Run
@@ -37,8 +37,8 @@ RunOrFiles = str | Path | Sequence[str | Path] | Run
 def compare(
     before: RunOrFiles | Report, after: RunOrFiles | Report, options: Options | None = None
 ) -> Comparison:
-    """Read and analyze two runs and report what differs; a saved Report stands for its run, and
-    step times compare as exactly. Raises AdvisorError as ``analyze`` does."""
+    """Read, analyze and compare two runs. A saved Report can stand for a run; its step times
+    compare as exactly. Raises AdvisorError as ``analyze`` does."""
     sides = [
         given if isinstance(given, Report) else examine(given, options) for given in (before, after)
     ]
@@ -52,9 +52,9 @@ def compare(
 def compare_reports(
     before: Report, after: Report, paths: Sequence[str] = ("", ""), saved: Sequence[int] = (0, 1)
 ) -> Comparison:
-    """Compare two runs by their reports. ``paths``: what to call them, else the first trace of
-    each. ``saved``: the sides, 0 and 1, without a trace: what that leaves out is said in the
-    limits."""
+    """Compare two runs by their reports. ``paths``: their names, by default the first trace of
+    each. ``saved``: the sides (0, 1) without a trace; the limits say what is therefore not
+    compared."""
     comparison = _compared(before, after, paths)
     changes = compare_findings(before, after, None)
     comparison.findings = [change for change, _ in changes]
@@ -104,7 +104,7 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
 
 
 def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
-    """What two reports alone tell."""
+    """Return the part of a comparison that two reports alone determine."""
     _refuse_other_kinds(before, after, paths)
     sides = [
         describe_side(report, path) for report, path in zip((before, after), paths, strict=True)
@@ -125,7 +125,7 @@ def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison
 
 
 def _refuse_other_kinds(before: Report, after: Report, paths: Sequence[str]) -> None:
-    """Raise AdvisorError where only one has steps, or the two are of different tools."""
+    """Raise AdvisorError unless both are traces, or both are of the same other tool."""
     kinds = [
         each.scope.step_source if each.scope.step_source in AUXILIARY_INPUTS_BY_NAME else "trace"
         for each in (before, after)
@@ -139,7 +139,7 @@ def _refuse_other_kinds(before: Report, after: Report, paths: Sequence[str]) -> 
 
 
 def describe_side(report: Report, path: str = "") -> Side:
-    """What one of the two runs is. ``path``: what to call it, else its first trace."""
+    """Describe one of the two runs. ``path``: its name, by default its first trace."""
     first = report.inputs[0] if report.inputs else None
     scope = report.scope
     return Side(
@@ -164,8 +164,8 @@ def describe_side(report: Report, path: str = "") -> Side:
 
 
 def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> list[str]:
-    """After how many steps the time to compile is gained again, where only the later run compiled;
-    the steps of the earlier one are the eager time."""
+    """Say after how many steps the time to compile is recovered, if only the later run compiled.
+    The earlier run's steps are the eager time. Empty if that is not known."""
     log = after.compilation
     if log is None or not log.ns or before.compilation is not None:
         return []
@@ -189,7 +189,7 @@ def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> lis
 def measure_realised_gain(
     findings: list[Finding], before: AnalysisResult, c: Comparison
 ) -> RealisedGain:
-    """What all fixed findings were predicted to save together, and what the step gained."""
+    """Compare the predicted saving of all fixed findings together with the measured one."""
     steps = c.steps
     fixed = [
         finding
@@ -246,7 +246,7 @@ def _other_batch(c: Comparison) -> bool:
 
 
 def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
-    """What makes the two hard to compare."""
+    """List what makes the two hard to compare, one sentence each."""
     item, other = c.before, c.after
     result = []
     same = before.scope == after.scope and before.kernel_counters == after.kernel_counters
@@ -329,8 +329,8 @@ def _step_limits(c: Comparison, before: Report) -> list[str]:
 
 
 def append_prediction(comparison: Comparison, *, unix: int) -> bool:
-    """Append what a fix was predicted to save, and saved, to the folder of the later run. Whether
-    there was one: both runs were recorded, and one finding with an estimated gain is gone."""
+    """Record the predicted and measured saving of a fix in the later run's folder, once. Return
+    whether it did: both were recorded, and one finding with an estimated gain is gone."""
     result = prediction_of(comparison, unix=unix)
     after = Path(comparison.after.path)
     if result is None or not is_run(after) or not is_run(comparison.before.path):
@@ -347,7 +347,7 @@ def append_prediction(comparison: Comparison, *, unix: int) -> bool:
 
 
 def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Prediction | None:
-    """``None``: no prediction of a single fix was tested."""
+    """Return the tested prediction of a single fix; ``None`` if there is none."""
     fix = comparison.realised
     step = comparison.before.step_ns
     if len(fix.rules) != 1 or not step:

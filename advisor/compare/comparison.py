@@ -1,4 +1,4 @@
-"""A Comparison: what differs between two runs, as plain data with a versioned schema."""
+"""A Comparison: the differences between two runs, as plain data with a versioned schema."""
 
 from __future__ import annotations
 
@@ -18,76 +18,76 @@ GateAnswer = Literal["passed", "not shown", "regression"]
 
 
 MIN_MATCHED = 0.2
-"""Share of the device time in work that both have, below which they are different programs."""
+"""Share of device time in work of both runs, below which they are different programs."""
 
 
 class Side(Struct, kw_only=True):
-    """One of the two runs."""
+    """Side of a comparison: a run and its recording."""
 
     path: str
-    """As it was given."""
+    """Path or name of the run, as given."""
     rank: int | None
-    """The rank that is compared; ``null``: unknown."""
+    """Number of the compared rank; ``null``: unknown."""
     window: int
-    """Which recording of the rank."""
+    """Number of the rank's window that is compared."""
     ranks: int
-    """How many ranks there are."""
+    """Number of ranks."""
     status: str
-    """Of its report."""
+    """Status of its report."""
     verdict: str
-    """Of its report: one sentence."""
+    """Verdict of its report, one sentence."""
     device_name: str | None
-    """GPU; ``null``: unknown, or no device work."""
+    """Model of the GPU; ``null``: unknown, or no device work."""
     step_source: str
-    """What a step was taken to be."""
+    """Source of the steps, as in a report's ``scope``."""
     steps_used: int
-    """Profiled steps that are measured."""
+    """Number of profiled steps that are measured."""
     step_ns: float
-    """Their mean duration, ns."""
+    """Mean duration of those steps, ns."""
     record_shapes: bool | None
-    """Recorded with shapes; ``null``: unknown."""
+    """Whether input shapes were recorded; ``null``: unknown."""
     with_stack: bool | None
-    """Recorded with Python stacks, which slow the host; ``null``: unknown."""
+    """Whether Python stacks were recorded, which slow the host; ``null``: unknown."""
     profile_memory: bool | None
-    """Recorded with memory events; ``null``: unknown."""
+    """Whether memory events were recorded; ``null``: unknown."""
     truncated: bool
-    """The file ends early."""
+    """Whether the file ends early."""
     samples: int | None = None
     """Batch size in most of the recorder's steps, gradient accumulation included; ``null``: not
     recorded."""
     crash: str = ""
-    """Which ranks an exception ended, in a sentence; empty: none that is recorded."""
+    """Ranks that an exception ended, in a sentence; empty: none is recorded."""
     framework: str | None = None
-    """What the program is written with, as in a report's ``scope``; ``null``: unknown."""
+    """Framework of the program, as in a report's ``scope``; ``null``: unknown."""
 
 
 class Distribution(Struct, kw_only=True):
-    """Durations of steps."""
+    """Distribution of step durations."""
 
     count: int
-    """Steps."""
+    """Number of steps."""
     mean_ns: float
-    """ns."""
+    """Mean duration, ns."""
     median_ns: float
-    """ns."""
+    """Median duration, ns."""
     p10_ns: float
-    """A tenth of the steps are shorter, ns."""
+    """10th percentile of the durations, ns."""
     p90_ns: float
-    """A tenth of the steps are longer, ns."""
+    """90th percentile of the durations, ns."""
     min_ns: float
-    """The shortest, ns."""
+    """Shortest duration, ns."""
     max_ns: float
-    """The longest, ns."""
+    """Longest duration, ns."""
     autocorrelation: float | None
-    """Correlation of neighbouring steps; ``null``: fewer than three, or all equal."""
+    """Correlation of neighbouring steps; ``null``: fewer than three steps, or all equal."""
     durations_ns: list[int]
-    """The durations, in order; at most 2,000, evenly chosen."""
+    """Durations in order, ns; at most 2,000, evenly chosen."""
     runs: int = 1
-    """Runs that the steps come from."""
+    """Number of runs that the steps come from."""
 
 
 class StepTimeChange(Struct, kw_only=True):
-    """How long steps take before and after, and how far that differs."""
+    """Step times before and after, and the difference with its confidence interval."""
 
     verdict: Verdict
     """``slower`` or ``faster``: the interval of the difference excludes 0. ``no difference``: it
@@ -97,37 +97,37 @@ class StepTimeChange(Struct, kw_only=True):
     where the host runs ahead of it. ``trace``: the profiled
     steps of the window. Empty: neither."""
     before: Distribution | None = None
-    """``null``: no steps."""
+    """Step durations before; ``null``: no steps."""
     after: Distribution | None = None
-    """``null``: no steps."""
+    """Step durations after; ``null``: no steps."""
     statistic: str = ""
-    """What is compared: ``mean`` or ``median``."""
+    """Statistic that is compared: ``mean`` or ``median``."""
     method: str = ""
-    """How the interval was computed."""
+    """Method that computed the interval."""
     paired: bool = False
-    """Steps of the same number are compared with each other."""
+    """Whether steps of the same number are compared with each other."""
     level: float = 0.95
-    """Of the interval."""
+    """Confidence level of the interval."""
     difference_ns: float | None = None
-    """After minus before, ns; ``null``: not measured."""
+    """Step time after minus before, ns; ``null``: not measured."""
     low_ns: float | None = None
-    """Lower end of its interval, ns."""
+    """Lower end of the difference's interval, ns."""
     high_ns: float | None = None
-    """Upper end, ns."""
+    """Upper end of the difference's interval, ns."""
     share: float | None = None
-    """The difference as a share of before: 0.1 is 10% slower."""
+    """Difference as a share of the step time before: 0.1 is 10% slower."""
     share_low: float | None = None
-    """Lower end."""
+    """Lower end of the interval, as a share of the step time before."""
     share_high: float | None = None
-    """Upper end."""
+    """Upper end of the interval, as a share of the step time before."""
     reason: str = ""
-    """Why there is no verdict."""
+    """Reason why there is no verdict; empty: there is one."""
     notes: list[str] = field(default_factory=list)
-    """What the figures do not show, one sentence each."""
+    """Caveats on what the figures show, one sentence each."""
 
 
 class Amount(Struct, kw_only=True):
-    """One figure on both sides."""
+    """A figure on both sides."""
 
     group: str
     """``time`` (exclusive device time), ``idle`` (by cause), ``host``, ``kernels`` (by family). Of
@@ -135,17 +135,17 @@ class Amount(Struct, kw_only=True):
     ``phases`` and ``parts`` of a layer. By kind of module, what changed most first: ``layers``
     (own time) and ``memory by layer`` (kept). Else ``figures``."""
     name: str
-    """Class, cause, family, or what is measured."""
+    """Name of the class, cause, family or other quantity."""
     unit: str
     """``ns`` (per step), ``share`` (0 to 1), ``bytes``, ``count``, ``J``, or a currency."""
     before: float | None
-    """``null``: not measured."""
+    """Value before; ``null``: not measured."""
     after: float | None
-    """``null``: not measured."""
+    """Value after; ``null``: not measured."""
 
 
 class FindingChange(Struct, kw_only=True):
-    """A finding and whether it is new, fixed, kept or replaced."""
+    """A finding, and whether it is new, fixed, remaining or replaced."""
 
     change: Change
     """``fixed``: the rule ran and no longer finds it. ``replaced``: so too, but what does the work
@@ -154,49 +154,49 @@ class FindingChange(Struct, kw_only=True):
     rule: str
     """Identifier of the rule."""
     title: str
-    """What is (or was) wrong."""
+    """Title of the problem that is, or was, found."""
     category: str
-    """Of the rule."""
+    """Category of the rule."""
     place: str
-    """Where; empty: unknown."""
+    """Place where the problem is worst; empty: unknown."""
     same_place: bool | None
-    """``remaining``: at a place it was at before; ``null``: a place is unknown."""
+    """Whether a ``remaining`` finding is at the same place; ``null``: a place is unknown."""
     before_priority: int | None = None
-    """Its priority before; ``null``: not there, or not ranked."""
+    """Priority of the finding before; ``null``: not there, or not ranked."""
     after_priority: int | None = None
-    """The same after."""
+    """Priority of the finding after; ``null``: not there, or not ranked."""
     before_gain_ns: int | None = None
     """Gain of its fix alone before, ns per step; ``null``: not there, or no gain in step time."""
     after_gain_ns: int | None = None
-    """The same after."""
+    """Gain of its fix alone after, ns per step; ``null``: not there, or no gain in step time."""
     reason: str = ""
-    """Why it is unchecked; ``remaining``: why one report does not list it."""
+    """Reason why it is unchecked; for ``remaining``, why one report does not list it."""
 
 
 class RealisedGain(Struct, kw_only=True):
-    """What the fixes were predicted to save, compared with what they saved."""
+    """Predicted saving of the fixes, compared with the measured one."""
 
     rules: list[str]
-    """The findings that were fixed and had an estimated gain."""
+    """Rules of the findings that were fixed and had an estimated gain."""
     predicted_ns: float | None = None
-    """All their changes replayed together on the run before, ns saved per step."""
+    """Predicted saving, ns per step: all changes replayed together on the run before."""
     predicted_low_ns: float | None = None
-    """Lower end of its range."""
+    """Lower end of the predicted range, ns per step."""
     predicted_high_ns: float | None = None
-    """Upper end of its range."""
+    """Upper end of the predicted range, ns per step."""
     method: str = ""
-    """``replay``, or an upper bound."""
+    """Method of the prediction: ``replay``, or an upper bound."""
     measured_ns: float | None = None
-    """Before minus after, ns per step."""
+    """Measured saving, ns per step: step time before minus after."""
     measured_low_ns: float | None = None
-    """Lower end of its interval."""
+    """Lower end of the measured saving's interval, ns per step."""
     measured_high_ns: float | None = None
-    """Upper end."""
+    """Upper end of the measured saving's interval, ns per step."""
     agrees: bool | None = None
-    """The interval and the range overlap, or the two differ by a tenth at most. For an upper bound:
-    the measured gain may be within it. ``null``: not compared."""
+    """Whether the interval and the range overlap, or the two differ by a tenth at most. For an
+    upper bound: whether the saving may be within it. ``null``: not compared."""
     reason: str = ""
-    """Why they are not compared."""
+    """Reason why the two are not compared."""
 
 
 class ComparedWork(Struct, kw_only=True):
@@ -209,44 +209,44 @@ class ComparedWork(Struct, kw_only=True):
     """Dimensions of its inputs as JSON, cut in the middle when longer than 1,000 characters;
     ``null``: not compared by shape."""
     before_ns: float
-    """Durations summed, ns per step."""
+    """Summed durations before, ns per step."""
     after_ns: float
-    """The same after."""
+    """Summed durations after, ns per step."""
     before_count: float
-    """How many per step; 0: none."""
+    """Number of device events before, per step; 0: none."""
     after_count: float
-    """The same after."""
+    """Number of device events after, per step; 0: none."""
     before_kernels: list[str]
-    """Names, the longest-running first; at most three."""
+    """Names of the kernels before, the longest-running first; at most three."""
     after_kernels: list[str]
-    """The same after: on another GPU they differ."""
+    """Names of the kernels after, likewise; on another GPU they differ."""
 
 
 class Bounds(Struct, frozen=True, kw_only=True):
-    """By how much a run may differ from its baseline."""
+    """Bounds within which a run may differ from its baseline."""
 
     slower: float = 0.05
-    """Step time, as a share of the baseline's."""
+    """Largest allowed slowdown, as a share of the baseline's step time."""
     memory: float | None = None
-    """Memory peak, as a share of the baseline's; ``null``: not checked."""
+    """Largest allowed growth of the memory peak, as a share; ``null``: not checked."""
     strict: bool = False
-    """A step that is not shown to be within its bound fails too."""
+    """Whether a step that is not shown to be within its bound fails too."""
 
 
 class Decision(Struct, frozen=True, kw_only=True):
-    """Is the run slower than it may be?"""
+    """Decision of a gate: whether the run is slower than its bounds allow."""
 
     answer: GateAnswer
     """``passed``: the whole interval is within the bound. ``regression``: all of it is above, or
     the memory peak is. ``not shown``: it reaches to both sides."""
     failed: bool
-    """The exit code is 1."""
+    """Whether the gate fails, with exit code 1."""
     reasons: list[str]
-    """One sentence for each bound."""
+    """Reasons for the decision, one sentence for each bound."""
     bounds: Bounds
-    """What was allowed."""
+    """Bounds that were applied."""
     detectable: float
-    """The smallest slowdown that these steps would show as a regression, as a share of before."""
+    """Smallest slowdown that these steps would show as a regression, as a share of before."""
 
 
 class Comparison(Struct, kw_only=True):
@@ -255,52 +255,52 @@ class Comparison(Struct, kw_only=True):
     schema: str = SCHEMA
     """Name and number of this schema."""
     version: str = ""
-    """Of advisor."""
+    """Version of advisor."""
     verdict: str
-    """One sentence."""
+    """Verdict of the comparison, one sentence."""
     before: Side
-    """The run that is compared with."""
+    """Run that is the reference."""
     after: Side
-    """The run that is compared."""
+    """Run that is compared with it."""
     same_device: bool | None
-    """Both ran on the same GPU model; ``null``: unknown."""
+    """Whether both ran on the same GPU model; ``null``: unknown."""
     steps: StepTimeChange
     """Step times and their difference."""
     amounts: list[Amount] = field(default_factory=list)
-    """The breakdown side by side."""
+    """Figures of the breakdown, side by side."""
     findings: list[FindingChange] = field(default_factory=list)
-    """Fixed, new and remaining findings."""
+    """Findings of either run, and what became of them."""
     realised: RealisedGain
-    """Predicted and measured gain."""
+    """Predicted and measured saving of the fixes."""
     work: list[ComparedWork] = field(default_factory=list)
     """Device work by operator and shape, largest difference first; at most 500."""
     work_rest: ComparedWork | None = None
-    """The others, summed; ``null``: none."""
+    """Sum of the device work that ``work`` leaves out; ``null``: none."""
     matched: float | None = None
     """Share of both sides' device time in operators and shapes that both have; ``null``: none."""
     other_shapes: bool = False
-    """The same operators run on other input shapes: ``work`` is by operator alone."""
+    """Whether only the input shapes differ: ``work`` is then by operator alone."""
     kernels: list[ComparedWork] = field(default_factory=list)
-    """Device work by kernel name, the same way; empty when the GPUs differ: their kernels do."""
+    """Device work by kernel name, likewise; empty if the GPUs differ, as their kernels do."""
     kernels_rest: ComparedWork | None = None
-    """The others, summed; ``null``: none."""
+    """Sum of the device work that ``kernels`` leaves out; ``null``: none."""
     limits: list[str] = field(default_factory=list)
-    """What makes the two hard to compare, one sentence each."""
+    """Reasons why the two are hard to compare, one sentence each."""
     decision: Decision | None = None
-    """Whether the run may be slower by this much; ``null``: nobody asked."""
+    """Decision of a gate; ``null``: no bounds were given."""
 
     @property
     def is_of_other_programs(self) -> bool:
-        """The device work of the two has next to nothing in common."""
+        """Whether the device work of the two has next to nothing in common."""
         return self.matched is not None and self.matched < MIN_MATCHED and not self.other_shapes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and lists, as in the JSON."""
+        """Return plain dicts and lists, as in the JSON."""
         result: dict[str, Any] = msgspec.to_builtins(self)
         return result
 
     def to_json(self) -> bytes:
-        """The JSON text, indented by two."""
+        """Return the JSON text, indented by two."""
         return encode_json(self)
 
     @classmethod
@@ -309,24 +309,24 @@ class Comparison(Struct, kw_only=True):
         return decode_json(text, cls, "comparison", SCHEMA)
 
     def __repr__(self) -> str:
-        """One line: the verdict."""
+        """Return the verdict in one line."""
         from advisor.core.labels import clean, shorten
 
         return f"<Comparison: {shorten(clean(self.verdict), 180)}>"
 
     def __str__(self) -> str:
-        """What ``advisor compare`` prints, for a terminal of 80 columns."""
+        """Return what ``advisor compare`` prints on a terminal of 80 columns."""
         return limit_lines(render(self, "COMPARISONS", "terminal"), "to_dict() has all")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         return render(self, "COMPARISONS", "notebook")
 
     def findings_with(self, *changes: Change) -> list[FindingChange]:
-        """The findings that changed like this, largest gain first."""
+        """Return the findings with one of these changes, largest gain first."""
         return [item for item in self.findings if item.change in changes]
 
     def find_amount(self, name: str) -> Amount | None:
-        """One of the ``figures``; ``None``: measured on neither side."""
+        """Return one of the ``figures`` by name; ``None`` if neither side measured it."""
         figures = (item for item in self.amounts if item.group == "figures")
         return next((item for item in figures if item.name == name), None)

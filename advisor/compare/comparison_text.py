@@ -1,4 +1,4 @@
-"""A Comparison in sentences and table cells, for any renderer."""
+"""Sentences and table cells of a Comparison, for any renderer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     )
 
 MIN_SHARE = 0.005
-"""Share of the longer step below which a row of the breakdown is left out of the tables (the JSON
-has all)."""
+"""Share of the longer step below which the tables leave out a row of the breakdown. The JSON has
+all rows."""
 MIN_WORK_SHARE = 0.001
-"""The same for one operator of the table of work: its change is shown, and not judged."""
+"""Share of the longer step below which an operator's change is shown but not judged."""
 MAX_WORK = 10
 WIDTH = 30
-"""Characters of a label in the table of work."""
+"""Width of a label in the table of work, characters."""
 MIN_STEPS_FOR_PERCENTILES = 10
 TITLES = {
     "fixed": "fixed",
@@ -41,33 +41,33 @@ TITLES = {
 }
 ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
-"""Figures of ``amounts``; of all others, times and bytes, less is better."""
+"""Names of the figures of which more is better; of all others less is."""
 
 FigureVerdict = Literal["better", "worse", "new", "gone", ""]
-"""Of a change; ``new`` and ``gone``: one side has none of it, and what stands in for it is in
-another line; empty: too small to matter, not shown to be one, or not measured."""
+"""Judgement of a change. ``new`` and ``gone``: one side has none of it, and another line has what
+replaces it. Empty: too small to matter, not shown to be a change, or not measured."""
 
 
 class ComparedFigure(NamedTuple):
-    """One figure on both sides, with what its change means."""
+    """A figure on both sides, with a judgement of its change."""
 
     group: str
-    """As in ``Amount``; ``steps`` and ``work`` for the other tables."""
+    """Group as in ``Amount``, or ``steps`` or ``work`` for the other tables."""
     name: str
-    """As in ``Amount``; the whole name of what has a short label."""
+    """Name as in ``Amount``, or the full name of what ``label`` shortens."""
     label: str
     before: float | None
-    """ns, or what the unit is; ``None``: not measured."""
+    """Value before in the figure's unit, or ns; ``None``: not measured."""
     after: float | None
     texts: tuple[str, str]
-    """Both as they are shown."""
+    """Both values as shown."""
     change: str
-    """The difference with its sign; empty: none, or not measured."""
+    """Difference with its sign; empty: none, or not measured."""
     verdict: FigureVerdict
 
 
 def write_verdict(comparison: Comparison) -> str:
-    """One sentence, after one for each run that crashed."""
+    """Write the verdict in one sentence, after a sentence for each run that crashed."""
     steps = comparison.steps
     snapshots = [side.step_source == "snapshot" for side in (comparison.before, comparison.after)]
     text = memory_verdict(comparison) if all(snapshots) else phase_verdict(comparison)
@@ -93,12 +93,12 @@ def write_verdict(comparison: Comparison) -> str:
 
 
 def is_unjudged(comparison: Comparison) -> bool:
-    """Neither is called faster: they look like different programs, and are no inference server."""
+    """Tell whether there is no verdict: different programs, and no server's phases to compare."""
     return comparison.is_of_other_programs and not phase_verdict(comparison)
 
 
 def _other_programs(comparison: Comparison) -> str:
-    """What is said in place of a verdict where the device work differs."""
+    """Write the sentence that replaces the verdict if the two look like different programs."""
     text = "These look like different programs, so neither is called faster"
     if comparison.steps.difference_ns is None:
         return f"{text}."
@@ -106,7 +106,7 @@ def _other_programs(comparison: Comparison) -> str:
 
 
 def _without_steps(comparison: Comparison) -> str:
-    """The verdict where step times are not compared: what is known instead comes first."""
+    """Write the verdict where step times are not compared, led by what is known instead."""
     steps = comparison.steps
     no_steps = f"step times are not compared: {steps.reason.partition('; ')[0]}"
     if has_guessed_steps(comparison) and steps.before is not None and steps.after is not None:
@@ -125,8 +125,8 @@ def _without_steps(comparison: Comparison) -> str:
 
 
 def _whole(comparison: Comparison) -> tuple[float, float] | None:
-    """Of recordings without steps, how long each is, ns; ``None``: one has steps, or no device
-    time."""
+    """Return the lengths of two recordings without steps, ns; ``None`` if one has steps, or no
+    device time."""
     times = [each for each in comparison.amounts if each.group == "time"]
     if not times or not is_of_whole_recordings(comparison):
         return None
@@ -137,14 +137,14 @@ def _whole(comparison: Comparison) -> tuple[float, float] | None:
 
 
 def has_guessed_steps(comparison: Comparison) -> bool:
-    """The steps are periods of the device's work that nothing marks, perhaps parts of a step."""
+    """Tell whether a side's steps are repetitions of device work that nothing marks."""
     return bool(
         {comparison.before.step_source, comparison.after.step_source} & {*GUESSED_STEP_SOURCES}
     )
 
 
 def _crashes(comparison: Comparison) -> list[str]:
-    """A run that crashed comes first: it does not compare with one that reached its end."""
+    """Return a sentence for each run that crashed, which does not compare with a complete one."""
     sides = (("before", comparison.before), ("after", comparison.after))
     return [
         f"The run {which} crashed: {side.crash[0].lower()}{side.crash[1:]}"
@@ -154,13 +154,13 @@ def _crashes(comparison: Comparison) -> list[str]:
 
 
 def is_of_whole_recordings(comparison: Comparison) -> bool:
-    """Neither has marked steps: figures are of the whole recordings."""
+    """Tell whether neither side has marked steps: figures are then of whole recordings."""
     sources = {comparison.before.step_source, comparison.after.step_source}
     return sources == {"whole trace"}
 
 
 def per_suffix(comparison: Comparison) -> str:
-    """After a figure: `` per step``, or nothing where figures are totals."""
+    """Return what follows a figure: `` per step``, `` per repetition``, or nothing for totals."""
     if is_of_whole_recordings(comparison):
         return ""
     return " per repetition" if has_guessed_steps(comparison) else " per step"
@@ -172,7 +172,7 @@ def _center(steps: StepTimeChange, which: str) -> float | None:
 
 
 def format_interval(steps: StepTimeChange) -> str:
-    """The interval of the difference: ``95% interval -2.1% to +0.3%``."""
+    """Format the difference's interval: ``95% interval −2.1% to +0.3%``."""
     if steps.share_low is None or steps.share_high is None:
         return t.NOT_MEASURED
     low, high = signed_share(steps.share_low), signed_share(steps.share_high)
@@ -180,7 +180,7 @@ def format_interval(steps: StepTimeChange) -> str:
 
 
 def signed_share(share: float | None) -> str:
-    """A relative difference with its sign: ``+12.3%``; no sign for nothing."""
+    """Format a relative difference with its sign: ``+12.3%``; no sign for zero."""
     if share is None:
         return t.NOT_MEASURED
     text = f"{share:+.1%}" if abs(share) < 10 else f"{share:+,.0%}"
@@ -188,7 +188,7 @@ def signed_share(share: float | None) -> str:
 
 
 def describe_sides(c: Comparison) -> list[tuple[str, list[str]]]:
-    """What the two are: (label, parts)."""
+    """Describe the two runs as (label, parts)."""
     return [("before", _side(c.before)), ("after", _side(c.after))]
 
 
@@ -203,8 +203,8 @@ def _side(side: Side) -> list[str]:
 
 
 def step_lines(c: Comparison) -> list[ComparedFigure]:
-    """Distributions of step times side by side. A figure is better or worse only when a difference
-    is shown."""
+    """Return the distributions of step times side by side. A figure is better or worse only if a
+    difference is shown."""
     item, other = c.steps.before, c.steps.after
     if item is None or other is None:
         return []
@@ -233,7 +233,7 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
 def _judged(
     before: float | None, after: float | None, least: float, *, more: bool = False
 ) -> FigureVerdict:
-    """``least``: a change below it does not matter. ``more``: more of it is better."""
+    """Judge a change. ``least``: largest change without meaning. ``more``: more is better."""
     if before is None or after is None or abs(after - before) <= least:
         return ""
     if not more and (not before or not after):
@@ -242,7 +242,7 @@ def _judged(
 
 
 def step_notes(steps: StepTimeChange) -> list[str]:
-    """How the difference was judged, and what the figures do not show."""
+    """Say how the difference was computed, then its caveats; empty if it is not measured."""
     if steps.difference_ns is None:
         return []
     low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
@@ -259,15 +259,15 @@ def step_notes(steps: StepTimeChange) -> list[str]:
 
 
 def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
-    """Where the step's time goes, side by side. A change below ``MIN_SHARE`` of the longer step is
-    not judged, nor one below a percent of another figure."""
+    """Return where the step's time goes, side by side. A change below ``MIN_SHARE`` of the longer
+    step is not judged, nor one below 1% of another figure."""
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
     return figures_of(c, [*wanted, "figures", "counters"])
 
 
 def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
-    """The amounts of some groups, as lines."""
+    """Return the amounts of some groups as table lines, without short times."""
     result = []
     for group in groups:
         whole = max(c.before.step_ns, c.after.step_ns, 1.0)
@@ -331,12 +331,12 @@ def _change(amount: Amount) -> str:
 
 
 def format_relative_change(before: float, after: float) -> str:
-    """Change as a share of before."""
+    """Format a change as a share of the value before; empty without one."""
     return signed_share((after - before) / before) if before and after != before else ""
 
 
 def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
-    """Findings by what became of them: (title, findings), new ones first."""
+    """Group the findings by their change: (title, findings), new ones first."""
     result = []
     for change in ORDER:
         items = [item for item in c.findings if item.change == change]
@@ -346,7 +346,7 @@ def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
 
 
 def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
-    """One finding: its parts. ``each``: what a gain is of, see ``per_suffix``."""
+    """Describe a finding in parts. ``each`` follows its gain, see ``per_suffix``."""
     parts = [item.title]
     gains = [item.before_gain_ns, item.after_gain_ns]
     if item.change == "remaining" and None not in gains:
@@ -363,7 +363,7 @@ def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
 
 
 def describe_realised_gain(c: Comparison) -> list[str]:
-    """Predicted against realised gain, in sentences."""
+    """Say in sentences what fixes were predicted to save, and what they saved."""
     r = c.realised
     if not r.rules or r.predicted_ns is None:
         return []
@@ -392,7 +392,7 @@ def describe_realised_gain(c: Comparison) -> list[str]:
 
 
 def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list[ComparedFigure]:
-    """Device work that differs, by operator and shape, with labels of at most ``width``
+    """Return the device work that differs, by operator and shape, with labels of at most ``width``
     characters."""
     items: list[ComparedWork] = []
     for item in c.work:
@@ -426,14 +426,14 @@ def _work_side(ns: float, count: float) -> str:
 
 
 def work_name(item: ComparedWork) -> str:
-    """The operator with the shapes of its inputs, else the kernel."""
+    """Return the operator with its input shapes, else the kernel's name."""
     if item.op is None:
         return (item.before_kernels or item.after_kernels or ["unknown"])[0]
     return f"{labels.clean(item.op)} {format_shape(item.shape)}".rstrip()
 
 
 def format_shape(dims: str | None) -> str:
-    """``[[8, 128], [128, 64], []]`` as ``8×128, 128×64``."""
+    """Format ``[[8, 128], [128, 64], []]`` as ``8×128, 128×64``; empty if it is unreadable."""
     if dims is None:
         return ""
     try:
@@ -453,12 +453,12 @@ HEADLINES = {
     "regression": "Regression",
 }
 MAX_GATE_FINDINGS = 10
-"""New and gone findings that a gate lists of each kind."""
+"""Number of new, and of gone, findings that a gate lists."""
 GATE_FIGURES = ("memory peak", "energy per step", "cost of 1,000 steps", "cost")
 
 
 def write_headline(c: Comparison) -> str:
-    """``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, 95% interval −0.2% to +1.8%)``."""
+    """Write ``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, 95% interval −0.2% to +1.8%)``."""
     assert c.decision is not None
     pair = " → ".join(format_step_times(c.steps))
     title = HEADLINES[c.decision.answer]
@@ -466,12 +466,12 @@ def write_headline(c: Comparison) -> str:
 
 
 def format_step_times(steps: StepTimeChange) -> list[str]:
-    """The step before and after."""
+    """Format the step times before and after, in the compared statistic."""
     return [t.format_duration(_center(steps, side)) for side in ("before", "after")]
 
 
 def gate_notes(c: Comparison) -> list[str]:
-    """Which steps were compared, how, and what that leaves open."""
+    """Say which steps were compared and how, the detectable slowdown, and the caveats."""
     assert c.decision is not None
     before, after, steps = c.steps.before, c.steps.after, c.steps
     assert before is not None and after is not None
@@ -486,12 +486,12 @@ def gate_notes(c: Comparison) -> list[str]:
 
 
 def gate_figures(c: Comparison) -> list[Amount]:
-    """What a gate shows besides the step."""
+    """Return the figures that a gate shows besides the step time."""
     return [a for a in c.amounts if a.group == "figures" and a.name in GATE_FIGURES]
 
 
 def gate_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
-    """Ranked findings that the baseline does not have, and those that the run does not have."""
+    """Return the ranked findings that only the run has, and those that only the baseline has."""
     new = [
         item
         for item in c.findings_with("new", "unchecked before")

@@ -18,8 +18,8 @@ MAX_ROWS = 500
 COPY = "aten::copy_"
 MAX_KERNELS = 3
 MAX_NAME, MAX_SHAPE = 300, 1000
-"""Characters of a name and of a shape; templates of C++ kernels and compiled regions with all
-their parameters have thousands."""
+"""Lengths at which a name and a shape are cut, characters. Those of C++ templates and compiled
+regions have thousands."""
 
 _KEY = ("op", "shape")
 
@@ -41,7 +41,7 @@ def compare_work(
 def compare_kernels(
     before: Analysis, after: Analysis
 ) -> tuple[list[ComparedWork], ComparedWork | None]:
-    """Device time per step by kernel name alone."""
+    """Return device time per step by kernel name alone, as ``compare_work`` does."""
     sides = [
         device_work(a)
         .group_by("kernel")
@@ -57,7 +57,7 @@ def compare_kernels(
 
 
 def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float | None:
-    """Share of the device time of both that is in rows which both have; ``None``: no work.
+    """Return the share of both sides' device time in rows that both have; ``None``: no work.
 
     What is left out of the rows is counted as matched: it differs too little to be shown. Copies
     say nothing: all programs have them.
@@ -72,14 +72,14 @@ def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float 
 
 
 def by_shape(before: Analysis, after: Analysis) -> bool:
-    """Both sides have shapes, so that work can be matched by them."""
+    """Tell whether both sides have shapes, so that work can be matched by them."""
     return not before.trace.inputs.is_empty() and not after.trace.inputs.is_empty()
 
 
 def device_work(a: Analysis) -> pl.DataFrame:
-    """Device work of the used steps by operator row's name, inputs and kernel: ``op``, ``inputs``
-    (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both per step. Of a row
-    that reaches out of the steps only the part inside counts."""
+    """Return device work of the used steps by operator, inputs and kernel: ``op`` (name),
+    ``inputs`` (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both per step. Of an
+    event that reaches out of the steps, only the part inside counts."""
     trace = a.trace
     gpu = trace.gpu[np.flatnonzero(a.in_window)]
     ts = gpu["ts"].to_numpy()
@@ -104,8 +104,8 @@ def device_work(a: Analysis) -> pl.DataFrame:
 
 
 def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
-    """The same by operator and shape: ``op``, ``shape``, ``ns``, ``count``, ``kernels`` (names,
-    the longest-running first) and ``kernel`` (the one that stands for work without operator)."""
+    """Return device work by operator and shape: ``op``, ``shape``, ``ns``, ``count``, ``kernels``
+    (longest-running first) and ``kernel``, which stands for work without an operator."""
     work = device_work(a)
     shape = pl.lit(None, pl.String)
     if shapes:

@@ -1,4 +1,4 @@
-"""What became of the findings: matched by rule and place, never mistaking unchecked for fixed.
+"""Changes of findings between two runs, matched by rule and place; unchecked is never fixed.
 
 A rule reports from a share of the step on, so a finding disappears from a report when the step
 grows around it, and appears when the step shrinks. Its Edits name events by what they are, so they
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MIN_KEPT = 0.6
-"""Share of a finding's gain, or of the time in the events it would change, from which on it is
-still there. A fix takes away more than 40%."""
+"""Share of a finding's gain, or of the time in its events, from which it is still there. A fix
+takes away more than 40%."""
 _OPERATIONS_THAT_KEEP_EVENTS = ("overlap", "make_async", "resize")
-"""Operations after which the events are still there, as they should be."""
+"""Edit operations after which the events are still there, as they should be."""
 NOT_SEARCHED = "a saved report cannot be searched, so it may be gone or only too small to report"
 
 
 class Remaining(NamedTuple):
-    """A finding is in a run whose report does not list it."""
+    """A finding that is in a run whose report does not list it."""
 
     gain_ns: int | None
-    """Its gain there, ns per step; ``None``: none in step time."""
+    """Gain in that run, ns per step; ``None``: none in step time."""
     why: str
-    """Why the report does not list it."""
+    """Reason why the report does not list it."""
 
 
 Pair = tuple["Finding | None", "Finding | None"]
@@ -48,9 +48,9 @@ Search = Callable[["Finding", bool], "Remaining | None"]
 def compare_findings(
     before: Report, after: Report, search: Search | None
 ) -> list[tuple[FindingChange, Finding | None]]:
-    """Every finding of either report that is more than a note on one side, what became of it, and
-    how it was before. ``search`` looks for a finding of the run before (True) or after (False) in
-    the other one; ``None``: there are only reports, and what one of them lacks is unchecked."""
+    """Return what became of every finding that is more than a note on one side, and the finding
+    before. ``search`` looks for a finding of the run before (True) or after (False) in the other
+    one. ``None``: there are only reports, and what one lacks is unchecked."""
     pairs = pair_up(before, after)
     changes = [(describe_change(pair, before, after, search), pair[0]) for pair in pairs]
     for change, _ in changes if search is None else ():
@@ -62,8 +62,8 @@ def compare_findings(
 
 
 def pair_up(before: Report, after: Report) -> list[Pair]:
-    """Findings of one rule on both sides: those that share a place first, then the others in
-    their order. A finding that became a note (its gain is too small now) is still there."""
+    """Pair findings of one rule on both sides: those that share a place first, then the others in
+    order. A finding that became a note (its gain is too small now) is still there."""
     pairs: list[Pair] = []
     left, right = _shown(before), _shown(after)
     rules = dict.fromkeys(f.rule for f in (*left, *right))
@@ -96,7 +96,7 @@ def _largest_gain(pair: Pair) -> int:
 def describe_change(
     pair: Pair, before: Report, after: Report, search: Search | None
 ) -> FindingChange:
-    """What became of one."""
+    """Describe how one finding, or one pair, changed."""
     old, new = pair
     change: Change
     same, reason = None, ""
@@ -140,8 +140,8 @@ def describe_change(
 
 
 def _slower_replacement(old: Finding, before: Report, after: Report) -> str | None:
-    """That another finding about the same work takes its place, and as much time or more;
-    ``None``: none does, or what it takes is not known."""
+    """Say that another finding about the same work now takes at least as much time. ``None`` if
+    none does, or a time is unknown."""
     known = {f.rule for f in (*_shown(before), *before.notes)}
     time = old.shown_time
     for new in (*_shown(after), *after.notes):
@@ -157,8 +157,8 @@ def _slower_replacement(old: Finding, before: Report, after: Report) -> str | No
 
 
 def _successor(finding: Finding, own: Report, other: Report) -> Finding | None:
-    """The finding of the other report alone at the same place: the events are there in both runs (a
-    wait for the loader), and their cause, and so the fix, is another."""
+    """Return the finding that only the other report has at the same place; ``None`` if there is
+    none. The events are there in both runs (a wait for the loader), but cause and fix differ."""
     known = {f.rule for f in (*_shown(own), *own.notes)}
     for candidate in _shown(other):
         similar = candidate.rule not in known and candidate.category == finding.category
@@ -173,7 +173,7 @@ def _gain(finding: Finding) -> int | None:
 
 
 def _why_unchecked(report: Report, other: Report, rule: str) -> str:
-    """Why a rule that found something in the other run could not look here; empty: it could."""
+    """Return why a rule of the other run's finding could not check here; empty if it could."""
     for item in report.not_checked:
         if rule in item.rule.split(", "):
             return item.why
@@ -208,7 +208,7 @@ def find_remaining(
 
 
 def _why_not_listed(gain: float, a: Analysis) -> str:
-    """Why a rule does not report a gain of that size, ns per step."""
+    """Return why a rule does not report a gain of that size, ns per step."""
     if gain < MIN_GAIN_SHARE * a.step_ns:
         return f"its gain is too small a share of the {a.per} to report"
     share = f"{gain / a.step_ns:.0%} of the {a.per}"
@@ -216,7 +216,7 @@ def _why_not_listed(gain: float, a: Analysis) -> str:
 
 
 def _selected_time(a: Analysis, edit: Edit) -> float:
-    """Time in the events that an edit selects, ns per step."""
+    """Return the time in the events that an edit selects, ns per step."""
     select = edit.select
     if select.on == "gpu":
         times = a.trace.gpu["dur"].to_numpy()[selected_gpu(a, select)]
@@ -228,12 +228,12 @@ def _selected_time(a: Analysis, edit: Edit) -> float:
 
 
 def describe_place(finding: Finding) -> str:
-    """Where it is worst, in a line."""
+    """Return the place where a finding is worst, in a line; empty if it has none."""
     return " · ".join(t.location_names(finding.where[0])[:2]) if finding.where else ""
 
 
 def same_place(item: Finding, other: Finding) -> bool | None:
-    """They share a place, as precisely as both have it; ``None``: one has none.
+    """Tell whether two findings share a place, as precisely as both have it; ``None``: unknown.
 
     Line numbers move when code is edited and folders differ between machines, so code is known by
     file name and function; kernels by their name without arguments.

@@ -1,4 +1,4 @@
-"""A comparison with a decision on it: is a run slower than its baseline? For CI."""
+"""Gate for CI: a comparison with a decision whether a run is slower than its baseline."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def compare_with_baseline(
 
 
 def build_baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
-    """What to keep of one or several runs of a program: the report of the first, with the step
-    durations of all. Raises AdvisorError: a run has too few steps, or is not like the first."""
+    """Return the first run's report with the step durations of all runs of a program. Raises
+    AdvisorError if a run has too few steps, or is not comparable with the first."""
     first = reports[0]
     steps = []
     for number, (report, path) in enumerate(zip(reports, paths, strict=True)):
@@ -62,7 +62,7 @@ def build_baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
 
 
 def check_steps(report: Report, name: str) -> None:
-    """Raises AdvisorError: the report has too few steps for a gate."""
+    """Raise AdvisorError if the report has too few steps for a gate."""
     counts = [len(steps.durations_ns) for steps in report.step_durations]
     if with_guessed_steps([report]) and not any(
         s.source == "recorder" for s in report.step_durations
@@ -78,7 +78,7 @@ def check_steps(report: Report, name: str) -> None:
 
 
 def refuse_incomparable(before: Side, after: Side) -> None:
-    """Raises AdvisorError where a run and its baseline do not compare."""
+    """Raise AdvisorError if a run and its baseline are not comparable."""
     again = "save the baseline again"
     devices = {before.device_name, after.device_name} - {None}
     if len(devices) > 1:
@@ -98,7 +98,7 @@ def refuse_incomparable(before: Side, after: Side) -> None:
 
 
 def decide(c: Comparison, bounds: Bounds) -> Decision:
-    """What a comparison whose steps are measured says of its bounds.
+    """Decide whether a comparison with measured steps keeps its bounds.
 
     Raises AdvisorError: a bound is for what was not measured.
     """
@@ -131,7 +131,7 @@ def _step_reason(answer: GateAnswer, bounds: Bounds) -> str:
 
 
 def _memory(peak: Amount | None, bounds: Bounds) -> tuple[bool, list[str]]:
-    """(it is a regression, why)."""
+    """Return whether the memory peak is a regression, and the reason in a list."""
     if bounds.memory is None:
         return False, []
     if peak is None or not peak.before or peak.after is None:

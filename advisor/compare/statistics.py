@@ -24,28 +24,28 @@ Sample = NDArray[np.float64]
 
 CONFIDENCE_LEVEL = 0.95
 MIN_STEPS = 3
-"""Fewer say nothing about the spread: with two, Welch's interval is that of one difference."""
+"""Smallest number of steps for a spread: with two, Welch's interval is that of one difference."""
 MIN_DEPENDENT_STEPS = 5
-"""Steps on each side; fewer say nothing of how one depends on the next."""
+"""Smallest number of steps on each side that shows how one depends on the next."""
 MIN_FOR_MEDIAN = 40
-"""Steps on both sides from which medians are compared: below that, a resampled median takes so
+"""Number of steps on both sides from which medians are compared. Below, a resampled median takes so
 few values that its percentiles mean little."""
 RESAMPLES = 2000
 MAX_CORRELATION, MAX_CORRELATION_OF_FEW = 0.98, 0.9
-"""Correlation of neighbours for which blocks are made, and for which the error of few steps is
-widened; at 1 there would be one block."""
+"""Largest correlation of neighbours for which blocks are made, and for which the error of few steps
+is widened; at 1 there would be one block."""
 MAX_DRAWN_AT_ONCE = 4_000_000
-"""Steps that are drawn at one time: a series of a million does not take its size 2,000 times."""
+"""Number of steps drawn at one time: a series of a million does not take its size 2,000 times."""
 _SEED = 19_920_601
-"""The same series give the same interval."""
+"""Seed of the draws: the same series give the same interval."""
 
 
 class Difference(NamedTuple):
-    """After minus before, with its confidence interval, in the unit of the samples."""
+    """Difference of two series, after minus before, with its interval, in the samples' unit."""
 
     method: str
     statistic: str
-    """``mean`` or ``median``."""
+    """Statistic that is compared: ``mean`` or ``median``."""
     before: float
     after: float
     low: float
@@ -53,12 +53,12 @@ class Difference(NamedTuple):
 
     @property
     def amount(self) -> float:
-        """After minus before."""
+        """Difference, after minus before."""
         return self.after - self.before
 
 
 def welch_interval(before: Sample, after: Sample, level: float = CONFIDENCE_LEVEL) -> Difference:
-    """Welch's t interval for the difference of two means with unequal variances."""
+    """Return Welch's t interval for the difference of two means with unequal variances."""
     a, b = len(before), len(after)
     va, vb = before.var(ddof=1) / a, after.var(ddof=1) / b
     spread = math.sqrt(va + vb)
@@ -80,10 +80,10 @@ def welch_interval(before: Sample, after: Sample, level: float = CONFIDENCE_LEVE
 def difference(
     before: Sample, after: Sample, *, paired: bool = False, level: float = CONFIDENCE_LEVEL
 ) -> Difference | None:
-    """The difference of two series in order of time; ``None``: fewer than five steps on a side.
+    """Return the difference of two series in time order; ``None``: fewer than five steps on a side.
 
-    Of means below 40 steps, of medians from there on. ``paired``: the steps at one place of both
-    series have the same number; the series are equally long.
+    It compares means below 40 steps, and medians from there on. ``paired``: the steps at one place
+    of both series have the same number; the series are equally long.
     """
     shortest = min(len(before), len(after))
     if shortest < MIN_DEPENDENT_STEPS:
@@ -123,7 +123,7 @@ def difference(
 def difference_of_runs(
     before: Sequence[Sample], after: Sequence[Sample], *, level: float = CONFIDENCE_LEVEL
 ) -> Difference:
-    """The difference of several runs of one program and one or more of another.
+    """Return the difference between several runs of one program and one or more of another.
 
     A run differs from the next by more than its steps do: another node, clock or allocator layout.
     So runs are what is counted: the interval is Student's t over their medians (means below 40
@@ -160,7 +160,7 @@ def difference_of_runs(
 
 
 def block_length(series: Sample) -> int:
-    """Steps in a block: what suits a first-order autoregression with the same correlation.
+    """Return the steps in a block that suit a first-order autoregression of the same correlation.
 
     D. N. Politis and H. White, Econometric Reviews 23 (2004), for the circular bootstrap:
     (1.5 (2r / (1 - r²))² n)^(1/3). The correlation of few steps is estimated too low, by
@@ -176,7 +176,7 @@ def block_length(series: Sample) -> int:
 
 
 def autoregressive_error(series: Sample) -> float:
-    """Standard error of the mean of a first-order autoregression: s² / n (1 + r) / (1 - r), where r
+    """Return the mean's standard error in a first-order autoregression: s² / n (1 + r) / (1 - r). r
     is the correlation of neighbours, corrected by 1 / n for the mean that was estimated too."""
     count, measured = len(series), autocorrelation(series)
     if measured is None:
@@ -188,7 +188,7 @@ def autoregressive_error(series: Sample) -> float:
 def _standard_error(
     series: Sample, block: int, statistic: str, random: np.random.Generator
 ) -> tuple[float, float]:
-    """(standard error of the statistic of one series, degrees of freedom)."""
+    """Return the standard error of one series' statistic, and its degrees of freedom."""
     drawn = _drawn([series], block, statistic, random)[0]
     spread, freedom = _spread(drawn, len(series) / block)
     if statistic == "mean":
@@ -197,7 +197,7 @@ def _standard_error(
 
 
 def _combined(errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The standard error of a sum, by Welch and Satterthwaite with blocks in place of steps."""
+    """Return a sum's standard error and degrees of freedom (Welch and Satterthwaite, by blocks)."""
     variances = [error**2 for error, _ in errors]
     spread = math.sqrt(sum(variances))
     parts = sum(v * v / freedom for v, (_, freedom) in zip(variances, errors, strict=True))
@@ -205,14 +205,14 @@ def _combined(errors: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _reach(spread: float, freedom: float, level: float) -> float:
-    """Half of the interval."""
+    """Return half the width of the interval."""
     return spread * t_quantile(0.5 + level / 2, max(1.0, freedom)) if spread > 0 else 0.0
 
 
 def _drawn(
     series: list[Sample], block: int, statistic: str, random: np.random.Generator
 ) -> list[NDArray[np.float64]]:
-    """The statistic of each series in every draw; the same blocks are drawn of all."""
+    """Return the statistic of each series in every draw; all series draw the same blocks."""
     count = len(series[0])
     result = [np.empty(RESAMPLES) for _ in series]
     center = np.median if statistic == "median" else np.mean
@@ -227,13 +227,13 @@ def _drawn(
 
 
 def _spread(drawn: NDArray[np.float64], blocks: float) -> tuple[float, float]:
-    """(standard error, degrees of freedom): draws of k blocks vary by (k - 1) / k too little."""
+    """Return (standard error, degrees of freedom); k blocks vary by (k - 1) / k too little."""
     blocks = max(2.0, blocks)
     return float(drawn.std()) * math.sqrt(blocks / (blocks - 1)), blocks - 1
 
 
 def autocorrelation(sample: Sample) -> float | None:
-    """Correlation of neighbouring steps; ``None``: too few, or all the same."""
+    """Return the correlation of neighbouring steps; ``None`` if they are too few or all equal."""
     if len(sample) < MIN_STEPS:
         return None
     centred = sample - sample.mean()
@@ -242,7 +242,7 @@ def autocorrelation(sample: Sample) -> float | None:
 
 
 def t_quantile(p: float, freedom: float) -> float:
-    """Quantile of Student's t distribution for p of at least 0.5, by bisection."""
+    """Return the quantile of Student's t distribution for p of at least 0.5, by bisection."""
     low, high = 0.0, 1.0
     while t_cdf(high, freedom) < p:
         low, high = high, high * 2
@@ -258,12 +258,12 @@ def t_quantile(p: float, freedom: float) -> float:
 
 
 def t_cdf(t: float, freedom: float) -> float:
-    """Distribution function of Student's t for t of at least 0 (Abramowitz and Stegun 26.5.27)."""
+    """Return Student's t distribution function for t of at least 0 (Abramowitz, Stegun 26.5.27)."""
     return 1 - 0.5 * _beta(freedom / 2, 0.5, freedom / (freedom + t * t))
 
 
 def _beta(a: float, b: float, x: float) -> float:
-    """Regularised incomplete beta function, by its continued fraction (A&S 26.5.8)."""
+    """Return the regularised incomplete beta function, by its continued fraction (A&S 26.5.8)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

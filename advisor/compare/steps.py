@@ -1,4 +1,4 @@
-"""Step times of two reports: which steps count, their distributions, and how far they differ."""
+"""Step times of two reports: the steps that count, their distributions and their difference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Runs = list[StepDurations]
 
 MAX_SHOWN_DURATIONS = 2000
 MIN_CORRELATION = 0.3
-"""From this correlation of neighbouring steps on, the interval of few steps is called narrow."""
+"""Correlation of neighbouring steps from which the interval of few steps is called narrow."""
 UNMARKED_STEPS_NOTE = (
     "Nothing marks the steps: a step is where the device's work repeats, which may be a part of an "
     "iteration, such as a layer. Name a range with --steps to compare iterations."
@@ -38,7 +38,7 @@ SIDES = ("before", "after")
 
 
 def compare_steps(before: Report, after: Report) -> StepTimeChange:
-    """The recorder's unprofiled steps where both reports have them, else the profiled ones."""
+    """Compare the recorder's unprofiled steps if both reports have them, else the profiled ones."""
     reports = (before, after)
     source, sides = common_steps(before, after)
     shapes = [_distribution(runs) for runs in sides]
@@ -83,7 +83,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
 
 
 def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]:
-    """(source, the runs of both): of the first source that both have; ``""``: none."""
+    """Return the first source of steps that both have (``""``: none), and the runs of both."""
     source: Source
     for source in ("recorder", "trace"):
         sides = (_runs(before, source), _runs(after, source))
@@ -93,7 +93,7 @@ def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]
 
 
 def with_guessed_steps(reports: Sequence[Report]) -> list[Report]:
-    """Those whose steps are where something repeats, which nothing marks."""
+    """Return the reports whose steps are repetitions of device work that nothing marks."""
     return [report for report in reports if report.scope.step_source in GUESSED_STEP_SOURCES]
 
 
@@ -106,7 +106,7 @@ def _sample(steps: StepDurations) -> Sample:
 
 
 def _paired(sides: tuple[Runs, Runs]) -> bool:
-    """Each side is one run, and both have steps of the same numbers."""
+    """Tell whether each side is one run, with steps of the same numbers."""
     if any(len(runs) != 1 for runs in sides):
         return False
     before, after = sides[0][0], sides[1][0]
@@ -136,7 +136,7 @@ def _distribution(runs: Runs) -> Distribution | None:
 
 
 def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
-    """Why step times are not compared."""
+    """Say why step times are not compared."""
     if guesses := with_guessed_steps(reports):
         how = mark_steps(guesses[0].inputs[0].format if guesses[0].inputs else None)
         return f"nothing marks the steps, and what repeats may be a part of one; {how}"

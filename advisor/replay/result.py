@@ -195,7 +195,7 @@ def what_if(
 
 
 def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
-    """Return each edit's result by replay, each on top of those before it."""
+    """Return the replayed result of each edit, on top of those before it."""
     rows = []
     for number, edit in enumerate(edits):
         applied = edits[:number]

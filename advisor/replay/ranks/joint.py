@@ -191,8 +191,7 @@ class JointReplay:
             kept[np.flatnonzero(kept)[stuck]] = False
 
     def _try_order(self, node: Array) -> int | None:
-        """Place these collectives and all nodes; return the number of one without a place, or
-        None."""
+        """Place these collectives and all nodes; return one without a place, or None."""
         stops = [_stops(graph, node[:, r]) for r, graph in enumerate(self.graphs)]
         missing = (node >= 0).sum(axis=1)
         self.arrival_index = [np.zeros(len(g), dtype=np.int64) for g in self.graphs]

@@ -84,6 +84,8 @@ def write_verdict(comparison: Comparison) -> str:
         else:
             amount = t.format_share(abs(steps.share))
             text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({format_interval(steps)})"
+        if comparison.other_shapes:
+            text = f"On other input shapes, such as another batch size: {text[0].lower()}{text[1:]}"
     counts = Counter(item.change for item in comparison.findings)
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
     if counts["replaced"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,20 @@ def test_what_is_no_trace_is_refused_in_two_lines_of_a_terminal(
     code, out, err = advisor(*command, path.parts[0])
     assert (code, out) == (2, "")
     assert len(one_line(err)) <= 2 * 80, err
+
+
+@pytest.mark.parametrize(
+    "command", [["analyze"], ["whatif"], ["project", "--gpu", "h200"], ["fit", "--gpu", "h200"]]
+)
+def test_a_folder_of_unrelated_traces_is_refused_by_every_command(
+    advisor: Run, shared_trace: Callable[[str], str], command: list[str]
+) -> None:
+    Path("mixed").mkdir()
+    for name in ("alexnet", "h100_qwen_inference"):
+        shutil.copy(shared_trace(name), "mixed")
+    code, out, err = advisor(*command, "mixed")
+    assert (code, out) == (2, "")
+    assert "mixed: these 2 files do not look like ranks or windows of one run" in one_line(err)
 
 
 def test_an_escape_sequence_in_a_file_name_is_not_obeyed(advisor: Run, tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ Measured = TypeVar("Measured")
 
 
 class _IdleMeasurement(Generic[Measured]):
-    """A cached measurement that takes the device for idle where no work is recorded. That it was
-    asked for is counted: where records are lost, nothing may be concluded from it."""
+    """A cached measurement that counts the device as idle where no work is recorded. Each use is
+    counted: where records are lost, nothing may be concluded from it."""
 
     def __init__(self, measure: Callable[[Analysis], Measured]) -> None:
         self._measure = measure
@@ -98,7 +98,7 @@ class _IdleMeasurement(Generic[Measured]):
 
 
 class Analysis:
-    """One rank's window, measured. ``select`` keeps a half-open range of steps.
+    """Measurements of one rank's window. ``select`` keeps a half-open range of steps.
 
     Frames named after a table of the trace are *aligned* with it: row i describes row i of
     ``trace.gpu`` (or ``trace.cpu``). All measurements count only instants inside ``spans``, the
@@ -116,15 +116,15 @@ class Analysis:
         self.selection = select
         """Half-open range of step indices, or None."""
         self.record = record
-        """What the recorder wrote of this rank; None: a trace alone."""
+        """Steps and samples that the recorder wrote of this rank; None: a trace alone."""
         self.snapshot = trace.meta.snapshot if snapshot is None else snapshot
         """The allocator's snapshot of this rank; None: none was given."""
         self.snapshot_series: tuple[MemorySnapshot, ...] = ()
         """Snapshots of this rank over the run, in order of time, where there are several."""
         self.machine = UNKNOWN_LINKS
-        """What is known of the machines beyond the trace."""
+        """Node size, network rate and hosts as the user gave them."""
         self.idle_reads = 0
-        """How often a measurement was asked for that rests on when the device was idle."""
+        """Number of reads of measurements that rest on when the device was idle."""
 
     # -- what the analysis is about ---------------------------------------------------------
 
@@ -142,25 +142,25 @@ class Analysis:
         return self.device_busy(self.in_window).total / self.step_count
 
     forward_only = cached_property(forward_only)
-    """The loop does not train, as far as is recorded."""
+    """Whether the loop does not train, as far as is recorded."""
 
     @cached_property
     def sources(self) -> tuple[AuxiliaryInput, ...]:
-        """The sources without a trace that are here, beside one or alone."""
+        """Inputs other than a trace and a record, given with one or alone."""
         meta = self.trace.meta
         given = () if self.snapshot is None else (SNAPSHOT,)
         return tuple(kind for kind in SOURCES if kind in given or kind.is_in(meta))
 
     @cached_property
     def record_only(self) -> bool:
-        """There is a record, or another source, but nothing in the trace: no window was
+        """Whether the trace is empty and there is a record, or another source: no window was
         profiled."""
         known = self.record is not None or bool(self.sources)
         return known and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
 
     @property
     def only_input(self) -> AuxiliaryInput | None:
-        """What there is in place of a trace and a record, of several that with the verdict;
+        """The input that replaces a trace and a record; of several, the one with the verdict.
         ``None``: there is a trace or a record."""
         return self.sources[0] if self.record_only and self.record is None else None
 
@@ -186,8 +186,8 @@ class Analysis:
 
     @cached_property
     def engine(self) -> str | None:
-        """What serves the model, by its marks or by its frames; ``None``: it trains, or nothing
-        shows."""
+        """Inference engine of the program, by its marks or by its frames; ``None``: it trains, or
+        neither is recorded."""
         return find_engine(self.trace, self.passes)
 
     @property
@@ -207,7 +207,7 @@ class Analysis:
 
     @property
     def per(self) -> Per:
-        """What figures are of: a step, or the recording when none is marked."""
+        """Unit that figures are given per: a step, or the recording when no step is marked."""
         return "step" if self.record_only else unit_of(self.steps.source)
 
     @cached_property
@@ -224,7 +224,7 @@ class Analysis:
 
     @property
     def trains_on_host(self) -> bool:
-        """No device works in the trace, and the recording, where there is one, saw none."""
+        """Whether no device works in the trace, nor in the recording, where there is one."""
         seen = self.record is not None and bool(self.record.rank.devices)
         return self.device_id is None and not seen
 
@@ -235,13 +235,13 @@ class Analysis:
 
     @property
     def device_name(self) -> str | None:
-        """What the driver calls it; where it gives no name, what its properties can only be."""
+        """Name of the device from the driver, else from its properties; ``None``: unknown."""
         name = None if self.device is None else self.device.name
         return self.hardware.name if name is None and self.hardware is not None else name
 
     @cached_property
     def hardware(self) -> GpuSpec | None:
-        """What that device can do; ``None``: unknown GPU, so rooflines are not measured."""
+        """Peaks and limits of that device; ``None``: unknown GPU, so rooflines are not measured."""
         if self.device is None:
             return None
         result = lookup(
@@ -269,7 +269,7 @@ class Analysis:
         return LostRecords(*both, graphs[1], cut)
 
     one_off_costs = cached_property(one_off)
-    """First calls that later ones do in a fraction of the time."""
+    """Costs of first calls that take a fraction of the time when repeated."""
 
     @cached_property
     def launched_before(self) -> NDArray[np.bool_]:
@@ -305,7 +305,7 @@ class Analysis:
     """Idle gaps of the device, with blame."""
 
     step_halves = cached_property(compare_halves)
-    """What the longer half of the steps has more of."""
+    """Classes of time and kinds of work that the longer half of the steps has more of."""
 
     syncs = _IdleMeasurement(find_syncs)
     """Host waits for the device."""
@@ -317,7 +317,7 @@ class Analysis:
     """Host time by thread and class."""
 
     timeline = cached_property(build_timeline)
-    """What each host thread was doing at each instant."""
+    """Exclusive activity of each host thread over time."""
 
     # -- device work ------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Analysis:
 
     @cached_property
     def fused_kernels(self) -> dict[str, FusedKernel]:
-        """What inductor generated, by name, from logs of torch.compile; empty: there are none."""
+        """Kernels that inductor generated, by name, from torch.compile logs; empty: no logs."""
         log = self.trace.meta.compilation
         return {} if log is None else {each.name: each for each in log.kernels}
 
@@ -369,7 +369,7 @@ class Analysis:
     """Copies to the host that come back."""
 
     trip_intervals = cached_property(trip_intervals)
-    """When those are under way."""
+    """Intervals of those round trips."""
 
     second_forwards = cached_property(second_forwards)
     """Host time of layers that run again beside the trained forward pass."""
@@ -387,7 +387,7 @@ class Analysis:
 
     @cached_property
     def post_mortems(self) -> list[PostMortem]:
-        """What held the memory, one a device of the snapshot (``post_mortem.py``), the fullest
+        """Contents of the memory per device of the snapshot (``post_mortem.py``), the fullest
         first. Empty: no snapshot."""
         return [] if self.snapshot is None else post_mortems(self.snapshot)
 
@@ -422,7 +422,7 @@ class Analysis:
         return forward_ops(self.trace)
 
     forward_frame = cached_property(forward_frames)
-    """By row of ``trace.cpu``: the user's frame around its forward operator."""
+    """Aligned with ``trace.cpu``: the user's frame around each row's forward operator."""
 
     def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
         """(file, line, function) of the user's code around a host row; Nones: no stacks."""

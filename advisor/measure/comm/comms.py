@@ -89,7 +89,7 @@ def find_collectives(a: Analysis) -> pl.DataFrame:
 
 
 def in_window(a: Analysis, table: pl.DataFrame) -> pl.Series:
-    """Which rows of :func:`list_collectives` run in the used steps."""
+    """Return whether each row of :func:`list_collectives` runs in the used steps."""
     if a.device_id is not None:
         return pl.Series(a.in_window).gather(table["gpu"])
     ts = table["ts"].to_numpy()
@@ -97,8 +97,8 @@ def in_window(a: Analysis, table: pl.DataFrame) -> pl.Series:
 
 
 def step_at(a: Analysis, ts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Index of the used step that each instant lies in; the next one for an instant between used
-    steps (work that started earlier and reaches into it), the last one after all."""
+    """Return the index of the used step around each instant. Between used steps it is the next one
+    (work that started earlier and reaches into it), after all of them the last."""
     used = a.steps.used
     if used.is_empty():
         return np.zeros(len(ts), dtype=np.int32)
@@ -107,7 +107,7 @@ def step_at(a: Analysis, ts: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def _hidden_by(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl.Series:
-    """The family of compute kernels that covers most of each interval; null: none does."""
+    """Return the family of compute kernels that covers most of each interval; null: none does."""
     names: list[str | None] = [None]
     best = np.zeros(len(ts), dtype=np.int64)
     which = np.zeros(len(ts), dtype=np.int64)
@@ -125,7 +125,7 @@ def _hidden_by(a: Analysis, ts: NDArray[np.int64], end: NDArray[np.int64]) -> pl
 
 
 def list_collectives(a: Analysis) -> pl.DataFrame:
-    """Every collective of the whole trace on the analysed device, by device start; without a
+    """List every collective of the whole trace on the analysed device, by device start; without a
     device, gloo's.
 
     Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null: launched
@@ -157,7 +157,7 @@ def list_collectives(a: Analysis) -> pl.DataFrame:
 
 
 def _ordered(table: pl.DataFrame) -> pl.DataFrame:
-    """With ``bus_gbps`` and ``order``."""
+    """Add ``bus_gbps`` and ``order`` to the table."""
     ns = table["dur"].cast(pl.Float64)
     algorithm = table["bytes"].cast(pl.Float64) / ns.set(ns == 0, None)
     return table.with_columns(

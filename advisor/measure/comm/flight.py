@@ -1,8 +1,8 @@
 """Flight-recorder dumps compared across ranks: which rank did not call what the others wait in.
 
-Collectives of a process group are numbered in the order in which a rank calls them, so those of one
-number belong together. Only numbers that are still in every rank's buffer are compared. What
-follows the first difference of a group follows from it, and is left out.
+Collectives of a process group are numbered in the order in which a rank calls them, so equal
+numbers belong together. Only numbers that are still in every rank's buffer are compared.
+Differences of a group after its first are consequences of it, and left out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from advisor.core.auxiliary_inputs import (
 from advisor.core.ranks import format_ranks
 
 DEFAULT_GROUP = "default_pg"
-"""How torch describes the group of all ranks."""
+"""Torch's name of the group of all ranks."""
 UNEVEN_COLLECTIVES = ("all_to_all", "coalesced", "_v")
-"""In names of collectives whose sizes may differ between ranks."""
+"""Parts of the names of collectives whose sizes may differ between ranks."""
 MAX_PROBLEMS, MAX_CALLS = 20, 8
 Kind = Literal[
     "not called", "no dump", "operation", "order", "size", "dtype", "unknown members", "unfinished"
@@ -43,16 +43,16 @@ class _Group:
     name: str
     members: tuple[int, ...]
     known: bool
-    """The members are recorded; else they are the ranks that called anything in it."""
+    """Whether the members are recorded; else they are the ranks that called anything in it."""
     collectives: dict[int, dict[int, FlightCall]] = field(default_factory=lambda: defaultdict(dict))
     pending: dict[tuple[int, int], dict[str, tuple[int, FlightCall]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    """Of a source and a target: the first send, and the first receive, that has not ended."""
+    """First unfinished send and first unfinished receive, by (source, target)."""
 
 
 def compare_dumps(dumps: Iterable[FlightDump]) -> FlightRecord:
-    """The ranks' calls side by side. Dumps without a rank get numbers that are not used."""
+    """Compare the ranks' calls. Dumps without a rank get numbers that are not used."""
     by_rank: dict[int, FlightDump] = {}
     for dump in sorted(dumps, key=lambda each: (each.rank is None, each.rank or 0, each.path)):
         taken = dump.rank is None or dump.rank in by_rank
@@ -98,7 +98,7 @@ def _groups(by_rank: dict[int, FlightDump], world: list[int]) -> list[_Group]:
 
 
 def _pair(operation: str, members: tuple[int, ...]) -> tuple[int, int] | None:
-    """Global ranks of source and target of ``send 0->1`` or ``recv 1<-0``."""
+    """Return the global ranks of source and target of ``send 0->1`` or ``recv 1<-0``."""
     kind, _, ends = operation.partition(" ")
     one, _, other = ends.partition("->" if kind == "send" else "<-")
     if kind not in ("send", "recv") or not (one.isdecimal() and other.isdecimal()):
@@ -109,7 +109,7 @@ def _pair(operation: str, members: tuple[int, ...]) -> tuple[int, int] | None:
 
 
 def _of_collectives(group: _Group, by_rank: dict[int, FlightDump]) -> Iterator[CollectiveProblem]:
-    """The first of a group that differs, that a rank has not called, or that has not ended."""
+    """Yield a group's first call that differs, that a rank has not made, or that has not ended."""
     calls = group.collectives
     if not calls:
         return
@@ -136,7 +136,7 @@ def _of_collectives(group: _Group, by_rank: dict[int, FlightDump]) -> Iterator[C
 
 
 def _of_pairs(group: _Group, by_rank: dict[int, FlightDump]) -> Iterator[CollectiveProblem]:
-    """Sends without their receive, and the other way round, of those that have not ended."""
+    """Yield unfinished sends without their receive, and unfinished receives without their send."""
     for (source, target), ends in sorted(group.pending.items()):
         found = list(ends.values())
         waiting = sorted({rank for rank, _ in found})
@@ -154,7 +154,7 @@ def _of_pairs(group: _Group, by_rank: dict[int, FlightDump]) -> Iterator[Collect
 def _difference(
     calls: dict[int, dict[int, FlightCall]], at: dict[int, FlightCall], sequence: int
 ) -> tuple[Kind, list[int]] | None:
-    """How calls of one number differ, and which ranks differ from most; ``None``: they do not."""
+    """Return how calls of one number differ, and the ranks that do; ``None``: all are equal."""
     for kind, of in (("operation", _operation), ("size", _size), ("dtype", _dtypes)):
         ways = Counter(map(of, at.values()))
         if len(ways) < 2:
@@ -173,7 +173,7 @@ def _difference(
 def _is_swapped(
     calls: dict[int, dict[int, FlightCall]], at: dict[int, FlightCall], sequence: int
 ) -> bool:
-    """What one rank calls now, another calls within its next few, and the other way round."""
+    """Return whether two ranks swapped calls: each makes the other's call within its next few."""
     ranks = sorted(at)
     one = at[ranks[0]]
     other = next((r for r in ranks if _signature(at[r]) != _signature(one)), ranks[0])
@@ -194,7 +194,7 @@ def _operation(call: FlightCall) -> str:
 
 
 def _size(call: FlightCall) -> int:
-    """Elements that must be the same on all ranks; 0: none must."""
+    """Return the elements that must be the same on all ranks; 0: none must."""
     if any(part in call.operation for part in UNEVEN_COLLECTIVES):
         return 0
     return _numel(call.outputs if call.operation == "scatter" else call.inputs)
@@ -247,8 +247,8 @@ def _called(rank: int, call: FlightCall, group: str) -> CollectiveCall:
 
 
 def _ordered(problems: list[CollectiveProblem]) -> list[CollectiveProblem]:
-    """Causes first: ranks that wait in no other collective. Where there are none of several, the
-    ranks wait for each other."""
+    """Sort causes first: ranks that wait in no other collective. If several problems have no such
+    rank, the ranks wait for each other."""
 
     def caused_elsewhere(problem: CollectiveProblem) -> bool:
         return problem.kind == "not called" and any(
@@ -269,7 +269,7 @@ UNENDED = "unfinished"
 
 
 def describe_problem(problem: CollectiveProblem) -> str:
-    """A problem in a sentence or two."""
+    """Describe a problem in a sentence or two."""
     first = problem.calls[0]
     ranks = of_ranks(problem.ranks)
     call = f"{describe_call(first)} of {labels.clean(first.group)}"
@@ -291,7 +291,7 @@ def describe_problem(problem: CollectiveProblem) -> str:
 
 
 def describe_call(call: CollectiveCall) -> str:
-    """``all_reduce 7 with [1024, 8] Float at train.py:12``."""
+    """Describe a call: ``all_reduce 7 with [1024, 8] Float at train.py:12``."""
     sizes = ", ".join(map(str, call.sizes[:3]))
     more = "…" if len(call.sizes) > 3 else ""
     dtypes = "/".join(dict.fromkeys(map(labels.clean, call.dtypes)))
@@ -302,5 +302,5 @@ def describe_call(call: CollectiveCall) -> str:
 
 
 def of_ranks(ranks: list[int]) -> str:
-    """``Rank 3``, ``Ranks 0-2, 5``."""
+    """Name ranks at the start of a sentence: ``Rank 3``, ``Ranks 0-2, 5``."""
     return f"Rank{'s' if len(ranks) > 1 else ''} {labels.shorten(format_ranks(ranks), 80)}"

@@ -1,4 +1,4 @@
-"""Collectives of processes without a device: those that gloo's threads run on the host."""
+"""Collectives of processes without a device, which gloo's threads run on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 
 GLOO_WORK = r"^gloo:"
-"""How PyTorch begins the names of the ranges around gloo's work (ProcessGroupGloo.cpp)."""
+"""Prefix of the ranges that PyTorch puts around gloo's work (ProcessGroupGloo.cpp)."""
 COLLECTIVE_WAITS = r"^(_?c10d|gloo:)"
 """Operators that start a collective or wait for one: a thread in them does not work."""
 _STARTS, _WAIT = r"^_?c10d\w*::", r"::wait_tensor$"
@@ -28,12 +28,12 @@ _PREFIX = re.compile(r"^(?:_?c10d\w*::|gloo:)")
 
 
 def has_host_collectives(a: Analysis) -> bool:
-    """Whether there is no device, and gloo has run."""
+    """Return whether there is no device, and gloo has run."""
     return a.device_id is None and bool(_ranges(a).size)
 
 
 def list_on_host(a: Analysis) -> pl.DataFrame:
-    """Every collective of gloo in the whole trace, by start; of a trace without device work.
+    """List every collective of gloo in the whole trace, by start; of a trace without device work.
 
     Columns: those of ``messages.collective_facts``, ``host`` (row of ``trace.cpu``: gloo's range),
     ``op`` (row of the operator that started it; null: it is not in the trace), ``ts``, ``dur`` and
@@ -71,8 +71,8 @@ def list_on_host(a: Analysis) -> pl.DataFrame:
 
 
 def host_work(a: Analysis) -> Intervals:
-    """When operators run on any thread of the host, inside ``spans``; not those that start a
-    collective or wait for one, and what runs inside of those."""
+    """Return the intervals inside ``spans`` in which an operator runs on any host thread. Operators
+    that start a collective or wait for one are left out, with their children."""
     cpu = a.trace.cpu
     rows = ((cpu["kind"] == "op") & ~name_matches(cpu["name"], COLLECTIVE_WAITS)).to_numpy()
     ts = cpu["ts"].to_numpy()[rows]
@@ -80,8 +80,8 @@ def host_work(a: Analysis) -> Intervals:
 
 
 def time_on_host(a: Analysis, table: pl.DataFrame | None = None) -> tuple[Intervals, Intervals]:
-    """When these rows of :func:`list_on_host` run (default: all of them), inside ``spans``, and
-    the part of it in which no operator does."""
+    """Return the intervals inside ``spans`` in which these rows of :func:`list_on_host` run
+    (default: all of them), and the part in which no operator runs."""
     if table is None:
         if not has_host_collectives(a):
             return EMPTY, EMPTY
@@ -99,8 +99,8 @@ def _ranges(a: Analysis) -> Rows:
 
 
 def _sent(a: Analysis, ranges: Rows) -> pl.Series:
-    """Bytes that each range was given: of kinds without a message of their own (a gather), and 1
-    of a barrier; null: not recorded."""
+    """Return the bytes given to each range of a kind without a message of its own (a gather), and 1
+    for a barrier; null: not recorded."""
     inputs = a.trace.cpu["inputs"].gather(ranges)
     sent = {code: bytes_of(a.trace, code) for code in inputs.drop_nulls().unique().to_list()}
     barrier = name_matches(a.trace.cpu["name"].gather(ranges), "barrier").to_list()
@@ -114,15 +114,15 @@ def _sent(a: Analysis, ranges: Rows) -> pl.Series:
 
 
 def _word(name: str) -> str:
-    """What a range and the operator that started it have in common: ``all_reduce``, ``barrier``."""
+    """Return the word that a range shares with its operator's name: ``all_reduce``, ``barrier``."""
     word = re.sub(r"[^a-z]", "", _PREFIX.sub("", name.lower()))
     return "barrier" if "barrier" in word else kind_of(word) or word
 
 
 def _started_by(a: Analysis, ranges: Rows) -> Rows:
-    """Row of the operator that started each range, -1: none. gloo begins with what it is given in
-    that order: the n-th range of a kind is of the n-th operator of that kind before it. What is
-    left is matched without the kind: gloo's reduce-scatter is an all-reduce."""
+    """Find the row of the operator that started each range, -1: none. gloo starts work in call
+    order: the n-th range of a kind is of the n-th operator of that kind before it. The rest is
+    matched without the kind: gloo's reduce-scatter is an all-reduce."""
     cpu = a.trace.cpu
     names = cpu["name"]
     called = (cpu["kind"] == "op") & name_matches(names, _STARTS) & ~name_matches(names, _WAIT)
@@ -151,8 +151,8 @@ def _started_by(a: Analysis, ranges: Rows) -> Rows:
 
 
 def _in_order(called: Rows, began: Rows) -> Rows:
-    """The call of each range, both in order of time, -1: none. Each call has one range, and none
-    that begins before it."""
+    """Match each range with its call, both in order of time, -1: none. Each call has one range, and
+    none that begins before it."""
     if not len(began):
         return np.zeros(0, dtype=np.int64)
     before = np.searchsorted(called, began, side="right")
@@ -163,7 +163,7 @@ def _in_order(called: Rows, began: Rows) -> Rows:
 
 
 def _annotation(a: Analysis, op: Rows) -> pl.Series:
-    """The user's nearest annotation around each operator, without the steps'."""
+    """Return the user's nearest annotation around each operator, without the steps'."""
     cpu = a.trace.cpu
     user = (cpu["kind"] == "annotation") & ~name_matches(cpu["name"], a.trace.meta.step_names)
     near = climb_stack(parent_rows(a.trace), user.to_numpy(), op)

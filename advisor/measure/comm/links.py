@@ -1,4 +1,4 @@
-"""Which link an axis of the mesh uses, and the bubble of a pipeline."""
+"""Links that the axes of the mesh use, their rates, and the bubble of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MIN_BYTES = 1 << 10
-"""Smaller messages are counters and flags, and tell nothing of an axis."""
+"""Size from which messages count, bytes: smaller ones are counters and flags."""
 
 
 class NodeLinks(NamedTuple):
-    """What is known of the machines beyond the trace. ``None``: unknown."""
+    """Nodes and network of the job, as far as the trace does not show them. ``None``: unknown."""
 
     node_size: int | None = None
     """GPUs of a node."""
     network_gb_per_s: float | None = None
-    """Of a GPU across nodes, GB/s in one direction."""
+    """Network rate of one GPU across nodes, GB/s in one direction."""
     hosts: Mapping[int, str] = {}
     """Host of each rank."""
 
@@ -37,16 +37,16 @@ class AxisLink(NamedTuple):
     """The link that the ranks of a group send over."""
 
     crosses: bool
-    """Across nodes; otherwise inside of one."""
+    """Whether the link is between nodes; otherwise it is inside of one."""
     name: str | None
-    """``NVLink 4``; of a network none is recorded."""
+    """Name such as ``NVLink 4``; ``None``: a network, whose name is not recorded."""
     gb_per_s: float | None
-    """In one direction, by the datasheet or as given; ``None``: unknown."""
+    """Rate in one direction, by the datasheet or as given, GB/s; ``None``: unknown."""
 
 
 def find_node_size(a: Analysis, machine: NodeLinks) -> int | None:
-    """GPUs of a node: as given, else ranks of the hosts, else the devices that the trace lists,
-    where they are several. ``None``: unknown, for a process may see one of many GPUs."""
+    """Return the GPUs of a node: as given, else ranks of the hosts, else the devices that the trace
+    lists, where they are several. ``None``: unknown, for a process may see one of many GPUs."""
     if machine.node_size:
         return machine.node_size
     if machine.hosts and len(machine.hosts) >= (a.trace.meta.world_size or 2):
@@ -86,9 +86,9 @@ def _crosses(
 
 
 def count_slots(rows: pl.DataFrame) -> int | None:
-    """Passes of a pipeline step through this rank's stages: micro-batches times stages of the rank.
-    Those are the sends of the most frequent size to one rank (or from one) in a step; ``None``: the
-    sends' ends are not recorded."""
+    """Count the passes of a pipeline step through this rank's stages: micro-batches times its
+    stages. They are the sends of the most frequent size to (or from) one rank in a step. ``None``:
+    the sends' ends are not recorded."""
     known = rows.filter(pl.col("peer").is_not_null(), pl.col("bytes") >= MIN_BYTES)
     if known.is_empty():
         return None
@@ -98,8 +98,8 @@ def count_slots(rows: pl.DataFrame) -> int | None:
 
 
 def bubble_share(stages: int, slots: int) -> float:
-    """Share of the pipeline's time in which a stage has nothing to do: (p - 1) / (m v + p - 1) with
-    p stages, m micro-batches and v stages of a rank (Narayanan et al. 2021, arXiv:2104.04473,
+    """Return the share of the pipeline's time in which a stage is idle: (p - 1) / (m v + p - 1)
+    with p stages, m micro-batches and v stages of a rank (Narayanan et al. 2021, arXiv:2104.04473,
     section 2.2). ``slots``: m v."""
     return (stages - 1) / (slots + stages - 1)
 
@@ -111,8 +111,8 @@ NETWORK_HOP_NS = (2_700.0, 4_000.0, 14_000.0)
 
 
 def ring_latency(kind: str, size: int, local: int, protocol: int) -> float:
-    """Of a collective of ``size`` ranks, ``local`` of them on a node: its base, and a hop for each
-    step from rank to rank, ns. ``protocol``: place in ``BASE_NS``."""
+    """Estimate the latency of a collective of ``size`` ranks, ``local`` of them on a node, ns: a
+    base, and a hop for each step from rank to rank. ``protocol``: place in ``BASE_NS``."""
     hops = 1 if kind == "send_recv" else (2 if kind == "all_reduce" else 1) * (size - 1)
     nodes = 0 if local >= size else max(1, hops // max(1, local))
     near = (hops - nodes) * NODE_HOP_NS[protocol]
@@ -120,7 +120,7 @@ def ring_latency(kind: str, size: int, local: int, protocol: int) -> float:
 
 
 ATTAINED_SHARE = 0.8
-"""Of a link's rate that NCCL attains: 370 of 450 GB/s over NVLink 4, by a maintainer of NCCL
+"""Share of a link's rate that NCCL attains: 370 of 450 GB/s over NVLink 4, by a maintainer of NCCL
 (https://github.com/NVIDIA/nccl-tests/issues/212)."""
 MAX_IDS = 500
 LARGE_MESSAGE_BYTES = 16 << 20
@@ -128,7 +128,7 @@ LARGE_MESSAGE_BYTES = 16 << 20
 
 
 def count_local(ranks: Sequence[int], machine: NodeLinks) -> int:
-    """Ranks of a group on the node with most: their adapters carry its ring together."""
+    """Count a group's ranks on the node with most: their adapters carry its ring together."""
     if ranks and all(rank in machine.hosts for rank in ranks):
         return max(Counter(machine.hosts[rank] for rank in ranks).values())
     counts = Counter(rank // machine.node_size for rank in ranks) if machine.node_size else {}
@@ -136,8 +136,8 @@ def count_local(ranks: Sequence[int], machine: NodeLinks) -> int:
 
 
 def select_collectives(a: Analysis, rows: pl.DataFrame) -> tuple[Select, float]:
-    """What selects these rows of ``Analysis.collectives``, and their share of the time that it
-    selects: one by one, else by the streams that they are on."""
+    """Return an edit's selection of these rows of ``Analysis.collectives``, and their share of the
+    time it covers. Rows are selected one by one, if too many by their streams."""
     gpu = a.trace.gpu
     ids = gpu["correlation"].gather(rows["gpu"]).drop_nulls().unique().sort()
     if len(ids) <= MAX_IDS:
@@ -153,18 +153,18 @@ class ScaledCollectives(NamedTuple):
 
     select: Select
     measured: float
-    """The fastest bus bandwidth of theirs, GB/s: waits lower the others'."""
+    """Fastest bus bandwidth of these collectives, GB/s: waits lower the others'."""
     attainable: float
-    """What NCCL attains of the link, GB/s."""
+    """Bus bandwidth that NCCL attains on the link, GB/s."""
     factor: float
-    """Their time over what it is now, if the transfers attain it and waits stay."""
+    """Estimated over present time, if the transfers attain it and waits stay."""
     calls: int
     agreement: float
-    """The slowest tenth over the fastest: near 1 the link decides, else waits do."""
+    """Slowest tenth of the bandwidths over the fastest: near 1 the link decides, else waits do."""
 
 
 def machine_of(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
-    """The machine as it was given; what is unknown, as NCCL's log and the topology say."""
+    """Return the machine as it was given; what is unknown, as NCCL's log and the topology say."""
     given = given or a.machine
     log = a.trace.meta.network
     if log is None:
@@ -175,7 +175,7 @@ def machine_of(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
 
 
 def group_ranks(ranks: str | None) -> list[int]:
-    """The group's members; empty: not recorded, or cut short."""
+    """Return the group's members; empty: not recorded, or cut short."""
     try:
         members = msgspec.json.decode(ranks or "[]", type=list[int])
     except (msgspec.DecodeError, RecursionError):
@@ -184,7 +184,7 @@ def group_ranks(ranks: str | None) -> list[int]:
 
 
 def scale_collectives(a: Analysis, *, across: bool) -> ScaledCollectives | None:
-    """Large collectives across nodes, or inside of one, with their measured and attainable bus
+    """Measure large collectives across nodes, or inside of one: measured and attainable bus
     bandwidth. ``None``: there are none, no rate of their link is known, or they attain it."""
     if a.device_id is None:
         return None

@@ -45,9 +45,9 @@ AXES: Final = (
     "data", "sharded data", "tensor", "pipeline", "context", "expert", "all-to-all", "unknown",
 )  # fmt: skip
 MIN_RATE_BYTES: Final = 1 << 20
-"""Smaller messages do not fill a link (nccl-tests reach their plateau from about 1 MiB on)."""
+"""Size from which messages fill a link, bytes (nccl-tests reach their plateau near 1 MiB)."""
 MIN_FORWARD_SHARE: Final = 0.25
-"""Share of the bytes that are sent in the forward pass, from which on it is part of it."""
+"""Share of its bytes in the forward pass from which a group counts as used there."""
 _WORDS: Final = {
     "tensor": {"tp", "tensor"},
     "pipeline": {"pp", "pipe", "pipeline"},
@@ -61,8 +61,8 @@ _SCHEMA: Final[dict[str, Any]] = {"axis": pl.Enum(AXES), "axis_named": pl.Boolea
 
 
 def find_axes(a: Analysis, collectives: pl.DataFrame) -> pl.DataFrame:
-    """``axis`` (one of AXES) and ``axis_named`` (its group's description says so) of each row of
-    ``comms.list_collectives``."""
+    """Return ``axis`` (one of AXES) and ``axis_named`` (its group's description says so) of each
+    row of ``comms.list_collectives``."""
     if collectives.is_empty():
         return pl.DataFrame(schema=_SCHEMA)
     table = collectives.select(
@@ -85,7 +85,7 @@ def find_axes(a: Analysis, collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def read_description(text: str | None) -> str | None:
-    """The axis that a process group's description names; None: none, or several."""
+    """Return the axis that a process group's description names; None: none, or several."""
     words = set(re.findall(r"[a-z]+", (text or "").lower()))
     named = {axis for axis, known in _WORDS.items() if words & known}
     if len(named) > 1:  # data of experts is data; dp_shard_cp shards over both
@@ -99,7 +99,7 @@ def read_description(text: str | None) -> str | None:
 
 
 def _of_traffic(family: str, rows: pl.DataFrame, rank: int | None) -> str:
-    """The axis of what a group sends in collectives of one family."""
+    """Infer the axis of a group from its collectives of one family."""
     if family == "all_to_all":
         return "all-to-all"
     if family == "send_recv":
@@ -134,8 +134,8 @@ def _forward_share(rows: pl.DataFrame) -> float:
 
 
 def forward_passes(a: Analysis) -> NDArray[np.int64]:
-    """When each forward pass of the used steps launches its first device work, ns: with gradient
-    accumulation a step has several. Empty: the backward pass was not recorded."""
+    """Return the time of the first launch of device work in each forward pass of the used steps,
+    ns. With gradient accumulation a step has several. Empty: the backward pass was not recorded."""
     gpu = a.trace.gpu.select("launch").with_row_index("gpu").filter(pl.Series(a.in_window))
     gpu = gpu.with_columns(launch_ts=a.trace.cpu["ts"].gather(gpu["launch"]), ts=0)
     gpu = gpu.drop_nulls("launch_ts").sort("launch_ts")
@@ -147,15 +147,15 @@ def forward_passes(a: Analysis) -> NDArray[np.int64]:
 
 
 def count_passes(a: Analysis) -> int:
-    """Forward passes of a step, the median; 1 where the backward pass was not recorded."""
+    """Count forward passes per step (median); 1 where the backward pass was not recorded."""
     ends = a.steps.used["end"].to_numpy()
     step = np.searchsorted(ends, forward_passes(a), side="right")
     return max(1, int(np.median(np.unique(step, return_counts=True)[1]))) if len(step) else 1
 
 
 def _in_forward(a: Analysis, collectives: pl.DataFrame) -> pl.Series:
-    """Whether each was launched before the backward pass of its step: outside of autograd's nodes
-    and the threads that run them, with such a node after it. In inference all were. Null: the
+    """Return whether each was launched before the backward pass of its step: outside of autograd's
+    nodes and the threads that run them, with such a node after it. In inference all were. Null: the
     backward pass was not recorded."""
     cpu = a.trace.cpu
     nodes = cpu.filter(name_matches(cpu["name"], _BACKWARD))
@@ -180,13 +180,13 @@ def _in_forward(a: Analysis, collectives: pl.DataFrame) -> pl.Series:
 
 
 def _drives(a: Analysis, nodes: pl.DataFrame) -> list[int]:
-    """Threads that run the backward pass and nothing of the forward one: autograd's own."""
+    """List threads that run the backward pass and nothing of the forward one: autograd's."""
     main = a.trace.main_thread
     return [each for each in nodes["thread"].unique().to_list() if each != main]
 
 
 def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each instant of a thread lies in one of autograd's nodes there."""
+    """Return whether each instant of a thread lies in one of autograd's nodes there."""
     result = np.zeros(len(at), dtype=np.bool_)
     for each in thread.drop_nulls().unique():
         own = nodes.filter(pl.col("thread") == each).sort("ts")
@@ -203,8 +203,8 @@ def _inside(nodes: pl.DataFrame, thread: pl.Series, at: NDArray[np.int64]) -> ND
 def report_mesh(
     a: Analysis, machine: NodeLinks | None = None, waits: pl.DataFrame | None = None
 ) -> list[MeshAxis]:
-    """One entry for each axis and the ranks that talk along it, the most exposed first. ``waits``:
-    of ``axis_waits.collective_waits``, where the traces of other ranks are here."""
+    """Summarise each axis and the ranks that communicate along it, the most exposed first.
+    ``waits``: from ``ranks.join.collective_waits``, if other ranks' traces are available."""
     table = a.collectives
     if table.is_empty():
         return []
@@ -260,7 +260,7 @@ def _report_axis(
 
 
 def _own_waits(rows: pl.DataFrame, waits: pl.DataFrame | None) -> pl.DataFrame | None:
-    """The waits of an axis; ``None``: some of its ranks are not here."""
+    """Return the waits of an axis; ``None``: some of its ranks have no trace here."""
     if waits is None or waits.is_empty():
         return None
     names = rows.select(
@@ -271,7 +271,7 @@ def _own_waits(rows: pl.DataFrame, waits: pl.DataFrame | None) -> pl.DataFrame |
 
 
 def _transfer_rate(own: pl.DataFrame) -> float | None:
-    """Median bus bandwidth of the large messages from the arrival of the last rank on, GB/s."""
+    """Return the median bus bandwidth of large messages once the last rank has arrived, GB/s."""
     rates = [
         size * factor / ns
         for kind, size, group, ns in own.filter(
@@ -285,20 +285,20 @@ def _transfer_rate(own: pl.DataFrame) -> float | None:
 
 
 def count_micro_batches(a: Analysis, rows: pl.DataFrame) -> int | None:
-    """See ``links.count_slots``; ``rows``: of a pipeline's axis."""
+    """Count the micro-batches of ``rows``, those of a pipeline's axis, by ``links.count_slots``."""
     return count_slots(_with_peers(a, rows))
 
 
 def _with_peers(a: Analysis, rows: pl.DataFrame) -> pl.DataFrame:
-    """``peer``: the other end of a send or receive; ``sends``: this rank is the source."""
+    """Add ``peer``, the other end of a send or receive, and ``sends``: this rank is the source."""
     own = pl.lit(a.trace.meta.rank, dtype=pl.Int64)
     sends = (pl.col("source") == own).fill_null(value=False)
     return rows.with_columns(sends=sends, peer=pl.when(sends).then("target").otherwise("source"))
 
 
 def pipeline_wait(rows: pl.DataFrame) -> float:
-    """Exposed time of sends and receives beyond the shortest of each size, ns: a pipeline's bubble
-    is spent in them. Other waits are in it too."""
+    """Sum the exposed time of sends and receives beyond the shortest of each size, ns: a pipeline's
+    bubble is spent in them. Other waits are in it too."""
     shortest = pl.col("dur").min().over("bytes")
     beyond = rows.select(pl.min_horizontal("exposed", pl.col("dur") - shortest))
     return float(beyond.to_series().sum())

@@ -1,4 +1,4 @@
-"""What each collective kernel was called with: its kind, message, dtype and group."""
+"""Arguments of each collective: its kind, message, dtype and group."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _EXPERTS = re.compile(r"(?i)(\bep|node(_ll)?)::|\bep_?(dispatch|combine)")
 
 
 def kind_of(text: str) -> str | None:
-    """The collective that an annotation, an op or an argument names; ``None``: it names none.
+    """Return the collective that an annotation, an op or an argument names; ``None``: none.
 
     A barrier of PyTorch's NCCL backend is an all-reduce of one element, and is called one.
     """
@@ -62,7 +62,7 @@ def kind_of(text: str) -> str | None:
 
 
 def kernel_kind(name: str) -> str | None:
-    """:func:`kind_of` for a kernel: its name without template arguments and parameters."""
+    """Apply :func:`kind_of` to a kernel's name without template arguments and parameters."""
     if _GENERIC.search(name):
         return None
     name = name.removeprefix("void ")
@@ -77,11 +77,11 @@ def kernel_kind(name: str) -> str | None:
 def message_elements(
     kind: str, given: int | None, out: int | None, group_size: int | None
 ) -> int | None:
-    """Elements of the message, S of nccl-tests, from what one rank gives and gets.
+    """Count the elements of the message, S of nccl-tests, from what one rank gives and gets.
 
-    All-gather: the gathered array (what one rank gives, times the ranks). Reduce-scatter: the
-    array before it is scattered. All-to-all: all that one rank gives, its own part included.
-    The others: the array that each rank holds.
+    All-gather: the gathered array (what one rank gives, times the ranks). Reduce-scatter: the array
+    before it is scattered. All-to-all: all that one rank gives, its own part included. The others:
+    the array that each rank holds.
     """
     if kind == "all_gather":
         if out is not None:
@@ -137,17 +137,17 @@ _SOURCE: dict[str, Any] = {
 def collective_facts(
     trace: Trace, gpu: pl.DataFrame, by_name: pl.Series, group_size: int | None = None
 ) -> pl.DataFrame:
-    """What is known of each collective kernel (the rows ``gpu`` of ``trace.gpu``).
+    """Collect kind, message and group of each collective kernel (rows ``gpu`` of ``trace.gpu``).
 
     Arguments on the kernel win, then arguments of a host row around its launch
-    (``record_param_comms``), then the backend's annotation with the tensors it was given, then
-    an op that all-reduces by itself (``symm_mem::multimem_all_reduce_``), then the kernel's name
-    (``by_name``: the kind it tells). ``group_size``: where nothing else tells it.
+    (``record_param_comms``), then the backend's annotation with the tensors it was given, then an
+    op that all-reduces by itself (``symm_mem::multimem_all_reduce_``), then the kernel's name
+    (``by_name``: its kind). ``group_size``: the default where none of these has one.
 
     Columns: ``collective`` (one of COLLECTIVES), ``bytes`` (null), ``factor`` (of
-    :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``,
-    ``dtype``, ``group``, ``description`` (the group's), ``ranks``, ``sequence``, ``source``,
-    ``target``, ``annotation``.
+    :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``, ``dtype``,
+    ``group``, ``description`` (the group's), ``ranks``, ``sequence``, ``source``, ``target``,
+    ``annotation``.
     """
     start = gpu["launch"].fill_null(-1).to_numpy().copy()
     start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
@@ -186,7 +186,7 @@ def collective_facts(
 
 
 def _sized(result: pl.DataFrame) -> pl.DataFrame:
-    """Message size and bus factor: computed once for each distinct description."""
+    """Add message size and bus factor, computed once for each distinct description."""
     keys = ["collective", "given", "out", "group_size", "dtype", "even"]
     distinct = result.select(keys).unique(maintain_order=True)
     size: list[int | None] = []
@@ -203,13 +203,13 @@ def _sized(result: pl.DataFrame) -> pl.DataFrame:
 
 
 def element_bytes(dtype: str | None) -> int | None:
-    """Bytes of what is counted as an element: of FP4 two of them."""
+    """Return the bytes of what is counted as an element: two of them for FP4."""
     packed = dtype is not None and bare_type_name(dtype) == "float4_e2m1fn_x2"
     return 1 if packed else width_of(dtype or "")
 
 
 def _nearest(place: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The innermost wanted host of each chain (its place among the hosts), -1: none."""
+    """Find the innermost wanted host row of each chain (its place among the hosts), -1: none."""
     hit = np.append(wanted, False)[place]
     level = hit.argmax(axis=1)
     each = np.arange(len(place))
@@ -217,7 +217,7 @@ def _nearest(place: NDArray[np.int64], wanted: NDArray[np.bool_]) -> NDArray[np.
 
 
 class _Around:
-    """What the host rows around collectives tell, as columns over those rows."""
+    """Collective arguments found in host rows around collectives, as columns over those rows."""
 
     def __init__(self, trace: Trace, hosts: NDArray[np.int64]) -> None:
         rows = trace.cpu.select("kind", "name", "inputs", "comm")[hosts]
@@ -247,7 +247,7 @@ class _Around:
         """Group size by an op that gathers into, or scatters from, one tensor: 0, none."""
 
     def sources(self) -> pl.DataFrame:
-        """Rows of _SOURCE, one a host row."""
+        """Return rows of _SOURCE, one a host row."""
         given: list[int | None] = []
         dtype: list[str | None] = []
         for tensors, call in zip(self._tensors, self.call, strict=True):
@@ -277,14 +277,14 @@ def _ratio(tensors: Sequence[tuple[int, str]]) -> int:
 
 
 def _tensors(trace: Trace, code: int) -> list[tuple[int, str]]:
-    """Elements and dtype of each tensor of an input description, in order."""
+    """List elements and dtype of each tensor of an input description, in order."""
     inputs = OpInputs(trace.inputs["dims"][code] or "", trace.inputs["types"][code] or "")
     return [(tensor.elements, tensor.dtype) for tensor in inputs.tensors]
 
 
 def bytes_of(trace: Trace, code: int) -> int | None:
-    """Bytes of all tensors of an input description; ``None``: a dtype is not known, or none is
-    recorded."""
+    """Sum the bytes of all tensors of an input description; ``None``: a dtype is not known, or none
+    is recorded."""
     sizes = [(count, element_bytes(dtype)) for count, dtype in _tensors(trace, code)]
     if not sizes or any(width is None for _, width in sizes):
         return None
@@ -293,7 +293,7 @@ def bytes_of(trace: Trace, code: int) -> int | None:
 
 
 def _arguments(trace: Trace) -> pl.DataFrame:
-    """Rows of _SOURCE, one a row of ``trace.comms``; ``collective`` null: names none (``wait``)."""
+    """Return one row of _SOURCE for each of ``trace.comms``; ``collective`` null: ``wait`` …"""
     comms = trace.comms
     kinds = {name: kind_of(name) for name in comms["collective"].drop_nulls().unique()}
     rows = []
@@ -326,7 +326,7 @@ def _arguments(trace: Trace) -> pl.DataFrame:
 
 
 def _members(ranks: str | None) -> int | None:
-    """Number of ranks in a JSON list of them; ``None``: no list, or not complete."""
+    """Count the ranks in a JSON list of them; ``None``: no list, or not complete."""
     try:
         members = msgspec.json.decode(ranks or "null")
     except (msgspec.DecodeError, RecursionError):
@@ -336,5 +336,5 @@ def _members(ranks: str | None) -> int | None:
 
 
 def _equal_parts(split: str | None) -> bool:
-    """No split, or one whose parts are of one size (long lists are written with an ellipsis)."""
+    """Return whether a split is absent or has parts of one size (long lists end in an ellipsis)."""
     return len(set(re.findall(r"\d+", split or ""))) <= 1

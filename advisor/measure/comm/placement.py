@@ -1,4 +1,4 @@
-"""Where the ranks of each axis lie, and what collectives would take if the tensor-parallel ones
+"""Nodes that each axis of the mesh spans, and the time of collectives if the tensor-parallel ranks
 shared a node."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 FILLS: int = 1 << 20
-"""Bytes of messages whose rate tells of a link (nccl-tests)."""
+"""Size from which messages show the rate of a link, bytes (nccl-tests)."""
 
 
 class AxisRanks(NamedTuple):
@@ -36,31 +36,31 @@ class AxisRanks(NamedTuple):
     local: int
     """Ranks on the node with most."""
     rows: pl.DataFrame
-    """Of ``Analysis.collectives``."""
+    """Rows of ``Analysis.collectives``."""
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.members)
 
     @property
     def crosses(self) -> bool:
-        """Some of the ranks are on another node."""
+        """Whether some of the ranks are on another node."""
         return self.local < self.size
 
 
 class PlacementChange(NamedTuple):
-    """Collectives that would take another time."""
+    """Collectives whose time the placement would change."""
 
     rows: pl.DataFrame
     factor: float
-    """Their time then over what it is; waits stay."""
+    """Time after the change over the time now; waits stay."""
     factor_without_waits: float
     """The same if there are no more waits."""
 
 
 class TensorPlacement(NamedTuple):
-    """Tensor parallelism over several nodes that one node could hold."""
+    """Tensor parallelism that spans several nodes though it would fit on one."""
 
     tensor: AxisRanks
     node: int
@@ -68,14 +68,14 @@ class TensorPlacement(NamedTuple):
     network: float | None
     """Bus bandwidth of a GPU across nodes, GB/s; ``None``: unknown."""
     inside_node: float | None
-    """The same inside of a node."""
+    """Bus bandwidth of a GPU inside of a node, GB/s; ``None``: unknown."""
     changes: tuple[PlacementChange, ...]
-    """If tensor parallelism gets a node, and others the network; empty: a rate is unknown."""
+    """Effects of giving tensor parallelism a node and others the network; empty: no known rate."""
 
 
 def find_placement(a: Analysis) -> TensorPlacement | None:
-    """``None``: tensor parallelism is in one node, or no node holds it, or which ranks share a
-    node is unknown."""
+    """Find a placement to improve. ``None``: tensor parallelism is in one node, or no node holds
+    it, or which ranks share a node is unknown."""
     machine = machine_of(a)
     node = find_node_size(a, machine)
     if node is None or a.device_id is None:
@@ -92,7 +92,7 @@ def find_placement(a: Analysis) -> TensorPlacement | None:
 
 
 def _axes(a: Analysis, machine: NodeLinks) -> list[AxisRanks]:
-    """Of groups whose members are recorded."""
+    """List the axes of groups whose members are recorded, with their ranks."""
     result = []
     for (axis, ranks), rows in a.collectives.group_by("axis", "ranks", maintain_order=True):
         members = group_ranks(cast(str | None, ranks))
@@ -105,8 +105,8 @@ def _axes(a: Analysis, machine: NodeLinks) -> list[AxisRanks]:
 def _rates(
     a: Analysis, axes: Sequence[AxisRanks], machine: NodeLinks
 ) -> tuple[float | None, float | None]:
-    """Bus bandwidth of a GPU across nodes and inside of one, GB/s: the upper quartile of what was
-    recorded, for waits lower the others; else what NCCL attains of the link."""
+    """Return the bus bandwidth of a GPU across nodes and inside of one, GB/s: the upper quartile of
+    the recorded ones, for waits lower the others; else the rate that NCCL attains on the link."""
     across, near = [], []
     for axis in axes:
         large = axis.rows.filter(pl.col("bytes") >= FILLS, pl.col("bus_gbps").is_not_null())
@@ -126,7 +126,7 @@ def _rates(
 def _changes(
     axes: Sequence[AxisRanks], tensor: AxisRanks, network: float, inside: float
 ) -> tuple[PlacementChange, ...]:
-    """Ranks of the other axes leave the node, of those that send least first."""
+    """Move ranks of the other axes off the node, those of the axes that send least first."""
     leave = tensor.size / tensor.local
     local: dict[int, int] = {}
     for together in _dimensions([axis for axis in axes if axis.axis != "tensor"]):
@@ -155,8 +155,8 @@ def _changes(
 
 
 def _dimensions(axes: Sequence[AxisRanks]) -> list[list[AxisRanks]]:
-    """Axes with the same ranks as one: experts are spread over data-parallel ranks. Those that
-    send least first."""
+    """Merge axes with the same ranks: experts are spread over data-parallel ranks. Axes that send
+    least come first."""
     result: list[tuple[set[int], list[AxisRanks]]] = []
     for axis in axes:
         members, own = set(axis.members), [axis]
@@ -174,7 +174,7 @@ def _dimensions(axes: Sequence[AxisRanks]) -> list[list[AxisRanks]]:
 def _with_bubble(
     a: Analysis, axes: Sequence[AxisRanks], changes: tuple[PlacementChange, ...]
 ) -> tuple[PlacementChange, ...]:
-    """A pipeline's stages wait for each other's work: the bubble changes as the rest does."""
+    """Add the pipeline's bubble: stages wait for each other's work, so it scales with it."""
     result = list(changes)
     for axis in axes:
         if axis.axis != "pipeline":
@@ -200,8 +200,8 @@ def _with_bubble(
 
 
 def _factors(rows: pl.DataFrame, now: float, then: float) -> tuple[float, float] | None:
-    """Time then over now, by rates in GB/s: what the bytes take changes, waits and latency stay;
-    and without them. ``None``: bytes are not recorded."""
+    """Return time after over time now, by rates in GB/s, with the waits and without. Only the
+    transfer of the bytes changes; latency stays. ``None``: bytes are not recorded."""
     saved = total = least = 0.0
     for kind, size, group, dur in rows.select(
         pl.col("collective").cast(pl.String), "bytes", "group_size", "dur"

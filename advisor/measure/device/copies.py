@@ -39,8 +39,8 @@ small staged ones and pinned ones return before the copy begins."""
 
 
 def host_memory(trace: Trace) -> pl.Series:
-    """Aligned with ``trace.gpu``: ``pageable`` or ``pinned`` for the host side of a copy; null
-    where the file does not tell, the memory is managed, or no host memory takes part."""
+    """Return ``pageable`` or ``pinned`` for the host side of a copy, aligned with ``trace.gpu``;
+    null where the file does not tell, the memory is managed, or no host memory takes part."""
     side = trace.gpu.select(
         pl.when(pl.col("copy") == "HtoD")
         .then("src")
@@ -55,10 +55,10 @@ def host_memory(trace: Trace) -> pl.Series:
 
 
 def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
-    """Aligned with ``trace.gpu``: copies between host and device whose own call held the host.
+    """Find copies between host and device whose own call held the host, aligned with ``trace.gpu``.
 
-    True for copies from or to memory that is not known to be pinned, when the call lasted
-    through most of the copy (see HELD_SHARE), and for pinned ones through the synchronous API.
+    True for copies from or to memory that is not known to be pinned, when the call lasted through
+    most of the copy (see HELD_SHARE), and for pinned ones through the synchronous API.
     """
     gpu = trace.gpu
     rows = np.flatnonzero(
@@ -84,7 +84,7 @@ def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
 
 
 def compute_stream(a: Analysis) -> int | None:
-    """The stream with most compute kernel time in the used steps; ``None``: no compute."""
+    """Return the stream with most compute kernel time in the used steps; ``None``: no compute."""
     rows = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.in_window
     rows &= ~a.kernels["communication"].to_numpy()
     work = a.trace.gpu.select("stream", "dur").filter(pl.Series(rows))
@@ -95,7 +95,7 @@ def compute_stream(a: Analysis) -> int | None:
 
 
 def find_copies(a: Analysis) -> pl.DataFrame:
-    """Copies inside ``spans``; the columns are those of COPIES_SCHEMA, ordered by ``ts``.
+    """Find copies inside ``spans``; the columns are those of COPIES_SCHEMA, ordered by ``ts``.
 
     ``exposed`` is measured for each copy alone: where two exposed copies run at once the instant
     counts in both rows, so the sum may exceed ``breakdown.copies``.

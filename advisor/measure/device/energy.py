@@ -15,31 +15,31 @@ from advisor.core.intervals import Floats, Ints
 from advisor.measure.steps.step_records import StepRecords, finite_or_nan
 
 MIN_SAMPLES = 4
-"""Fewer tell no course of time."""
+"""Samples of the GPU that are needed, at least."""
 MIN_INTERVALS = 3
-"""The measured steps last so many intervals between samples: the counter moves in jumps."""
+"""Sampling intervals that the measured steps last, at least: the counter moves in jumps."""
 MAX_GAP_NS = 10_000_000_000
-"""Between two samples further apart nothing is known."""
+"""Longest gap between two samples over which energy is interpolated, ns."""
 MIN_COVERED = 0.5
 """Share of the steps that count which must lie between samples."""
 
 
 class StepEnergy(NamedTuple):
-    """Of one GPU."""
+    """Energy and power of one GPU over the steps that were measured."""
 
     joules: float
-    """Mean of a step."""
+    """Mean energy of a step, J."""
     watts: float
-    """Mean over the steps."""
+    """Mean power over the steps, W."""
     method: Literal["counter", "power"]
-    """The driver's energy counter, or its power integrated over time."""
+    """Source: the driver's energy counter, or its power integrated over time."""
     steps: int
-    """Steps that it is of: those that count (``Recorded.used``) and lie between samples."""
+    """Number of steps measured: those that count (``StepRecords.used``) and lie between samples."""
 
 
 def step_energy(recorded: StepRecords) -> StepEnergy | None:
-    """Energy a step of the GPU that this rank uses; ``None``: not sampled, or too seldom. Of a MIG
-    slice too: the driver measures the whole board."""
+    """Measure the energy per step of this rank's GPU; ``None``: not sampled, or too seldom. On a
+    MIG slice it is that of the whole board, as the driver measures it."""
     if recorded.uuid is not None and recorded.uuid.startswith("MIG-"):
         return None
     methods: tuple[Literal["counter", "power"], ...] = ("counter", "power")
@@ -55,7 +55,7 @@ def step_energy(recorded: StepRecords) -> StepEnergy | None:
 
 
 def _known(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
-    """Times, ns, and a figure of the GPU's samples, where it was measured."""
+    """Return times, ns, and values of a figure in the GPU's samples; ``None``: too few samples."""
     times = np.array([t for t, _ in recorded.timed_gpu_samples], dtype=np.int64)
     values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in recorded.timed_gpu_samples])
     known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
@@ -66,7 +66,7 @@ def _known(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
 
 
 def _counter(recorded: StepRecords) -> tuple[Ints, Floats] | None:
-    """(times, joules so far)."""
+    """Return (times, joules so far) by the counter."""
     known = _known(recorded, "energy")
     if known is None:
         return None
@@ -87,7 +87,7 @@ def _integrated(recorded: StepRecords) -> tuple[Ints, Floats] | None:
 
 
 def _a_step(recorded: StepRecords, times: Ints, joules: Floats) -> tuple[float, int, float] | None:
-    """(joules, steps, seconds) of the steps that count and lie between samples."""
+    """Return (joules, steps, seconds) of the steps that count and lie between samples."""
     begin = recorded.ts[recorded.used]
     finish = begin + recorded.dur[recorded.used]
     inside = (begin >= times[0]) & (finish <= times[-1])

@@ -56,7 +56,7 @@ MATRIX = ("gemm", "convolution", "attention")
 """Families whose work matrix units can do."""
 
 RECURRENT = r"^aten::(lstm|gru|rnn)"
-"""Layers that are one operator and do the matrix products inside."""
+"""Operators that are a whole recurrent layer and do the matrix products inside."""
 
 _OPS: dict[str, str] = {
     "gemm": """
@@ -200,7 +200,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
 """Family -> pattern of whole operator names that the table does not list."""
 
 _ENGINE = r"^autograd::engine|Backward\d+$"
-"""Autograd's own nodes: the operators inside them say what they do."""
+"""Autograd's own nodes: the operators inside them determine the family."""
 
 SDPA = r"^aten::_?scaled_dot_product_"
 """Operators of ``scaled_dot_product_attention``: the innermost one names its backend
@@ -208,13 +208,13 @@ SDPA = r"^aten::_?scaled_dot_product_"
 
 
 def op_families(names: pl.Series) -> pl.Series:
-    """Family of the work that each operator does itself; null: it only calls others, or nothing
-    is known of it. Both names and result are one row an operator name (strings)."""
+    """Return the family of the work that each operator does itself; null: it only calls others, or
+    nothing is known of it. Both names and result are one row an operator name (strings)."""
     return _op_families(names)["family"]
 
 
 def are_layers(names: pl.Series) -> pl.Series:
-    """Operators that a layer of a model is made of."""
+    """Return which operators make up a layer of a model."""
     layers = [*MATRIX, "normalisation"]
     return op_families(names).is_in(layers).fill_null(value=False) | name_matches(names, RECURRENT)
 
@@ -258,9 +258,9 @@ class Breakdown(NamedTuple):
 
     compute: Intervals
     communication: Intervals
-    """Exposed: not under compute."""
+    """Exposed communication: not under compute."""
     copies: Intervals
-    """Exposed: not under compute or communication."""
+    """Exposed copies: not under compute or communication."""
     memset: Intervals
     idle: Intervals
     busy: Intervals
@@ -269,7 +269,7 @@ class Breakdown(NamedTuple):
     per_step: pl.DataFrame
 
     def totals(self) -> dict[str, int]:
-        """Class -> ns; they add up to the analysed window (0 without device work)."""
+        """Return ns by class; they add up to the analysed window (0 without device work)."""
         return {name: getattr(self, name).total for name in CLASSES}
 
     @property
@@ -280,7 +280,7 @@ class Breakdown(NamedTuple):
 
 
 def break_down(a: Analysis) -> Breakdown:
-    """Exclusive classes of device time of the analysed device."""
+    """Split the analysed device's time into exclusive classes."""
     if a.device_id is None:
         return _not_measured(a)
     kind = a.trace.gpu["kind"]

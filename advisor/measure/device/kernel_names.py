@@ -1,7 +1,7 @@
-"""What a kernel's own name tells: family, tensor cores, number format, helper or main part.
+"""Kernel names and what they reveal: family, tensor cores, number format, helper or main part.
 
-Each distinct name is looked at once, with polars' linear-time regular expressions: names come
-from the trace, may be long, and may be hostile.
+Each distinct name is looked at once, with polars' linear-time regular expressions: names come from
+the trace, may be long, and may be hostile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ what copies its names, mori). Searched in the function's name, not in its templa
 GEMM that is templated on a communicator computes. ``[^m]``: ``small_gather`` is none."""
 
 _INDUCTOR = r"^triton_(poi|red|per|for|tem|spl|mm)_"
-"""Inductor names a kernel after all operators around it, collectives that only feed it too."""
+"""Inductor's kernels, named after all operators around, also collectives that only feed them."""
 
 _MOVING = (
     r"(?i)^Reformat(_|\b)|n(chw|hwc)_?(to|2)_?n(chw|hwc|chhw)|batched_transpose|CatArrayBatchedCopy"
@@ -185,14 +185,14 @@ _WORDS: tuple[tuple[str, str], ...] = tuple(
         ),
     )
 )
-"""When no pattern fits: single words of the name, in ``snake_case``."""
+"""Family -> single words of a name in ``snake_case``, tried when no pattern fits."""
 
 _GENERATED = (
     r"^(loop_|input_|wrapped_|horizontal_)?(\w+_)?fusion(_\d+)*$|^wrapped_|^fused_\w*_\d{8,}$"
     r"|^CudaCodeGen::|^kernel\d+$|^nvfuser_|^__my[el]|EigenMetaKernel|_GPU_DT_\w+_kernel$"
 )
-"""XLA, TorchScript, nvFuser, TensorRT and TensorFlow generate these: pointwise, when no word in the
-name says more."""
+"""Kernels that XLA, TorchScript, nvFuser, TensorRT and TensorFlow generate: pointwise, when no word
+in the name says more."""
 
 _THRUST: tuple[tuple[str, str], ...] = (
     ("sort", r"sort|scan|unique|copy_if|partition|_bound|__set_operations|adjacent_difference"),
@@ -201,10 +201,10 @@ _THRUST: tuple[tuple[str, str], ...] = (
     ("copy", r"_copy"),
     ("elementwise", r"transform|fill|for_each|tabulate|generate|parallel_for"),
 )
-"""Algorithms of Thrust: its kernels are called ``_kernel_agent`` and ``parallel_for``."""
+"""Family -> algorithms of Thrust, in kernels such as ``_kernel_agent``, ``parallel_for``."""
 
 _GENERIC = r"(^|:)(\w*elementwise_kernel\w*|elementwise_kernel)$"
-"""Kernels of which only the functor, a template argument, says what they do."""
+"""Kernels whose work only the functor, a template argument, identifies."""
 
 _FUNCTORS: tuple[tuple[str, str], ...] = (
     ("copy", r"(direct_copy|bfloat16_copy|float16_copy|float8_copy)\w*kernel"),
@@ -214,7 +214,7 @@ _FUNCTORS: tuple[tuple[str, str], ...] = (
 )
 
 _OPAQUE = r"(?i)^cutlass|^ck::|^ck_tile::|^_ZN\d+(cutlass|ck)|attention_kernel_batched"
-"""Functions that say nothing but who wrote them; the whole name tells."""
+"""Function names that identify only a library, so that the whole name is searched."""
 
 _INSIDE: tuple[tuple[str, str], ...] = (
     (
@@ -307,7 +307,7 @@ _FORMAT_MARKS: dict[str, str] = {
 
 
 def function_name(name: pl.Expr) -> pl.Expr:
-    """The function's own name: without return type, template arguments and parameters."""
+    """Return the function's own name: without return type, template arguments and parameters."""
     return (
         name.str.replace_all("(anonymous namespace)::", "", literal=True)
         .str.replace_all("<unnamed>::", "", literal=True)  # as Nsight Systems writes it
@@ -321,7 +321,7 @@ def function_name(name: pl.Expr) -> pl.Expr:
 
 
 def _snake(short: pl.Expr) -> pl.Expr:
-    """``_a_name_`` of ``ns::ANameKernel``, also of one that is still mangled."""
+    """Return ``_a_name_`` for ``ns::ANameKernel``, also for one that is still mangled."""
     words = short.str.replace_all(r"([a-z0-9])([A-Z])", "${1}_${2}").str.replace_all(
         r"([A-Z])([A-Z][a-z])", "${1}_${2}"
     )
@@ -335,14 +335,14 @@ def _snake(short: pl.Expr) -> pl.Expr:
 
 @cache_by_name
 def describe_kernels(names: pl.Series) -> pl.DataFrame:
-    """One row a name (strings): what it tells.
+    """Classify kernels by name, one row for each of ``names`` (strings).
 
-    Columns: ``family`` (``other``: the name tells nothing), ``communication`` (bool), ``moving``
-    (bool: it only rearranges or copies data, whatever op launched it), ``helper`` (bool: not the
-    part of its operation that does the arithmetic), ``matrix_unit`` (bool; null: the name does
-    not tell whether it runs on tensor cores), ``matrix_if_16_bit`` (bool: it does when its inputs
-    have 16 bits or less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 not
-    known), ``dtype`` (one of FORMATS; null: not recorded, or several).
+    Columns: ``family`` (``other``: unknown), ``communication`` (bool), ``moving`` (bool: it only
+    rearranges or copies data, whatever op launched it), ``helper`` (bool: not the part of its
+    operation that does the arithmetic), ``matrix_unit`` (bool; null: the name does not tell whether
+    it runs on tensor cores), ``matrix_if_16_bit`` (bool: it does when its inputs have 16 bits or
+    less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 not known), ``dtype``
+    (one of FORMATS; null: not recorded, or several).
     """
     frame = pl.DataFrame({"name": names.cast(pl.String)}).with_columns(
         function_name(pl.col("name"))
@@ -380,9 +380,9 @@ def describe_kernels(names: pl.Series) -> pl.DataFrame:
 
 
 def _families(frame: pl.DataFrame) -> pl.Series:
-    """The families of names that have none yet. Each set of patterns is asked only about names that
-    those before it left open, and not at all when there are none: for the few names of a trace it
-    takes longer to compile patterns than to apply them."""
+    """Find the families of names that have none yet. Each set of patterns is asked only about names
+    that those before it left open, and not at all when there are none: for the few names of a trace
+    it takes longer to compile patterns than to apply them."""
     text, short = pl.col("name"), pl.col("head")
     foreach = short.str.contains("multi_tensor_apply")
     steps: list[tuple[pl.Expr, Callable[[], pl.Expr]]] = [
@@ -415,12 +415,12 @@ def _when(condition: pl.Expr, family: str) -> pl.Expr:
 
 
 def _first(text: pl.Expr, table: tuple[tuple[str, str], ...]) -> pl.Expr:
-    """The family of the first pattern that fits; null: none."""
+    """Return the family of the first pattern that fits; null: none."""
     return pl.coalesce(_when(text.str.contains(pattern), family) for family, pattern in table)
 
 
 def _foreach(text: pl.Expr) -> pl.Expr:
-    """``multi_tensor_apply``: an optimizer's, unless its functor says norm or copy."""
+    """Classify ``multi_tensor_apply``: optimizer, unless its functor says norm or copy."""
     return (
         pl.when(text.str.contains("LpNorm|L2Norm|NormFunctor"))
         .then(pl.lit("reduction"))
@@ -431,8 +431,8 @@ def _foreach(text: pl.Expr) -> pl.Expr:
 
 
 def _format(text: pl.Expr) -> pl.Expr:
-    """The one format a name mentions. A matrix kernel's accumulator (fp32) and output (16 bits
-    beside 8) are not its inputs, so there the narrowest counts; elsewhere two formats are none."""
+    """Return a name's one format. A matrix kernel's accumulator (fp32) and output (16 bits beside
+    8) are not its inputs, so there the narrowest counts; elsewhere two formats are none."""
     text = text.str.replace_all("Fp8KVCacheDataType", "", literal=True)  # the cache's, not its own
     marks = {name: text.str.contains(pattern) for name, pattern in _FORMAT_MARKS.items()}
     count = pl.sum_horizontal(*marks.values())

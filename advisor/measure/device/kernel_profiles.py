@@ -1,5 +1,5 @@
-"""Kernels with hardware counters, and those that Triton compiled: what limits each, and which of
-them a trace has."""
+"""Kernels with hardware counters, and those that Triton compiled: their limits, and their launches
+in a trace."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ BUSY_PERCENT = 60.0
 SpeedOfLight rule divides at the same figure."""
 
 ONE_LAUNCH = "saved by one launch of each, at most"
-"""Evidence of what a fix saves of kernels that no trace has."""
+"""Evidence text of an estimated gain for kernels that no trace has."""
 MAX_NAMED = 500
-"""Launches that an edit names one by one, where others of the same name have another size."""
+"""Launches that an edit selects one by one, at most, where others of the name differ in size."""
 UNITS: dict[Limit, tuple[str, ...]] = {
     "compute": (
         "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -65,10 +65,10 @@ LIMITERS = {
     "blocks per SM": "launch__occupancy_limit_blocks",
     "barriers": "launch__occupancy_limit_barriers",
 }
-"""What bounds the resident blocks of a multiprocessor -> blocks that it admits."""
+"""Resource -> metric of the resident blocks of a multiprocessor that it admits."""
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 NO_STALLS = ("selected", "not_selected")
-"""Warp states in which nothing is waited for."""
+"""Warp states that are no stalls."""
 
 
 LABEL_WIDTH = 34
@@ -79,23 +79,23 @@ class ProfiledKernel(NamedTuple):
 
     profile: KernelProfile
     label: str
-    """Its name in sentences and tables."""
+    """Short name in sentences and tables."""
     limit: Limit
-    """The busiest unit; ``latency``: no unit is busy; ``unknown``: none was measured."""
+    """Busiest unit; ``latency``: no unit is busy; ``unknown``: none was measured."""
     use: dict[Limit, float]
-    """Unit -> percent of its peak."""
+    """Use of each unit, percent of its peak."""
     occupancy: float | None
-    """Achieved, percent."""
+    """Achieved occupancy, percent."""
     theoretical: float | None
-    """What registers, shared memory and block size admit, percent."""
+    """Theoretical occupancy that registers, shared memory and block size admit, percent."""
     limiter: str | None
-    """What admits the fewest blocks."""
+    """Resource of LIMITERS that admits the fewest blocks."""
     waves: float | None
     """Blocks of the grid over those that run at once."""
     stalls: dict[str, float]
-    """Reason -> share of the cycles between two instructions of a warp, greatest first."""
+    """Stall reason -> share of the cycles between two instructions of a warp, greatest first."""
     bytes: float | None
-    """DRAM traffic of one launch."""
+    """DRAM traffic of one launch, bytes."""
     rows: NDArray[np.int64]
     """Rows of ``trace.gpu`` that are launches of it in the used steps; empty: none, or no trace."""
 
@@ -113,7 +113,7 @@ class ProfiledKernel(NamedTuple):
 
 
 def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
-    """The kernels of the profiles beside a trace, or of profiles alone, in their order."""
+    """List the kernels of the profiles beside a trace, or of profiles alone, in their order."""
     profiles = a.trace.meta.kernel_profiles
     if profiles is None:
         return []
@@ -127,13 +127,13 @@ def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
 
 
 def label_kernels(keys: Iterable[str]) -> dict[str, str]:
-    """Short names of the kernels of a report by their keys, the same in all its parts."""
+    """Shorten the names of a report's kernels, by their keys, the same in all its parts."""
     return labels.labels_by_name(sorted(set(keys)), LABEL_WIDTH)
 
 
 def shorten_kernel(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
-    """The edit that shortens a kernel's launches in the trace by ``share`` at best, and not at all
-    at worst; ``None``: the trace has none of them, or they cannot be named."""
+    """Return the edit that shortens a kernel's launches in the trace by ``share`` at best, and not
+    at all at worst; ``None``: the trace has none of them, or they cannot be selected."""
     if not len(k.rows):
         return None
     gpu = a.trace.gpu
@@ -186,16 +186,16 @@ class MatchedKernel(NamedTuple):
 
     kernel: CompiledKernel
     occupancy: float | None
-    """Theoretical, percent; ``None``: registers or the GPU's limits are not known."""
+    """Theoretical occupancy, percent; ``None``: registers or the GPU's limits are not known."""
     limiter: str | None
-    """``registers``, ``shared memory`` or ``block sizes``; ``None``: as above, or none (100%)."""
+    """``registers``, ``shared memory`` or ``block sizes``; ``None``: as above, or at 100%."""
     rows: NDArray[np.int64]
     """Rows of ``trace.gpu`` in the used steps; empty: none, no trace, or another compilation that
     nothing in the trace distinguishes."""
 
 
 def compiled_kernels(a: Analysis) -> list[MatchedKernel]:
-    """The kernels of a cache of Triton, alone or beside a trace."""
+    """List the kernels of a cache of Triton, alone or beside a trace."""
     profiles = a.trace.meta.kernel_profiles
     if profiles is None or not profiles.compiled:
         return []
@@ -207,7 +207,7 @@ def compiled_kernels(a: Analysis) -> list[MatchedKernel]:
 
 
 def _theoretical(k: CompiledKernel, device: Device | None) -> tuple[float | None, str | None]:
-    """Occupancy, percent, and what limits it. ``device``: of the trace."""
+    """Return the occupancy, percent, and what limits it. ``device``: that of the trace."""
     found = re.fullmatch(r"sm_(\d{1,2})(\d)a?", k.target)
     compute = None if found is None else (int(found[1]), int(found[2]))
     if compute is None or k.registers is None:
@@ -229,8 +229,8 @@ def _theoretical(k: CompiledKernel, device: Device | None) -> tuple[float | None
 
 
 def _compiled_launches(a: Analysis, kernels: tuple[CompiledKernel, ...]) -> list[NDArray[np.int64]]:
-    """Rows of ``trace.gpu`` by kernel: those of its name whose threads, registers, shared memory
-    and architecture, where recorded, are its own and no other kernel's."""
+    """Return rows of ``trace.gpu`` by kernel: those of its name whose threads, registers, shared
+    memory and architecture, where recorded, are its own and no other kernel's."""
     result = [np.zeros(0, dtype=np.int64)] * len(kernels)
     named: dict[str, list[int]] = {}
     for place, kernel in enumerate(kernels):
@@ -256,14 +256,14 @@ def _compiled_launches(a: Analysis, kernels: tuple[CompiledKernel, ...]) -> list
 
 
 def _is_of(k: CompiledKernel, device: Device | None) -> bool:
-    """A kernel is compiled for a GPU, as far as both are known."""
+    """Return whether a kernel is compiled for this GPU, as far as both are known."""
     if device is None or device.compute is None or not k.target.startswith("sm_"):
         return True
     return k.target.rstrip("a") == "sm_{}{}".format(*device.compute)
 
 
 def _fits(k: CompiledKernel, threads: Any, registers: Any, shared: Any) -> bool:
-    """``None``: not recorded. Some profilers add what CUDA keeps for itself to shared memory."""
+    """Compare a launch with a kernel. Some profilers add CUDA's own part to shared memory."""
     return (
         threads in (None, k.threads)
         and (k.registers is None or registers in (None, 0, k.registers))
@@ -289,7 +289,7 @@ def _stalls(profile: KernelProfile) -> dict[str, float]:
 
 
 def _dram_bytes(profile: KernelProfile) -> float | None:
-    """Read and written; rocprof counts what L2 fetches and writes."""
+    """Return the bytes read and written; rocprof counts what L2 fetches and writes."""
     for names in (
         ("dram__bytes_read.sum", "dram__bytes_write.sum"),
         ("FETCH_SIZE", "WRITE_SIZE"),
@@ -301,9 +301,9 @@ def _dram_bytes(profile: KernelProfile) -> float | None:
 
 
 def _launches(a: Analysis, kernels: tuple[KernelProfile, ...]) -> list[NDArray[np.int64]]:
-    """Of each profile the rows of ``trace.gpu`` in the used steps that are the same kernel in the
-    same size. Where several profiles are of one kernel and size (one per launch), the first has
-    them: their counters differ by noise alone."""
+    """Find each profile's launches: rows of ``trace.gpu`` in the used steps of the same kernel and
+    size. Where several profiles are of one kernel and size (one per launch), the first has them:
+    their counters differ by noise alone."""
     none = np.zeros(0, dtype=np.int64)
     gpu = a.trace.gpu
     if gpu.is_empty():
@@ -341,7 +341,7 @@ def _keys(table: pl.DataFrame) -> dict[str, str]:
 
 
 _LAMBDA = re.compile(r"[\[{]?\s*lambda\s*\(([^()]*)\)\s*(?:#|\(instance )(\d+)\)?\s*[\]}]?")
-"""``{lambda(int)#2}`` of CUPTI, ``[lambda(int) (instance 2)]`` of Nsight Compute."""
+"""Lambdas: ``{lambda(int)#2}`` of CUPTI, ``[lambda(int) (instance 2)]`` of Nsight Compute."""
 
 
 _UNNAMED = re.compile(r"\(anonymous namespace\)|\bunnamed>")
@@ -349,8 +349,8 @@ _UNNAMED = re.compile(r"\(anonymous namespace\)|\bunnamed>")
 
 @cache
 def kernel_key(name: str) -> str:
-    """A kernel's name without what profilers write differently: arguments, namespaces, casts and
-    spaces. ``void at::native::foo<(int)4, float>(int)`` is ``foo<4,float>``."""
+    """Return a kernel's name without what profilers write differently: arguments, namespaces, casts
+    and spaces. ``void at::native::foo<(int)4, float>(int)`` is ``foo<4,float>``."""
     text = re.sub(
         r"\((?:unsigned )?(?:int|long|bool|short|char|long long)\)(?=[\w-])", "", name[:4096]
     )
@@ -363,7 +363,7 @@ def kernel_key(name: str) -> str:
 
 
 def _without_arguments(name: str) -> str:
-    """Up to the parenthesis that opens a function's arguments: the last one outside templates."""
+    """Cut a name at the parenthesis of the function's arguments: the last one outside templates."""
     depth, cut = 0, len(name)
     for at in range(len(name) - 1, -1, -1):
         if name[at] == ")":

@@ -1,4 +1,4 @@
-"""What each kernel is and does: family, dtype, FLOPs, bytes, tensor cores, waves."""
+"""Properties of each kernel: family, dtype, FLOPs, bytes, tensor cores, waves."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _TRUE, _FALSE, _UNKNOWN = 1, 0, -1
 
 _MATRIX_CODES = [CODE[name] for name in MATRIX]
 _OF_STEP = [CODE[name] for name in ("elementwise", "reduction", "other")]
-"""What counts as the optimizer's own inside ``Optimizer.step``; a matrix product there stays one
-(Muon, Shampoo)."""
+"""Families that count as the optimizer inside ``Optimizer.step``; a matrix product there (Muon,
+Shampoo) keeps its own."""
 _NARROW = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
 
 
 class _Names(NamedTuple):
-    """What the kernels' names tell, aligned with ``trace.gpu`` (see "
-    "``kernel_names.describe_kernels``)."""
+    """Properties from the kernels' names, aligned with ``trace.gpu`` (see
+    ``kernel_names.describe_kernels``)."""
 
     family: Codes
     communication: Bools
@@ -58,14 +58,14 @@ class _Names(NamedTuple):
 
 
 def measure_kernels(a: Analysis) -> pl.DataFrame:
-    """``Analysis.kernels``, but for what only an engine's marks tell of attention.
+    """Compute ``Analysis.kernels``, but for what only an engine's marks tell of attention.
 
     Family: the operator that launched a kernel decides, except where the kernel's name shows that
-    it is a by-product (a transpose or a bias copy inside a convolution), and the name decides
-    where no operator of a known family launched it. Communication is decided by the name or by
-    recorded arguments of a collective, never by the operator. FLOPs and bytes of an operator go
-    to the kernels that do its arithmetic, in proportion to their durations; its other kernels
-    (split-K reductions, epilogues) have 0 FLOPs and unknown bytes.
+    it is a by-product (a transpose or a bias copy inside a convolution), and the name decides where
+    no operator of a known family launched it. Communication is decided by the name or by recorded
+    arguments of a collective, never by the operator. FLOPs and bytes of an operator go to the
+    kernels that do its arithmetic, in proportion to their durations; its other kernels (split-K
+    reductions, epilogues) have 0 FLOPs and unknown bytes.
     """
     trace = a.trace
     gpu = trace.gpu
@@ -143,8 +143,8 @@ def _look_at_names(trace: Trace, kernel: Bools) -> _Names:
 
 
 def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
-    """The operator whose work a kernel is part of (row, -1: none), its place among the distinct
-    ones, and the costs of those.
+    """Find the operator whose work a kernel is part of (row, -1: none), its place among the
+    distinct ones, and the costs of those.
 
     An operator without recorded shapes gives way to the one around it when that is of the same
     family (``aten::mm`` inside ``aten::matmul``).
@@ -174,7 +174,7 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
 
 
 def _is_triton(trace: Trace, rows: Rows) -> Bools:
-    """Inductor's wrapper records a kernel's arguments as an operator of the kernel's name."""
+    """Find kernels whose arguments inductor's wrapper records as an operator of their name."""
     there = np.flatnonzero(rows >= 0)
     result = np.zeros(len(rows), dtype=np.bool_)
     if len(there):
@@ -183,7 +183,7 @@ def _is_triton(trace: Trace, rows: Rows) -> Bools:
 
 
 def _by_purpose(kernel: Bools, names: _Names, launches: Launches) -> Codes:
-    """Family code of kernels, before what surrounds their operator is looked at."""
+    """Return the family code of kernels, before what surrounds their operator is looked at."""
     op, name = launches.family, names.family
     family = np.where(op >= 0, op, name)
     named = name != CODE["other"]
@@ -200,7 +200,7 @@ def _by_purpose(kernel: Bools, names: _Names, launches: Launches) -> Codes:
 def _tensor_core(
     family: Codes, matrix: Bools, names: _Names, dtype: Codes, compute: tuple[int, int] | None
 ) -> Codes:
-    """Whether a kernel runs on matrix units: its name, then its number format and the device."""
+    """Tell whether kernels run on matrix units: by name, then by number format and device."""
     result = np.where(matrix, names.matrix_unit, _FALSE)
     result[family == CODE["other"]] = _UNKNOWN
     open_question = matrix & (result == _UNKNOWN)
@@ -222,7 +222,7 @@ def _eligible(
     vector: Bools,
     compute: tuple[int, int] | None,
 ) -> Codes:
-    """Whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
+    """Tell whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
     result = np.where(family == CODE["other"], _UNKNOWN, _FALSE)
     possible = (dtype != NO_ROW) & (dtype != FORMATS.index("fp64"))
     result[matrix] = np.where(possible | (tensor_core == _TRUE), _TRUE, _UNKNOWN)[matrix]
@@ -237,7 +237,7 @@ def _eligible(
 def _share_out(
     gpu: pl.DataFrame, own: Bools, names: _Names, cost_of: Rows, cost: Costs
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """FLOPs and bytes of every kernel: its operator's, shared out by duration.
+    """Return FLOPs and bytes of every kernel: its operator's, shared out by duration.
 
     The two gradients of a convolution cost the same; where the names tell which kernels do which,
     each gets its half whatever their durations.
@@ -270,7 +270,7 @@ def _share_out(
 
 
 def _memory_operations(gpu: pl.DataFrame) -> NDArray[np.float64]:
-    """Device-memory traffic of copies and memsets: a copy within the device reads and writes."""
+    """Return the bytes moved by copies and memsets: a copy within the device reads and writes."""
     size = gpu["bytes"].cast(pl.Float64).fill_null(np.nan).to_numpy()
     inside = (gpu["copy"] == "DtoD").fill_null(False).to_numpy()
     moved: NDArray[np.float64] = np.where(inside, 2 * size, size)
@@ -278,7 +278,7 @@ def _memory_operations(gpu: pl.DataFrame) -> NDArray[np.float64]:
 
 
 def _responsible(launches: Launches) -> Rows:
-    """Row of the operator judged responsible, -1: none."""
+    """Return the row of the operator judged responsible, -1: none."""
     return np.where(launches.op >= 0, launches.op, launches.innermost_op)
 
 
@@ -302,22 +302,22 @@ def _optional_bool(codes: Codes) -> pl.Series:
 
 
 class Costs(NamedTuple):
-    """One entry an operator row asked for; NaN: not known."""
+    """Costs of operator rows, one entry for each row asked for; NaN: not known."""
 
     flops: Floats
     moved: Floats
     dtype: NDArray[np.int8]
-    """Place in FORMATS; -1: not recorded."""
+    """Place of the number format in FORMATS; -1: not recorded."""
     is_vector_product: NDArray[np.bool_]
-    """A product with a vector: too little reuse for matrix units."""
+    """Whether it is a product with a vector: too little reuse for matrix units."""
     relayout: NDArray[np.bool_]
-    """A copy between equal types whose strides differ: it only changes the order of the data."""
+    """Whether it is a copy between equal types that only changes the order of the data."""
     gradients: NDArray[np.int8]
-    """Convolution backward: how many of the input's and the weight's gradient it computes."""
+    """Gradients (input's, weight's) that a convolution's backward computes: 0, 1 or 2."""
 
 
 def sum_costs(trace: Trace, ops: Rows) -> Costs:
-    """Costs of rows of ``trace.cpu`` (-1 gives nothing)."""
+    """Estimate the costs of rows of ``trace.cpu`` (-1: nothing known)."""
     count = len(ops)
     inputs = np.full(count, NO_ROW, dtype=np.int64)
     names = np.zeros(count, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The dimensions of matrix products, convolutions and attention, from recorded inputs.
+"""Dimensions of matrix products, convolutions and attention, from recorded inputs.
 
 ``kernels.py`` and ``traffic.py`` both start from these. Argument positions are those of PyTorch's
 operator schemas (``torch._C._jit_get_schemas_for_operator``).
@@ -23,11 +23,11 @@ class MatrixProduct(NamedTuple):
     a: Tensor
     b: Tensor
     added: Tensor | None
-    """The matrix or bias that is added (``addmm``, ``linear``)."""
+    """Matrix or bias that is added (``addmm``, ``linear``)."""
 
     @property
     def is_vector_product(self) -> bool:
-        """One side is a vector: matrix units have nothing to reuse."""
+        """Whether one side is a vector: matrix units have nothing to reuse."""
         return min(self.m, self.n, self.k) <= 1
 
 
@@ -39,7 +39,7 @@ class ConvolutionCall(NamedTuple):
     """Spatial positions at which the filter is applied: of the output, or of the input when
     transposed."""
     out_spatial: tuple[int, ...] | None
-    """Of the output; ``None``: not recorded (transposed, and without all of its arguments)."""
+    """Output's spatial sizes; ``None``: not recorded (transposed, without all of its arguments)."""
     channels_out: int
     input: Tensor
     weight: Tensor
@@ -65,7 +65,7 @@ class AttentionCall(NamedTuple):
 
 
 def parse_product(op: str, x: OpInputs) -> MatrixProduct | None:
-    """The matrix product of an operator; ``None``: not one, or shapes that do not fit."""
+    """Return the matrix product of an operator; ``None``: not one, or shapes that do not fit."""
     name = op.removeprefix("aten::").removesuffix("_")
     at = _PRODUCTS.get(name)
     if at is None:
@@ -100,7 +100,7 @@ def _linear(a: Tensor, weight: Tensor, bias: Tensor | None) -> MatrixProduct | N
 
 
 def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
-    """``torch.matmul``: vectors become matrices, batch dimensions broadcast."""
+    """Parse ``torch.matmul``: vectors become matrices, batch dimensions broadcast."""
     if not a.shape or not b.shape:
         return None
     left = a.shape if len(a.shape) > 1 else (1, *a.shape)
@@ -114,8 +114,8 @@ def _matmul(a: Tensor, b: Tensor, added: Tensor | None) -> MatrixProduct | None:
 
 
 def _grouped(a: Tensor, b: Tensor) -> MatrixProduct | None:
-    """Grouped products: a 2-D side holds all groups, so only the sums of their sizes are recorded,
-    and the work depends only on those."""
+    """Return a grouped product: a 2-D side holds all groups, so only the sums of their sizes are
+    recorded, and the work depends only on those."""
     ranks = (len(a.shape), len(b.shape))
     if ranks == (2, 3) and a.shape[1] == b.shape[1]:
         return MatrixProduct(1, a.shape[0], b.shape[2], a.shape[1], a, b, None)
@@ -143,13 +143,13 @@ class Experts(NamedTuple):
 
 
 _EXPERTS = re.compile(r"(?:^|::)(?:inplace_|outplace_|grouped_)?fused_(?:experts|moe)(?:_impl)?_?$")
-"""vLLM's ``vllm::inplace_fused_experts`` and ``outplace_…``, and SGLang's of the same names."""
+"""Operators of expert layers: vLLM's and SGLang's ``inplace_fused_experts``, ``outplace_…``."""
 
 
 def parse_experts(op: str, x: OpInputs) -> Experts | None:
-    """The experts of an operator; ``None``: not one, or its inputs are not the ones known: tokens,
-    the two weights, the routing weights and numbers, in this order (``fused_experts``), or routing
-    scores instead (``fused_moe``), which do not tell how many experts a token is sent to."""
+    """Return the experts of an operator; ``None``: not one, or unknown inputs. Known ones are
+    tokens, the two weights, the routing weights and numbers, in this order (``fused_experts``).
+    Routing scores instead (``fused_moe``) do not tell how many experts a token is sent to."""
     if op.startswith("aten::") or not _EXPERTS.search(op):
         return None
     tokens, up, down, weights, numbers = (x.tensor(at) for at in range(5))
@@ -168,7 +168,7 @@ def parse_experts(op: str, x: OpInputs) -> Experts | None:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape that all broadcast to; ``None``: they do not."""
+    """Return the shape that all broadcast to; ``None``: they do not."""
     rank = max((len(shape) for shape in shapes), default=0)
     result = []
     for place in range(-rank, 0):
@@ -189,7 +189,7 @@ class _Layout(NamedTuple):
     """Position of the flag, or its value."""
     bias: int | None = None
     output_padding: int | None = None
-    """Of the operators that can be transposed, as is ``groups``."""
+    """Position in the operators that can be transposed, as ``groups`` is."""
     groups: int | None = None
 
 
@@ -218,8 +218,8 @@ _CONVOLUTIONS: dict[str, _Layout] = {
 
 
 def parse_convolution(op: str, x: OpInputs) -> ConvolutionCall | None:
-    """The convolution of an operator; ``None``: not one, or stride, padding or the output mask
-    were not recorded and the shapes alone do not tell."""
+    """Return the convolution of an operator; ``None``: not one, or stride, padding or the output
+    mask were not recorded and the shapes alone do not tell."""
     name = op.removeprefix("aten::")
     if name == "convolution_backward":
         return _convolution_backward(x)
@@ -259,7 +259,7 @@ def parse_convolution(op: str, x: OpInputs) -> ConvolutionCall | None:
 def _transposed_size(
     x: OpInputs, layout: _Layout, size: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """(size - 1) stride - 2 padding + dilation (kernel - 1) + output padding + 1, a dimension."""
+    """Return (size - 1) stride - 2 padding + dilation (kernel - 1) + output padding + 1."""
     if layout.output_padding is None:
         return None
     at = (layout.stride, layout.padding, layout.dilation, layout.output_padding)
@@ -278,7 +278,7 @@ def _transposed_size(
 
 
 def _a_dimension(x: OpInputs, at: tuple[int, ...], rank: int) -> list[tuple[int, ...]] | None:
-    """Arguments that are given once or for each dimension; ``None``: not recorded."""
+    """Read arguments that are given once or for each dimension; ``None``: not recorded."""
     lists = [x.integers(place) for place in at]
     full = []
     for numbers in lists:
@@ -291,7 +291,7 @@ def _a_dimension(x: OpInputs, at: tuple[int, ...], rank: int) -> list[tuple[int,
 def _output_size(
     x: OpInputs, layout: _Layout, size: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1, a dimension."""
+    """Return floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1, by dimension."""
     given = _a_dimension(x, (layout.stride, layout.padding, layout.dilation), len(size))
     if given is None:
         return None
@@ -307,8 +307,8 @@ def _output_size(
 
 
 def _convolution_backward(x: OpInputs) -> ConvolutionCall | None:
-    """Gradients: the recorded output gradient has the output's size, so only the mask and the
-    direction of the convolution must be known."""
+    """Return a convolution's gradients: the recorded output gradient has the output's size, so only
+    the mask and the direction of the convolution must be known."""
     grad, data, weight = x.tensor(0), x.tensor(1), x.tensor(2)
     mask, transposed = x.argument(10), x.flag(7)
     if grad is None or data is None or weight is None or transposed is None:
@@ -332,14 +332,14 @@ def _convolution_backward(x: OpInputs) -> ConvolutionCall | None:
 
 
 class _MatrixCall(NamedTuple):
-    """Where an attention operator has its query, its causal argument and its sequence lengths."""
+    """Positions of an attention operator's query, its causal argument and its sequence lengths."""
 
     query: int
     causal: int
     heads_first: bool
-    """[batch, heads, sequence, width], else [batch, sequence, heads, width]."""
+    """Whether inputs are [batch, heads, sequence, width], else [batch, sequence, heads, width]."""
     varlen: int | None = None
-    """Cumulative sequence lengths; when given, the shapes do not tell the work."""
+    """Position of the cumulative sequence lengths; when given, the shapes do not tell the work."""
     window: int | None = None
 
 
@@ -363,7 +363,7 @@ _ATTENTION: dict[str, _MatrixCall] = {
 
 
 def parse_attention(op: str, x: OpInputs) -> AttentionCall | None:
-    """The attention of an operator; ``None``: not one, packed sequences of unknown length, a
+    """Return the attention of an operator; ``None``: not one, packed sequences of unknown length, a
     sliding window, or the causal argument was not recorded."""
     name = op.removeprefix("aten::")
     call = _ATTENTION.get(name)
@@ -418,6 +418,6 @@ def _causal(name: str, x: OpInputs, at: int) -> bool | None:
 
 
 def _causal_pairs(queries: int, keys: int) -> int:
-    """Pairs (i, j) with j <= i: the sum of min(i + 1, keys) over the queries."""
+    """Count pairs (i, j) with j <= i: the sum of min(i + 1, keys) over the queries."""
     full = min(queries, keys)
     return full * (full + 1) // 2 + (queries - full) * keys

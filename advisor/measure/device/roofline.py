@@ -1,5 +1,5 @@
-"""Kernels summed up: by family, by name against the roofline, and over the step (MFU). How many
-blocks of a kernel fit on a multiprocessor at once, and how many waves a grid makes.
+"""Kernels summed up: by family, by name against the roofline, and over the step (MFU); resident
+blocks of a kernel on a multiprocessor, and waves of a grid.
 
 Blocks: the calculation of NVIDIA's ``cuda_occupancy.h`` (CUDA 13.0,
 ``cudaOccMaxActiveBlocksPerMultiprocessor``), without what a trace does not tell: barriers, thread
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 KNOWN_SHARE = 0.8
-"""A rate, a roofline share or the MFU is given when at least this share of the time it describes
-has known FLOPs or bytes; below it the figure would describe something else."""
+"""Share of the time with known FLOPs or bytes from which a rate, a roofline share or the MFU is
+given; below it the figure would describe something else."""
 
 
 def sum_families(a: Analysis) -> pl.DataFrame:
-    """Device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed), ``share``
-    (of summed compute and communication kernel time), ``flops`` and ``moved`` (those that are
-    known, null when none is). Copies and memsets are listed too."""
+    """Sum device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed),
+    ``share`` (of summed compute and communication kernel time), ``flops`` and ``moved`` (those that
+    are known, null when none is). Copies and memsets are listed too."""
     rows = in_spans(a)
     kernels = rows.filter(pl.col("kind") == "kernel")["ns"].sum()
     return (
@@ -49,10 +49,10 @@ def sum_families(a: Analysis) -> pl.DataFrame:
 
 
 def sum_kernels(a: Analysis) -> pl.DataFrame:
-    """Device time by kernel name inside ``spans``: ``name``, ``family``, ``count``, ``dur`` (ns),
-    ``share``, ``occupancy`` (time-weighted percent; null), ``blocks_per_sm`` (time-weighted; null),
-    ``tensor_core``, ``flops_per_s``, ``bytes_per_s``, ``roofline`` (share of the attainable peak;
-    null: not measured), ``op_name``; largest ``dur`` first.
+    """Sum device time by kernel name inside ``spans``: ``name``, ``family``, ``count``, ``dur``
+    (ns), ``share``, ``occupancy`` (time-weighted percent; null), ``blocks_per_sm`` (time-weighted;
+    null), ``tensor_core``, ``flops_per_s``, ``bytes_per_s``, ``roofline`` (share of the attainable
+    peak; null: not measured), ``op_name``; largest ``dur`` first.
 
     ``roofline``: the time that the device's peak and bandwidth allow, over the time taken:
     max(FLOPs / peak of the dtype, bytes / memory bandwidth) / duration. Kernels that are neither
@@ -107,10 +107,10 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
 
 
 def model_flop_utilisation(a: Analysis) -> float | None:
-    """Model FLOP utilisation: FLOPs of all kernels with known shapes over the step time times the
-    peak of their dtype (0 to 1). Work in several formats is compared with the peak of each.
-    ``None``: shapes or peak not known, or shapes cover less than KNOWN_SHARE of GEMM, convolution
-    and attention time."""
+    """Return the model FLOP utilisation: FLOPs of all kernels with known shapes over the step time
+    times the peak of their dtype (0 to 1). Work in several formats is compared with the peak of
+    each. ``None``: shapes or peak not known, or shapes cover less than KNOWN_SHARE of GEMM,
+    convolution and attention time."""
     hardware = a.hardware
     if hardware is None or not a.span_ns:
         return None
@@ -126,8 +126,8 @@ def model_flop_utilisation(a: Analysis) -> float | None:
 
 
 def in_spans(a: Analysis) -> pl.DataFrame:
-    """The device rows that count, with what ``Analysis.kernels`` says of them. ``ns`` is the part
-    of the duration inside the spans; FLOPs and bytes are cut in proportion."""
+    """Return the device rows that count, with their columns of ``Analysis.kernels``. ``ns`` is the
+    part of the duration inside the spans; FLOPs and bytes are cut in proportion."""
     gpu, kernels = a.trace.gpu, a.kernels
     index = np.flatnonzero(a.in_window)
     ts, dur = gpu["ts"].to_numpy()[index], gpu["dur"].to_numpy()[index]
@@ -152,7 +152,7 @@ def in_spans(a: Analysis) -> pl.DataFrame:
 
 
 def _peaks(rows: pl.DataFrame, hardware: GpuSpec) -> pl.Series:
-    """Peak of each row's dtype, FLOP/s; null: dtype or peak not known."""
+    """Return the peak of each row's dtype, FLOP/s; null: dtype or peak not known."""
     formats = rows["dtype"].unique().drop_nulls().to_list()
     peaks = {name: hardware.peak(name) for name in formats}
     known = {name: peak for name, peak in peaks.items() if peak is not None}
@@ -163,7 +163,7 @@ def _peaks(rows: pl.DataFrame, hardware: GpuSpec) -> pl.Series:
 
 
 def _ideal_ns(rows: pl.DataFrame, hardware: GpuSpec | None) -> pl.Series:
-    """Shortest time the device allows each row, ns; null: FLOPs, bytes or limits not known."""
+    """Return each row's shortest time on the device, ns; null: work or limits not known."""
     if hardware is None:
         return pl.Series([None], dtype=pl.Float64).new_from_index(0, rows.height)
     frame = rows.select("family", "flops", "moved", peak=_peaks(rows, hardware))
@@ -178,12 +178,12 @@ def _ideal_ns(rows: pl.DataFrame, hardware: GpuSpec | None) -> pl.Series:
 
 
 def _known_sum(name: str) -> pl.Expr:
-    """Sum of the known values; null when none is known."""
+    """Sum the known values; null when none is known."""
     return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
 
 
 def _weighted(name: str) -> pl.Expr:
-    """Sum of a value times the time it held."""
+    """Sum a value times the time it held."""
     product = pl.col(name) * pl.col("ns")
     return pl.when(product.is_not_null().any()).then(product.sum()).alias(name)
 
@@ -193,12 +193,12 @@ def _time_with(name: str) -> pl.Expr:
 
 
 def _ratio(part: pl.Expr, whole: pl.Expr) -> pl.Expr:
-    """``part / whole``; null where ``whole`` is not positive."""
+    """Return ``part / whole``; null where ``whole`` is not positive."""
     return pl.when(whole > 0).then(part / whole)
 
 
 def _rate(name: str) -> pl.Expr:
-    """Amount a second of the time it is known for; null when that is too little of the time."""
+    """Return an amount a second of the time it is known for; null when that is too little time."""
     time = pl.col(f"{name}_ns")
     return pl.when((time > 0) & (time >= KNOWN_SHARE * pl.col("dur"))).then(
         pl.col(name) / time * 1e9
@@ -206,9 +206,9 @@ def _rate(name: str) -> pl.Expr:
 
 
 REGISTER_UNIT = 256
-"""Registers are allocated to a warp in units of 256 (cudaOccRegAllocationGranularity)."""
+"""Unit in which registers are allocated to a warp (cudaOccRegAllocationGranularity)."""
 MAX_THREADS_PER_BLOCK = 1024
-"""The same from compute capability 2.0 to 12.x (CUDA C++ Programming Guide)."""
+"""Threads of a block at most, compute capability 2.0 to 12.x (CUDA C++ Programming Guide)."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that CUDA keeps a block from compute capability 8.0 on."""
 
@@ -229,11 +229,11 @@ _SIZES: dict[tuple[int, int], tuple[int, int]] = {
 }  # fmt: skip
 """Compute capability -> threads and KiB of shared memory of an SM at most (the same table)."""
 _REGISTERS = 65_536
-"""Of an SM, from compute capability 5.0 on (the same table)."""
+"""Registers of an SM, from compute capability 5.0 on (the same table)."""
 
 
 def multiprocessor_limits(compute: tuple[int, int]) -> Device | None:
-    """What an SM of a compute capability holds; ``None``: not known."""
+    """Return the limits of an SM of a compute capability; ``None``: not known."""
     if (sizes := _SIZES.get(compute)) is None:
         return None
     threads, kilobytes = sizes
@@ -249,7 +249,7 @@ def multiprocessor_limits(compute: tuple[int, int]) -> Device | None:
 def find_limiters(
     blocks: Floats, threads: Ints, registers: Ints, shared: Ints, device: Device
 ) -> NDArray[np.object_]:
-    """What bounds :func:`active_blocks`: without it more would fit."""
+    """Name the resource that limits :func:`active_blocks`: without it more would fit."""
     zero = np.zeros_like(registers)
     result = np.full(len(threads), "block sizes", dtype=object)
     for name, sizes in (("registers", (zero, shared)), ("shared memory", (registers, zero))):
@@ -261,7 +261,7 @@ def find_limiters(
 def active_blocks(
     threads: Ints, registers: Ints, shared: Ints, device: Device, *, amd: bool = False
 ) -> Floats | None:
-    """Blocks of a kernel that fit on one SM at once, one value a launch; NaN: it cannot run.
+    """Count the blocks of a kernel that fit on one SM at once, for each launch; NaN: it cannot run.
 
     ``threads`` a block, ``registers`` a thread, ``shared`` bytes per block (static and dynamic).
     ``None``: the device's limits are not known, or it is not NVIDIA's.
@@ -296,7 +296,7 @@ def active_blocks(
 
 
 class Residency(NamedTuple):
-    """Aligned with ``trace.gpu``; null: not a kernel, or grid or device not recorded."""
+    """Waves and occupancy, aligned with ``trace.gpu``; null: no kernel, or not recorded."""
 
     waves: pl.Series
     """Grid blocks over the blocks that the whole device holds at once. Below 1, part of the
@@ -307,12 +307,12 @@ class Residency(NamedTuple):
 
 
 def measure_residency(trace: Trace) -> Residency:
-    """Waves and occupancy of every kernel.
+    """Measure waves and occupancy of every kernel.
 
-    Active blocks are the profiler's own where the file has them, else :func:`active_blocks`.
-    Where neither is known, occupancy is what the profiler wrote, except its zeros: it writes 0 for
-    every kernel with more than 48 KiB of shared memory a block (it takes the limit without
-    opt-in), which is most tensor-core GEMMs, and for what rounds to 0.
+    Active blocks are the profiler's own where the file has them, else :func:`active_blocks`. Where
+    neither is known, occupancy is what the profiler wrote, except its zeros: it writes 0 for every
+    kernel with more than 48 KiB of shared memory a block (it takes the limit without opt-in), which
+    is most tensor-core GEMMs, and for what rounds to 0.
     """
     gpu = trace.gpu
     waves = np.full(gpu.height, np.nan)

@@ -1,6 +1,6 @@
-"""What was recorded of an operator's inputs: shapes, types, strides, arguments; number formats.
+"""Recorded inputs of operators: shapes, types, strides, arguments; number formats.
 
-All of it is text from the trace, so everything is checked, and what does not fit is not there.
+All of it is text from the trace, so everything is checked, and what does not fit counts as absent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import polars as pl
 from advisor.core.gpus import canonical_dtype
 
 MAX_ELEMENTS = 1 << 60
-"""No tensor has more; larger figures are damage."""
+"""Elements of a tensor at most; larger figures are damage."""
 MAX_LIST = 100_000
-"""Tensors of a list that are read."""
+"""Tensors of a list that are read, at most."""
 
 _MAIN_INPUT = {
     "aten::addmm": 1,
@@ -34,11 +34,11 @@ _MAIN_INPUT = {
     "vllm::inplace_fused_experts": 1,
     "vllm::outplace_fused_experts": 1,
 }
-"""Where the first floating-point tensor is not what the arithmetic is done on."""
+"""Operator -> position of its main operand, where that is not the first floating-point tensor."""
 
 
 class Tensor(NamedTuple):
-    """One tensor argument."""
+    """Recorded shape, type and strides of one tensor argument."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -93,7 +93,7 @@ class OpInputs:
         return _list(self._concrete)
 
     def tensor(self, at: int) -> Tensor | None:
-        """The tensor at a position; ``None``: no tensor is recorded there."""
+        """Return the tensor at a position; ``None``: no tensor is recorded there."""
         if at not in self._found:
             self._found[at] = self._tensor(at)
         return self._found[at]
@@ -117,7 +117,7 @@ class OpInputs:
         return [tensor for tensor in result if tensor is not None]
 
     def shapes(self, at: int) -> list[tuple[int, ...]]:
-        """Shapes of a list of tensors; empty: no such list is recorded there."""
+        """Return the shapes of a list of tensors; empty: no such list is recorded there."""
         if at >= len(self._dims) or at >= len(self._types) or self._types[at] != "TensorList":
             return []
         found = [_shape(sizes) for sizes in _listed(self._dims[at])]
@@ -129,7 +129,7 @@ class OpInputs:
         return bool(self._concrete_list)
 
     def argument(self, at: int) -> Any:
-        """A plain argument: int, float, bool, or a list of them; ``None``: not recorded, not
+        """Return a plain argument: int, float, bool, or a list of them; ``None``: not recorded, not
         given, or something else."""
         if at >= len(self._concrete_list):
             return None
@@ -137,12 +137,12 @@ class OpInputs:
         return _literal(text) if isinstance(text, str) else None
 
     def flag(self, at: int) -> bool | None:
-        """A boolean argument."""
+        """Return a boolean argument; ``None``: not recorded."""
         value = self.argument(at)
         return value if isinstance(value, bool) else None
 
     def integers(self, at: int) -> list[int] | None:
-        """A list of integers; a single integer counts as a list of one."""
+        """Return a list of integers; a single integer counts as a list of one."""
         value = self.argument(at)
         values = value if isinstance(value, list) else [value]
         good = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
@@ -150,8 +150,8 @@ class OpInputs:
 
 
 def main_dtype(op: str, inputs: OpInputs) -> str | None:
-    """The format an operator computes in, by its recorded input types (one of FORMATS): that of
-    its first tensor in such a format, or of the operand named in a table; ``None``: unknown."""
+    """Return the format an operator computes in, by its recorded input types (one of FORMATS): that
+    of its first tensor in such a format, or of the operand in _MAIN_INPUT; ``None``: unknown."""
     at = _MAIN_INPUT.get(op)
     if at is not None:
         tensor = inputs.tensor(at)
@@ -193,7 +193,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _literal(text: str) -> Any:
-    """``True``, ``3``, ``0.``, ``[1, 1]``, ``[True, False]``; anything else is ``None``."""
+    """Parse ``True``, ``3``, ``0.``, ``[1, 1]``, ``[True, False]``; anything else is ``None``."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         inside = text[1:-1].strip()
@@ -215,7 +215,7 @@ def _literal(text: str) -> Any:
 # -- number formats --------------------------------------------------------------------------------
 
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
-"""Number formats as ``hardware.MemoryPeaks`` names them."""
+"""Number formats, named as in ``GpuSpec.peak``."""
 Format = pl.Enum(FORMATS)
 
 _WIDTHS = {
@@ -240,23 +240,23 @@ _SCALAR_TYPES = {
 
 
 def bare_type_name(dtype: str) -> str:
-    """A type name without namespace, in lower case."""
+    """Return a type name without namespace, in lower case."""
     return dtype.strip().casefold().removeprefix("c10::").removeprefix("torch.")
 
 
 @lru_cache(maxsize=256)
 def width_of(dtype: str) -> int | None:
-    """Bytes an element; ``None``: not a tensor type, or not known."""
+    """Return the bytes an element; ``None``: not a tensor type, or not known."""
     return _WIDTHS.get(bare_type_name(dtype))
 
 
 def scalar_type(number: object) -> str | None:
-    """The type that a dtype argument's number stands for; ``None``: not known."""
+    """Return the type that a dtype argument's number stands for; ``None``: not known."""
     return _SCALAR_TYPES.get(number) if isinstance(number, int) else None
 
 
 def type_order(dtype: str) -> int:
-    """0 bool, 1 integer, 2 floating point, 3 complex: the order of type promotion."""
+    """Return 0 for bool, 1 integer, 2 floating point, 3 complex: the order of type promotion."""
     name = bare_type_name(dtype)
     if name == "bool":
         return 0

@@ -36,13 +36,13 @@ from advisor.measure.device.shapes import (
 )
 
 SOFTMAX, SOFTMAX_BACKWARD = 5, 4
-"""Maximum, difference, exponential, sum, division; backward: product, sum, difference, product."""
+"""FLOPs: maximum, difference, exponential, sum, division; backward: 2 products, sum, difference."""
 LAYER_NORM, LAYER_NORM_BACKWARD = 8, 14
-"""Mean 1, variance 3, normalise 2, scale and shift 2; backward with weight and bias gradients."""
+"""FLOPs: mean 1, variance 3, normalise 2, scale, shift 2; backward with parameter gradients."""
 RMS_NORM, RMS_NORM_BACKWARD = 4, 9
-"""Square and sum 2, normalise 1, scale 1."""
+"""FLOPs an element: square and sum 2, normalise 1, scale 1."""
 BATCH_NORM_INFERENCE = 2
-"""One scale and one shift a channel, folded."""
+"""FLOPs an element: a scale and a shift of the channel, folded."""
 
 _PER_ELEMENT: dict[str, float] = {
     name: each
@@ -68,14 +68,14 @@ _PER_ELEMENT: dict[str, float] = {
     )
     for name in names.split()
 }
-"""Operations an element of the first tensor."""
+"""Operator -> FLOPs an element of the first tensor."""
 
 _BATCH_NORM = {"cudnn_batch_norm": 5, "miopen_batch_norm": 5, "native_batch_norm": 5}
 """Operator -> position of the ``training`` argument."""
 
 
 def split_words(text: str) -> list[str]:
-    """A list of names, written as prose."""
+    """Split a list of names, written as prose."""
     return text.split()
 
 
@@ -84,7 +84,7 @@ _MOVES = frozenset(
     copy_ clone cat fill_ zero_ contiguous embedding index_select gather index_copy_ scatter_
     index constant_pad_nd flip roll repeat tril triu""")
 )
-"""Nothing is computed."""
+"""Operators that compute nothing."""
 
 ELEMENTWISE: dict[str, int] = (
     dict.fromkeys(
@@ -110,7 +110,7 @@ ELEMENTWISE: dict[str, int] = (
 
 
 def count_flops(op: str, x: OpInputs) -> float | None:
-    """Floating-point operations of one call; ``None``: no formula, or inputs not recorded."""
+    """Count a call's floating-point operations; ``None``: no formula, or inputs not recorded."""
     result = parse_product(op, x)
     if result is not None:
         return 2.0 * result.batch * result.m * result.n * result.k
@@ -184,7 +184,7 @@ _TRITON_PARTIAL = ("embedding", "index", "gather", "scatter", "slice", "select",
 
 
 def count_bytes(op: str, x: OpInputs) -> float | None:
-    """Bytes that one call reads and writes at least; ``None``: no formula, or not recorded."""
+    """Count the bytes a call reads and writes at least; ``None``: no formula, or not recorded."""
     result = parse_product(op, x)
     if result is not None:
         return _product(op, x, result)
@@ -210,7 +210,7 @@ def count_bytes(op: str, x: OpInputs) -> float | None:
 
 
 def _total(*parts: float | None) -> float | None:
-    """The sum; ``None`` when a part is not known."""
+    """Return the sum; ``None`` when a part is not known."""
     total = 0.0
     for part in parts:
         if part is None:
@@ -224,7 +224,7 @@ def _size(elements: int, width: int | None) -> float | None:
 
 
 def _given(tensor: Tensor | None) -> float | None:
-    """Bytes of an optional tensor: nothing when it is not there."""
+    """Return the bytes of an optional tensor: nothing when it is not there."""
     return 0.0 if tensor is None else tensor.bytes
 
 
@@ -266,8 +266,8 @@ evenly at random 2% of the experts go without."""
 
 
 def _experts(e: Experts) -> float | None:
-    """Tokens in and out and the weights of the experts once; what is between the two products may
-    stay on the chip. ``None``: so few rows that it is not recorded how many experts are read."""
+    """Count tokens in and out and the experts' weights once; what is between the products may stay
+    on the chip. ``None``: so few rows that it is not recorded how many experts are read."""
     if e.rows < ALL_EXPERTS * e.up.shape[0]:
         return None
     tokens = e.tokens.bytes
@@ -287,7 +287,7 @@ def _attention(s: AttentionCall) -> float | None:
 
 
 def _triton(op: str, x: OpInputs) -> float | None:
-    """Every pointer argument of a fused kernel is read or written as a whole."""
+    """Count every pointer argument of a fused kernel as read or written as a whole."""
     if not op.startswith(("triton_poi_", "triton_red_", "triton_per_")):
         return None
     if any(word in op for word in _TRITON_PARTIAL):
@@ -333,9 +333,9 @@ _TRAINS = {**_BATCH_NORM, "native_batch_norm_backward": 7}
 
 
 def _norm(name: str, x: OpInputs) -> float | None:
-    """Activations in, parameters and statistics in, one activation out (both for vLLM's residual
-    form). Batch norm in training reads a whole channel before the first result, and then again.
-    Gradients of the parameters are as small as the parameters, and left out."""
+    """Count activations in, parameters and statistics in, one activation out (both for vLLM's
+    residual form). Batch norm in training reads a whole channel before the first result, and then
+    again. Gradients of the parameters are as small as the parameters, and left out."""
     large = _NORM_OUTPUTS.get(name)
     first = x.tensors[0]
     if large is None or not first.elements:
@@ -376,7 +376,7 @@ def _reduction(name: str, x: OpInputs) -> float | None:
 
 
 def _lookup(name: str, x: OpInputs) -> float | None:
-    """Rows that are looked up, read and written once, and the indices."""
+    """Count rows that are looked up, read and written once, and the indices."""
     tensors = x.tensors
     if name == "embedding" and len(tensors) > 1 and len(tensors[0].shape) == 2:
         rows = _size(tensors[1].elements * tensors[0].shape[1], tensors[0].width)
@@ -441,8 +441,8 @@ def _elementwise(name: str, x: OpInputs) -> float | None:
 
 
 def _promoted(tensors: list[Tensor], name: str) -> int | None:
-    """Bytes an element of the result: the widest of the highest kind (bool, integer, float,
-    complex); tensors without dimensions count only when they are of a higher kind."""
+    """Return the bytes an element of the result: the widest of the highest kind (bool, integer,
+    float, complex); tensors without dimensions count only when they are of a higher kind."""
     kinds = [type_order(tensor.dtype) for tensor in tensors]
     with_dims = [k for k, tensor in zip(kinds, tensors, strict=True) if tensor.shape]
     top = max(kinds)

@@ -52,7 +52,7 @@ work that is ready, for which the launch itself is blamed. Measured between queu
 11 us (A100), 12 us (A100, NCCL) and 16 us (V100, graph launches included); a longer wait has a
 reason that must be seen, so without one it is unknown."""
 MAX_FOLLOWED = 4
-"""How many threads are asked what they did while the launching one did nothing recorded: the main
+"""Threads that are searched for a cause while the launching one did nothing recorded: the main
 thread and those that launch most. Autograd has one thread a device; more only cost time."""
 
 _CAUSE = {name: code for code, name in enumerate(CAUSES)}
@@ -71,31 +71,31 @@ class _Blame(NamedTuple):
     host: NDArray[np.int32]
 
     def take(self, rows: NDArray[Any]) -> _Blame:
-        """The pieces at ``rows``, in that order."""
+        """Return the pieces at ``rows``, in that order."""
         return _Blame._make(column[rows] for column in self)
 
     def join(self, other: _Blame) -> _Blame:
-        """The pieces of both."""
+        """Return the pieces of both."""
         pairs: Iterable[Any] = zip(self, other, strict=True)
         return _Blame._make(np.concatenate(pair) for pair in pairs)
 
 
 def idle_gaps(a: Analysis) -> pl.DataFrame:
-    """Idle gaps of the device with blame, clipped to ``spans``: they add up to the idle time. A gap
-    with several causes is split into consecutive pieces; the columns are those of GAPS_SCHEMA,
-    ordered by ``ts``.
+    """Find the device's idle gaps and their causes, clipped to ``spans``: they add up to the idle
+    time. A gap with several causes is split into consecutive pieces; the columns are those of
+    GAPS_SCHEMA, ordered by ``ts``.
 
     A gap is blamed on the thread that launched the work which ended it. Until that launch began,
     each piece has the class of what the thread was doing (``timeline.CLASSES``); where that is
     nothing recorded, what the main thread or another launching thread was doing then. From the
-    launch on it is ``launch``, or ``stream`` when a stream had to wait for an event before
-    this launch and work of another stream or device ended last; a wait of the launched work that is
-    longer than LATENCY_NS and has no such reason is ``unknown``. Pieces under ``overhead`` rows
-    of the profiler are ``profiler`` (or ``compile`` where they load code). Without a next launch
-    the main thread is asked, and what stays unexplained is the ``end``.
+    launch on it is ``launch``, or ``stream`` when a stream had to wait for an event before this
+    launch and work of another stream or device ended last; a wait of the launched work that is
+    longer than LATENCY_NS and has no such reason is ``unknown``. Pieces under ``overhead`` rows of
+    the profiler are ``profiler`` (or ``compile`` where they load code). Without a next launch the
+    main thread is asked, and what stays unexplained is the ``end``.
 
-    For ``unknown`` and ``end``, ``host`` is the innermost annotation around, if any. ``line``
-    falls back to nothing: see ``Analysis.location`` for the backward pass.
+    For ``unknown`` and ``end``, ``host`` is the innermost annotation around, if any. ``line`` has
+    no fallback: see ``Analysis.location`` for the backward pass.
     """
     idle = a.breakdown.idle
     if a.device_id is None or not len(idle):
@@ -171,7 +171,7 @@ def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
 
 
 def _follow(a: Analysis, pieces: HostPieces, thread: NDArray[np.int32]) -> _Blame:
-    """Causes of the pieces; where a thread did nothing that explains them, what others did."""
+    """Find the pieces' causes; where a thread did nothing that explains them, other threads'."""
     blame = _Blame(
         pieces.interval,
         pieces.start,
@@ -209,7 +209,7 @@ def _follow(a: Analysis, pieces: HostPieces, thread: NDArray[np.int32]) -> _Blam
 
 
 def _launching_threads(a: Analysis) -> list[int]:
-    """The main thread, then those that launch most work of the analysed device."""
+    """List the main thread, then those that launch most work of the analysed device."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     launch = gpu["launch"].filter((gpu["device"] == a.device_id) & gpu["launch"].is_not_null())
     counts = np.bincount(cpu["thread"].gather(launch).to_numpy()) if len(launch) else np.zeros(0)
@@ -243,8 +243,8 @@ def _overhead(a: Analysis, blame: _Blame) -> _Blame:
 
 
 def _one_off(a: Analysis, blame: _Blame) -> _Blame:
-    """What the host did in a first call that later ones do in a fraction of the time was done
-    once: loading, searching, compiling (``step_differences.py``)."""
+    """Blame time in costly first calls on compiling, as it is spent once: loading, searching,
+    compiling (``step_differences.py``)."""
     rows = a.one_off_costs["host"].to_numpy()
     ts = a.one_off_costs["ts"].to_numpy()
     over = ("launch", "dispatch", "python", "unknown")
@@ -254,7 +254,7 @@ def _one_off(a: Analysis, blame: _Blame) -> _Blame:
 def _under(
     blame: _Blame, rows: Ints, ts: Ints, end: Ints, cause: str, over: tuple[str, ...]
 ) -> _Blame:
-    """Give what lies under host rows [ts, end) their cause, where it has one of ``over``."""
+    """Give pieces under host rows [ts, end) their cause, if the present one is in ``over``."""
     spans = union(ts, end)
     if not len(spans) or not len(blame.which):
         return blame
@@ -281,10 +281,10 @@ def _stream_waits(
     ended_by: NDArray[np.int64],
     launch: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """For queued work the host row of the ``cudaStreamWaitEvent`` that held it, else -1.
+    """Find the ``cudaStreamWaitEvent`` that held queued work: its host row, else -1.
 
-    It held it when the thread called it after its previous launch on the work's stream, and the
-    device work that ended last before the gap's end ran on another stream or device, until
+    It held the work when the thread called it after its previous launch on the work's stream, and
+    the device work that ended last before the gap's end ran on another stream or device, until
     LATENCY_NS before the work began.
     """
     gpu, cpu = a.trace.gpu, a.trace.cpu
@@ -317,7 +317,7 @@ def _stream_waits(
 
 
 def _next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
-    """Row of gpu of the first work on the device that starts at or after each instant, -1: none.
+    """Return the row of gpu of the first work that starts at or after each instant, -1: none.
 
     Right after a gap that is the work that ended it; at the end of the used steps it is what the
     host was preparing then.
@@ -333,5 +333,5 @@ def _next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
 
 
 def _frames(a: Analysis, host: NDArray[np.int32]) -> NDArray[np.int32]:
-    """User frame of each host row; -1 finds the last entry, which stands for no event."""
+    """Return each host row's user frame; -1 finds the last entry, which stands for no event."""
     return np.append(a.user_frame, np.int32(-1))[host]

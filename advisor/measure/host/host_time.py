@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 HOST_CLASSES = (*CLASSES, "autograd")
-"""``autograd``: nothing on this thread explains the time, and another one is in the backward pass:
-``Tensor.backward`` returns when that is through."""
+"""Classes of host time. ``autograd``: nothing on this thread explains the time, and another one is
+in the backward pass: ``Tensor.backward`` returns when that is through."""
 
 HOST_SCHEMA: dict[str, Any] = {
     "thread": pl.Int32,  # row of trace.threads
@@ -48,14 +48,14 @@ MIN_FRAME_SHARE = 0.5
 MAX_CULPRITS = 3
 """Frames that may share the blame of one gap."""
 MAX_ENCLOSED_SHARE = 0.05
-"""Part of a step's device work that is launched in calls that are more than a preparation."""
+"""Part of a step's device work from which a call that launches it is more than a preparation."""
 
 
 def host_breakdown(a: Analysis) -> pl.DataFrame:
-    """Host time: the columns of HOST_SCHEMA, a row for each thread and class with any time.
+    """Sum host time by thread and class: the columns of HOST_SCHEMA, a row for each with any time.
 
-    The classes of one thread add up to the analysed window: ``unrecorded`` is the time in which
-    the thread has no event, be it idle or running what was not recorded.
+    The classes of one thread add up to the analysed window: ``unrecorded`` is the time in which the
+    thread has no event, be it idle or running what was not recorded.
     """
     line = a.timeline
     ns = covered_length(line.start, line.end, a.spans)
@@ -79,8 +79,8 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
 
 
 def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
-    """Time of the main thread that nothing on it explains while another thread runs the engine of
-    autograd: (thread, class it has in the timeline, ns inside the used steps)."""
+    """Find time of the main thread that nothing on it explains while another thread runs the engine
+    of autograd: (thread, class it has in the timeline, ns inside the used steps)."""
     main = a.trace.main_thread
     cpu = a.trace.cpu
     if main is None or not cpu.height:
@@ -110,13 +110,13 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
 
 
 def python_gaps(a: Analysis) -> pl.DataFrame:
-    """Idle time of the device by the Python code that causes it: the rows of ``Analysis.gaps`` with
-    cause ``python`` and a user frame, with ``frame``, the row of ``trace.cpu`` to blame.
+    """Find idle time of the device by the Python code that causes it: the rows of ``Analysis.gaps``
+    with cause ``python`` and a user frame, with ``frame``, the row of ``trace.cpu`` to blame.
 
-    That is the deepest frame of the user's code or of an installed library that holds most (HOLDS)
-    of the gap's Python time, or most of what deeper ones leave of it; where there is none, of any
-    code. A frame in which much of the device's work is launched too is none of them: for the code
-    between its calls, ``frame`` is null.
+    That is the deepest frame of the user's code or of an installed library that holds most
+    (MIN_FRAME_SHARE) of the gap's Python time, or most of what deeper ones leave of it; where there
+    is none, of any code. A frame in which much of the device's work is launched too is none of
+    them: for the code between its calls, ``frame`` is null.
     """
     table = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null())
     frame = np.full(table.height, -1, dtype=np.int64)
@@ -130,7 +130,7 @@ def python_gaps(a: Analysis) -> pl.DataFrame:
 
 
 def _most_of_each(a: Analysis, table: pl.DataFrame, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """For each piece of a gap the wanted row to blame, -1: none. See :func:`python_gaps`."""
+    """Find the wanted row to blame for each piece of a gap, -1: none. See :func:`python_gaps`."""
     cpu, parent = a.trace.cpu, parent_rows(a.trace)
     above = ancestor_chains(parent, innermost_ancestor(parent, wanted)[table["host"].to_numpy()])
     piece, level = np.nonzero(above >= 0)
@@ -163,7 +163,7 @@ def _most_of_each(a: Analysis, table: pl.DataFrame, wanted: NDArray[np.bool_]) -
 
 
 def _launching(a: Analysis) -> NDArray[np.bool_]:
-    """Aligned with ``trace.cpu``: calls in which ENCLOSED of a step's device work is launched."""
+    """Return which host rows launch more than MAX_ENCLOSED_SHARE of a step's device work."""
     cpu, gpu = a.trace.cpu, a.trace.gpu
     rows = np.flatnonzero(a.in_window & gpu["launch"].is_not_null().to_numpy())
     launch = gpu["launch"].gather(rows).to_numpy()
@@ -181,7 +181,7 @@ def _launching(a: Analysis) -> NDArray[np.bool_]:
 
 
 def python_hot_spots(a: Analysis) -> pl.DataFrame:
-    """Python code that leaves the device idle; the columns are those of HOT_SCHEMA, most
+    """Find Python code that leaves the device idle; the columns are those of HOT_SCHEMA, most
     ``critical_ns`` first. Empty without Python stacks. See :func:`python_gaps`.
 
     ``critical_ns`` is the time inside the used steps in which the device idles and waits for this

@@ -1,5 +1,5 @@
-"""Device work and its launches: which operator is responsible, whose records are lost, what was
-queued before the recording, and hosts that run ahead."""
+"""Device work and its launches: the responsible operator, lost records, work queued before the
+recording, and hosts that run ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIMIZER = r"^Optimizer\.step"
 
 
 class Launches(NamedTuple):
-    """Aligned with ``trace.gpu``; rows are rows of ``trace.cpu``, -1: none."""
+    """Operators around each launch, aligned with ``trace.gpu``: rows of ``trace.cpu``, -1: none."""
 
     innermost_op: Rows
     """Innermost operator around the launch. None for work of a CUDA graph: the operator around
@@ -30,22 +30,21 @@ class Launches(NamedTuple):
     op: Rows
     """Nearest operator, from the inside, that does work of a known family."""
     outer_op: Rows
-    """The next such operator around that."""
+    """Next such operator around ``op``."""
     family: NDArray[np.int8]
     """Family code of ``op``; -1: none."""
     outer_family: NDArray[np.int8]
     """Family code of ``outer_op``; -1: none."""
     optimizer: NDArray[np.bool_]
-    """Launched inside ``Optimizer.step``."""
+    """Whether it was launched inside ``Optimizer.step``."""
     sdpa: Rows
-    """Innermost ``scaled_dot_product_attention`` operator around it."""
+    """Innermost ``scaled_dot_product_attention`` operator around the launch."""
 
 
 def find_launches(trace: Trace) -> Launches:
-    """Walk from each launch to the operators that it serves.
+    """Find the operators around each launch.
 
-    The walk is done once for each distinct launching row; several kernels of one operator share
-    it.
+    The walk is done once for each distinct launching row; several kernels of one operator share it.
     """
     cpu, gpu = trace.cpu, trace.gpu
     inner = _rows(gpu["op"])
@@ -86,7 +85,7 @@ def _at(codes: NDArray[np.int8], rows: Rows) -> NDArray[np.int8]:
 
 
 def _around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern: str) -> Rows:
-    """Nearest host row of a kind and name at or around each row; -1: none."""
+    """Return the nearest host row of a kind and name at or around each row; -1: none."""
     where = np.flatnonzero((cpu["kind"] == kind).to_numpy())
     named = name_matches(cpu["name"].gather(where), pattern).to_numpy()
     if not named.any():
@@ -97,7 +96,7 @@ def _around(cpu: pl.DataFrame, parent: Rows, rows: Rows, kind: str, pattern: str
 
 
 def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
-    """Aligned with ``trace.cpu``: family code of an operator, -1: not an operator, or none."""
+    """Return operators' family codes, aligned with ``trace.cpu``; -1: not an operator, or none."""
     codes = np.full(cpu.height, NO_ROW, dtype=np.int8)
     where = np.flatnonzero((cpu["kind"] == "op").to_numpy())
     texts, which = distinct_names(cpu["name"].gather(where))
@@ -109,24 +108,24 @@ def _family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
 
 
 REPORTED_SHARE = 0.01
-"""Part of the launches from which holes count, and nothing is concluded from idle time: a file
-without losses has none, so this only leaves room for launches that failed."""
+"""Part of the launches from which lost records count, and nothing is concluded from idle time. A
+file without losses has none, so this only leaves room for launches that failed."""
 
 
 class LostRecords(NamedTuple):
-    """Launches of kernels in the recording, and those whose kernel is not in it."""
+    """Number of kernel launches in the recording, and of those whose kernel is not in it."""
 
     launches: int
     lost: int
     replayed: int = 0
-    """Of the lost ones, those of graph replays: how much of their time is missing is unknown."""
+    """Lost launches that are of graph replays: how much of their time is missing is unknown."""
     truncated: bool = False
-    """The file is cut off. Profilers write the host's operators first and in no order of time after
-    that, so that device work may be missing anywhere."""
+    """Whether the file is cut off. Profilers write the host's operators first and in no order of
+    time after that, so that device work may be missing anywhere."""
 
     @property
     def reported(self) -> bool:
-        """So many that what looks idle may be a hole in the records."""
+        """Whether so many records are lost that apparent idle time may be missing work."""
         return self.truncated or self.lost > REPORTED_SHARE * self.launches
 
     @property
@@ -136,13 +135,13 @@ class LostRecords(NamedTuple):
 
 
 def lost_records(trace: Trace) -> LostRecords:
-    """Counts kernel launches with a correlation id that no device row has.
+    """Count kernel launches with a correlation id that no device row has.
 
-    Not counted: launches into a graph that is being captured, which run nothing; launches after
-    the last one whose kernel is there, which the recording may have ended before; a launch inside
-    another (the runtime's call around the driver's) whose kernel is tied to one of the two; as
-    many as there are device rows that could not be tied to their launch; and those of an id that
-    has as many device rows as launches (traces of several processes, put together by hand).
+    Not counted: launches into a graph that is being captured, which run nothing; launches after the
+    last one whose kernel is there, which the recording may have ended before; a launch inside
+    another (the runtime's call around the driver's) whose kernel is tied to one of the two; as many
+    as there are device rows that could not be tied to their launch; and those of an id that has as
+    many device rows as launches (traces of several processes, put together by hand).
     """
     cpu, gpu = trace.cpu, trace.gpu
     call = cpu["call"]
@@ -177,7 +176,7 @@ def lost_records(trace: Trace) -> LostRecords:
 
 
 def _captured(trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """Which host rows lie between the begin and the end of a capture on their thread."""
+    """Return which host rows lie between the begin and the end of a capture on their thread."""
     cpu = trace.cpu
     at = np.flatnonzero((cpu["call"] == "graph_capture").fill_null(False).to_numpy())
     if not len(at):
@@ -198,27 +197,27 @@ Times = NDArray[np.int64]
 
 AHEAD_SHARE = 0.05
 """Part of a step that its first work must wait in the queue for the host to run ahead. Launch
-latency is some 10 us; a step that is bound by the host has its device wait, not its work."""
+latency is some 10 us; in a step bound by the host the device waits, not its work."""
 MIN_STEPS = 3
-"""Fewer have no middle: their marks and their queue are those of the window's ends."""
+"""Steps that are needed, at least: fewer are all at the window's ends."""
 WAITING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 """Classes of calls that may hold the host until the device is done."""
 NEVER = np.iinfo(np.int64).max
 
 
 class Queue(NamedTuple):
-    """Steps as the device saw them."""
+    """Steps on the device's clock."""
 
     start: Times
-    """First device work of each step began, ns."""
+    """Start of the first device work of each step, ns."""
     end: Times
-    """First device work of the next step began, or the last of this one ended, ns."""
+    """Start of the next step's first device work, or the end of this one's last, ns."""
     ahead_ns: float
-    """How long a step's first work waited in the queue (median)."""
+    """Time that a step's first work waited in the queue (median), ns."""
 
 
 def analysed_device(trace: Trace) -> int | None:
-    """The device with most device time; ``None``: no device work."""
+    """Return the device with most device time; ``None``: no device work."""
     if trace.gpu.is_empty():
         return None
     totals = trace.gpu.group_by("device").agg(pl.col("dur").sum()).sort("dur", "device")
@@ -226,11 +225,11 @@ def analysed_device(trace: Trace) -> int | None:
 
 
 def launched_before_recording(trace: Trace) -> NDArray[np.bool_]:
-    """Aligned with ``trace.gpu``: launched before the recording began.
+    """Find work launched before the recording began, aligned with ``trace.gpu``.
 
-    Its launch is not in the file, though calls of the host are, and it ran before the first work
-    of its stream whose launch is (streams run their work in order). Work without a launch that
-    came later lost its record instead.
+    Its launch is not in the file, though calls of the host are, and it ran before the first work of
+    its stream whose launch is (streams run their work in order). Work without a launch that came
+    later lost its record instead.
     """
     gpu, cpu = trace.gpu, trace.cpu
     launch = gpu["launch"].fill_null(-1).to_numpy()
@@ -248,7 +247,7 @@ def launched_before_recording(trace: Trace) -> NDArray[np.bool_]:
 
 
 def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Queue | None:
-    """The steps [start, end) of the host as the device's; ``None``: the device keeps up with them.
+    """Return the device's steps for the host's [start, end); ``None``: the host does not run ahead.
 
     The host runs ahead when the first work of a step, in the median, waits for more than
     AHEAD_SHARE of a step behind other work. Then the host's marks say how fast it can launch, and
@@ -293,8 +292,8 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Que
 
 
 def find_drain_time(trace: Trace, start: int, end: int, *, held: bool = False) -> int | None:
-    """When the analysed device was done with work launched before the recording, and its own work
-    of [start, end) could begin. ``None``: that was not what it was busy with from ``start`` on.
+    """Find when the device was done with work launched before the recording, ns, so that its own
+    work of [start, end) could begin. ``None``: it was not busy with such work from ``start`` on.
 
     ``held``: only if the host did nothing but wait for that: from ``start`` on it launched nothing
     before, and a call of it that waits for the device spans that moment."""
@@ -317,7 +316,7 @@ def find_drain_time(trace: Trace, start: int, end: int, *, held: bool = False) -
 
 
 def _held(trace: Trace, start: int, done: int) -> bool:
-    """The host launched nothing from ``start`` to ``done``, and waits for the device there."""
+    """Return whether the host only waits for the device from ``start`` to ``done``."""
     cpu = trace.cpu
     called = cpu["ts"].gather(trace.gpu["launch"].drop_nulls().unique())
     waits = (
@@ -329,7 +328,7 @@ def _held(trace: Trace, start: int, done: int) -> bool:
 
 
 def _behind_work(trace: Trace, device: int, called: Times, began: Times) -> bool:
-    """Most of what first work waited for, the device was at work."""
+    """Return whether the device was at work for most of the time that first work waited."""
     gpu = trace.gpu.filter(pl.col("device") == device)
     ts = gpu["ts"].to_numpy()
     busy = union(ts, ts + gpu["dur"].to_numpy())

@@ -1,4 +1,4 @@
-"""Layers: the time of each module, equal modules as one, and the one that is longer than these.
+"""Layers: the time of each module, with equal modules merged, and modules slower than their equals.
 
 Work of the backward pass belongs to the module whose forward operator created its node.
 """
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 ENOUGH_TIME_SHARE: Final = 0.5
-"""Share of the time with a module at which no other source is looked at."""
+"""Share of the time with a module from which no other source is tried."""
 MIN_KNOWN_SHARE: Final = 0.8
 """Share of a module's time whose FLOPs or bytes must be known for its rate."""
 MIN_EQUALS: Final = 4
-"""Equal modules from which on one can be longer than the others."""
+"""Equal modules from which on one can be an outlier."""
 MAX_EQUALS_SPREAD: Final = 0.25
 """Range of the others, as a share of their median, up to which they are equals."""
 MIN_LONGER_SHARE: Final = 0.1
-"""Share of the median by which one must be longer."""
+"""Share of the median by which an outlier must be longer."""
 
 MAX_GROUPS, MAX_KINDS, MAX_OUTLIERS = 400, 100, 20
-"""In a report."""
+"""Entries of each list in a report, at most."""
 
 NODES_SCHEMA: dict[str, Any] = {
     "node": pl.Int32,
@@ -67,30 +67,30 @@ class LayerTable:
     """Modules and their time."""
 
     source: SourceName
-    """What recorded the modules."""
+    """Name of the source that recorded the modules."""
     nodes: pl.DataFrame
-    """A module by its path, parents before children: ``node``, ``parent`` (null: outermost),
-    ``name``, ``kind`` (the name without its number), ``calls`` (inside ``spans``; null: not
-    recorded), ``kernels`` (pieces of work), ``own`` (ns of work outside its children), ``ns``
+    """One row for each module by its path, parents before children: ``node``, ``parent`` (null:
+    outermost), ``name``, ``kind`` (the name without its number), ``calls`` (inside ``spans``; null:
+    not recorded), ``kernels`` (pieces of work), ``own`` (ns of work outside its children), ``ns``
     (with them), ``backward`` (the part of ``ns`` in the backward pass), ``flops`` and ``moved``
     (bytes; null: known for less than ``MIN_KNOWN_SHARE`` of the time that they are of). Sums over
     the window; without device work ``ns`` is own host time of operators."""
     total_ns: int
-    """All work inside ``spans``, ns."""
+    """Time of all work inside ``spans``, ns."""
     pieces: int
-    """Their number."""
+    """Number of pieces of that work."""
     steps: NDArray[np.float64]
-    """ns of each node (line) in each used step (column)."""
+    """Time of each node (line) in each used step (column), ns."""
     on_device: bool
-    """The work is the device's."""
+    """Whether the work is the device's."""
     find: Find
-    """Rows of ``trace.cpu`` to nodes, -1: outside of modules."""
+    """Function from rows of ``trace.cpu`` to nodes, -1: outside of modules."""
     scopes: NDArray[np.int32]
     """Aligned with ``trace.cpu``: the node that begins at a row, -1: none; empty: modules are not
     rows."""
 
     def path(self, node: int) -> list[int]:
-        """The node and those around it, outermost first."""
+        """Return the node and those around it, outermost first."""
         up = self.nodes["parent"].to_list()
         result = [node]
         while up[result[-1]] is not None:
@@ -102,9 +102,9 @@ class LayerTable:
 
 
 def measure_layers(a: Analysis) -> LayerTable | None:
-    """Work by module: the device's, else that of operators on the host. From the source that knows
-    the module of most of the time, the first in ``SOURCES`` that knows half of it. ``None``: no
-    modules were recorded around any of it."""
+    """Measure work by module: the device's, else that of operators on the host. From the source
+    that knows the module of most of the time, the first in ``SOURCES`` that knows half of it.
+    ``None``: no modules were recorded around any of it."""
     work = None
     best: tuple[int, SourceName, ModuleTree, Source, Rows, Rows] | None = None
     for name, read in SOURCES.items():
@@ -140,7 +140,7 @@ def measure_layers(a: Analysis) -> LayerTable | None:
 
 
 def _work(a: Analysis) -> pl.DataFrame:
-    """The work that is shared out: ``host`` and ``other`` (rows of cpu that say whose it is, -1:
+    """Return the work to assign: ``host`` and ``other`` (rows of cpu that say whose it is, -1:
     none), ``ns`` (inside the spans), ``ts``, and of device work ``gpu`` (its row)."""
     trace = a.trace
     if a.device_id is None:
@@ -162,7 +162,7 @@ def _work(a: Analysis) -> pl.DataFrame:
 
 
 def work_nodes(a: Analysis) -> Rows:
-    """Aligned with ``trace.gpu``: the node of each piece of work, -1: outside of modules."""
+    """Return the node of each piece of work, aligned with ``trace.gpu``; -1: outside of modules."""
     gpu = a.trace.gpu
     host, other = (gpu[name].fill_null(-1).to_numpy().astype(np.int64) for name in ("launch", "op"))
     if a.layers is None:
@@ -173,8 +173,8 @@ def work_nodes(a: Analysis) -> Rows:
 
 
 def matching_nodes(layers: LayerTable, pattern: str) -> NDArray[np.bool_]:
-    """Which nodes a pattern names, those inside included: by name, by kind, or by path (names
-    from the outermost, with dots between); ``*`` and ``?`` as in file names."""
+    """Return which nodes a pattern selects, with their descendants: by name, by kind, or by path
+    (names from the outermost, with dots between); ``*`` and ``?`` as in file names."""
     rows = layers.nodes.select("parent", "name", "kind").iter_rows()
     paths: list[str] = []
     result: list[bool] = []
@@ -186,7 +186,7 @@ def matching_nodes(layers: LayerTable, pattern: str) -> NDArray[np.bool_]:
 
 
 def _assign(a: Analysis, find: Find, work: pl.DataFrame) -> tuple[Rows, Rows]:
-    """The node of each piece of work (-1: none), and whether the backward pass did it."""
+    """Return the node of each piece of work (-1: none), and whether the backward pass did it."""
     host, other = work["host"].to_numpy(), work["other"].to_numpy()
     node = find(host)
     missing = np.flatnonzero((node < 0) & (other >= 0))
@@ -201,7 +201,7 @@ def _assign(a: Analysis, find: Find, work: pl.DataFrame) -> tuple[Rows, Rows]:
 
 
 def _forward(a: Analysis, rows: Rows) -> Rows:
-    """The forward operator behind each row, -1: none."""
+    """Return the forward operator behind each row, -1: none."""
     if not a.trace.cpu.height:
         return rows
     return np.where(rows >= 0, a.forward_op[np.maximum(rows, 0)], np.int32(-1))
@@ -216,8 +216,8 @@ def _sums(
     node: Rows,
     backward: Rows,
 ) -> tuple[pl.DataFrame, NDArray[np.float64]]:
-    """Nodes and time per step, see ``Layers``; nodes that were grafted away have no parent, calls
-    or time, and are left out of the table's order by their place at its end."""
+    """Return ``LayerTable.nodes`` and time per step; nodes that were grafted away have no parent,
+    calls or time, and are left out of the table's order by their place at its end."""
     count = len(target)
     ns = work["ns"].to_numpy()
     inside = node >= 0
@@ -300,8 +300,8 @@ def _sums(
 def _known_work(
     a: Analysis, work: pl.DataFrame, node: Rows, count: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Of each node's own work: FLOPs and bytes that are known, the time of matrix work and the part
-    of it with known FLOPs, the time of work with known bytes."""
+    """Sum each node's own work: FLOPs and bytes that are known, the time of matrix work and the
+    part of it with known FLOPs, the time of work with known bytes."""
     rows, ns = work["gpu"].to_numpy(), work["ns"].to_numpy()
     kernels = a.kernels[rows]
     flops, moved = (kernels[name].cast(pl.Float64).to_numpy() for name in ("flops", "moved"))
@@ -330,16 +330,16 @@ class EqualLayers:
     """Modules of one kind that contain the same kinds, below the same ones."""
 
     parent: int | None
-    """Place of the group around it."""
+    """Place of the group around it; ``None``: outermost."""
     depth: int
     nodes: list[int]
-    """In order."""
+    """Nodes of the modules, in order."""
     label: str
-    """``layers.0–23``."""
+    """Common name, such as ``layers.0–23``."""
 
 
 def equal_layers(layers: LayerTable) -> list[EqualLayers]:
-    """The tree with equal modules as one, parents before children, largest first among siblings."""
+    """Merge equal modules of the tree, parents before children, largest first among siblings."""
     parent, kinds = layers.nodes["parent"].to_list(), layers.nodes["kind"].to_list()
     names, ns = layers.nodes["name"].to_list(), layers.nodes["ns"].to_list()
     children: list[list[int]] = [[] for _ in parent]
@@ -370,7 +370,7 @@ def equal_layers(layers: LayerTable) -> list[EqualLayers]:
 
 
 def range_label(names: list[str]) -> str:
-    """``layers.0–23`` of the names of equal modules; their kind where the numbers are no range."""
+    """Name equal modules: ``layers.0–23``, or their kind where the numbers are no range."""
     distinct = list(dict.fromkeys(names))
     if len(distinct) == 1:
         return distinct[0]
@@ -392,17 +392,17 @@ class UnequalLayer:
     node: int
     equals: EqualLayers
     ns: float
-    """Median over the steps."""
+    """Median time over the steps, ns."""
     median: float
-    """Median of the others."""
+    """Median time of the others, ns."""
     slowest_part: str | None
     """Kind of the module inside it with most of the difference; ``None``: it has none."""
 
 
 def find_outliers(layers: LayerTable, groups: list[EqualLayers]) -> list[UnequalLayer]:
-    """Modules that contain others and take longer than their equals, beyond the spread of these:
-    the distance to the longest of the others is larger than their range. Per step the median is
-    compared. The longest first."""
+    """Find modules that contain others and take longer than their equals, beyond the spread of
+    these: the distance to the longest of the others is larger than their range. Per step the median
+    is compared. The longest come first."""
     time = np.median(layers.steps, axis=1)
     kinds, parent = layers.nodes["kind"].to_list(), layers.nodes["parent"].to_list()
     children: dict[int, list[int]] = {}
@@ -444,8 +444,8 @@ def find_outliers(layers: LayerTable, groups: list[EqualLayers]) -> list[Unequal
 
 
 def describe_nodes(a: Analysis, nodes: list[int]) -> str | None:
-    """Which modules these nodes are: ``48 RMSNorm in layers.0–23``; ``None``: of several kinds, or
-    outside of modules."""
+    """Name the modules of these nodes: ``48 RMSNorm in layers.0–23``; ``None``: of several kinds,
+    or outside of modules."""
     layers, distinct = a.layers, np.unique(nodes)
     if layers is None or not len(distinct) or distinct[0] < 0:
         return None
@@ -464,17 +464,17 @@ def describe_nodes(a: Analysis, nodes: list[int]) -> str | None:
 
 @dataclass(frozen=True)
 class ModulesAround:
-    """The modules around some host rows, a line a row."""
+    """Modules around each of some host rows."""
 
     node: Rows
-    """-1: in none."""
+    """Node around each row, -1: none."""
     group: Rows
-    """Which rows are of modules of the same kind, in modules of the same kinds, where the user's
+    """Number shared by rows in modules of the same kind, inside the same kinds, where the user's
     line is outside of the module; -1: the line says where it is."""
 
 
 def modules_around(a: Analysis, rows: Rows) -> ModulesAround:
-    """The modules around host rows; of the backward pass those of its forward."""
+    """Find the modules around host rows; for the backward pass those of its forward."""
     layers = a.layers
     none = np.full(len(rows), -1, dtype=np.int64)
     if layers is None:
@@ -500,7 +500,7 @@ def modules_around(a: Analysis, rows: Rows) -> ModulesAround:
 
 
 def report_layers(a: Analysis) -> data.Layers | None:
-    """``Report.layers``: groups of equal modules, kinds and outliers, per step."""
+    """Build ``Report.layers``: groups of equal modules, kinds and outliers, per step."""
     layers = a.layers
     if layers is None:
         return None
@@ -573,7 +573,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
 
 
 def _sum_known(nodes: pl.DataFrame, name: str) -> float | None:
-    """The sum of a column; ``None``: a module with time has no value, or all are null."""
+    """Sum a column; ``None``: a module with time has no value, or all are null."""
     values = nodes[name]
     unknown = values.is_null() & (nodes["ns"] > 0)
     return None if unknown.any() or values.is_null().all() else float(values.sum())

@@ -1,4 +1,4 @@
-"""What recorded the modules: each source turns rows of the host into nodes of a tree of names.
+"""Sources of modules in a trace: each turns rows of the host into nodes of a tree of names.
 
 Events of modules (PyTorch), ranges named after modules (NVTX, ``record_function``), names of
 operators that are paths (XLA), marks before and after the forward of a module (FSDP), Python frames
@@ -21,16 +21,16 @@ from advisor.measure.host.optree import MODULE
 from advisor.measure.host.stacks import Rows, climb_stack, parent_rows, rows_around
 
 MAX_NODES: Final = 20_000
-"""Modules of one recording; what is in others belongs to the module around them."""
+"""Modules of one recording, at most; work of others belongs to the module around them."""
 MAX_DEPTH: Final = 64
-"""Modules inside one another."""
+"""Nesting depth of modules, at most."""
 SourceName = Literal["module events", "ranges", "operator names", "FSDP", "Python frames"]
 Find = Callable[[Rows], Rows]
-"""Rows of ``trace.cpu`` to nodes; -1: in no module."""
+"""Function from rows of ``trace.cpu`` to nodes; -1: in no module."""
 
 
 class ModuleTree:
-    """Names by path."""
+    """Tree of module names by path."""
 
     def __init__(self) -> None:
         self.parent: list[int] = []
@@ -39,8 +39,8 @@ class ModuleTree:
         self._known: dict[tuple[int, str], int] = {}
 
     def insert(self, parent: int, names: tuple[str, ...]) -> int:
-        """The node of these names below a node (-1: none); of names that begin as those of the
-        outermost one around it, from there."""
+        """Return the node of these names below a node (-1: none); of names that begin as those of
+        the outermost one around it, from there."""
         top = parent
         while top >= 0 and self.parent[top] >= 0:
             top = self.parent[top]
@@ -58,8 +58,8 @@ class ModuleTree:
         return node
 
     def graft(self) -> NDArray[np.int32]:
-        """Each node, or the one that it is: a module without one around it, on a thread of the
-        backward pass, say, is the one of its name elsewhere, if that is the only one."""
+        """Return the node that stands for each: a module without one around it, say on a thread of
+        the backward pass, is the one of its name elsewhere, if that is the only one."""
         target = list(range(len(self.name)))
         places: dict[str, list[int]] = {}
         for node, name in enumerate(self.name):
@@ -117,7 +117,7 @@ _NUMBERED = re.compile(r"^(.*[^._ #\[])([._ #\[]+)(\d+)\]?$")
 
 
 def split_number(name: str) -> tuple[str, str, int | None]:
-    """``layers.3`` as ``layers``, ``.``, 3; a name without a number as itself, "", ``None``."""
+    """Split ``layers.3`` into ``layers``, ``.``, 3; without a number: the name, "", ``None``."""
     result = _NUMBERED.match(name)
     if result is None or len(result[3]) > 9:
         return name, "", None
@@ -125,8 +125,8 @@ def split_number(name: str) -> tuple[str, str, int | None]:
 
 
 def split_modules(path: str) -> tuple[str, ...]:
-    """The modules of ``model.layers.0.mlp``, outermost first: a number belongs to the name before
-    it, and wrappers are left out."""
+    """Return the modules of ``model.layers.0.mlp``, outermost first: a number belongs to the name
+    before it, and wrappers are left out."""
     result: list[str] = []
     for part in re.split(r"[./]", path):
         if part in _CLEAN:
@@ -139,7 +139,7 @@ def split_modules(path: str) -> tuple[str, ...]:
 
 
 def op_path(name: str) -> tuple[str, ...]:
-    """The modules in the name that XLA gives an operator, such as
+    """Return the modules in the name that XLA gives an operator, such as
     ``jit(step)/transpose(jvp(Model))/layer_0/dot_general``: without the operator."""
     result: list[str] = []
     for part in name.split("/")[:-1]:
@@ -151,7 +151,7 @@ def op_path(name: str) -> tuple[str, ...]:
 
 
 Source = tuple[Find, NDArray[np.int32]]
-"""What finds nodes, and the node of each host row that begins a module (see ``Layers``)."""
+"""Function that finds nodes, and ``LayerTable.scopes``: the node that begins at each host row."""
 
 
 def _nested(
@@ -162,8 +162,8 @@ def _nested(
     *,
     in_order: bool = False,
 ) -> Source:
-    """Modules that are host rows with others inside them. ``in_order``: rows of one name in one
-    call are different modules, numbered in order of time."""
+    """Find modules that are host rows with others inside them. ``in_order``: rows of one name in
+    one call are different modules, numbered in order of time."""
     parent = parent_rows(trace)
     scope = np.zeros(len(parent), dtype=np.bool_)
     scope[rows] = True
@@ -204,7 +204,7 @@ def _nested(
 
 
 def _module_events(trace: Trace, tree: ModuleTree) -> Source | None:
-    """``nn.Module: Linear_0``: the class, and a number for each module of the class."""
+    """Find ``nn.Module: Linear_0``: the class, and a number for each module of the class."""
     frames = np.flatnonzero((trace.cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(trace.cpu["name"].gather(frames), f"^{MODULE}").to_numpy()]
     if not len(rows):
@@ -213,7 +213,7 @@ def _module_events(trace: Trace, tree: ModuleTree) -> Source | None:
 
 
 def _ranges(trace: Trace, tree: ModuleTree) -> Source | None:
-    """``model.layers.0.mlp``, ``layer_3``, and the ranges of vLLM's hooks."""
+    """Find ``model.layers.0.mlp``, ``layer_3``, and the ranges of vLLM's hooks."""
     ranges = np.flatnonzero((trace.cpu["kind"] == "annotation").to_numpy())
     names = trace.cpu["name"].gather(ranges)
     found = name_matches(names, f"{_PATH}|{_MODULE_MARK}").to_numpy()
@@ -235,7 +235,7 @@ def _ranges(trace: Trace, tree: ModuleTree) -> Source | None:
 
 
 def _marked(trace: Trace, tree: ModuleTree) -> Source | None:
-    """FSDP's ranges before and after the forward of a module: it lies between them."""
+    """Find modules between FSDP's ranges before and after their forward."""
     cpu = trace.cpu
     ranges = np.flatnonzero((cpu["kind"] == "annotation").to_numpy())
     rows = ranges[name_matches(cpu["name"].gather(ranges), _FSDP).to_numpy()]
@@ -278,7 +278,7 @@ def _marked(trace: Trace, tree: ModuleTree) -> Source | None:
 
 
 def _op_names(trace: Trace, tree: ModuleTree) -> Source | None:
-    """Operators of XLA and TensorFlow, whose names are paths of scopes."""
+    """Find modules in the operators of XLA and TensorFlow, whose names are paths of scopes."""
     if trace.meta.framework not in (TENSORFLOW, JAX):
         return None
     rows = trace.gpu["op"].drop_nulls().unique().sort().to_numpy()
@@ -290,7 +290,7 @@ def _op_names(trace: Trace, tree: ModuleTree) -> Source | None:
 
 
 def _frames(trace: Trace, tree: ModuleTree) -> Source | None:
-    """``forward`` in Python frames, called by a module."""
+    """Find ``forward`` in Python frames, called by a module."""
     cpu = trace.cpu
     frames = np.flatnonzero((cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(cpu["name"].gather(frames), _FORWARD).to_numpy()]

@@ -15,16 +15,16 @@ Codes = NDArray[np.intp]
 WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
 """PyTorch's range around a call for the next batch where worker processes prepare them."""
 MIN_NAMES_TO_DEDUPLICATE = 5_000
-"""With fewer names, to find the distinct ones takes longer than to look at all."""
+"""Names from which the distinct ones are looked up first: for fewer that takes longer."""
 MAX_REMEMBERED = 4_096
 
 
 def cache_by_name(
     describe: Callable[[pl.Series], pl.DataFrame],
 ) -> Callable[[pl.Series], pl.DataFrame]:
-    """What a function tells of names, one row a name, is kept for when they come again: in another
-    rank, window or run. Patterns by the dozen take longer to compile than to apply to some
-    hundred names. The function must look at each name by itself."""
+    """Cache what a function derives from names, one row a name, for another rank, window or run.
+    Patterns by the dozen take longer to compile than to apply to some hundred names. The function
+    must look at each name by itself."""
     lock = threading.Lock()
     place: dict[str, int] = {}
     kept: pl.DataFrame | None = None
@@ -50,7 +50,7 @@ def cache_by_name(
 
 
 def name_matches(names: pl.Series, pattern: str) -> pl.Series:
-    """Boolean column: the name contains the regular expression (null names: false)."""
+    """Return whether each name contains the regular expression (null names: false)."""
     if len(names) < MIN_NAMES_TO_DEDUPLICATE:
         # as one query: on a small trace it is queries, not rows, that take the time
         result = pl.col(names.name).cast(pl.String).str.contains(pattern).fill_null(False)
@@ -62,16 +62,16 @@ def name_matches(names: pl.Series, pattern: str) -> pl.Series:
 
 
 def map_names(names: pl.Series, function: Callable[[str], Any], dtype: Any) -> pl.Series:
-    """Column of ``function(name)``, computed once for each distinct name (null stays null)."""
+    """Apply a function to names, computed once for each distinct name (null stays null)."""
     texts, which = distinct_names(names)
     values = pl.Series([*map(function, texts), None], dtype=dtype)
     return values.gather(np.where(which < 0, len(texts), which))
 
 
 def distinct_names(names: pl.Series) -> tuple[pl.Series, NDArray[np.intp]]:
-    """The distinct names of a categorical column as text, and which of them each row is; -1, so
-    that it picks a value that stands last: null. (``unique`` takes several times as long, and
-    tells only the first.)"""
+    """Return the distinct names of a categorical column as text, and each row's place among them;
+    for null -1, so that it picks a value that stands last. (``unique`` takes several times as long,
+    and returns only the names.)"""
     texts, code, codes = _by_code(names)
     table = np.full(int(codes.max(initial=0)) + 1, -1, dtype=np.intp)
     table[code] = np.arange(len(code), dtype=np.intp)
@@ -79,8 +79,8 @@ def distinct_names(names: pl.Series) -> tuple[pl.Series, NDArray[np.intp]]:
 
 
 def _by_code(names: pl.Series) -> tuple[pl.Series, Codes, Codes]:
-    """The distinct names as text, the code of each, and the code of each row: a null's is larger
-    than all of them."""
+    """Return the distinct names as text, the code of each, and the code of each row: a null's is
+    larger than all of them."""
     physical = names.to_physical()
     if physical.null_count():
         physical = physical.fill_null(int(physical.max() or 0) + 1)  # type: ignore[arg-type]

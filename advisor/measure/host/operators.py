@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 KERNEL_NS = 3_000
-"""Of every call: what a kernel takes for starting and ending, however little it does. The shortest
-hundredth of the kernels of eight public traces takes 1 to 5 µs."""
+"""Time of every call that a kernel takes for starting and ending, ns, however little it does. The
+shortest hundredth of the kernels of eight public traces takes 1 to 5 µs."""
 SHORT_NS = 25_000
-"""A call is bound by launches when its work would take less than ``KERNEL_NS`` and it takes no more
-than this. A kernel of a millisecond with as little to do is not: it is slow."""
+"""Longest call that counts as bound by launches, ns, where its work would take less than
+``KERNEL_NS``. A kernel of a millisecond with as little to do is not: it is slow."""
 MIN_SHARE = 0.01
-"""Of kernel time: what takes less does not tell what the device attains."""
+"""Share of kernel time from which a product shows what the device attains."""
 
 BOUNDS = ("compute", "memory", "launch", "unknown")
 Bound = pl.Enum(BOUNDS)
@@ -56,15 +56,15 @@ SCHEMA: dict[str, Any] = {
 
 
 class Roofs(NamedTuple):
-    """What the device attains; empty and None: not known."""
+    """Attainable rates of a device; empty and None: not known."""
 
     matmul: dict[str, gpus.Attainable]
-    """By format."""
+    """Rate of matrix products by number format."""
     memory: gpus.Attainable | None
 
 
 def attainable_roofs(hardware: GpuSpec | None) -> Roofs:
-    """What is attained on a GPU, by format and in its memory."""
+    """Return the attainable rates of a GPU, by format and for its memory."""
     if hardware is None:
         return Roofs({}, None)
     result = {dtype: gpus.attainable_matmul(hardware, dtype) for dtype in FORMATS}
@@ -130,8 +130,8 @@ def measure_operators(a: Analysis) -> pl.DataFrame:
 
 
 def _reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | None) -> Roofs:
-    """The rates, raised to what products of this recording reach: that is a measurement too. Never
-    above the peak: FLOPs are counted by shape."""
+    """Return the rates, raised to what products of this recording reach: that is a measurement too.
+    They never exceed the peak: FLOPs are counted by shape."""
     if hardware is None:
         return limits
     matmuls = table.filter((pl.col("family") == "gemm") & (pl.col("share") >= MIN_SHARE))
@@ -145,7 +145,7 @@ def _reached(table: pl.DataFrame, limits: Roofs, hardware: GpuSpec | None) -> Ro
 
 
 def rows_of(a: Analysis, operators: pl.DataFrame) -> NDArray[np.bool_]:
-    """Aligned with ``trace.gpu``: the kernels of some rows of ``Analysis.rooflines``."""
+    """Find the kernels of some rows of ``Analysis.rooflines``, aligned with ``trace.gpu``."""
     kernels = _kernels(a).with_columns(pl.col("op", "kernel").cast(pl.String))
     linked = operators.filter(pl.col("op").is_not_null())
     chosen = kernels.join(linked, on=["op", "inputs"], how="semi", nulls_equal=True)
@@ -155,8 +155,8 @@ def rows_of(a: Analysis, operators: pl.DataFrame) -> NDArray[np.bool_]:
 
 
 def share_in(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
-    """How much of each operator's time some rows of ``trace.gpu`` take: ``op``, ``inputs``,
-    ``part`` (0 to 1)."""
+    """Return the part of each operator's time in the selected rows of ``trace.gpu``: ``op``,
+    ``inputs``, ``part`` (0 to 1)."""
     kernels = _kernels(a).with_columns(pl.col("op").cast(pl.String))
     inside = pl.Series(rows[kernels["row"].to_numpy()])
     return (
@@ -167,7 +167,7 @@ def share_in(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
 
 
 def _kernels(a: Analysis) -> pl.DataFrame:
-    """A row a kernel of the window, communication left out; ``ns``: its part inside the spans, and
+    """List the kernels of the window, without communication; ``ns``: the part inside the spans,
     FLOPs and bytes cut in proportion."""
     rows = in_spans(a).filter((pl.col("kind") == "kernel") & (pl.col("family") != "communication"))
     inputs = a.trace.cpu["inputs"].gather(rows["op_row"]).cast(pl.Int64)
@@ -226,11 +226,11 @@ def _rate(name: str) -> pl.Expr:
 MAX_ROWS = 50
 """Operators in a report, those with most time; the CSV file has all."""
 MAX_TENSORS = 4
-"""Tensors of an operator whose shapes are written out."""
+"""Tensors of an operator whose shapes are written out, at most."""
 
 
 def rooflines(a: Analysis, limit: int | None = MAX_ROWS) -> list[OperatorRate]:
-    """Operators by shape, those with most device time first. ``limit``: ``None`` for all."""
+    """List operators by shape, those with most device time first. ``limit``: ``None`` for all."""
     table = a.rooflines if limit is None else a.rooflines.head(limit)
     rows = table.drop("kernels", "inputs", "longest").rename(
         {"op": "name", "dur": "ns", "moved": "bytes", "saved": "saved_ns"}
@@ -248,7 +248,7 @@ def rooflines(a: Analysis, limit: int | None = MAX_ROWS) -> list[OperatorRate]:
 
 
 def list_attainable_rates(a: Analysis) -> list[AttainableRate]:
-    """The rates behind the table, of the formats that occur in it, and of memory."""
+    """List the rates behind the table, of the formats that occur in it, and of memory."""
     limits = attainable_roofs(a.hardware)
     held = (
         a.rooflines.filter(pl.col("attainable_flops_per_s").is_not_null())
@@ -270,8 +270,8 @@ def _attainable(of: str, rate: float, known: Attainable) -> AttainableRate:
 
 
 def shape_text(dims: str | None) -> str | None:
-    """Shapes of the tensors among an operator's inputs, ``[8, 1024] [1024, 4096]``; ``None``: not
-    recorded. Lists of tensors are written in parentheses; what is too much is cut with dots."""
+    """Format shapes of the tensors among an operator's inputs, ``[8, 1024] [1024, 4096]``;
+    ``None``: not recorded. Lists of tensors are written in parentheses; excess is cut with dots."""
     if not dims:
         return None
     try:

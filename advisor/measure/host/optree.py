@@ -1,4 +1,4 @@
-"""Operators and modules: who launches the device time, as a table and as a tree of names."""
+"""Operators and modules by the device time that they launch, as a table and as a tree of names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MODULE = "nn.Module: "
-"""How frames of modules are called when modules were recorded."""
+"""Prefix of the frames of modules when modules were recorded."""
 MAX_NODES = 500
-"""Nodes that a drawing of the tree stays quick with."""
+"""Nodes with which a drawing of the tree stays quick, at most."""
 REST = "(rest)"
 
 TREE_SCHEMA: dict[str, Any] = {
@@ -40,10 +40,10 @@ _NUMBER = re.compile(r"^(?:nn\.Module: (.+)_|(ProfilerStep|step |.*_iter)#)\d+$"
 
 
 def op_table(a: Analysis) -> pl.DataFrame:
-    """Operators inside ``spans`` by name: ``name``, ``count`` (calls that touch the spans),
+    """Sum operators inside ``spans`` by name: ``name``, ``count`` (calls that touch the spans),
     ``device`` (ns of the device work launched directly by it, no operator in between; on the
-    analysed device, inside the spans), ``host`` (its own host time, ns, inside the spans: without
-    the events inside it); largest ``device``, then ``host`` first."""
+    analysed device, inside the spans), ``host`` (its self time on the host, ns, inside the spans:
+    without the events inside it); largest ``device``, then ``host`` first."""
     cpu = a.trace.cpu
     is_op = is_operator(a.trace)
     rows = np.flatnonzero(is_op)
@@ -72,9 +72,9 @@ def op_table(a: Analysis) -> pl.DataFrame:
 
 
 def range_table(a: Analysis) -> pl.DataFrame:
-    """Ranges of the thread that drives the step inside ``spans`` by name: ``name``, ``host`` (ns
-    without the events inside them), ``count``; largest first. Steps are none, and numbers at the
-    end of a name (``block 7``) do not tell ranges apart."""
+    """Sum ranges of the thread that drives the step inside ``spans`` by name: ``name``, ``host``
+    (self time, ns), ``count``; largest first. Steps are none, and numbers at the end of a name
+    (``block 7``) do not tell ranges apart."""
     cpu = a.trace.cpu
     if a.trace.main_thread is None:
         return pl.DataFrame(schema={"name": pl.String, "host": pl.Int64, "count": pl.Int64})
@@ -99,14 +99,14 @@ def range_table(a: Analysis) -> pl.DataFrame:
 
 
 def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
-    """Modules, operators and annotations inside ``spans``, merged by their path of names.
+    """Merge modules, operators and annotations inside ``spans`` by their path of names.
 
-    ``node``, ``parent`` (null: outermost), ``name``, ``count`` (events merged), ``ns``: device
-    time launched inside it, on the analysed device; without device work its host time. Both are
-    sums over the window. ``ProfilerStep#5`` and ``ProfilerStep#6`` are one name, ``Linear_0`` and
-    ``Linear_1`` too. Never more than
-    ``limit`` nodes: the largest are kept, and what is left of a node that lost children is a child
-    called ``(rest)``. Largest first among siblings; a parent precedes its children.
+    ``node``, ``parent`` (null: outermost), ``name``, ``count`` (events merged), ``ns``: device time
+    launched inside it, on the analysed device; without device work its host time. Both are sums
+    over the window. ``ProfilerStep#5`` and ``ProfilerStep#6`` are one name, ``Linear_0`` and
+    ``Linear_1`` too. Never more than ``limit`` nodes: the largest are kept, and what is left of a
+    node that lost children is a child called ``(rest)``. Largest first among siblings; a parent
+    precedes its children.
     """
     cpu = a.trace.cpu
     kept = is_operator(a.trace) | (cpu["kind"] == "annotation").to_numpy()
@@ -146,13 +146,13 @@ def _plain(name: str) -> str:
 
 
 def time_inside(a: Analysis) -> NDArray[np.int64]:
-    """How much of each host row is inside the spans, ns."""
+    """Return each host row's inclusive time inside the spans, ns."""
     ts = a.trace.cpu["ts"].to_numpy()
     return covered_length(ts, ts + a.trace.cpu["dur"].to_numpy(), a.spans)
 
 
 def own_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
-    """That without the events inside the row."""
+    """Return each host row's self time, ns: ``inside`` without that of its children."""
     own = inside.copy()
     parent = parent_rows(a.trace)
     below = parent >= 0
@@ -161,7 +161,7 @@ def own_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _device_rows(a: Analysis, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Host rows that device work in the window points at with a column, and its ns inside."""
+    """Return host rows that a column of the window's device work points at, and its ns inside."""
     gpu = a.trace.gpu
     rows = gpu[column].fill_null(-1).to_numpy().astype(np.int64)
     use = a.in_window & (rows >= 0)
@@ -172,8 +172,8 @@ def _device_rows(a: Analysis, column: str) -> tuple[NDArray[np.int64], NDArray[n
 def _merge(
     names: pl.Series, rows: NDArray[np.int64], above: NDArray[np.int32], height: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Nodes of the tree of names: the node of each host row, a row of each node, its parent node.
-    One round a level: rows whose parent has a node get theirs from that and their name."""
+    """Build the tree of names: the node of each host row, a row of each node, its parent node. One
+    round a level: rows whose parent has a node get theirs from that and their name."""
     plain = map_names(names.gather(rows), _plain, pl.Categorical).to_physical().to_numpy()
     code = np.zeros(height, dtype=np.int64)
     code[rows] = plain
@@ -203,7 +203,7 @@ def largest_nodes(
     names: list[str],
     limit: int,
 ) -> pl.DataFrame:
-    """The largest nodes, each with its parents, and the rest of those that lost children."""
+    """Keep the largest nodes, each with its parents, and the rest of those that lost children."""
     order = np.lexsort((np.arange(len(total)), -total))
     chosen = order[total[order] > 0]
     # a parent is at least as large as its child and older, so it comes before it in this order;

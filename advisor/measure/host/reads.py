@@ -1,5 +1,5 @@
-"""What the host does around reads of device values: loops of them, work on what was read, and round
-trips through the host."""
+"""Host time around reads of device values: loops of reads, work on what was read, and round trips
+through the host."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 MIN_REPEATS = 10
 """Reads in a row, each after the same operators, from which they are a loop."""
 PATTERNS = 4
-"""Different reads that one round of a loop may make."""
+"""Different reads in one round of a loop, at most."""
 MAX_APART = 5
-"""Operators from one read of a loop to the next: with more, the loop does other work."""
+"""Operators from one read of a loop to the next, at most: with more, the loop does other work."""
 VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
 COPY = r"^aten::(?:to|_to_copy|copy_|_copy_from\w*)$"
-"""Operators that read a value, or copy: without those whose output has a size to be read."""
+"""Operators that read a value (VALUE) or copy (COPY); not those that read an output's size."""
 MIN_BYTES = 4096
-"""A smaller read is of single values, which are logged or compared, not worked on."""
+"""Size from which a read is of data, bytes: single values are logged or compared, not worked on."""
 MIN_WORK_NS = 200_000
-"""Host time without a launch, after a read: less is the way to the next launch."""
+"""Host time without a launch after a read, ns, from which it is work."""
 MIN_OPERATORS = 0.5
-"""Of the time between a copy to the host and the copy back, in operators on the CPU: those are the
-work that the data was fetched for."""
+"""Share of the time between a copy to the host and the copy back that CPU operators must fill: they
+are the work that the data was fetched for."""
 DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
-"""Data is kept on the host on purpose."""
+"""Ranges and frames in which data is kept on the host on purpose."""
 
 TRIPS_SCHEMA: dict[str, Any] = {
     "gpu": pl.Int64,  # row of trace.gpu: the copy to the host
@@ -84,21 +84,21 @@ def _reads(a: Analysis) -> _Reads:
 
 
 def outermost_aten(a: Analysis) -> NDArray[np.int64]:
-    """Aligned with ``trace.cpu``: the outermost aten operator around each row, -1: none. Not the
-    compiled function or the autograd node that it runs in."""
+    """Return the outermost aten operator around each row, aligned with ``trace.cpu``; -1: none. It
+    is not the compiled function or the autograd node that it runs in."""
     named = name_matches(a.trace.cpu["name"], r"^aten::").to_numpy() & is_operator(a.trace)
     return outermost_ancestor(parent_rows(a.trace), named).astype(np.int64)
 
 
 def backward_nodes(a: Analysis) -> NDArray[np.int64]:
-    """Aligned with ``trace.cpu``: the autograd node around each row, -1: none."""
+    """Return the autograd node around each row, aligned with ``trace.cpu``; -1: none."""
     node = name_matches(a.trace.cpu["name"], r"^autograd::engine::evaluate_function").to_numpy()
     return innermost_ancestor(parent_rows(a.trace), node & is_operator(a.trace)).astype(np.int64)
 
 
 def read_loops(a: Analysis) -> Intervals:
-    """Host time of loops that read one device value after the other, each after the same operators:
-    a norm and an ``item()`` for every parameter."""
+    """Find host time of loops that read one device value after the other, each after the same
+    operators: a norm and an ``item()`` for every parameter."""
     if a.device_id is None or a.syncs.is_empty():
         return EMPTY
     cpu = a.trace.cpu
@@ -131,12 +131,12 @@ def read_loops(a: Analysis) -> Intervals:
 
 
 class _Following(NamedTuple):
-    """From the end of each read to what the host launches next."""
+    """Intervals from the end of each read to the start of the host's next launch, ns."""
 
     begin: NDArray[np.int64]
     end: NDArray[np.int64]
     launch: NDArray[np.int64]
-    """Rows of ``trace.cpu``: the next launch; -1: there is none."""
+    """Row of ``trace.cpu`` of the next launch; -1: there is none."""
 
 
 def _following(a: Analysis, reads: _Reads) -> _Following:
@@ -155,7 +155,7 @@ def _following(a: Analysis, reads: _Reads) -> _Following:
 
 
 def _loading(a: Analysis) -> Intervals:
-    """Waits for the next batch."""
+    """Return waits for the next batch."""
     cpu = a.trace.cpu
     rows = name_matches(cpu["name"], LOADER).to_numpy()
     ts = cpu["ts"].to_numpy()[rows]
@@ -163,9 +163,9 @@ def _loading(a: Analysis) -> Intervals:
 
 
 def after_reads(a: Analysis) -> Intervals:
-    """Host time from the end of a read of data until anything is launched again, without waits for
-    the next batch: the host works on what it has read, and launches nothing meanwhile. Not in round
-    trips."""
+    """Find host time from the end of a read of data to the next launch, without waits for the next
+    batch: the host works on what it has read, and launches nothing meanwhile. Round trips are left
+    out."""
     if a.device_id is None or a.syncs.is_empty():
         return EMPTY
     reads = _reads(a)
@@ -181,8 +181,8 @@ def after_reads(a: Analysis) -> Intervals:
 
 
 def round_trips(a: Analysis) -> pl.DataFrame:
-    """Copies to the host that the next launch copies back, byte for byte, after operators on the
-    CPU: the columns of TRIPS_SCHEMA. Not where data is kept on the host on purpose."""
+    """Find copies to the host that the next launch copies back, byte for byte, after operators on
+    the CPU: the columns of TRIPS_SCHEMA. Data that is kept on the host on purpose is left out."""
     empty = pl.DataFrame(schema=TRIPS_SCHEMA)
     if a.device_id is None or a.syncs.is_empty():
         return empty
@@ -223,6 +223,6 @@ def round_trips(a: Analysis) -> pl.DataFrame:
 
 
 def trip_intervals(a: Analysis) -> Intervals:
-    """When data is on its way to the host, worked on there and on its way back."""
+    """Return the intervals of round trips: to the host, work there, and back."""
     trips = a.round_trips
     return intersect(union(trips["begin"].to_numpy(), trips["end"].to_numpy()), a.spans)

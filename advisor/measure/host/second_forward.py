@@ -25,9 +25,9 @@ MIN_LAYERS = 4
 
 
 def second_forwards(a: Analysis) -> Intervals:
-    """Host time of layers that run a second time in a step with inputs of the same shapes, and that
-    no backward pass goes through: a forward for metrics, or another model of the same kind. Only
-    where each layer of the trained forward pass comes again, in most steps."""
+    """Find host time of layers that run a second time in a step with inputs of the same shapes, and
+    that no backward pass goes through: a forward for metrics, or another model of the same kind.
+    Empty unless each layer of the trained forward pass comes again, in most steps."""
     main = a.trace.main_thread
     if main is None or not (a.forward_op >= 0).any():
         return EMPTY
@@ -46,8 +46,8 @@ def second_forwards(a: Analysis) -> Intervals:
 
 
 def _layers(a: Analysis, main: int) -> pl.DataFrame:
-    """Outermost layers of the main thread in order of time: ``ts``, ``end``, ``key`` (operator and
-    shapes), ``trained``."""
+    """List outermost layers of the main thread in order of time: ``ts``, ``end``, ``key`` (operator
+    and shapes), ``trained``."""
     trace, cpu = a.trace, a.trace.cpu
     operator = is_operator(trace)
     outermost = outermost_operator(trace)
@@ -68,7 +68,7 @@ def _layers(a: Analysis, main: int) -> pl.DataFrame:
 
 
 def _repeated(step: pl.DataFrame) -> np.ndarray:
-    """(begin, end) of each stretch of layers in one step that repeat trained ones."""
+    """Return (begin, end) of each stretch of layers in one step that repeat trained ones."""
     trained = step["trained"].to_numpy()
     key = step["key"].to_numpy()
     wanted, others = Counter(key[trained].tolist()), Counter(key[~trained].tolist())

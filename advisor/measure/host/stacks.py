@@ -37,7 +37,7 @@ _MERGE_LEVELS, _MANY = 8, 1_000
 # The profiler cuts the entries of ``sys.path`` off the front of a file's name, so that a frame of
 # an installed package starts with the package's own name: only that tells it from the user's code.
 TORCH = frozenset({"torch", "advisor", "numpy", "triton"})
-"""PyTorch, and what stands for it in a stack …"""
+"""Packages of PyTorch, and what stands for it in a stack."""
 LIBRARIES = frozenset(
     """accelerate aiohttp apex bitsandbytes composer cv2 cupy dask datasets deepspeed diffusers
     einops evaluate fairscale fastai flash_attn flashinfer flax fsspec hydra huggingface_hub
@@ -49,7 +49,7 @@ LIBRARIES = frozenset(
     torchao torchaudio torchdata torcheval torchmetrics torchrec torchtext torchvision tqdm
     transformer_engine transformers trl ultralytics wandb webdataset xformers yaml""".split()
 )
-"""… and libraries that a user installed."""
+"""Packages of libraries that a user installed."""
 JAX_FILES = frozenset(
     """ad.py api.py api_util.py array.py array_creation.py array_methods.py batching.py
     compilation_cache.py compiler.py core.py custom_derivatives.py dispatch.py dtypes.py lax.py
@@ -65,15 +65,15 @@ user's that is called like one of them is taken for JAX's."""
 
 
 def parent_rows(trace: Trace) -> Rows:
-    """Aligned with ``trace.cpu``: row of the event around each row, -1: none."""
+    """Return the row of the event around each row, aligned with ``trace.cpu``; -1: none."""
     return trace.cpu["parent"].fill_null(-1).to_numpy().astype(np.int32, copy=False)
 
 
 def innermost_ancestor(parent: Rows, mask: Mask) -> Rows:
-    """For each row the innermost wanted row among itself and its ancestors, -1: none.
+    """Find the innermost wanted row among each row and its ancestors, -1: none.
 
-    Every row points at itself when it is wanted, else at its parent; following all pointers
-    twice as far in each round settles in log2(depth) rounds over whole columns.
+    Every row points at itself when it is wanted, else at its parent; following all pointers twice
+    as far in each round settles in log2(depth) rounds over whole columns.
     """
     count = len(parent)
     own = np.arange(count, dtype=np.int32)
@@ -89,25 +89,25 @@ def innermost_ancestor(parent: Rows, mask: Mask) -> Rows:
 
 
 def outermost_ancestor(parent: Rows, mask: Mask) -> Rows:
-    """For each row the outermost wanted row among itself and its ancestors, -1: none."""
+    """Find the outermost wanted row among each row and its ancestors, -1: none."""
     near = innermost_ancestor(parent, mask)
     above = np.where(parent < 0, np.int32(-1), near[np.maximum(parent, 0)])
     return innermost_ancestor(parent, mask & (above < 0))
 
 
 def is_operator(trace: Trace) -> Mask:
-    """Aligned with ``trace.cpu``: operators."""
+    """Return which rows of ``trace.cpu`` are operators."""
     result: Mask = (trace.cpu["kind"] == "op").to_numpy()
     return result
 
 
 def outermost_operator(trace: Trace) -> Rows:
-    """Aligned with ``trace.cpu``: the outermost operator around each row, -1: none."""
+    """Return the outermost operator around each row, aligned with ``trace.cpu``; -1: none."""
     return outermost_ancestor(parent_rows(trace), is_operator(trace))
 
 
 def climb_stack(parent: Rows, mask: Mask, rows: Rows, *, top: bool = False) -> Rows:
-    """:func:`innermost_ancestor` (with ``top``: :func:`outermost_ancestor`) for a few rows only
+    """Find :func:`innermost_ancestor` (with ``top``: :func:`outermost_ancestor`) of a few rows only
     (-1: none): as many rounds as their stacks are deep."""
     result = np.full(len(rows), -1, dtype=parent.dtype)
     index = np.flatnonzero(rows >= 0)
@@ -132,14 +132,14 @@ def climb_stack(parent: Rows, mask: Mask, rows: Rows, *, top: bool = False) -> R
 
 
 def rows_around(parent: Rows, rows: Rows) -> Rows:
-    """The row around each of these (-1: none)."""
+    """Return the row around each of these (-1: none)."""
     if not len(parent):
         return np.full(len(rows), -1, dtype=parent.dtype)
     return np.where(rows >= 0, parent[np.maximum(rows, 0)], parent.dtype.type(-1))
 
 
 def ancestor_chains(parent: Rows, rows: Rows) -> NDArray[np.int64]:
-    """Each of these rows and those around it, from the inside: a line a row, padded with -1."""
+    """Return these rows and those around them, from the inside: a line a row, padded with -1."""
     levels = [rows.astype(np.int64)]
     while (levels[-1] >= 0).any():
         levels.append(rows_around(parent, levels[-1]).astype(np.int64))
@@ -164,7 +164,7 @@ _STDLIB = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!site-pa
 
 
 def parse_frame(name: str) -> Frame | None:
-    """File, line and function of a frame's name; ``None``: a built-in, a module range, no frame."""
+    """Parse a frame's file, line and function; ``None``: a built-in, a module range, no frame."""
     result = _FRAME.match(name)
     if result is None:
         return None
@@ -172,8 +172,8 @@ def parse_frame(name: str) -> Frame | None:
 
 
 def frame_rank(name: str) -> int:
-    """Whose code a frame is: 2 the user's own, 1 a library the user installed, 0 PyTorch, the
-    standard library, generated code, a built-in, or no frame at all."""
+    """Return whose code a frame is: 2 the user's own, 1 a library the user installed, 0 PyTorch,
+    the standard library, generated code, a built-in, or no frame at all."""
     frame = parse_frame(name)
     if frame is None or _GENERATED.search(frame.file):
         return 0
@@ -197,7 +197,7 @@ def _jax_rank(name: str) -> int:
 
 
 def frame_ranks(trace: Trace) -> NDArray[np.int8]:
-    """Aligned with ``trace.cpu``: :func:`frame_rank` of Python frames, 0 elsewhere."""
+    """Return :func:`frame_rank` of Python frames, aligned with ``trace.cpu``; 0 elsewhere."""
     cpu = trace.cpu
     rank = np.zeros(cpu.height, dtype=np.int8)
     python = np.flatnonzero((cpu["kind"] == "python").to_numpy())
@@ -208,10 +208,10 @@ def frame_ranks(trace: Trace) -> NDArray[np.int8]:
 
 
 def user_frames(trace: Trace) -> Rows:
-    """See ``Analysis.user_frame``.
+    """Compute ``Analysis.user_frame``.
 
-    The innermost frame of the user's own code; where only installed libraries are around a row
-    (a trace of a serving engine, say), the innermost of theirs: never PyTorch's or Python's.
+    The innermost frame of the user's own code; where only installed libraries are around a row (a
+    trace of a serving engine, say), the innermost of theirs: never PyTorch's or Python's.
     """
     rank = frame_ranks(trace)
     if not rank.any():
@@ -224,13 +224,13 @@ def user_frames(trace: Trace) -> Rows:
 
 
 def nullable_rows(rows: Rows) -> pl.Series:
-    """Rows of a table as a column: null in place of -1."""
+    """Return rows of a table as a column: null in place of -1."""
     column = pl.Series(rows, dtype=pl.Int32)
     return column.set(column < 0, None)
 
 
 def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
-    """User frame of each host row of a column; null: no row, or no stacks."""
+    """Return the user frame of each host row of a column; null: no row, or no stacks."""
     index = rows.fill_null(-1).to_numpy()
     if not a.trace.cpu.height:
         return pl.Series([None], dtype=pl.Int32).new_from_index(0, len(index))
@@ -238,8 +238,8 @@ def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
 
 
 def locate_row(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:
-    """See ``Analysis.location``. An operator of the backward pass, which runs on a thread without
-    Python frames, is located at the line that called its forward operator."""
+    """Compute ``Analysis.location``. An operator of the backward pass, which runs on a thread
+    without Python frames, is located at the line that called its forward operator."""
     if row is None or row < 0:
         return None, None, None
     frame = int(a.user_frame[row])
@@ -254,16 +254,16 @@ def locate_row(a: Analysis, row: int | None) -> tuple[str | None, int | None, st
 # -- the backward pass -------------------------------------------------------------------------
 
 BACKWARD = r"^autograd::engine::evaluate_function|Backward\d*$"
-"""What the engine of autograd runs: a node of the backward pass."""
+"""Names of events of the autograd engine: a node of the backward pass."""
 
 
 def forward_ops(trace: Trace) -> Rows:
-    """Aligned with ``trace.cpu``: for rows inside an operator of the backward pass the operator
-    of the forward pass that created its node, -1 elsewhere and where it is unknown.
+    """Find the forward operator that created the autograd node of each row inside the backward
+    pass, aligned with ``trace.cpu``; -1 elsewhere and where it is unknown.
 
-    Both carry the same autograd sequence number. Forward operators that created no node carry
-    the number of the next one that does, so the *last* forward operator with a number is its
-    owner. Numbers count per thread; one that two forward threads used is left out.
+    Both carry the same autograd sequence number. Forward operators that created no node carry the
+    number of the next one that does, so the *last* forward operator with a number is its owner.
+    Numbers count per thread; one that two forward threads used is left out.
     """
     cpu = trace.cpu
     none = np.full(cpu.height, -1, dtype=np.int32)
@@ -296,8 +296,8 @@ def forward_ops(trace: Trace) -> Rows:
 
 
 def forward_frames(a: Analysis) -> Rows:
-    """Aligned with ``trace.cpu``: user frame of the forward operator behind each row of the
-    backward pass, -1: none. See :func:`forward_ops`."""
+    """Find the user frame of the forward operator behind each row of the backward pass, aligned
+    with ``trace.cpu``; -1: none. See :func:`forward_ops`."""
     if not (a.user_frame >= 0).any():
         return np.full(a.trace.cpu.height, -1, dtype=np.int32)
     owner = a.forward_op
@@ -307,15 +307,15 @@ def forward_frames(a: Analysis) -> Rows:
 MIN_SAMPLES = 8
 """Samples of a part from which its lines are named."""
 MIN_SHARE = 0.15
-"""Of the samples: a call that takes less of the thread's time cannot be assigned to a line."""
+"""Share of the samples from which a call can be assigned to a line."""
 NEAR_SHARE = 0.1
-"""By which the share of a call in a profiled window may differ from that of its line's samples."""
+"""Difference allowed between a call's share of a profiled window and its line's of the samples."""
 MIN_COVERED = 0.5
-"""Of a part's samples hold the line that is named for it."""
+"""Share of a part's samples that must hold the line named for it."""
 MIN_OF_LOOP = 0.8
-"""The same of one line of the outermost function, which is in all samples: the loop itself."""
+"""Share for one line of the outermost function, which is in all samples: the loop itself."""
 MAX_FRAMES = 200_000
-"""Of all stacks of a rank together: the recorder writes less."""
+"""Frames of all stacks of a rank together, at most: the recorder writes less."""
 _PARTS = {
     "data": re.compile(r"^torch/utils/data/"),
     "forward": re.compile(r"^torch/nn/modules/module\.py\("),
@@ -324,7 +324,7 @@ _PARTS = {
     "communication": re.compile(r"^torch/distributed/distributed_c10d\.py\("),
 }
 LOOP, COMMUNICATION = "loop", "communication"
-"""The part of what is in none of these; and that of collectives that the loop itself calls."""
+"""Part of code outside the other parts; part of collectives that the loop itself calls."""
 _CLASS = re.compile(r": (?:\w+\.)+(?=\w+$)")
 _PROFILER = re.compile(r"^torch/profiler/")
 _CALLS_HOOKS = re.compile(
@@ -334,8 +334,8 @@ _CALLS_HOOKS = re.compile(
 
 
 class SampledStack(NamedTuple):
-    """One stack: how often it was seen, and its frames (``file(line): function``), the outermost
-    first."""
+    """A sampled stack: its number of samples, and its frames (``file(line): function``), the
+    outermost first."""
 
     samples: int
     frames: tuple[str, ...]
@@ -352,18 +352,18 @@ class SampledStack(NamedTuple):
 
 
 class HottestLine(NamedTuple):
-    """A line of the user's code and how many samples of a part lie in or below it."""
+    """A line of the user's code with the share of a part's samples in or below it."""
 
     location: Location
     share: float
-    """Of the part's samples."""
+    """Share of the part's samples."""
     library_function: str | None
-    """The function of a library below it in which most of them are; ``None``: in itself."""
+    """Library function below it with most of its samples; ``None``: they are in the line itself."""
 
 
 def read_stacks(record: RankRecord, since: int | None = None) -> list[SampledStack]:
-    """The stacks of a rank, without those in which a profiler started or stopped; ``since``: of
-    the stretches that surely begin after this moment (ns). Damaged lines are left out."""
+    """Read the stacks of a rank, without those in which a profiler started or stopped; ``since``:
+    of the stretches that surely begin after this moment (ns). Damaged lines are left out."""
     result: list[SampledStack] = []
     room = MAX_FRAMES
     before: int | None = None
@@ -398,7 +398,7 @@ def _stack(line: Any, names: list[Any]) -> SampledStack | None:
 
 
 def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[SampledStack]]:
-    """Share of all samples that are in a frame of this name, as PyTorch's profiler writes frames
+    """Return the share of all samples in a frame of this name, as PyTorch's profiler writes frames
     (without the class), and those samples."""
     named = re.compile(pattern)
     own = [
@@ -411,9 +411,9 @@ def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[
 
 
 def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
-    """The one line of the user's code that is in so much of the time: its samples are as large a
-    share of all as ``share``, to within ``NEAR_SHARE`` or a quarter. ``None``: too few samples, no
-    such line, or several. For a call that keeps the thread for a known share of the step."""
+    """Find the one line of the user's code that takes ``share`` of the time, by its share of all
+    samples, to within ``NEAR_SHARE`` or a quarter. ``None``: too few samples, no such line, or
+    several. For a call that keeps the thread for a known share of the step."""
     total = sum(stack.samples for stack in stacks)
     if total < MIN_SAMPLES or share < MIN_SHARE:
         return None
@@ -433,8 +433,8 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
 
 
 def stacks_in_hooks(stacks: Sequence[SampledStack]) -> list[SampledStack]:
-    """Those that are in a hook: PyTorch calls it where a module's ``forward`` ends, or from the
-    engine of the backward pass. A function that calls ``forward`` is none: a decorator of it."""
+    """Return the stacks in a hook, which PyTorch calls where a module's ``forward`` ends, or from
+    the engine of the backward pass. A decorator of ``forward``, which calls it, is no hook."""
     called = [list(_called_like_hooks(stack)) for stack in stacks]
     decorators = {
         (frame.file, frame.function) for of in called for frame, inner in of if _is_forward(inner)
@@ -447,8 +447,8 @@ def stacks_in_hooks(stacks: Sequence[SampledStack]) -> list[SampledStack]:
 
 
 def _called_like_hooks(stack: SampledStack) -> Iterator[tuple[Frame, list[Frame]]]:
-    """Functions that PyTorch calls as it does hooks, each with what runs in it up to the next call
-    of a module."""
+    """Yield functions that PyTorch calls as it does hooks, each with the frames in it up to the
+    next call of a module."""
     frames = [parse_frame(name) for name in stack.frames]
     for place, (caller, name) in enumerate(pairwise(stack.frames), 1):
         called = frames[place]
@@ -466,9 +466,9 @@ def _is_forward(frames: Sequence[Frame]) -> bool:
 
 
 def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:
-    """The innermost function of the user's code that half of the samples are in or below, and its
-    line of most samples; where there is no such function, that of most. ``None``: too few samples,
-    no such code, or several lines of the loop itself."""
+    """Find the innermost function of the user's code that half of the samples are in or below, and
+    its line of most samples; where there is no such function, that of most. ``None``: too few
+    samples, no such code, or several lines of the loop itself."""
     total = sum(stack.samples for stack in stacks)
     if total < MIN_SAMPLES:
         return None

@@ -1,4 +1,4 @@
-"""Host waits for the device: what was waited for, and the bubble it left on the device."""
+"""Host waits for the device: the work waited for, and the bubble left on the device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SYNC_CALLS = {"sync_device": "device", "sync_stream": "stream", "sync_event": "e
 KINDS = ("device", "stream", "event", "memcpy")
 
 IDLE_CALL_NS = 20_000
-"""A sync that finds its work done returns sooner than this: 3 to 8 us each in public A100, V100
-and H100 traces, so a longer one did wait."""
+"""Duration from which a sync did wait, ns: one that finds its work done returns in 3 to 8 us in
+public A100, V100 and H100 traces."""
 
 SYNCS_SCHEMA: dict[str, Any] = {
     "host": pl.Int32,  # row of trace.cpu: the runtime call
@@ -67,22 +67,22 @@ _NO_OP = {
 
 
 def find_syncs(a: Analysis) -> pl.DataFrame:
-    """Host waits for the device, a row a synchronising runtime call inside ``spans``; the columns
-    are those of SYNCS_SCHEMA, ordered by ``ts``.
+    """Find the host's waits for the device, a row a synchronising runtime call inside ``spans``;
+    the columns are those of SYNCS_SCHEMA, ordered by ``ts``.
 
     One row for each call that starts inside the used steps. ``bubble`` counts only when the call
-    held the host, that is when the work it waited for ended after the call began; a call that
-    finds its work done costs nothing, and so does one after which the thread launches nothing any
-    more. It ends where the next sync of the thread takes over, so
-    the bubbles of one thread never count an instant twice. Removing a sync lets the host run
-    ahead by at most ``waited``, so that is a bound of the gain where it is below ``bubble``.
+    held the host, that is when the work it waited for ended after the call began; a call that finds
+    its work done costs nothing, and so does one after which the thread launches nothing any more.
+    It ends where the next sync of the thread takes over, so the bubbles of one thread never count
+    an instant twice. Removing a sync lets the host run ahead by at most ``waited``, so that is a
+    bound of the gain where it is below ``bubble``.
 
-    ``copy`` is the copy between host and device that the thread launched last before the call
-    and in the same operator; a copy that held the host itself (kind ``memcpy``) is its own.
+    ``copy`` is the copy between host and device that the thread launched last before the call and
+    in the same operator; a copy that held the host itself (kind ``memcpy``) is its own.
 
-    The awaited work is: of a device, all work launched before; of a stream, the last work
-    launched on it before (the stream as ``cuda_sync`` rows tell it, else the one this thread used
-    last); of an event, as those rows tell it, else the last work that ended during the call.
+    The awaited work is: of a device, all work launched before; of a stream, the last work launched
+    on it before (the stream as ``cuda_sync`` rows tell it, else the one this thread used last); of
+    an event, as those rows tell it, else the last work that ended during the call.
     """
     from advisor.measure.steps.steps import step_of
 
@@ -129,7 +129,7 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
 
 
 def profiler_syncs(trace: Trace) -> NDArray[np.int64]:
-    """Rows of ``trace.cpu``: device synchronisations that the profiler issues itself.
+    """Find device synchronisations that the profiler issues itself: rows of ``trace.cpu``.
 
     With Python stacks, those under the profiler's own frames. Without, the last one of the trace
     when no device work is launched after it: nearly every trace ends with one (the profiler's
@@ -197,7 +197,7 @@ class _SyncWork(NamedTuple):
         )
 
     def start_of_next(self, rows: NDArray[np.int64], thread: NDArray[np.int32]) -> Ints:
-        """Start of the next work that the thread of each host row launched after it, else -1."""
+        """Return the start of the thread's next launched work after each host row, else -1."""
         if not len(self.row):
             return np.full(len(rows), -1, dtype=np.int64)
         place = np.searchsorted(self.launch, rows, side="right")
@@ -206,7 +206,7 @@ class _SyncWork(NamedTuple):
         return np.where(result, self.start[index], -1)
 
     def last_before(self, rows: NDArray[np.int64], thread: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Row of gpu of the last work that the thread launched before each host row, else -1."""
+        """Return the row of gpu last launched by the thread before each host row, else -1."""
         if not len(self.row):
             return np.full(len(rows), -1, dtype=np.int64)
         place = np.searchsorted(self.launch, rows, side="left") - 1
@@ -216,7 +216,7 @@ class _SyncWork(NamedTuple):
 
 
 def _calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[np.int64]]:
-    """Host rows that wait, their kind (index of KINDS) and, for copies, the row of the copy."""
+    """Return host rows that wait, their kind (index of KINDS) and, for copies, the copy's row."""
     call = trace.cpu["call"]
     parts = [np.flatnonzero((call == name).fill_null(False).to_numpy()) for name in SYNC_CALLS]
     copies = np.flatnonzero(copies_blocking_host(trace))
@@ -232,7 +232,7 @@ def _calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[n
 def _copy_before(
     trace: Trace, work: _SyncWork, rows: NDArray[np.int64], op: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """The copy between host and device that was launched last, in the same operator; else -1."""
+    """Return the copy between host and device launched last, in the same operator; else -1."""
     gpu = trace.gpu
     last = work.last_before(rows, trace.cpu["thread"].to_numpy())
     if not gpu.height or not len(rows):
@@ -253,7 +253,7 @@ def _released(
     ts: Ints,
     end: Ints,
 ) -> Ints:
-    """When the awaited work of each call ended, ns; -1: it had ended before, or is not known."""
+    """Return the end of each call's awaited work, ns; -1: it had ended before, or is not known."""
     gpu, cpu = trace.gpu, trace.cpu
     result = np.full(len(rows), -1, dtype=np.int64)
     if not len(work.by_time) or not len(rows):
@@ -308,7 +308,7 @@ def _released(
 
 
 def recorded_waits(trace: Trace, rows: NDArray[np.int64]) -> pl.DataFrame:
-    """What ``cuda_sync`` rows say of calls (rows of ``trace.cpu``) that wait for a stream or an
+    """Read the ``cuda_sync`` rows of calls (rows of ``trace.cpu``) that wait for a stream or an
     event: ``at`` (place in ``rows``), ``kind``, ``on`` (the stream), ``recorded`` (ns, when the
     event was recorded; null: a stream, or not known)."""
     cpu = trace.cpu
@@ -338,8 +338,8 @@ def recorded_waits(trace: Trace, rows: NDArray[np.int64]) -> pl.DataFrame:
 def _bubbles(
     thread: NDArray[np.int32], ts: Ints, released: Ints, following: Ints
 ) -> tuple[Ints, Ints]:
-    """From each release to the thread's next work or next release, ns; empty when the host was
-    not held, or when the thread launched nothing any more."""
+    """Return intervals from each release to the thread's next work or next release, ns; empty when
+    the host was not held, or when the thread launched nothing any more."""
     begin = np.zeros(len(ts), dtype=np.int64)
     until = begin.copy()
     held = np.flatnonzero(released >= 0)
@@ -357,7 +357,7 @@ def _bubbles(
 def _causes(
     trace: Trace, rows: NDArray[np.int64], kind: NDArray[np.int8], op: NDArray[np.int32]
 ) -> pl.Series:
-    """Why the host waited, as text. The outermost telling operator, else the nearest optimizer,
+    """Describe why the host waited. The outermost telling operator, else the nearest optimizer,
     gradient clipping or scaler range, else the innermost operator, else the call."""
     cpu = trace.cpu
     if not len(rows):
@@ -380,42 +380,42 @@ def _causes(
 
 
 def _short(name: str) -> str:
-    """``Optimizer.step#AdamW.step`` as it is; a frame without its line."""
+    """Shorten a cause: ``Optimizer.step#AdamW.step`` as it is; a frame without its line."""
     frame = parse_frame(name)
     return name if frame is None else f"{frame.file}: {frame.function}"
 
 
 CLOCKS_NS = 1_500
-"""Timestamps of one trace may be rounded to whole µs and disagree by that much."""
+"""Difference of timestamps in one trace that rounding to whole µs may cause, ns."""
 MAX_CLOCKS_NS = 20_000
-"""A call cannot have waited for work that ends this long after it, whatever the clocks say."""
+"""Longest time from a call's end to that of work it waited for, ns, whatever the clocks say."""
 LONG_CALL_NS = 50_000
-"""Shorter calls did not wait for long, or for nothing."""
+"""Duration from which a call may have waited, ns."""
 RETURN_NS = 20_000
-"""A call that waited returns this soon after (public A100, V100, H100 and MI300 traces: 3 to
+"""Time within which a call that waited returns, ns (public A100, V100, H100 and MI300 traces: 3 to
 12 µs)."""
 LATE_SHARE = 0.02
-"""Longer ones may take this share of their length more: the host is busy waking up."""
+"""Share of their length that longer calls may take more: the host is busy waking up."""
 MIN_SIMILAR, SIMILAR = 3, 0.6
-"""Where one call was long so often, this share of them must be tied, or it was chance."""
+"""Number of long calls of one name from which this share of them must be tied to a stream."""
 ALONE_NS = 1_000_000
-"""A call that was long less often than that counts from this length on: within it, the last work of
-a stream ends near its return by chance one time in fifty."""
+"""Duration from which a call counts that was long less often, ns: within it, the last work of a
+stream ends near its return by chance one time in fifty."""
 NAMED = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 
 
 def clock_tolerance_ns(trace: Trace) -> int:
-    """How long after the return of a call the trace may say that the work ended which it waited
-    for, ns: as seen in 95 of 100 of those that do (see :func:`work_past_return_ns`), and
-    ``CLOCKS_NS`` at least."""
+    """Return how long after a call's return the awaited work may end by the trace's clocks, ns: the
+    95th percentile of those that do (see :func:`work_past_return_ns`), and ``CLOCKS_NS`` at least.
+    """
     over = work_past_return_ns(trace, np.arange(trace.cpu.height))
     over = over[over > 0]
     return max(CLOCKS_NS, int(np.quantile(over, 0.95))) if len(over) else CLOCKS_NS
 
 
 def work_past_return_ns(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """By how much the trace has device work end after the return of each call (``rows`` of
-    ``trace.cpu``) that cannot have returned before, ns; 0: not at all, or not sure that it waited.
+    """Measure how long after the return of each call (``rows`` of ``trace.cpu``) the trace has the
+    awaited device work end, ns; 0: not at all, or not sure that it waited.
 
     Sure are blocking copies to the host, and waits for a stream that the trace names, for the last
     work that was launched on it before. Then the two clocks of the trace disagree: up to 4 µs with
@@ -455,8 +455,8 @@ def work_past_return_ns(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int
 
 
 def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
-    """Rows of ``trace.cpu``: long runtime calls that do not wait by their name and yet returned as
-    the last work of a stream ended that had been launched before them."""
+    """Find long runtime calls that do not wait by their name and yet returned as the last work of a
+    stream ended that had been launched before them: rows of ``trace.cpu``."""
     cpu, gpu = trace.cpu, trace.gpu
     long = (cpu["kind"] == "runtime") & (cpu["dur"] >= LONG_CALL_NS)
     long &= ~cpu["call"].is_in(NAMED).fill_null(False)

@@ -1,6 +1,6 @@
-"""A history replayed in a model of PyTorch's caching allocator, with and without expandable
-segments: what it would have reserved, and what of that it could have given back. And free memory
-that a request could not use.
+"""Replay of a history in a model of PyTorch's caching allocator, with and without expandable
+segments: memory that it would have reserved and could have given back. Also free memory that a
+request could not use.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up to 512 bytes;
 up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else from
@@ -29,13 +29,13 @@ class AllocatorReplay(NamedTuple):
     """Outcome of the replayed history, bytes."""
 
     reserved: Ints
-    """In segments before the first event and after each that was replayed."""
+    """Bytes in segments before the first event and after each that was replayed."""
     releasable: int
-    """In whole free segments (pages of expandable ones) after the last."""
+    """Bytes in whole free segments (pages of expandable ones) after the last event."""
 
     @property
     def needed_bytes(self) -> int:
-        """Reserved after the last event, without what could be given back."""
+        """Bytes reserved after the last event, without what could be given back."""
         return int(self.reserved[-1]) - self.releasable
 
 
@@ -66,8 +66,8 @@ class _Pool:
 class AllocatorModel:
     """The allocator of one device.
 
-    >>> m = Model(expandable=False)
-    >>> x = m.take(3 << 20, None, None)
+    >>> m = AllocatorModel(expandable=False)
+    >>> x = m.allocate(3 << 20, None, None)
     >>> m.reserved >> 20
     20
     """
@@ -79,14 +79,14 @@ class AllocatorModel:
         self._next = 1 << 50  # addresses of new segments: above any that is recorded
 
     def pool(self, size: int, stream: Any, private: Any) -> _Pool:
-        """The pool that serves a request."""
+        """Return the pool that serves a request."""
         key = (size <= SMALL, stream, private)
         if key not in self._pools:
             self._pools[key] = _Pool(key[0])
         return self._pools[key]
 
     def allocate(self, size: int, stream: Any, private: Any) -> _ModelBlock:
-        """Serve a request; a new segment where no free block is large enough."""
+        """Serve a request, from a new segment where no free block is large enough."""
         size = max(ROUND, -(-size // ROUND) * ROUND)
         pool = self.pool(size, stream, private)
         place = bisect_left(pool.free, (size,))
@@ -112,7 +112,7 @@ class AllocatorModel:
         return block
 
     def segment(self, address: int, size: int, pool: _Pool) -> _ModelBlock:
-        """A segment, free."""
+        """Add a segment, and return it as one free block."""
         self.reserved += size
         block = _ModelBlock(address, size, pool, None)
         self._put(block)
@@ -138,7 +138,7 @@ class AllocatorModel:
         self._put(block)
 
     def releasable_bytes(self) -> int:
-        """Bytes that could be given back to the driver."""
+        """Count the bytes that could be given back to the driver."""
         total = 0
         for pool in self._pools.values():
             page = SMALL_BUFFER if pool.small else LARGE_BUFFER
@@ -150,7 +150,7 @@ class AllocatorModel:
         return total
 
     def release(self, size: int) -> None:
-        """Give back a whole free segment of this size; the largest ones, where there is none."""
+        """Give back a whole free segment of this size; if there is none, the largest ones."""
         free = [
             (block.size == size, block.size, block.address, block)
             for pool in self._pools.values()
@@ -165,7 +165,7 @@ class AllocatorModel:
             size -= block.size
 
     def split(self, block: _ModelBlock, address: int, size: int) -> _ModelBlock:
-        """A part of a free block that is in use already."""
+        """Split a part that is already in use off a free block."""
         block.pool.free.remove((block.size, block.address, block))
         block.free = False
         if address > block.address:
@@ -214,12 +214,12 @@ def _order(entry: tuple[int, int, _ModelBlock]) -> tuple[int, int]:
 def replay_allocator(
     h: MemoryHistory, *, expandable: bool, until: int | None = None
 ) -> AllocatorReplay:
-    """A device's history, up to and with event ``until``, in the model.
+    """Replay a device's history, up to and with event ``until``, in the model.
 
     Without expandable segments it begins with the segments and blocks that the recording began
     with, at their addresses. Expandable ones begin with the same blocks side by side: what the
-    blocks before the history had left between them is not known. A request that failed is taken
-    to be met.
+    blocks before the history had left between them is not known. A request that failed is taken to
+    be met.
     """
     model = AllocatorModel(expandable=expandable)
     blocks = _begin(model, h)
@@ -248,7 +248,7 @@ def replay_allocator(
 
 
 def _begin(model: AllocatorModel, h: MemoryHistory) -> dict[int, _ModelBlock]:
-    """What was there before the first event: blocks by their recorded address."""
+    """Place the blocks from before the first event, and return them by their recorded address."""
     lives = h.block_lifetimes
     old = np.flatnonzero(lives.start_event < 0)
     old = old[np.argsort(lives.address[old], kind="stable")]
@@ -284,8 +284,8 @@ def _begin(model: AllocatorModel, h: MemoryHistory) -> dict[int, _ModelBlock]:
 
 
 def _first_segments(h: MemoryHistory) -> list[tuple[int, int, Any, Any, bool]]:
-    """Address, bytes, stream, private pool and size class of what was reserved at the start: the
-    state, with the history undone."""
+    """Return address, bytes, stream, private pool and size class of each segment at the start:
+    those of the snapshot, with the history undone."""
     there = {
         row["address"]: (row["total"], row["stream"], row["pool"], row["large"] is not False)
         for row in h.segments.iter_rows(named=True)
@@ -304,72 +304,72 @@ def _first_segments(h: MemoryHistory) -> list[tuple[int, int, Any, Any, bool]]:
 
 
 SMALL_REQUEST = 1 << 20
-"""Requests up to this are served from the small pool (``kSmallSize`` of CUDACachingAllocator)."""
+"""Largest request served from the small pool, bytes (``kSmallSize`` of CUDACachingAllocator)."""
 ROUNDING_BYTES = 512
-"""Requests are rounded up to this (``kMinBlockSize``)."""
+"""Unit that requests are rounded up to, bytes (``kMinBlockSize``)."""
 MIN_SLACK = 0.05
-"""Of what is reserved: with less beside tensors, there is nothing to pack."""
+"""Share of the reserved memory outside tensors below which packing cannot help."""
 MAX_STATE_DIFFERENCE = 0.05
-"""The state is that of the failure where as many bytes are in tensors, up to this share."""
+"""Difference of bytes in tensors, as a share, up to which a state is that of the failure."""
 
 
 class Fragments(NamedTuple):
-    """The free blocks of one device's segments, by what keeps them from being used. Bytes."""
+    """Free blocks of one device's segments, by what keeps them from being used. Bytes."""
 
     free: int
-    """In all segments."""
+    """Free bytes in all segments."""
     largest: int
-    """The largest free block, whatever pool and stream it is of."""
+    """Largest free block, of any pool and stream."""
     split: int
-    """Free, in segments that also hold a tensor: not to be given back to the driver."""
+    """Free bytes in segments that also hold a tensor, so that they cannot be given back."""
     free_segments: int
-    """Free, in segments that hold nothing: given back before a request fails."""
+    """Free bytes in segments that hold nothing: given back before a request fails."""
     rounding: int
-    """Lost to rounding inside the blocks in use."""
+    """Bytes lost to rounding inside the blocks in use."""
     pending: int
-    """Freed, and waiting for another stream."""
+    """Bytes freed, but waiting for another stream."""
     returnable: int | None
-    """In segments that hold no tensor and are of no graph: ``torch.cuda.empty_cache()`` gives them
-    back to the driver. ``None``: unknown, as expandable segments give back pages."""
+    """Bytes that ``torch.cuda.empty_cache()`` gives back to the driver: segments that hold no
+    tensor and are of no graph. ``None``: unknown, as expandable segments give back pages."""
     table: pl.DataFrame
-    """By ``pool`` (null: the common one), ``stream``, ``large``, ``expandable``: ``segments``,
+    """Table by ``pool`` (null: common), ``stream``, ``large``, ``expandable``: ``segments``,
     ``reserved``, ``allocated``, ``free``, ``largest`` (bytes); most reserved first."""
 
 
 class Placement(NamedTuple):
-    """The request that failed against what was free. Bytes."""
+    """The failed request compared with the free memory. Bytes."""
 
     request: int
-    """As the allocator rounds it."""
+    """Size of the request as the allocator rounds it."""
     usable: int
-    """Free in the request's own pool and stream."""
+    """Free bytes in the request's own pool and stream."""
     largest: int
-    """The largest free block there."""
+    """Largest free block there."""
     free_elsewhere: int
-    """Free in other pools or of other streams."""
+    """Free bytes in other pools or of other streams."""
     driver: int | None
-    """What the driver still had; ``None``: not recorded."""
+    """Bytes that the driver still had; ``None``: not recorded."""
     scattered: bool
-    """There was as much free as was asked for, but in no one piece."""
+    """Whether enough was free, but in no one piece."""
 
 
 class Repacking(NamedTuple):
-    """What expandable segments would change at the moment that is looked at. Bytes."""
+    """Estimated effect of expandable segments at the analysed moment. Bytes."""
 
     slack: int
-    """Reserved and not in tensors then."""
+    """Reserved bytes outside tensors at that moment."""
     freed: int
-    """Of what was reserved and could not be given back, what they would not have reserved."""
+    """Bytes that could not be given back and that expandable segments would not have reserved."""
     helps: bool
-    """They would have met the request that failed."""
+    """Whether the request that failed would have been met."""
     assumes: str
 
 
 @cached_measurement
 def measure_repacking(post: PostMortem) -> Repacking | None:
-    """The history replayed in the allocator, with expandable segments and without, up to the
-    moment; caches that a request could have back are no fragments. ``None``: no history, segments
-    that are expandable, figures that contradict each other, or too little beside tensors."""
+    """Replay the history, with expandable segments and without, up to the analysed moment. Caches
+    that a request could have back are no fragments. ``None``: no history, segments that are
+    expandable, figures that contradict each other, or too little beside tensors."""
     h = post.history
     slack = post.reserved - post.allocated
     expandable = bool(h.segments["expandable"].fill_null(False).any())
@@ -392,7 +392,7 @@ def measure_repacking(post: PostMortem) -> Repacking | None:
 
 
 def measure_fragments(post: PostMortem) -> Fragments | None:
-    """The state that the snapshot was taken of; ``None``: no segments in it."""
+    """Measure free blocks when the snapshot was taken; ``None``: it has no segments."""
     h = post.history
     known = post.snapshot.exception is None and post.snapshot.source == "allocator"
     if h.segments.is_empty() or not known:
@@ -442,8 +442,8 @@ def measure_fragments(post: PostMortem) -> Fragments | None:
 
 
 def explain_placement(post: PostMortem) -> Placement | None:
-    """Why the request that failed could not be placed; ``None``: none failed, or the snapshot was
-    taken so much later that its state is another."""
+    """Explain why the failed request could not be placed; ``None``: none failed, or the snapshot
+    was taken so much later that its state is another."""
     h, result = post.history, measure_fragments(post)
     if post.request is None or result is None or h.failed_event is None:
         return None

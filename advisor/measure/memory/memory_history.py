@@ -1,4 +1,4 @@
-"""The allocator's history put in order: how long each block lived, what was held at each event."""
+"""History of the allocator in order: lifetime of each block, and bytes held at each event."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from advisor.core.snapshot import MemorySnapshot
 from advisor.measure.memory.memory_origin import ROLES, Origin, find_origin
 
 PHASES = ("", "forward", "backward", "optimizer")
-"""Of a step, by what allocates; empty: before the first of them."""
+"""Phases of a step, by what allocates; empty: before the first phase."""
 MIN_EVENTS = 10
-"""Of a history that shows how memory is used."""
+"""Events that a history needs to show how memory is used."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -23,10 +23,10 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class BlockLifetimes:
-    """The blocks of a device, one an entry: from the event that made it to the one that ended it.
+    """Blocks of a device, one an entry: from the event that made it to the one that ended it.
 
-    ``born`` is -1 for what was there before the history begins; ``ended`` is the number of events
-    for what is there still. Bytes are those that were asked for.
+    ``start_event`` is -1 for blocks from before the history; ``end_event`` is the number of events
+    for blocks that are still there. Bytes are those that were asked for.
     """
 
     address: Ints
@@ -34,7 +34,7 @@ class BlockLifetimes:
     start_event: Ints
     end_event: Ints
     stack: Ints
-    """-1: not recorded."""
+    """Stack that allocated it; -1: not recorded."""
     release: Ints
     """Stack that freed it; -1: not recorded, or there still."""
 
@@ -42,13 +42,13 @@ class BlockLifetimes:
         return len(self.size)
 
     def at(self, event: int) -> Mask:
-        """Those held after an event (-1: before the first)."""
+        """Return which blocks are held after an event (-1: before the first)."""
         held: Mask = (self.start_event <= event) & (self.end_event > event)
         return held
 
 
 class MemoryHistory:
-    """One device of a snapshot."""
+    """Allocator history of one device of a snapshot."""
 
     def __init__(self, snapshot: MemorySnapshot, device: int) -> None:
         self.snapshot = snapshot
@@ -61,22 +61,22 @@ class MemoryHistory:
 
     @property
     def count(self) -> int:
-        """Events."""
+        """Number of events."""
         return self.events.height
 
     @cached_property
     def origins(self) -> list[Origin]:
-        """Of each stack of the snapshot; the last is of no stack at all."""
+        """Origin of each stack of the snapshot; the last is that of no stack at all."""
         return [*(find_origin(stack) for stack in self.snapshot.stacks), find_origin(None)]
 
     @cached_property
     def event_stack(self) -> Ints:
-        """Of each event; -1: none."""
+        """Stack of each event; -1: none."""
         return self.events["stack"].fill_null(-1).cast(pl.Int64).to_numpy()
 
     @cached_property
     def is_action(self) -> dict[str, Mask]:
-        """Aligned with ``events``, by action."""
+        """Masks by action, aligned with ``events``."""
         actions = self.events["action"].cast(pl.String).to_numpy()
         names = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free",
                  "segment_map", "segment_unmap", "oom")  # fmt: skip
@@ -160,23 +160,23 @@ class MemoryHistory:
 
     @cached_property
     def role(self) -> NDArray[np.int16]:
-        """Of each event's stack: place in ``memory_origin.ROLES``."""
+        """Role of each event's stack: place in ``memory_origin.ROLES``."""
         codes = np.array([ROLES.index(each.role) for each in self.origins], dtype=np.int16)
         return codes[self.event_stack]
 
     def allocates(self, *roles: str) -> Mask:
-        """Of each event: an allocation for one of these roles."""
+        """Return which events are allocations for one of these roles."""
         mask: Mask = np.isin(self.role, [ROLES.index(role) for role in roles])
         return mask & self.is_action["alloc"]
 
     @cached_property
     def has_stacks(self) -> bool:
-        """Any event has one: then one without is autograd's, whose thread has no Python frames."""
+        """Whether any event has a stack; one without is then autograd's, without Python frames."""
         return any(self.snapshot.stacks)
 
     @cached_property
     def phase(self) -> NDArray[np.int8]:
-        """Of each event: place in PHASES, by the last allocation that belongs to one."""
+        """Phase of each event: place in PHASES, by the last allocation that belongs to one."""
         own = np.full(self.count, -1, dtype=np.int8)
         own[self.allocates("forward")] = PHASES.index("forward")
         backward = self.allocates("backward", "gradient", "recomputed")
@@ -190,34 +190,34 @@ class MemoryHistory:
 
     @property
     def began_before(self) -> bool:
-        """Blocks were there that the history does not tell the making of: it was switched on late,
-        or has lost its start (``max_entries``)."""
+        """Whether some blocks are older than the history: it was switched on late, or has lost its
+        start (``max_entries``)."""
         return bool((self.block_lifetimes.start_event < 0).any())
 
     @property
     def is_too_short(self) -> bool:
-        """Too few events to be a history: the state is all there is."""
+        """Whether there are too few events for a history, so that only the state is known."""
         return self.count < MIN_EVENTS and self.failed_event is None
 
     @cached_property
     def failed_event(self) -> int | None:
-        """The last event that says out of memory; ``None``: none."""
+        """Last event that reports out of memory; ``None``: none."""
         result = np.flatnonzero(self.is_action["oom"])
         return int(result[-1]) if len(result) else None
 
     @cached_property
     def peak(self) -> int:
-        """The event after which most bytes were in tensors; -1: before the first."""
+        """Event after which most bytes were in tensors; -1: before the first."""
         return int(np.argmax(self.allocated)) - 1
 
     @cached_property
     def steps(self) -> tuple[str, Ints]:
-        """What marks steps, and the event at which each begins; fewer than two: none recurs.
+        """Source of the steps, and the event at which each begins; fewer than two: none recurs.
 
         By annotations ``ProfilerStep#``, where they were recorded; else by bursts of the
-        optimizer's allocations, the step after which begins the next; else by the first gradient
-        of each backward pass; else by the outermost module's first allocation; without stacks by
-        the curve itself, which rises and falls in each step.
+        optimizer's allocations, the step after which begins the next; else by the first gradient of
+        each backward pass; else by the outermost module's first allocation; without stacks by the
+        curve itself, which rises and falls in each step.
         """
         marks = self._annotated()
         if len(marks) >= 2:
@@ -240,7 +240,7 @@ class MemoryHistory:
         return ("rise and fall of memory", teeth) if len(teeth) >= 2 else ("", teeth[:0])
 
     def _forward_passes(self) -> Ints:
-        """Events at which the outermost module allocates for the first time in a pass: of the
+        """Find events at which the outermost module allocates for the first time in a pass: of the
         stacks with the fewest module calls, the first that recurs, where little is held."""
         rows = np.flatnonzero(self.allocates("forward"))
         depth = np.array([each.depth for each in self.origins])[self.event_stack[rows]]
@@ -262,7 +262,7 @@ class MemoryHistory:
         return marks if is_pass else np.empty(0, dtype=np.int64)
 
     def _curve_minima(self) -> Ints:
-        """Lowest points between peaks of the curve, its steady growth aside."""
+        """Find the lowest points between peaks of the curve, its steady growth aside."""
         curve = self.allocated.astype(np.float64)
         parts = np.array_split(curve, 8)
         if self.count < 16:

@@ -1,4 +1,4 @@
-"""What each block was for: by its call path, its lifetime in the step, the pattern of sizes."""
+"""Categories of memory blocks, by call path, lifetime in the step, and pattern of sizes."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ CATEGORIES = (
     "CUDA graph pools",
     "not attributed",
 )
-"""``autocast copies``: weights in autocast's type, kept until its region ends. ``earlier steps``:
-made by a forward pass of a step before, and held still. ``not attributed``: neither call path nor
-lifetime nor sizes say what it is for; its line may be known."""
+"""Categories of blocks. ``autocast copies``: weights in autocast's type, kept until its region
+ends. ``earlier steps``: made by a forward pass of a step before, and held still. ``not
+attributed``: neither call path nor lifetime nor sizes identify it; its line may be known."""
 BASES = ("call path", "lifetime", "size pattern", "the file", "none")
 CUBLAS_WORKSPACES = (8_519_680, 33_554_432 + 131_072)
-"""Bytes of cuBLAS's default workspace (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``), often without a
-stack."""
+"""Sizes of cuBLAS's default workspace, bytes (``CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8``), often
+without a stack."""
 MIN_SET = 10
-"""Blocks that look like the weights of a model: fewer may be anything."""
+"""Blocks from which a set looks like the weights of a model: fewer may be anything."""
 MAX_SINGLE = 0.5
-"""Of a set of weights, in one block: a larger one may be data."""
+"""Share of a set of weights in one block, at most: a larger one may be data."""
 NOT_ATTRIBUTED = CATEGORIES.index("not attributed")
 
 
 class Kinds(NamedTuple):
-    """Aligned with ``MemoryHistory.block_lifetimes``."""
+    """Category of each block and its basis, aligned with ``MemoryHistory.block_lifetimes``."""
 
     category: NDArray[np.int8]
     """Place in CATEGORIES."""
@@ -50,7 +50,7 @@ class Kinds(NamedTuple):
 
 
 def classify(h: MemoryHistory, moment: int) -> Kinds:
-    """What every block of the history was for, as of a moment (an event).
+    """Find the category of every block of the history, as of a moment (an event).
 
     The call path decides where it can; then the phases of the step in which a block lives; then,
     for blocks older than the history, what frees them, and last the sizes: a set of blocks that
@@ -123,7 +123,7 @@ def classify(h: MemoryHistory, moment: int) -> Kinds:
 
 
 def _leaves_phase(h: MemoryHistory) -> Mask:
-    """Of each life: an allocation of another phase, or of the same a step later, happens in it."""
+    """Return which blocks live into another phase, or into the same one a step later."""
     phase = h.phase
     turns = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
     lives = h.block_lifetimes
@@ -136,8 +136,8 @@ def _leaves_phase(h: MemoryHistory) -> Mask:
 
 
 def _spans_step(h: MemoryHistory) -> Mask:
-    """Made before a forward pass, after the last step's work, and there until the pass and its
-    backward have ended."""
+    """Return which blocks are made before a forward pass, after the last step's work, and there
+    until the pass and its backward have ended."""
     lives, phase = h.block_lifetimes, h.phase
     if not h.count:
         return np.zeros(len(lives), dtype=np.bool_)
@@ -157,7 +157,7 @@ def _spans_step(h: MemoryHistory) -> Mask:
 
 
 def _replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Mask:
-    """Blocks that are freed when a pass has made one of their size that outlives the backward."""
+    """Find blocks freed when a pass has made one of their size that outlives the backward."""
     lives = h.block_lifetimes
     outputs = (
         (kind == CATEGORIES.index("activations")) & (lives.start_event >= 0) & _spans_phases(h)
@@ -168,7 +168,7 @@ def _replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Mask:
 
 
 def _spans_phases(h: MemoryHistory) -> Mask:
-    """Lives that are there after a whole backward pass that came after them."""
+    """Return which blocks are there after a whole backward pass that came after them."""
     lives = h.block_lifetimes
     backward = h.phase == PHASES.index("backward")
     over = np.flatnonzero(backward[:-1] & ~backward[1:]) + 1
@@ -180,8 +180,8 @@ def _spans_phases(h: MemoryHistory) -> Mask:
 
 
 def _of_earlier_steps(h: MemoryHistory) -> Mask:
-    """Made in the history, and held beyond the end of its step. Steps that backward passes mark
-    may be parts of one, and do not count."""
+    """Return which blocks were made in the history, and are held beyond the end of their step.
+    Steps that backward passes mark may be parts of one, and do not count."""
     source, marks = h.steps
     lives = h.block_lifetimes
     if not source or source == "backward passes":
@@ -193,7 +193,7 @@ def _of_earlier_steps(h: MemoryHistory) -> Mask:
 
 
 def _in_private_pools(h: MemoryHistory) -> Mask:
-    """Blocks in segments of a private pool, as those of CUDA graphs are."""
+    """Return which blocks are in segments of a private pool, as those of CUDA graphs are."""
     lives = h.block_lifetimes
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
     inside = np.zeros(len(lives), dtype=np.bool_)
@@ -209,7 +209,7 @@ def _in_private_pools(h: MemoryHistory) -> Mask:
 def _by_sizes(
     h: MemoryHistory, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Mask
 ) -> None:
-    """Blocks older than the history that nothing frees: weights, and copies of them."""
+    """Classify blocks older than the history that nothing frees: weights, and copies of them."""
     lives = h.block_lifetimes
     # the same is left behind in the history, for no known purpose
     left = (lives.start_event >= 0) & (lives.end_event == h.count) & (kind == NOT_ATTRIBUTED)
@@ -255,7 +255,7 @@ def _by_sizes(
 
 
 def _copies(values: Ints, have: Ints) -> int:
-    """How many sets of equal sizes the blocks are, where nearly all of them come that often."""
+    """Return how many sets of equal sizes the blocks form: 4, 3 or 2 if nearly all fit, else 1."""
     for copies in (4, 3, 2):
         whole = have % copies == 0
         by_bytes = (values * have)[whole].sum() / (values * have).sum()
@@ -268,7 +268,7 @@ def _split_gradients(
     unknown: Ints, sizes: Ints, values: Ints, each: Ints,
     kind: NDArray[np.int8], basis: NDArray[np.int8],
 ) -> None:  # fmt: skip
-    """The last of the copies are gradients, where a backward pass adds to what is there."""
+    """Take the last of the copies for gradients, where a backward pass adds to what is there."""
     for value, count in zip(values, each, strict=True):
         own = unknown[sizes == value]
         kind[own[len(own) - int(count) :]] = CATEGORIES.index("gradients")
@@ -276,7 +276,7 @@ def _split_gradients(
 
 
 def _largest_set(h: MemoryHistory, rows: Mask) -> dict[int, int]:
-    """How many of each size are there together when most of these lives are."""
+    """Count the blocks by size at the event after which most of these are held."""
     chosen = np.flatnonzero(rows)
     lives = h.block_lifetimes
     if not len(chosen):
@@ -291,7 +291,7 @@ def _largest_set(h: MemoryHistory, rows: Mask) -> dict[int, int]:
 
 
 def _weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Mask) -> Mask:
-    """Casts of half a weight's size, at most as many at once as there are such weights."""
+    """Find casts of half a weight's size, at most as many at once as there are such weights."""
     lives = h.block_lifetimes
     weights = kind == CATEGORIES.index("weights")
     values, counts = np.unique(lives.size[weights] // 2, return_counts=True)

@@ -1,5 +1,5 @@
-"""What an allocation was for, and whose line asked for it, by its stack alone. Memory by layer:
-what the calls of each module allocate, keep, and need at most, from the allocator events of a trace
+"""Purpose and user line of an allocation, by its stack alone. Memory by layer: what the calls of
+each module allocate, keep, and need at most, from the allocator events of a trace
 (``profile_memory=True``) or from the stacks of a snapshot.
 """
 
@@ -97,33 +97,33 @@ _OPERATOR = re.compile(r"[a-z]\w*::\w+")
 
 
 class Origin(NamedTuple):
-    """What an allocation was for, as its stack shows."""
+    """Purpose and line of an allocation, by its stack."""
 
     role: str
-    """One of ROLES."""
+    """Purpose: one of ROLES."""
     file: str | None
-    """Of the innermost frame of the user's own code (of an installed library's, where there is
-    none of theirs); ``None``: no such frame."""
+    """File of the innermost frame of the user's own code (else of an installed library's);
+    ``None``: no such frame."""
     line: int | None
     function: str | None
-    """Of that frame; without one, the outermost operator."""
+    """Function of that frame; without one, the outermost operator."""
     state: bool = False
-    """``optimizer``: where its state is made."""
+    """Whether an ``optimizer`` makes its state there."""
     loss: bool = False
-    """Inside a loss over classes."""
+    """Whether it is inside a loss over classes."""
     backward_begins: bool = False
-    """The first gradient of a backward pass, which ``backward()`` makes itself."""
+    """Whether it is the first gradient of a backward pass, which ``backward()`` makes itself."""
     released: str = ""
     """Role of a block that is freed with this stack, where the stack says so: ``autocast`` (the
     region ends), ``gradient`` (``zero_grad``), ``optimizer``."""
     cast: bool = False
-    """A copy in the type of autocast."""
+    """Whether it is a copy in the type of autocast."""
     depth: int = 0
-    """Module calls in it."""
+    """Module calls in the stack."""
 
 
 def find_origin(stack: Stack | None) -> Origin:
-    """What an allocation with this stack (innermost frame first) was for.
+    """Find the purpose of an allocation by its stack (innermost frame first).
 
     From the innermost frame outwards the first that tells decides: a file and function of PyTorch
     (or a well-known library) that makes parameters, optimizer state, inputs, buffers of
@@ -154,7 +154,7 @@ def find_origin(stack: Stack | None) -> Origin:
 
 
 def _outermost_operator(stack: Stack) -> str | None:
-    """The outermost operator of a stack without Python frames; ``None``: it has none."""
+    """Return the outermost operator of a stack without Python frames; ``None``: it has none."""
     return next((f.name for f in reversed(stack) if _OPERATOR.fullmatch(f.name)), None)
 
 
@@ -174,7 +174,7 @@ def _slashes(file: str) -> str:
 
 
 def _calls_module(frame: SnapshotFrame) -> bool:
-    """A module's ``forward``: stacks of C++ and Python together may lack ``_call_impl``."""
+    """Tell a module's ``forward``: stacks of C++ and Python together may lack ``_call_impl``."""
     return frame.name == "forward" and frame.line > 0 and frame_owner(frame) >= 1
 
 
@@ -215,7 +215,7 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
 
 
 def _telling(file: str, name: str) -> str | None:
-    """The role of a frame that settles it."""
+    """Return the role of a frame that settles it; ``None``: it does not."""
     if MODULE.search(file):
         return "parameter" if name in _MOVE else None
     if _PARAMETER.search(file) or (_LAYER.search(file) and name in _BUILT):
@@ -249,7 +249,7 @@ def _is_backward(file: str, name: str) -> bool:
 
 
 def _own(stack: Stack) -> SnapshotFrame | None:
-    """The innermost frame of the user's code, else of an installed library's."""
+    """Return the innermost frame of the user's code, else of an installed library's."""
     library = None
     for frame in stack:
         rank = frame_owner(frame)
@@ -261,30 +261,30 @@ def _own(stack: Stack) -> SnapshotFrame | None:
 
 
 def frame_owner(frame: SnapshotFrame) -> int:
-    """Whose code it is, as ``stacks.frame_rank``; of C++ code nobody's."""
+    """Return whose code a frame is, as ``stacks.frame_rank``; C++ code is nobody's."""
     if _CPP.search(frame.file) or frame.line <= 0:
         return 0
     return frame_rank(f"{frame.file}({min(frame.line, 999_999_999)}): {frame.name}")
 
 
 HOST_MEMORY = -1
-"""Device of the host's allocator events."""
+"""Device number of the host's allocator events."""
 
 
 class LayerMemory(NamedTuple):
-    """Bytes by node of a ``LayerTable``, in the same order; what modules inside do is included."""
+    """Bytes by node of a ``LayerTable``, in the same order, modules inside included."""
 
     allocated: NDArray[np.int64]
-    """In its calls, summed over the window. The backward pass is in no call."""
+    """Bytes allocated in its calls, summed over the window. The backward pass is in no call."""
     net_allocated: NDArray[np.int64]
-    """The same less what the calls release; negative: they release what others allocated."""
+    """Allocated less released bytes of its calls; negative: they release what others allocated."""
     peak: NDArray[np.int64] | None
-    """The most that one call adds to what was allocated when it began; ``None``: the ends of calls
-    were not recorded."""
+    """Most bytes that one call adds to what was allocated when it began; ``None``: the ends of
+    calls were not recorded."""
 
 
 def measure_layer_memory(a: Analysis, layers: LayerTable) -> LayerMemory | None:
-    """Events of the analysed device, without one of the host's memory, each in the call of the
+    """Sum events of the analysed device, without one of the host's memory, each in the call of the
     thread that it happens in. ``None``: none was recorded in any module."""
     device = HOST_MEMORY if a.device_id is None else a.device_id
     events = a.trace.memory.filter((pl.col("device") == device) & (pl.col("bytes") != 0))
@@ -324,8 +324,8 @@ def _peaks(
     ts: NDArray[np.int64],
     change: NDArray[np.int64],
 ) -> NDArray[np.int64] | None:
-    """By node, over its calls in the window; ``thread``, ``ts`` and ``change`` of the events, in
-    the order of threads and times."""
+    """Find each node's peak over its calls in the window; ``thread``, ``ts`` and ``change`` of the
+    events, in the order of threads and times."""
     cpu = a.trace.cpu
     rows = np.flatnonzero(layers.scopes >= 0)
     if not len(rows) or layers.source == "FSDP":  # its rows are marks, not calls
@@ -353,28 +353,28 @@ def _peaks(
 # -- of a snapshot, by the frames of its allocations -----------------------------------------------
 
 MAX_DEPTH = 64
-"""Calls of modules inside one another."""
+"""Nesting depth of module calls, at most."""
 
 
 class ModuleCall(NamedTuple):
-    """Blocks that were held at the moment, made inside a module's ``forward``. Bytes."""
+    """Blocks held at the moment that were made inside a module's ``forward``. Bytes."""
 
     file: str
-    """Of the module's ``forward``."""
+    """File of the module's ``forward``."""
     line: int | None
-    """In the file of the ``forward`` around it, which calls it there; ``None``: outermost."""
+    """Line of the call, in the file of the ``forward`` around it; ``None``: outermost."""
     parent: int | None
     """Place in the list of the call around it."""
     blocks: int
     size: int
-    """With the calls inside."""
+    """Bytes, with the calls inside."""
     own: int
-    """Outside of these."""
+    """Bytes outside of these."""
 
 
 def held_by_module(post: PostMortem) -> list[ModuleCall]:
-    """A call after the one around it, the largest first among siblings. Modules that are called
-    from the same line (blocks in a loop) are one. Empty: no stack contains a ``forward``."""
+    """List module calls below the ones around them, the largest first among siblings. Modules
+    called from one line (blocks in a loop) are one. Empty: no stack contains a ``forward``."""
     history, rows = post.history, post.allocated_rows
     stack, size = history.block_lifetimes.stack[rows], history.block_lifetimes.size[rows]
     nodes: dict[tuple[int, str, int | None], int] = {}

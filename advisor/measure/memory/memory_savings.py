@@ -1,6 +1,6 @@
-"""What changes of a program would free: each names the blocks that it touches, and the history is
-counted again without them. So a change frees no more than it lowers the highest point, wherever
-that lies afterwards, and changes can be combined."""
+"""Estimates of the memory that changes to a program would free. A change names the blocks that it
+affects, and the history is summed again without them. So it frees no more than it lowers the peak,
+wherever that is afterwards, and changes can be combined."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, frame_ow
 from advisor.measure.memory.post_mortem import PostMortem, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
-"""Of the highest point: smaller savings are not recorded."""
+"""Share of the peak below which a saving is not reported."""
 LOSS_CHUNKS = 8
-"""Into so many pieces a loss over classes is cut, as fused ones cut it or finer."""
+"""Pieces that a loss over classes is cut into, as fused ones cut it or finer."""
 STATE_8_BIT = (1 + 4 / 256) / 4
 """Bytes of an 8-bit state over those in fp32: a scale in fp32 for each 256 elements
 (bitsandbytes)."""
@@ -27,27 +27,27 @@ MIN_8_BIT = 4096 * 4
 
 
 class Change(NamedTuple):
-    """Blocks of which a change keeps a part, all along or for a while."""
+    """Blocks that a change shrinks or removes, always or for some events."""
 
     name: str
     rows: Ints
     """Rows of ``MemoryHistory.block_lifetimes``; a row may recur, with other times."""
     kept_share: float | np.ndarray
-    """Of their bytes, what stays; an array: of those of each row."""
+    """Share of their bytes that stays; an array: one share a row."""
     assumes: str
     begin: Ints | None = None
-    """Event from which on, and ``end`` until which, the rest is away; ``None``: always."""
+    """Events from ``begin`` to ``end`` in which the rest is freed; ``None``: always."""
     end: Ints | None = None
     where: Origin | None = None
-    """The line that it is about; ``None``: no one line."""
+    """Line that the change is about; ``None``: no one line."""
     group: str = ""
-    """Only one change of a group can be made; empty: any."""
+    """Group of changes that exclude each other; empty: none."""
     forward_call: Ints | None = None
-    """Call of its forward pass that a row belongs to: of checkpointing, which can be done for
-    some."""
+    """Call of its forward pass that a row belongs to: of checkpointing, which can be done for some.
+    """
 
     def for_calls(self, count: int) -> Change:
-        """The change made to the first ``count`` calls of each pass."""
+        """Limit the change to the first ``count`` calls of each pass."""
         if self.forward_call is None or self.begin is None or self.end is None:
             return self
         chosen = self.forward_call < count
@@ -58,22 +58,22 @@ class Change(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """What one change frees."""
+    """Memory that one change frees."""
 
     name: str
-    """One of those of ``find_changes``, or ``expandable segments``."""
+    """Name of a change of ``find_changes``, or ``expandable segments``."""
     bytes: int
-    """By which the highest point of the history falls; of expandable segments, what is reserved
-    there."""
+    """Bytes by which the peak of the history falls; for expandable segments, by which the reserved
+    memory falls there."""
     assumes: str
     file: str | None = None
-    """The line that it is about; ``None``: no one line."""
+    """File of the line that the change is about; ``None``: no one line."""
     line: int | None = None
     function: str | None = None
 
 
 def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: float = 1.0) -> int:
-    """Most bytes in tensors at once, the request that failed among them, after changes.
+    """Count the most bytes in tensors at once, the failed request included, after changes.
 
     ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
     """
@@ -111,7 +111,7 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
 
 @cached_measurement
 def find_savings(post: PostMortem) -> list[Saving]:
-    """What would lower the highest point most, largest first. They overlap: not to be added up."""
+    """List what lowers the peak most, largest first. Savings overlap: not to be added up."""
     before = count_needed_bytes(post)
     result = [
         _saving(each, before - count_needed_bytes(post, [each])) for each in find_changes(post)
@@ -134,7 +134,7 @@ def _saving(each: Change, freed: int) -> Saving:
 
 @cached_measurement
 def find_changes(post: PostMortem) -> list[Change]:
-    """Those whose blocks are in the history; a change without any is left out."""
+    """List the changes whose blocks are in the history; one without any is left out."""
     if post.snapshot.exception is not None:
         return []
     made = [
@@ -153,8 +153,8 @@ def _of(post: PostMortem, *categories: str) -> Mask:
 
 
 def _checkpointing(post: PostMortem) -> Change | None:
-    """The line that calls the same module again and again: each call keeps its output alone, and
-    is whole again when its backward begins.
+    """Checkpoint the line that calls the same module again and again: each call keeps its output
+    alone, and is whole again when its backward begins.
 
     The stack that made its first block marks a call: as often as that recurs, so often it was
     called. One that no backward pass of the history reaches stays away to the end, except the
@@ -232,7 +232,7 @@ def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> 
 
 
 def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
-    """The user's lines around a stack that call a module: those that could be checkpointed."""
+    """List the user's lines around a stack that call a module: those that could be checkpointed."""
     frames = post.snapshot.stacks[stack] if stack >= 0 else ()
     frames = tuple(f for f in frames if f.line > 0)
     called = [MODULE.search(f.file.replace("\\", "/")) and f.name in CALLS for f in frames]
@@ -249,7 +249,7 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
 
 
 def _offload(post: PostMortem) -> Change | None:
-    """Activations that wait for the backward pass, in host memory meanwhile."""
+    """Move activations to host memory while they wait for the backward pass."""
     h, lives = post.history, post.history.block_lifetimes
     rows = np.flatnonzero(
         _of(post, "activations") & (lives.start_event >= 0) & (lives.size >= 1 << 20)
@@ -271,8 +271,8 @@ def _offload(post: PostMortem) -> Change | None:
 
 
 def batch_rows(post: PostMortem) -> Ints:
-    """Blocks whose size is in proportion to the batch: activations, inputs, and the gradients of
-    activations on their way. Never weights, states, copies of weights or caches."""
+    """Find blocks whose size is in proportion to the batch: activations, inputs, and the gradients
+    of activations on their way. Never weights, states, copies of weights or caches."""
     lives = post.history.block_lifetimes
     weights = np.unique(lives.size[_of(post, "weights", "gradients")])
     flow = _of(post, "backward temporaries") & ~np.isin(lives.size, weights)
@@ -290,27 +290,27 @@ def _batch(post: PostMortem) -> Change:
 
 
 class Logits(NamedTuple):
-    """What a loss over classes made, and what of the same size was around it: the logits."""
+    """Logits: blocks made by a loss over classes, and others of the same size around it."""
 
     rows: Ints
     """Rows of ``MemoryHistory.block_lifetimes``."""
     largest: int
-    """Bytes of the loss's largest block."""
+    """Size of the loss's largest block, bytes."""
     blocks: int
-    """At the moment that is looked at."""
+    """Blocks held at the analysed moment."""
     bytes: int
-    """In them."""
+    """Bytes in these blocks."""
     where: Origin
-    """Who called the loss."""
+    """Origin of the loss's first block: the line that called the loss."""
 
     @property
     def freed_bytes(self) -> int:
-        """Were they made in CHUNKS pieces, one at a time."""
+        """Bytes freed if they were made in LOSS_CHUNKS pieces, one at a time."""
         return self.bytes - self.bytes // LOSS_CHUNKS
 
 
 def find_logits(post: PostMortem) -> Logits | None:
-    """``None``: no loss held anything large at the moment."""
+    """Find the logits; ``None``: no loss held anything large at the analysed moment."""
     h, lives = post.history, post.history.block_lifetimes
     loss = np.array([o.loss for o in h.origins])[lives.stack]
     of_pass = _of(post, "activations", "earlier steps", "backward temporaries")
@@ -349,8 +349,8 @@ def _logits(post: PostMortem) -> Change | None:
 
 
 def _autocast(post: PostMortem) -> Change | None:
-    """Copies of weights that autocast keeps. Where nothing trains, the weights can be of that type
-    themselves."""
+    """Drop the copies of weights that autocast keeps. Where nothing trains, the weights can be of
+    that type themselves."""
     lives = post.history.block_lifetimes
     rows = np.flatnonzero(_of(post, "autocast copies"))
     if not len(rows):
@@ -386,7 +386,7 @@ def _trains(post: PostMortem) -> bool:
 
 
 def _references(post: PostMortem) -> Change | None:
-    """What each step leaves behind, else blocks of earlier steps: away from the end of their step
+    """Free what each step leaves behind, else blocks of earlier steps, from the end of their step
     on."""
     h, lives = post.history, post.history.block_lifetimes
     _, marks = h.steps
@@ -413,7 +413,7 @@ def _references(post: PostMortem) -> Change | None:
 
 
 def _set_to_none(post: PostMortem) -> Change | None:
-    """Gradients that are there during a forward pass although the optimizer has used them."""
+    """Free gradients that are there during a forward pass although the optimizer has used them."""
     h, lives = post.history, post.history.block_lifetimes
     gradients = np.flatnonzero(_of(post, "gradients"))
     phase = h.phase
@@ -463,8 +463,8 @@ def _optimizer(post: PostMortem) -> list[Change]:
 
 
 def shard_changes(post: PostMortem, ranks: int) -> list[Change]:
-    """ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the largest
-    two weights gathered."""
+    """Estimate ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the
+    largest two weights gathered."""
     lives = post.history.block_lifetimes
     rows = [np.flatnonzero(_of(post, name)) for name in ("optimizer state", "gradients", "weights")]
     here = lives.at(post.event)
@@ -483,7 +483,7 @@ def shard_changes(post: PostMortem, ranks: int) -> list[Change]:
 
 
 def _graphs(post: PostMortem) -> Change | None:
-    """Private pools beyond the largest: graphs that never run at once can share one."""
+    """Merge private pools beyond the largest: graphs that never run at once can share one."""
     h, lives = post.history, post.history.block_lifetimes
     rows = np.flatnonzero(_of(post, "CUDA graph pools"))
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")

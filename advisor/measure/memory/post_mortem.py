@@ -1,4 +1,4 @@
-"""What held a device's memory at one moment, by category and line; what grew; what comes and goes.
+"""Contents of a device's memory at one moment, by category and line; growth; churn within steps.
 
 Everything is read off a snapshot (``memory_history.py``); bytes are those that were asked for,
 which the allocator rounds up.
@@ -53,9 +53,9 @@ GROWTH_SCHEMA: dict[str, Any] = {
     "step_bytes": pl.Float64,  # median of a step
 }
 MIN_STEPS = 6
-"""The fewest whole steps in which growth shows."""
+"""Whole steps that are needed to measure growth."""
 MIN_SHARE = 0.8
-"""Of the steps, in which a line must have left something behind."""
+"""Share of the steps in which a line must have left something behind."""
 
 
 class PostMortem:
@@ -71,38 +71,38 @@ class PostMortem:
 
     @cached_property
     def event(self) -> int:
-        """The event after which is looked; -1 before the first, or without a history."""
+        """Event after which memory is analysed; -1 before the first, or without a history."""
         failed = self.history.failed_event
         return self.history.peak if failed is None else failed
 
     @cached_property
     def allocated(self) -> int:
-        """Bytes in tensors then."""
+        """Bytes in tensors at that moment."""
         return int(self.history.allocated[self.event + 1])
 
     @cached_property
     def reserved(self) -> int:
-        """Bytes in segments then."""
+        """Bytes in segments at that moment."""
         return int(self.history.reserved[self.event + 1])
 
     @property
     def is_contradictory(self) -> bool:
-        """More in tensors than reserved: the file's figures cannot be true."""
+        """Whether more is in tensors than reserved: the file's figures cannot be true."""
         return bool(self.history.segments.height) and self.allocated > self.reserved
 
     @cached_property
     def request(self) -> int | None:
-        """Bytes of the request that failed; ``None``: none did."""
+        """Size of the request that failed, bytes; ``None``: none did."""
         return self._of_failure("size")
 
     @cached_property
     def device_free(self) -> int | None:
-        """Bytes that the driver still had then; ``None``: not recorded."""
+        """Bytes that the driver still had at that moment; ``None``: not recorded."""
         return self._of_failure("device_free")
 
     @cached_property
     def failed_at(self) -> Origin | None:
-        """Where the request that failed was made."""
+        """Origin of the request that failed; ``None``: none did."""
         failed = self.history.failed_event
         if failed is None:
             return None
@@ -117,17 +117,17 @@ class PostMortem:
 
     @cached_property
     def categories(self) -> Kinds:
-        """Of each life: its category, and what says so, as of the moment."""
+        """Category of each block and its basis, as of the moment."""
         return classify(self.history, self.event)
 
     @property
     def category_codes(self) -> NDArray[np.int8]:
-        """Of each life: place in CATEGORIES."""
+        """Category of each block: place in CATEGORIES."""
         return self.categories.category
 
     @cached_property
     def bases(self) -> dict[str, int]:
-        """Bytes held at the moment by what their category rests on (BASES); they add up."""
+        """Bytes held at the moment by the basis of their category (BASES); they add up."""
         rows = self.allocated_rows
         sums = np.bincount(
             self.categories.basis[rows],
@@ -138,12 +138,12 @@ class PostMortem:
 
     @cached_property
     def allocated_rows(self) -> Ints:
-        """Rows of ``lives`` that are allocated at the moment."""
+        """Rows of ``block_lifetimes`` that are allocated at the moment."""
         return np.flatnonzero(self.history.block_lifetimes.at(self.event))
 
     @cached_property
     def by_category(self) -> dict[str, int]:
-        """Bytes held at the moment, largest first; they add up to ``allocated``."""
+        """Bytes held at the moment by category, largest first; they add up to ``allocated``."""
         lives, rows = self.history.block_lifetimes, self.allocated_rows
         sums = np.bincount(
             self.category_codes[rows], weights=lives.size[rows], minlength=len(CATEGORIES)
@@ -165,18 +165,18 @@ class PostMortem:
 
     @cached_property
     def by_line(self) -> pl.DataFrame:
-        """The same by category and line (HELD_SCHEMA), largest first."""
+        """Blocks held at the moment by category and line (HELD_SCHEMA), largest first."""
         return self.holders(self.allocated_rows)
 
     @cached_property
     def by_line_at_end(self) -> pl.DataFrame:
-        """By category and line, what was there when the snapshot was taken (HELD_SCHEMA)."""
+        """Blocks held when the snapshot was taken, by category and line (HELD_SCHEMA)."""
         return self.holders(
             np.flatnonzero(self.history.block_lifetimes.end_event == self.history.count)
         )
 
     def holders(self, rows: Ints) -> pl.DataFrame:
-        """Lives by category and line (HELD_SCHEMA), largest first."""
+        """Sum blocks by category and line (HELD_SCHEMA), largest first."""
         lives = self.history.block_lifetimes
         return (
             self._placed(rows)
@@ -193,7 +193,7 @@ class PostMortem:
         )
 
     def _placed(self, rows: Ints) -> pl.DataFrame:
-        """Category, line and label of lives."""
+        """Return category, line and label of blocks."""
         h, lives = self.history, self.history.block_lifetimes
         origins = [h.origins[stack] for stack in lives.stack[rows].tolist()]
         return pl.DataFrame(
@@ -214,7 +214,7 @@ class PostMortem:
         )
 
     def _labels(self, rows: Ints) -> list[str | None]:
-        """The user's metadata of lives."""
+        """Return the user's metadata of blocks."""
         h = self.history
         born = h.block_lifetimes.start_event[rows]
         labels = h.events["label"]
@@ -233,12 +233,12 @@ class PostMortem:
 
     @cached_property
     def step_source(self) -> str:
-        """What steps are known by; empty: they are not."""
+        """Source of the steps; empty: steps are unknown."""
         return self.history.steps[0]
 
     @cached_property
     def churn_bytes(self) -> float | None:
-        """Bytes that are allocated a step (median of whole steps); ``None``: no steps."""
+        """Bytes allocated per step (median of whole steps); ``None``: no steps."""
         marks = self.whole_steps
         if len(marks) < 3:
             return None
@@ -251,7 +251,7 @@ class PostMortem:
 
     @cached_property
     def churn(self) -> pl.DataFrame:
-        """By line, what is allocated and freed again within whole steps (CHURN_SCHEMA), most bytes
+        """Blocks allocated and freed again within whole steps, by line (CHURN_SCHEMA), most bytes
         first. Empty: no steps."""
         marks = self.whole_steps
         if len(marks) < 3:
@@ -280,8 +280,8 @@ class PostMortem:
 
     @cached_property
     def growth(self) -> pl.DataFrame:
-        """Lines of which something is left behind by nearly every step, and held to the end
-        (GROWTH_SCHEMA), most bytes a step first. Empty: none, or fewer than MIN_STEPS steps."""
+        """Lines that leave something behind in nearly every step, which is held to the end
+        (GROWTH_SCHEMA), most bytes per step first. Empty: none, or fewer than MIN_STEPS steps."""
         marks = self.whole_steps
         lives = self.history.block_lifetimes
         blank = pl.DataFrame(schema=GROWTH_SCHEMA)
@@ -316,9 +316,9 @@ class PostMortem:
     # -- over time ------------------------------------------------------------------------------
 
     def timeline(self, points: int = 600) -> pl.DataFrame:
-        """Bytes in tensors by category at up to ``points`` events, the moment among them:
-        ``event``, ``time_us`` (since the first; null: not recorded), ``reserved`` and one column a
-        category that is not empty."""
+        """Return the bytes in tensors by category at up to ``points`` events, the moment among
+        them: ``event``, ``time_us`` (since the first; null: not recorded), ``reserved`` and one
+        column a category that is not empty."""
         h, lives = self.history, self.history.block_lifetimes
         count = h.count
         index = np.unique(
@@ -348,7 +348,7 @@ class PostMortem:
 
 
 def cached_measurement(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:
-    """A measurement of a PostMortem that is made once, and kept as long as that is."""
+    """Cache a measurement of a PostMortem, for as long as that is kept."""
     made: WeakKeyDictionary[PostMortem, T] = WeakKeyDictionary()
 
     @wraps(measure)
@@ -365,7 +365,7 @@ def _pairs(marks: Ints) -> list[tuple[int, int]]:
 
 
 def post_mortems(snapshot: MemorySnapshot) -> list[PostMortem]:
-    """One a device, the one with most in segments first."""
+    """Measure each device of a snapshot, the one with most in segments first."""
     made = [PostMortem(snapshot, device) for device in snapshot.devices]
     return sorted(made, key=lambda each: (-each.reserved, each.device))
 
@@ -383,14 +383,14 @@ GROWS_SCHEMA: dict[str, Any] = {
     "blocks": pl.Int64,  # held when the last one was taken
 }
 MIN_SNAPSHOTS = 3
-"""From which on growth can be said from a change."""
+"""Snapshots from which growth differs from a single change."""
 MIN_GROWTH = 0.01
-"""Of what the first snapshot held: less growth is none."""
+"""Share of the first snapshot's bytes below which growth does not count."""
 _STEP = re.compile(r"(?:step|iter(?:ation)?|s)[-_]?(\d+)", re.IGNORECASE)
 
 
 def order_snapshots(snapshots: Sequence[MemorySnapshot]) -> tuple[MemorySnapshot, ...]:
-    """By the time of the last event; where one has none, by the numbers in the file names."""
+    """Sort by the time of the last event; where one has none, by numbers in the file names."""
     times = [each.events["time_us"].max() for each in snapshots]
     if snapshots and all(isinstance(time, int) for time in times) and len(set(times)) == len(times):
         order = sorted(range(len(snapshots)), key=lambda n: times[n])  # type: ignore[arg-type,return-value]
@@ -405,13 +405,13 @@ def _numbers(path: str) -> list[tuple[int, str]]:
 
 
 def fullest_devices(snapshots: Sequence[MemorySnapshot]) -> list[PostMortem]:
-    """The fullest device of each."""
+    """Return the fullest device of each snapshot."""
     return [post_mortems(each)[0] for each in snapshots]
 
 
 def growing_lines(posts: Sequence[PostMortem]) -> tuple[pl.DataFrame, str]:
-    """(GROWS_SCHEMA, ``step`` or ``snapshot``): lines that hold more whenever a snapshot was taken,
-    fastest first. Empty: none, or fewer than MIN_SNAPSHOTS."""
+    """Find lines that hold more in every snapshot, fastest first: (GROWS_SCHEMA, ``step`` or
+    ``snapshot``). Empty: none, or fewer than MIN_SNAPSHOTS."""
     blank = pl.DataFrame(schema=GROWS_SCHEMA)
     if len(posts) < MIN_SNAPSHOTS:
         return blank, ""

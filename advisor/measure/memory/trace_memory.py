@@ -1,5 +1,5 @@
-"""Device memory in a trace: peaks a step, calls that allocate or free it, work that is done twice
-to save it, and the allocator's events as a history."""
+"""Device memory in a trace: peaks per step, calls that allocate or free it, recomputation that
+saves it, and the allocator's events as a history."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ _FORWARD = (
 
 
 def memory_by_step(a: Analysis) -> pl.DataFrame:
-    """Device memory: a row a device with allocator events and used step. Empty: not recorded.
+    """Measure device memory, one row per device and used step. Empty: no allocator events.
 
-    ``peak_allocated`` and ``peak_reserved``: largest ``Total Allocated`` and ``Total Reserved``
-    of the caching allocator in force at some instant of the step, bytes: its events in the step,
-    and the last one before it. Null: no event up to the end of the step. A reserved total of 0
-    is an allocator that does not tell it, so null. ``capacity``: ``totalGlobalMem``; null: not in
-    the file. Memory outside PyTorch's allocator (NCCL, cuBLAS, other processes) is not in it.
+    ``peak_allocated`` and ``peak_reserved``: largest ``Total Allocated`` and ``Total Reserved`` of
+    the caching allocator in force at some instant of the step, bytes: its events in the step, and
+    the last one before it. Null: no event up to the end of the step. A reserved total of 0 is an
+    allocator that does not tell it, so null. ``capacity``: ``totalGlobalMem``; null: not in the
+    file. Memory outside PyTorch's allocator (NCCL, cuBLAS, other processes) is not in it.
     """
     events = a.trace.memory.filter(pl.col("device") >= 0).sort("device", "ts", maintain_order=True)
     used = a.steps.used
@@ -129,8 +129,8 @@ def _largest(*columns: pl.Series) -> int | None:
 
 
 def find_allocations(a: Analysis) -> pl.DataFrame:
-    """Runtime calls that allocate or free device or pinned memory (classes malloc, free, host_alloc
-    and host_free) and touch ``spans``, in order of time.
+    """Find runtime calls that allocate or free device or pinned memory (classes malloc, free,
+    host_alloc and host_free) and touch ``spans``, in order of time.
 
     ``call`` is that class; ``step`` the used step in which the call starts (or that it reaches
     into); ``line`` the row of the user's Python frame and ``op`` of the innermost op around it,
@@ -164,18 +164,18 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
 
 
 def _op_around(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Innermost op around each of a few host rows, -1: none."""
+    """Return the innermost op around each of a few host rows, -1: none."""
     parent = parent_rows(trace)
     return climb_stack(parent, is_operator(trace), rows_around(parent, rows))
 
 
 def find_recompute(a: Analysis) -> pl.DataFrame | None:
-    """Forward work that activation checkpointing runs a second time during backward.
+    """Find forward work that activation checkpointing runs a second time during backward.
 
-    A row a used step: ``step``, ``kernels`` (launched by recomputation, not communication, that
-    run in the step), ``dur`` (their summed device time inside the step, ns), ``busy`` (ns during
-    which at least one of them runs). Work counts when the innermost of these around its launch is
-    one of the first two: a Python frame ``torch/utils/checkpoint.py(…): recompute_fn``
+    A row a used step: ``step``, ``kernels`` (launched by recomputation, not communication, that run
+    in the step), ``dur`` (their summed device time inside the step, ns), ``busy`` (ns during which
+    at least one of them runs). Work counts when the innermost of these around its launch is one of
+    the first two: a Python frame ``torch/utils/checkpoint.py(…): recompute_fn``
     (``use_reentrant=False``), the op ``CheckpointFunctionBackward`` (``use_reentrant=True``), an
     autograd node (the reentrant form runs backward inside its own node). Without frames, operators
     count that a node of PyTorch's own derivatives runs before those of its kind do, where forward
@@ -222,7 +222,7 @@ def find_recompute(a: Analysis) -> pl.DataFrame | None:
 
 
 def _recomputing(a: Analysis) -> NDArray[np.bool_]:
-    """Rows of ``trace.cpu`` that recompute, with what is in them but for autograd nodes."""
+    """Return which rows of ``trace.cpu`` recompute, with their children but for autograd nodes."""
     cpu = a.trace.cpu
     again: NDArray[np.bool_] = (cpu["kind"] == "python").to_numpy()
     again = again & name_matches(cpu["name"], RECOMPUTE).to_numpy()
@@ -233,8 +233,8 @@ def _recomputing(a: Analysis) -> NDArray[np.bool_]:
 
 
 def _unpacked(a: Analysis) -> NDArray[np.int64]:
-    """Operators directly inside a node of PyTorch's own derivatives (``AddmmBackward0``) that run
-    there because the node asks for a saved tensor that is not there: ``use_reentrant=False``
+    """Find operators directly inside a node of PyTorch's own derivatives (``AddmmBackward0``) that
+    run there because the node asks for a saved tensor that is not there: ``use_reentrant=False``
     recomputes it then. A derivative calls no ``aten::linear`` or ``aten::layer_norm``; the node's
     own operators come last, as many as most nodes of its name have."""
     cpu = a.trace.cpu
@@ -263,7 +263,7 @@ def _unpacked(a: Analysis) -> NDArray[np.int64]:
 
 
 def recompute_time(a: Analysis) -> Intervals:
-    """Host time of recomputation, without the backward pass that runs inside it."""
+    """Find host time of recomputation, without the backward pass that runs inside it."""
     if a.trace.cpu.is_empty() or a.device_id is None:
         return EMPTY
     cpu, parent = a.trace.cpu, parent_rows(a.trace)
@@ -295,7 +295,7 @@ def recompute_time(a: Analysis) -> Intervals:
 # -- a trace's allocator events as a history -------------------------------------------------------
 
 MAX_DEPTH = 512
-"""Frames of a stack, the innermost."""
+"""Innermost frames of a stack that are kept, at most."""
 _PYTHON = re.compile(r"^(.{1,4096})\((\d{1,9})\): (.{1,1024})$")
 _NODE = re.compile(r"^autograd::engine::evaluate_function: (.{1,1024})$")
 _OPTIMIZER = re.compile(r"^Optimizer\.(step|zero_grad)#")
@@ -304,7 +304,7 @@ OPTIMIZER, FUNCTIONAL = "torch/optim/optimizer_of_trace.py", "torch/nn/functiona
 
 
 def memory_devices(a: Analysis) -> list[int]:
-    """Devices with allocator events, in order (-1 is the host's memory, left out)."""
+    """List devices with allocator events, in order (-1 is the host's memory, left out)."""
     devices = a.trace.memory.filter(pl.col("device") >= 0)["device"].unique().sort()
     return [int(device) for device in devices]
 
@@ -312,7 +312,7 @@ def memory_devices(a: Analysis) -> list[int]:
 def find_running(
     a: Analysis, thread: NDArray[np.int32], ts: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Innermost host row that is running on a thread at an instant, -1: none."""
+    """Return the innermost host row that is running on a thread at an instant, -1: none."""
     cpu = a.trace.cpu
     result = np.full(len(ts), -1, dtype=np.int32)
     if cpu.is_empty():
@@ -331,12 +331,12 @@ def find_running(
 
 
 def recorded_snapshot(a: Analysis) -> MemorySnapshot | None:
-    """The allocator events of a trace (``profile_memory=True``, XPlane, Nsight Systems) as a
-    history; ``None``: the trace has none. Device -1 is the host's memory.
+    """Convert the allocator events of a trace (``profile_memory=True``, XPlane, Nsight Systems) to
+    a history; ``None``: the trace has none. Device -1 is the host's memory.
 
-    What was allocated before the recording is one block without a line, by the total that the
-    first event notes. Segments are what the allocator's total of reserved bytes grew by. Stacks
-    are the host's: Python frames, operators of the autograd engine and of optimizers.
+    What was allocated before the recording is one block without a line, by the total that the first
+    event notes. Segments are what the allocator's total of reserved bytes grew by. Stacks are the
+    host's: Python frames, operators of the autograd engine and of optimizers.
     """
     events = a.trace.memory.filter((pl.col("bytes") != 0) & pl.col("allocated").is_not_null())
     if events.is_empty():
@@ -366,7 +366,7 @@ def recorded_snapshot(a: Analysis) -> MemorySnapshot | None:
 
 
 def _table(schema: dict[str, Any], parts: list[pl.DataFrame]) -> pl.DataFrame:
-    """Parts of a table under one another, null where a part has no such column."""
+    """Concatenate parts of a table, null where a part has no such column."""
     return pl.concat([pl.DataFrame(schema=schema), *(
         part.select(*(pl.col(name) if name in part.columns else pl.lit(None, kind).alias(name)
                       for name, kind in schema.items())).cast(pl.Schema(schema))
@@ -375,7 +375,7 @@ def _table(schema: dict[str, Any], parts: list[pl.DataFrame]) -> pl.DataFrame:
 
 
 def _of_device(events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-    """Segments, blocks and events of one device, in order of time."""
+    """Return segments, blocks and events of one device, in order of time."""
     device = pl.lit(events["device"][0], pl.Int32)
     freed = pl.col("bytes") < 0
     plain = events.with_row_index("place").select(
@@ -410,7 +410,7 @@ def _of_device(events: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, pl.Dat
 
 
 class _Stacks:
-    """Stacks of host rows, the same call path once."""
+    """Stacks of host rows, each call path once."""
 
     def __init__(self, a: Analysis) -> None:
         cpu = a.trace.cpu
@@ -423,7 +423,7 @@ class _Stacks:
         self.made: list[Stack] = []
 
     def index_of(self, row: int) -> int | None:
-        """Place of a row's stack in ``made``; ``None``: it has no frame."""
+        """Return the place of a row's stack in ``made``; ``None``: it has no frame."""
         path = []
         while row not in self._by_row:  # outwards, up to what is known
             path.append(row)
@@ -443,7 +443,7 @@ class _Stacks:
         return self._by_path[key]
 
     def _frame(self, row: int) -> SnapshotFrame | None:
-        """As PyTorch writes it into a snapshot; ``None``: it says nothing of what memory is for."""
+        """Return the frame that a snapshot has for a row; ``None``: it shows no purpose."""
         name = str(self._names[row])
         if self._kind[row] == "python":
             match = _PYTHON.match(name)

@@ -1,4 +1,4 @@
-"""One clock for a thousand ranks, from the ends of the collectives that they leave together.
+"""Alignment of a thousand ranks' clocks by the ends of collectives, which ranks leave together.
 
 Time and memory grow with the number of collectives, not with pairs of ranks.
 """
@@ -13,36 +13,36 @@ from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.summary import MAX_CLOCK_DIFFERENCE_NS
 
 END_TOLERANCE_NS = 1_000_000.0
-"""Ends of one collective on two ranks differ by less: up to 0.33 ms on a public pair of traces
-(all-gather of 1 GiB over 64 ranks)."""
+"""Largest difference of one collective's ends on two ranks, ns: up to 0.33 ms on a public pair of
+traces (all-gather of 1 GiB over 64 ranks)."""
 MIN_MATCHES = 3
-"""One difference of ends always agrees with itself: fewer say nothing about the error."""
+"""Shared collectives from which the error is known: one difference always agrees with itself."""
 MIN_FOR_DRIFT = 12
 """Collectives of a group from which the drift of its clocks differs from scatter."""
 MAX_DRIFT = 5e-4
-"""Ten times what a quartz clock may drift: what looks like more is no drift."""
+"""Largest drift of a clock: ten times a quartz clock's; more is taken for no drift."""
 ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """What brings each rank's clock to the common one: ``t + shift + drift * t``."""
+    """Corrections that bring each rank's clock to the common one: ``t + shift + drift * t``."""
 
     shift: Floats
-    """By rank, ns; NaN: not aligned."""
+    """Shift of each rank, ns; NaN: not aligned."""
     drift: Floats
     error_ns: float | None
-    """Median distance of an end from the middle of the others' ends, of the worst hundredth of the
+    """Median distance of an end from the median of the others' ends, of the worst hundredth of the
     ranks, ns; ``None``: not aligned."""
     reason: str
     matched: int
-    """Collectives of two or more aligned ranks."""
+    """Number of collectives of two or more aligned ranks."""
     mismatched: Bools
-    """By row: it cannot be one collective."""
+    """Whether each row cannot be one collective."""
 
 
 def group_medians(values: Floats, first: Ints) -> Floats:
-    """Median of each stretch between neighbours of ``first`` (none is empty)."""
+    """Return the median of each stretch between neighbours of ``first`` (none is empty)."""
     size = np.diff(first)
     result = np.empty(len(size))
     for count in np.unique(size).tolist():  # few distinct sizes: groups are of few sizes
@@ -62,16 +62,16 @@ def align_cells(
     unix: bool,
     pairs: Bools | None = None,
 ) -> Clocks:
-    """Offsets and drifts of ``ranks`` clocks.
+    """Estimate offsets and drifts of ``ranks`` clocks.
 
     ``rank``, ``start``, ``end``: by cell, sorted by row; ``first``: first cell of each row and the
-    number of cells; ``usable``: rows that nobody leaves before all have entered; ``pairs``: rows
-    of a send and its receive, which end together too, about: they join what nothing else does (the
+    number of cells; ``usable``: rows that nobody leaves before all have entered; ``pairs``: rows of
+    a send and its receive, which end together too, about: they join what nothing else does (the
     stages of a pipeline).
 
     A rank that shares fewer than MIN_MATCHES is not aligned. Rows that one rank leaves before
-    another enters, by more than the error of ends, are not one collective: they are dropped and
-    the offsets taken again. When most are, nothing is known about the others: nobody is aligned.
+    another enters, by more than the error of ends, are not one collective: they are dropped and the
+    offsets taken again. When most are, nothing is known about the others: nobody is aligned.
     """
     seen = np.diff(first)
     broken = np.zeros(len(seen), dtype=np.bool_)
@@ -127,8 +127,8 @@ def align_cells(
 
 
 def _worst(spread: Floats) -> float:
-    """Of the worst rank; of a hundred and more the worst in a hundred, so that one that is damaged
-    does not hide what the others tell."""
+    """Return the worst rank's spread; of a hundred ranks and more the worst in a hundred, so that a
+    damaged one does not hide what the others tell."""
     known = np.sort(spread[np.isfinite(spread)])
     if not len(known):
         return float("inf")
@@ -136,7 +136,7 @@ def _worst(spread: Floats) -> float:
 
 
 class _AlignmentPart:
-    """The cells of some of the rows."""
+    """Cells of some of the rows."""
 
     def __init__(self, rank: Ints, first: Ints, use: Bools) -> None:
         self.rows = np.flatnonzero(use)
@@ -153,7 +153,7 @@ class _AlignmentPart:
     def align_ranks(
         self, end: Floats, ranks: int, sends: _AlignmentPart | None
     ) -> tuple[Floats, Floats, Floats]:
-        """Shift, drift and spread by rank; NaN: not placed."""
+        """Return shift, drift and spread by rank; NaN: not placed."""
         ends = end[self.cells]
         counts = np.bincount(self.rank, minlength=ranks)
         shift, drift = self._place(ends, ranks, sends, end)
@@ -191,7 +191,7 @@ class _AlignmentPart:
         return result
 
     def _residual(self, ends: Floats, shift: Floats, drift: Floats) -> Floats:
-        """How much earlier each end is than the middle of its row."""
+        """Return how much earlier each end is than the median of its row, ns."""
         moved = ends + shift[self.rank] + drift[self.rank] * ends
         there = np.isfinite(moved)
         if there.all():
@@ -205,9 +205,9 @@ class _AlignmentPart:
     def _place(
         self, ends: Floats, ranks: int, sends: _AlignmentPart | None, end: Floats
     ) -> tuple[Floats, Floats]:
-        """Offsets and drifts: of the members of each group among themselves, then group by group,
-        each brought to those that it shares ranks with; what is not connected by that is then
-        joined by sends."""
+        """Estimate offsets and drifts: of the members of each group among themselves, then group by
+        group, each brought to those that it shares ranks with; what is not connected by that is
+        then joined by sends."""
         shift, drift = np.full(ranks, np.nan), np.zeros(ranks)
         groups = self._groups(ranks) if len(self.rows) else []
         inside = [(members, *_within(ends[cells])) for members, cells in groups]
@@ -274,7 +274,7 @@ class _AlignmentPart:
             island[members] = keep
 
     def _groups(self, ranks: int) -> list[tuple[Ints, Ints]]:
-        """Rows with the same members: (members, cells as rows x members)."""
+        """Group rows with the same members: (members, cells as rows x members)."""
         # a row's members as one number: ranks hashed and summed
         seed = np.random.default_rng(7).integers(1, 1 << 62, size=ranks, dtype=np.int64)
         mark = np.add.reduceat(seed[self.rank], self.at[:-1])
@@ -289,8 +289,8 @@ class _AlignmentPart:
 
 
 def _within(ends: Floats) -> tuple[Floats, Floats]:
-    """Offset and drift of each member (column) from the mean of the members, at time 0; each row
-    is a collective, in order of time or not. Drift is 0 where there are too few to tell."""
+    """Return offset and drift of each member (column) from the mean of the members, at time 0; each
+    row is a collective, in order of time or not. Drift is 0 where there are too few to tell."""
     middle = ends.mean(axis=1)
     apart = ends - middle[:, None]
     lean = np.zeros(ends.shape[1])

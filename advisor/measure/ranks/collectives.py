@@ -1,5 +1,5 @@
-"""The collectives of one rank, each with the key by which it is that of other ranks; and those that
-take longer where some hosts take part, after the last rank has come.
+"""Collectives of one rank, each with the key that matches it with other ranks'; and collectives
+that take longer where some hosts take part, after the last rank has come.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""No rank can leave one of these before every rank of its group has entered it. (A rank can leave
-a broadcast, a reduce or a send before the others have come.)"""
+"""Collectives that no rank can leave before every rank of its group has entered them. (A rank can
+leave a broadcast, a reduce or a send before the others have come.)"""
 ALL_KINDS = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCHRONISING))
 _KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
 _PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
@@ -39,12 +39,12 @@ _DIGITS = re.compile(r"\d+")
 
 
 def working_intervals(a: Analysis) -> Intervals:
-    """When a rank computes: kernels on its device, operators on a host without one."""
+    """Return when a rank computes: kernels on its device, operators on a host without one."""
     return host_work(a) if a.device_id is None else a.breakdown.compute
 
 
 def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:
-    """Rows of the steps table on the trace's own clock."""
+    """Convert rows of the steps table, on the trace's own clock."""
     begin = a.trace.meta.start_ns
     return [
         StepSummary(name, begin + ts, begin + end)
@@ -55,11 +55,11 @@ def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:
 def collective_table(
     a: Analysis, steps: pl.DataFrame, kinds: Sequence[str] = ALL_KINDS
 ) -> pl.DataFrame:
-    """Collectives of some steps (rows of the steps table), by their start. A collective of one rank
-    is that of another when group, kind, message size, annotation (digits apart) and place agree:
+    """List collectives of some steps (rows of the steps table), by their start. A collective of one
+    rank is another's when group, kind, message size, annotation (digits apart) and place agree:
     ``Seq`` where the profiler recorded it, else the n-th such launched in the step of the same
     name, else the n-th such of the trace. The message sizes of an all-to-all may differ between
-    ranks. Where there is no device work, the collectives are those of gloo, in threads of the host.
+    ranks. Where there is no device work, the collectives are those of gloo, on the host.
 
     ``group``, ``ranks``, ``collective``, ``bytes`` (null: not known, or all-to-all), ``annotation``
     (digits replaced; null), ``source`` and ``target`` (of a send; null), ``sequence`` (null),
@@ -111,8 +111,8 @@ def collective_table(
 
 
 def _rows_of_steps(table: pl.DataFrame, steps: pl.DataFrame) -> pl.Series:
-    """The step that launched each collective. What has a sequence number is not matched by its
-    step: then it is of the step it runs in; -1: none."""
+    """Return the step that launched each collective, -1: none. What has a sequence number is not
+    matched by its step: then it is of the step it runs in."""
     begin, until = steps["ts"].to_numpy(), steps["end"].to_numpy()
     index = np.searchsorted(begin, table["start"].to_numpy(), side="right") - 1
     inside = np.zeros(len(index), dtype=np.bool_)
@@ -125,7 +125,7 @@ def _rows_of_steps(table: pl.DataFrame, steps: pl.DataFrame) -> pl.Series:
 
 
 def pack_collectives(a: Analysis, table: pl.DataFrame, steps: pl.DataFrame) -> Collectives | None:
-    """Rows of :func:`collective_table` as they are sent; ``None``: there are none."""
+    """Pack rows of :func:`collective_table` to send them; ``None``: there are none."""
     if table.is_empty():
         return None
     start, end, step = (table[name].to_numpy() for name in ("start", "end", "at"))
@@ -178,7 +178,7 @@ def short_key(
     source: int | None = None,
     target: int | None = None,
 ) -> str:
-    """What a collective is matched by, in little room: the members' list as a digest."""
+    """Build the short key that matches a collective across ranks: the members' list as a digest."""
     members = "" if ranks is None else hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
     parts = ("s" if known else "n", (group or "")[:80], members, kind, size, annotation or "")
     text = "|".join("" if part is None else str(part) for part in parts)
@@ -190,13 +190,13 @@ def short_key(
 
 
 MIN_GROUPS = 3
-"""Of the same kind of collective, to say that one of them is slower."""
+"""Groups with the same kind of collective that are needed to call one of them slower."""
 
 
 def transfer_excess(job: JobMeasurements, without: frozenset[int] = frozenset()) -> list[Floats]:
-    """Transfer time above the middle of the same kind and size in other groups, by rank, per step:
-    of all together, then of each kind by itself. NaN: nothing to compare with. Collectives of the
-    ranks in ``without`` take no part."""
+    """Measure transfer time above the median of the same kind and size in other groups, by rank,
+    per step: of all together, then of each kind by itself. NaN: nothing to compare with.
+    Collectives of the ranks in ``without`` take no part."""
     joined, waits = job.joined, job.waits
     ranks = len(job.summaries)
     excess = np.full(len(waits.row), np.nan)
@@ -225,7 +225,7 @@ def transfer_excess(job: JobMeasurements, without: frozenset[int] = frozenset())
 
 
 def _groups(job: JobMeasurements) -> tuple[Ints, Ints]:
-    """By collective: the number of its members' set, and of its kind, message and size."""
+    """Number each collective's set of members, and its kind, message and size."""
     joined, waits = job.joined, job.waits
     if not len(waits.row):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -243,8 +243,8 @@ def _groups(job: JobMeasurements) -> tuple[Ints, Ints]:
 
 
 def slow_links(job: JobMeasurements) -> list[Deviation]:
-    """Hosts or racks (ranks, where hosts are not known) whose collectives take longer; one after
-    the other, each without what those found before have caused."""
+    """Find hosts or racks (ranks, where hosts are not known) whose collectives take longer; one
+    after the other, each without what those found before have caused."""
     deviations: list[Deviation] = []
     done: frozenset[int] = frozenset()
     floor = MIN_SHARE * job.step_ns
@@ -267,7 +267,7 @@ def slow_links(job: JobMeasurements) -> list[Deviation]:
 
 
 def _same(job: JobMeasurements, who: list[Members], excess: Floats) -> Members:
-    """The worst; ranks that share its collectives, and so have the same figure, belong to it."""
+    """Merge the worst with ranks that share its collectives, and so have the same figure."""
     worst = who[0]
     if worst.unit != "rank":
         return worst

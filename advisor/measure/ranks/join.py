@@ -1,4 +1,4 @@
-"""Many ranks' collectives brought together: which are one, on one clock, and who waits for whom.
+"""Collectives of many ranks, matched and put on one clock, and ranks' waits for each other.
 
 All of it in whole columns: a cell is one collective on one rank, a row is one collective.
 """
@@ -21,14 +21,14 @@ COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
 
 @dataclass(frozen=True)
 class Key:
-    """What all collectives with one key have in common."""
+    """Properties that all collectives with one key share."""
 
     kind: str
     group: str
     message: int
-    """Bytes; 0: not known."""
+    """Message size, bytes; 0: not known."""
     size: int
-    """Members of the group; 0: not known."""
+    """Number of members of the group; 0: not known."""
     synchronising: bool
 
 
@@ -37,15 +37,14 @@ class JoinedCollectives:
     """Cells sorted by row. ``rank`` and others that say "place" index the list of summaries.
 
     ``start``, ``end`` are ns on one clock (from the earliest start of all) where the rank is
-    aligned, else on its own; ``exposed`` and ``work`` as in ``Collectives``; ``progress`` is the
-    rank's own time from the start of the step to the cell's start.
+    aligned, else on its own; ``exposed`` and ``work`` as in ``Collectives``.
     """
 
     keys: list[Key]
     rank: Ints
     row: Ints
     step: Ints
-    """Row of that rank's ``RankSummary.steps``."""
+    """Step of each cell: row of that rank's ``RankSummary.steps``."""
     start: Floats
     end: Floats
     exposed: Floats
@@ -53,20 +52,20 @@ class JoinedCollectives:
     first_cell: Ints
     """First cell of each row, and one past the last of all."""
     key: Ints
-    """By row."""
+    """Key of each row: place in ``keys``."""
     clocks: Clocks
     dropped: int
-    """Collectives that summaries left out."""
+    """Number of collectives that summaries left out."""
     amount: Floats
-    """By cell, as in ``Collectives``."""
+    """Elements of each cell in an all-to-all, as in ``Collectives``."""
     index_on_rank: Ints
-    """By cell: which of its rank's collectives it is."""
+    """Place of each cell among its rank's collectives."""
     origin: int = 0
-    """ns on the ranks' own clocks at which ``start`` and ``end`` are 0."""
+    """Time on the ranks' own clocks at which ``start`` and ``end`` are 0, ns."""
 
     @property
     def rows(self) -> int:
-        """How many collectives."""
+        """Number of collectives."""
         return len(self.key)
 
     @property
@@ -76,30 +75,30 @@ class JoinedCollectives:
 
     @property
     def synchronising(self) -> Bools:
-        """By row: no rank leaves it before all have entered it."""
+        """Whether no rank leaves a collective before all have entered it, by row."""
         return np.array([key.synchronising for key in self.keys], dtype=np.bool_)[self.key]
 
     @property
     def is_send(self) -> Bools:
-        """By row: a send and its receive."""
+        """Whether each row is a send and its receive."""
         return np.array([key.kind == "send_recv" for key in self.keys], dtype=np.bool_)[self.key]
 
     @property
     def group_sizes(self) -> Ints:
-        """By row: members of the group; 0: not known."""
+        """Number of members of each row's group; 0: not known."""
         return np.array([key.size for key in self.keys], dtype=np.int64)[self.key]
 
     @property
     def group_code(self) -> Ints:
-        """By row: the same number for collectives of one kind, size of group and message."""
+        """Code of each row, equal for collectives of one kind, size of group and message."""
         numbers: dict[tuple[str, int, int], int] = {}
         kinds = [numbers.setdefault((k.kind, k.size, k.message), len(numbers)) for k in self.keys]
         return np.array(kinds, dtype=np.int64)[self.key]
 
     @property
     def matched(self) -> Bools:
-        """By row: a synchronising collective that two or more ranks have, all of them aligned, and
-        that can be one."""
+        """Whether each row is a synchronising collective of two or more ranks, all of them aligned,
+        that can be one collective."""
         if not self.rows:
             return np.zeros(0, dtype=np.bool_)
         aligned = np.isfinite(self.clocks.shift)[self.rank]
@@ -118,23 +117,23 @@ class CollectiveWaits:
     skew: Floats
     """Last arrival less the first, ns."""
     mean_wait: Floats
-    """Of the others, ns; 0 where nobody is last."""
+    """Mean wait of the other ranks, ns; 0 where nobody is last."""
     transfer: Floats
-    """From the last arrival to the (median) end, ns."""
+    """Time from the last arrival to the (median) end, ns."""
     cells: Ints
     """Cells of these collectives."""
     wait: Floats
-    """By one of ``cells``: ns until the last has come."""
+    """Wait of each of ``cells`` for the last arrival, ns."""
     exposed: Floats
-    """By one of ``cells``: of that at most, with no compute."""
+    """Upper bound of each wait's exposed part, with no compute, ns."""
     collective_count: Ints
-    """By place: collectives that a rank takes part in."""
+    """Number of collectives that each rank takes part in, by place."""
     last_count: Ints
-    """By place: at how many it is last."""
+    """Number of collectives at which each rank is last, by place."""
     caused_ns: Floats
-    """By place: ns, summed over those: mean wait of the others."""
+    """Mean wait of the others that each rank causes by being last, summed, ns."""
     caused_exposed_ns: Floats
-    """By place: its exposed part."""
+    """Exposed part of ``caused_ns``, ns."""
 
 
 def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
@@ -197,7 +196,7 @@ def _identity(cells: dict[str, Ints]) -> tuple[Ints, ...]:
 
 
 def _cells(summaries: Sequence[RankSummary]) -> tuple[list[Key], list[dict[str, Ints]]]:
-    """Keys of all ranks, each once, and the cells of each rank with rows of that list."""
+    """Return the distinct keys of all ranks, and each rank's cells with rows of that list."""
     numbers: dict[str, int] = {}
     marks: dict[str, int] = {}
     keys: list[Key] = []
@@ -261,7 +260,7 @@ def _key(result: Collectives, index: int) -> Key:
 
 
 def _count(key: Ints, mark: Ints) -> Ints:
-    """How many of the same key and step there are: ranks with other numbers do not match."""
+    """Count the cells of the same key and step: ranks with other counts do not match."""
     _, inverse, counts = np.unique(
         key * (int(mark.max(initial=0)) + 2) + mark + 1, return_inverse=True, return_counts=True
     )
@@ -269,8 +268,8 @@ def _count(key: Ints, mark: Ints) -> Ints:
 
 
 def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
-    """Rows that cannot be one collective taken apart: a rank is in it twice, there are more ranks
-    than members, or nothing says which of several sends belongs to which receive."""
+    """Split rows that cannot be one collective: a rank is in it twice, there are more ranks than
+    members, or nothing says which of several sends belongs to which receive."""
     if not len(row):
         return row
     rows = int(row[-1]) + 1
@@ -290,7 +289,7 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
 
 
 def measure_waits(joined: JoinedCollectives, rows_counted: Bools | None = None) -> CollectiveWaits:
-    """How late each rank comes to the collectives that others wait in, and what that costs.
+    """Measure how late each rank arrives at the collectives, and the waits that it causes.
 
     ``rows_counted``: which rows count; default: all.
     """
@@ -348,12 +347,12 @@ def _summed(rank: Ints, values: Floats, ranks: int) -> Floats:
 
 
 def collective_waits(joined: JoinedCollectives, place: int) -> pl.DataFrame:
-    """The collectives of the steps of one rank (``place`` in the summaries): ``collective``,
+    """List the collectives in the steps of one rank (``place`` in the summaries): ``collective``,
     ``group`` (its name; empty: none), ``bytes`` and ``size`` (0: unknown), ``step``, ``wait`` (ns
     until the last member arrives), ``transfer`` (ns from there to its end) and ``complete`` (all
     members are here and on one clock; otherwise one that is not may come later).
 
-    A send and its receive wait for each other too: a taker for what is computed before it is sent.
+    A send and its receive wait for each other too: a receiver for what its sender computes.
     """
     schema = {
         "collective": pl.String, "group": pl.String, "bytes": pl.Int64, "size": pl.Int64,

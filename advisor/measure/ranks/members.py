@@ -1,4 +1,4 @@
-"""Ranks, hosts and racks: at which of these levels something is an outlier, and how probably."""
+"""Levels at which something is an outlier (rank, host, rack), and how probably."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from advisor.measure.ranks.join import JoinedCollectives
 from advisor.measure.ranks.summary import RankSummary
 
 _OF_TENSORBOARD = re.compile(r"^(?P<host>[A-Za-z][\w.-]*?)_\d+(?:\.\d+)?\.pt\.trace\.json")
-"""``<host>_<pid>.<time>.pt.trace.json``, as ``tensorboard_trace_handler`` names files."""
+"""Names of files by ``tensorboard_trace_handler``: ``<host>_<pid>.<time>.pt.trace.json``."""
 _NAMED = re.compile(
     r"^(?:node|host|nid|hgx|dgx|gpu|ip|compute|machine|server|rack|cn|r\d+)[\w.-]*?\d+$", re.I
 )
@@ -26,8 +26,8 @@ _LAST = re.compile(r"^(?P<rack>.*\d)\D+\d+$")
 
 
 def host_of(path: str) -> str:
-    """The host that a trace was written on, as its file's name or a folder around it says; empty:
-    neither does."""
+    """Return the host that a trace was written on, as its file's name or a folder around it says;
+    empty: neither does."""
     parts = PurePosixPath(path.replace("\\", "/")).parts
     if not parts:
         return ""
@@ -41,8 +41,8 @@ def host_of(path: str) -> str:
 
 
 def find_racks(hosts: Iterable[str]) -> dict[str, str]:
-    """Host -> rack, where the names tell racks: what ends with the number before the last. Empty:
-    there are not several racks of several hosts."""
+    """Return the rack of each host, where the names tell racks: what ends with the number before
+    the last. Empty: there are not several racks of several hosts."""
     result: dict[str, list[str]] = defaultdict(list)
     for host in sorted(set(hosts)):
         match = _LAST.match(host.split(".", 1)[0])
@@ -55,11 +55,11 @@ def find_racks(hosts: Iterable[str]) -> dict[str, str]:
 
 
 MIN_MEMBERS_SHARE = 0.7
-"""Share of a host's ranks (of a rack's hosts) that are outliers where the host is one."""
+"""Share of a host's ranks (of a rack's hosts) that must be outliers for it to be one."""
 
 
 class Members(NamedTuple):
-    """Some ranks that deviate together."""
+    """Ranks that deviate together."""
 
     unit: str
     """``rank``, ``host``, ``rack`` or ``stage``."""
@@ -69,7 +69,7 @@ class Members(NamedTuple):
 
 
 class RankTopology:
-    """Which ranks are on which host, and hosts in which rack."""
+    """Hosts of ranks, and racks of hosts."""
 
     def __init__(self, summaries: Sequence[RankSummary]) -> None:
         self.ranks = [s.rank for s in summaries]
@@ -87,7 +87,7 @@ class RankTopology:
 def find_members(
     excess: Floats, floor: float, limit: float, places: RankTopology, *, spreads: bool = False
 ) -> list[Members]:
-    """Ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
+    """Find ranks whose ``excess`` (over those that are like them; NaN: not comparable) is above
     ``floor`` and would come by chance in less than ``limit``; named as hosts and racks where most
     of these have it. ``spreads``: ranks that wait for one of their host hide what they have of the
     same (the host runs ahead meanwhile), so that of the others any excess counts that chance does
@@ -115,7 +115,7 @@ def find_members(
 def _hosts(
     excess: Floats, floor: float, limit: float, places: RankTopology, flagged: dict[int, float]
 ) -> dict[str, float]:
-    """Hosts that are outliers as a whole, with the significance of each."""
+    """Find hosts that are outliers as a whole, with the significance of each."""
     several = {name: own for name, own in places.hosts.items() if len(own) > 1}
     if len(several) < 2 or len(places.hosts) < 2:
         return {}
@@ -179,7 +179,7 @@ def _racks(
 
 
 def _extreme(units: dict[str, Floats], limit: float) -> dict[str, float]:
-    """Units (of several values each) whose mean is above the others', with the chance of it.
+    """Find units (of several values each) whose mean is above the others', with the chance of it.
 
     Of four and more among each other; of two or three against the scatter inside of them."""
     names = list(units)
@@ -211,11 +211,11 @@ def _known(values: Floats) -> Floats:
 
 MAX_STAGES = 64
 FEW = 4
-"""Collectives of all ranks in a step that do not make them one stage: a norm, a loss, a flag."""
+"""Collectives of all ranks per step that do not make them one stage: a norm, a loss, a flag."""
 
 
 def find_stages(joined: JoinedCollectives, ranks: int, steps: int) -> Ints:
-    """By rank (place): its stage, numbered by the first rank of each; all 0: there is no pipeline.
+    """Find the stage of each rank (place), numbered by its first rank; all 0: there is no pipeline.
 
     Ranks that share collectives of part of the job are of one stage; stages exchange only sends and
     receives. Where nothing is sent, or all ranks share the step's collectives, there is one.
@@ -241,7 +241,7 @@ def find_stages(joined: JoinedCollectives, ranks: int, steps: int) -> Ints:
 
 
 def _components(rank: Ints, row: Ints, ranks: int) -> Ints:
-    """The least rank that each is connected to by shared rows."""
+    """Return the least rank that each is connected to by shared rows."""
     label = np.arange(ranks, dtype=np.int64)
     if not len(rank):
         return label
@@ -265,18 +265,18 @@ MAX_DEGREES = 30.0
 """Of freedom: tails of measured times are heavier than the normal distribution's, and a thousand
 ranks reach far into them. Student's t of 30 leaves six deviations to one of a million."""
 MAD_EFFICIENCY = 0.37
-"""Of the median absolute deviation for normal scatter (Huber, Robust Statistics, 1981)."""
+"""Efficiency of the median absolute deviation in normal scatter (Huber, Robust Statistics)."""
 LATE_SHARE = 0.05
-"""Of the step, that the others wait in the open for the rank that is late."""
+"""Exposed wait of the others, as a share of the step, from which a rank is late."""
 MIN_LATE = 0.5
 MAX_LATE_CHANCE = 0.01
 MIN_COLLECTIVES = 4
-"""Fewer that a rank takes part in do not tell whether it is late."""
+"""Collectives that a rank must take part in to be judged late."""
 
 
 def upper_tail(t: float, degrees: float) -> float:
-    """Probability of a larger value in Student's t distribution, to a few per cent of itself
-    (Wallace, Biometrika 46, 1959)."""
+    """Return the probability of a larger value in Student's t distribution, to a few per cent of
+    itself (Wallace, Biometrika 46, 1959)."""
     if not math.isfinite(t):
         return 0.0 if t > 0 else 1.0
     size = math.sqrt(degrees * math.log1p(t * t / degrees)) * (8 * degrees + 1) / (8 * degrees + 3)
@@ -285,14 +285,14 @@ def upper_tail(t: float, degrees: float) -> float:
 
 
 def of_the_largest(tail: float, count: int) -> float:
-    """Probability that the largest of ``count`` is beyond what one is with probability ``tail``."""
+    """Return the probability that the largest of ``count`` values is beyond one's ``tail``."""
     if tail >= 1:
         return 1.0
     return -math.expm1(count * math.log1p(-tail))
 
 
 def binomial_tail(hits: int, tries: int, chance: float) -> float:
-    """Probability of ``hits`` or more."""
+    """Return the probability of ``hits`` or more."""
     if hits <= 0:
         return 1.0
     total = 0.0
@@ -304,8 +304,8 @@ def binomial_tail(hits: int, tries: int, chance: float) -> float:
 
 
 def group_residuals(values: Floats, group: Ints) -> Floats:
-    """Each value less the median of its group; NaN in a group of fewer than three, where nobody
-    differ from the others."""
+    """Return each value less the median of its group; NaN in a group of fewer than three, where
+    nobody differs from the others."""
     left = np.full(len(values), np.nan)
     for number in np.unique(group):
         rows = np.flatnonzero((group == number) & np.isfinite(values))
@@ -315,7 +315,7 @@ def group_residuals(values: Floats, group: Ints) -> Floats:
 
 
 def medians_over(values: Floats, axis: int) -> Floats:
-    """Median over an axis of a table of what is known; NaN where nothing is."""
+    """Return the median of known values over an axis of a table; NaN where nothing is known."""
     table = values if axis == 1 else values.T
     result = np.full(len(table), np.nan)
     known = np.isfinite(table).any(axis=1) if table.size else np.zeros(len(table), dtype=np.bool_)
@@ -325,7 +325,7 @@ def medians_over(values: Floats, axis: int) -> Floats:
 
 
 def means_over(values: Floats, axis: int) -> Floats:
-    """Mean over an axis of a table of what is known; NaN where nothing is."""
+    """Return the mean of known values over an axis of a table; NaN where nothing is known."""
     table = values if axis == 1 else values.T
     there = np.isfinite(table)
     count = there.sum(axis=1)
@@ -334,11 +334,11 @@ def means_over(values: Floats, axis: int) -> Floats:
 
 
 def p_values(left: Floats) -> Floats:
-    """For each residual: probability that the largest of as many similar ones is as large.
+    """Return for each residual the probability that the largest of so many is as large.
 
     Two scales, and the smaller probability of the two, doubled: the median absolute deviation,
-    which several outliers do not spoil, and the deviation of all others than the one in
-    question (Student's deleted residual), which is sharper where there are few.
+    which several outliers do not spoil, and the deviation of all others than the one in question
+    (Student's deleted residual), which is sharper where there are few.
     """
     result = np.ones(len(left))
     known = np.flatnonzero(np.isfinite(left))

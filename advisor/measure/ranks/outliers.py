@@ -1,5 +1,5 @@
-"""Who is not like the others, by work of their own: nobody is blamed for waiting. And how that is
-said.
+"""Outliers among ranks, by work of their own (no rank is blamed for waiting), and texts that
+describe them.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from advisor.measure.ranks.profile import (
 from advisor.measure.ranks.summary import RankSummary
 
 MAX_CHANCE = 0.002
-"""Of a false alarm by each of five searches: together one healthy job of a hundred."""
+"""Chance of a false alarm in each of five searches: together one healthy job of a hundred."""
 MIN_SHARE = 0.02
-"""Of the step: what ranks have more of than those that are like them."""
+"""Share of the step by which an outlier has more than similar ranks."""
 MOVING_SHARE = 0.03
-"""Of the step, that the last rank of each step is above the others, in the mean."""
+"""Share of the step by which each step's last rank is above the others, in the mean."""
 BROAD_SHARE = 0.08
-"""Of the step: where ranks differ all over, nothing tells an outlier from the others but what it
-costs."""
+"""Share of the step that an outlier must cost where ranks differ all over: nothing else
+distinguishes it."""
 STAGE_SHARE = 0.05
-"""Of the step, that the longest stage is above the mean of the stages."""
+"""Share of the step by which the longest stage is above the mean of the stages."""
 MAX_EDITS = 64
 _TALK = Select(on="gpu", family=("communication",))
 _COMPUTE = tuple(family for family in FAMILIES if family != "communication")
 EXPLAINED_SHARE = 0.5
-"""Of the others' wait: a late rank whose own work explains less is late for another reason."""
+"""Share of the others' wait from which a late rank's own work explains its delay."""
 MIN_STEPS = 4
-"""Fewer do not tell what moves from what stays."""
+"""Steps from which an outlier that moves differs from one that stays."""
 NEW_EACH_STEP = 0.5
-"""A rank that is the last of more of the steps than this does not move."""
+"""Share of the steps in which one rank is last, from which the outlier does not move."""
 
 
 @dataclass
@@ -70,30 +70,30 @@ class Deviation:
     kind: str
     members: Members
     excess_ns: float
-    """Own time (of ``network``: transfer) per step above the others'."""
+    """Own time (for ``network``: transfer time) above the others', ns per step."""
     rank_varies: bool = False
     excess_by_class: dict[str, float] = field(default_factory=dict)
-    """By class, ns per step above the others."""
+    """Excess by class, ns per step above the others."""
     device_slowdown: float | None = None
-    """How many times as long the same kernels take there; ``None``: not known, or no cause."""
+    """Factor by which the same kernels take longer there; ``None``: not known, or no cause."""
     kernels: int = 0
-    """Kernels that ``device`` is measured by."""
+    """Number of kernels that ``device_slowdown`` is measured by."""
     families: list[tuple[str, float]] = field(default_factory=list)
     others_ns: float = 0.0
     """Own time of the others, ns per step."""
     note: str = ""
     arrives_late: bool = False
-    """Found by who arrives last, not by own work."""
+    """Whether it was found by who arrives last, not by own work."""
 
     @property
     def slow_device(self) -> bool:
-        """Its device is slower, shown by enough kernels; else the cause is open."""
+        """Whether enough kernels show a slower device; otherwise the cause is open."""
         return self.kind == "compute" and self.kernels >= MIN_KERNELS
 
 
 @dataclass(frozen=True)
 class JobMeasurements:
-    """What the searches look at."""
+    """Measurements of a job that the searches for outliers use."""
 
     summaries: Sequence[RankSummary]
     profile: RankProfile
@@ -104,13 +104,13 @@ class JobMeasurements:
 
     @property
     def step_ns(self) -> float:
-        """Median of the ranks' mean steps."""
+        """Median of the ranks' mean steps, ns."""
         known = self.profile.step_ns[self.profile.step_ns > 0]
         return float(np.median(known)) if len(known) else 0.0
 
 
 def find_outliers(job: JobMeasurements) -> list[Deviation]:
-    """All searches; what one explains another does not tell again."""
+    """Run all searches; what one explains another does not report again."""
     result = find_persistent(job)
     blamed = {place for deviation in result for place in deviation.members.rank_indices}
     result += find_long_stages(job)
@@ -124,7 +124,7 @@ def find_outliers(job: JobMeasurements) -> list[Deviation]:
 
 
 def find_persistent(job: JobMeasurements) -> list[Deviation]:
-    """Ranks, hosts and racks with more work of their own than those that have the same part."""
+    """Find ranks, hosts and racks with more own work than others of the same stage."""
     own, step = job.profile, job.step_ns
     if step <= 0:
         return []
@@ -146,13 +146,13 @@ def find_persistent(job: JobMeasurements) -> list[Deviation]:
 
 
 def _middle(by_step: Floats, stage: Ints) -> Floats:
-    """By rank: median over the steps of how much it is above the ranks of its stage."""
+    """Return each rank's excess over the ranks of its stage, the median over the steps."""
     left = np.stack([group_residuals(column, stage) for column in by_step.T], axis=1)
     return medians_over(left, axis=1)
 
 
 def _add(result: list[Deviation], fresh: Deviation) -> None:
-    """A larger unit that has the same excess takes the place of its parts."""
+    """Add a deviation; a larger unit that has the same excess replaces its parts."""
     own = set(fresh.members.rank_indices)
     for deviation in list(result):
         theirs = set(deviation.members.rank_indices)
@@ -188,20 +188,20 @@ def _measure_deviation(job: JobMeasurements, who: Members, total: Floats) -> Dev
 def _excess_by_class(
     job: JobMeasurements, values: Floats, like: Sequence[int] | Ints
 ) -> dict[str, float]:
-    """By class, ns per step that ``values`` are above the median of the ranks ``like`` theirs."""
+    """Return ns per step by class that ``values`` are above the median of the ranks ``like``."""
     above = values - medians_over(job.profile.values[like], axis=0)
     return dict(zip(OWN, above.tolist(), strict=False))
 
 
 def _kind(more: dict[str, float]) -> str:
-    """What there is most more of."""
+    """Return the class with the largest excess: ``input``, ``host`` or ``compute``."""
     host = more["host"] + more["copies"]
     most = max(more["compute"], more["input"], host)
     return "input" if most == more["input"] else "host" if most == host else "compute"
 
 
 def _classified(job: JobMeasurements, deviation: Deviation, like: list[int]) -> Deviation:
-    """The same with its kind, by what it has most more of than the ranks ``like`` it."""
+    """Classify a deviation by what it has most more of than the ranks ``like`` it."""
     if (kind := _kind(deviation.excess_by_class)) != "compute":
         return replace(deviation, kind=kind)
     slow = [_of_whole_steps(job, place) for place in deviation.members.rank_indices]
@@ -218,8 +218,8 @@ def _classified(job: JobMeasurements, deviation: Deviation, like: list[int]) -> 
 
 
 def _of_whole_steps(job: JobMeasurements, place: int) -> RankSummary:
-    """What a rank spends on families of kernels; of a file that is cut off, of the steps before the
-    cut, as far as their compute tells."""
+    """Scale a rank's time by kernel family, where its file is cut off, to the steps before the cut,
+    as far as their compute tells."""
     summary = job.summaries[place]
     compute, own = summary.time.get("compute", 0.0), float(job.profile.values[place, 0])
     if not summary.damage or compute <= 0 or not np.isfinite(own):
@@ -232,7 +232,7 @@ def _of_whole_steps(job: JobMeasurements, place: int) -> RankSummary:
 
 
 def _merge_imbalances(job: JobMeasurements, result: list[Deviation]) -> list[Deviation]:
-    """Ranks that have more of the work are one imbalance."""
+    """Merge ranks that have more of the work into one imbalance."""
     uneven = [deviation for deviation in result if deviation.kind == "imbalance"]
     if len(uneven) < 2:
         return result
@@ -243,7 +243,7 @@ def _merge_imbalances(job: JobMeasurements, result: list[Deviation]) -> list[Dev
 
 
 def merge_outliers(job: JobMeasurements, result: Sequence[Deviation]) -> Deviation:
-    """Several outliers of the same kind, as one: the figures are of the largest."""
+    """Merge several outliers of the same kind: the figures are of the largest."""
     places = tuple(
         sorted({place for deviation in result for place in deviation.members.rank_indices})
     )
@@ -256,7 +256,7 @@ def merge_outliers(job: JobMeasurements, result: Sequence[Deviation]) -> Deviati
 
 
 def find_long_stages(job: JobMeasurements) -> list[Deviation]:
-    """The longest stage of a pipeline, where the others wait for it."""
+    """Find the longest stage of a pipeline, where the others wait for it."""
     names = np.unique(job.stage)
     if len(names) < 2 or job.step_ns <= 0:
         return []
@@ -294,7 +294,7 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
 
 
 def find_moving(job: JobMeasurements, blamed: set[int]) -> list[Deviation]:
-    """Steps that are held up by one rank each, and not by the same."""
+    """Find steps that are held up by one rank each, and not by the same."""
     own = job.profile.own_ns_by_step
     if own.shape[1] < MIN_STEPS or job.step_ns <= 0:
         return []
@@ -345,8 +345,8 @@ def find_moving(job: JobMeasurements, blamed: set[int]) -> list[Deviation]:
 
 
 def find_late(job: JobMeasurements) -> list[Deviation]:
-    """The rank that arrives last at most collectives, where own work in these steps does not say
-    why: few ranks have no scatter to compare with, and a window of a step or two shows a delay
+    """Find the rank that arrives last at most collectives, where own work in these steps does not
+    say why: few ranks have no scatter to compare with, and a window of a step or two shows a delay
     that began before it."""
     waits, step = job.waits, job.step_ns
     steps = max(1, len(job.profile.steps))
@@ -381,8 +381,8 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
 
 
 def late_chance(job: JobMeasurements, place: int) -> float:
-    """Bound of the probability that any of similar ranks arrives last as often as this one, or
-    keeps the others waiting as long in step after step."""
+    """Bound the probability that any of similar ranks arrives last as often as this one, or keeps
+    the others waiting as long in step after step."""
     waits = job.waits
     sizes = job.joined.rank_count[waits.row]
     similar = len(waits.collective_count[waits.collective_count > 0])
@@ -394,7 +394,7 @@ def late_chance(job: JobMeasurements, place: int) -> float:
 
 
 def _chance_of_delay(job: JobMeasurements, place: int) -> float:
-    """Student's t of what a rank makes the others wait by step, less what others make it wait: of
+    """Test (Student's t) the waits that a rank causes by step, less those that others cause it: of
     similar ranks that is as often below zero as above."""
     waits, joined = job.waits, job.joined
     step = joined.step[joined.first_cell[waits.row]]
@@ -413,7 +413,7 @@ def _chance_of_delay(job: JobMeasurements, place: int) -> float:
 
 
 def edits_of(job: JobMeasurements, deviation: Deviation) -> list[Edit]:
-    """What undoing a deviation changes on each of its ranks (the first MAX_EDITS of them)."""
+    """List the edits that undo a deviation, one for each of its ranks (the first MAX_EDITS)."""
     result = []
     for place in deviation.members.rank_indices[:MAX_EDITS]:
         rank, summary = job.topology.ranks[place], job.summaries[place]
@@ -434,7 +434,7 @@ _PARTS = {"compute": "compute", "input": "waiting for input", "host": "host time
 
 
 def describe_subject(job: JobMeasurements, deviation: Deviation) -> str:
-    """``rank 7``, ``host node-03 (ranks 24-31)``, ``a different rank in each step``."""
+    """Name what deviates: ``rank 7``, ``host node-03 (ranks 24-31)``, or each step's rank."""
     ranks = format_ranks([job.topology.ranks[place] for place in deviation.members.rank_indices])
     if deviation.rank_varies:
         return "a different rank in each step"
@@ -444,7 +444,7 @@ def describe_subject(job: JobMeasurements, deviation: Deviation) -> str:
 
 
 def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
-    """The measurement, without its subject: ``5.1 ms more own work per step than the others …``."""
+    """Describe the measurement, without its subject: ``5.1 ms more own work per step than …``."""
     more, excess = deviation.excess_by_class, format_duration(deviation.excess_ns)
     share = format_share(deviation.excess_ns / job.step_ns) if job.step_ns else ""
     if deviation.kind == "network":
@@ -487,7 +487,7 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
 
 
 def describe_change(job: JobMeasurements, deviation: Deviation) -> str:
-    """What the replay changes to estimate the gain."""
+    """Describe the change that the replay makes to estimate the gain."""
     who = describe_subject(job, deviation)
     if deviation.kind == "network":
         return f"collectives of {who} as fast as the others'"

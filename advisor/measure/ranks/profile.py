@@ -1,5 +1,5 @@
-"""What each rank does by itself: its own time by class, over the job and step by step; whether more
-compute is a slower device or more work.
+"""Own time of each rank by class, over the job and step by step; whether more compute is a slower
+device or more work.
 
 Own time is what is left of a step without communication that nothing hides: ranks share the step,
 they do not share their work.
@@ -19,26 +19,26 @@ from advisor.measure.device.families import MATRIX
 from advisor.measure.ranks.summary import RankSummary, unpack
 
 CLASSES = ("compute", "copies", "input", "host", "communication")
-"""Of a step, exclusive; the last one is no work of the rank's own."""
+"""Exclusive classes of a step's time; the last one is no work of the rank's own."""
 OWN = CLASSES[:-1]
 CUT_SHARE = 0.9
-"""Of the compute of the steps before it, that the last step of a damaged file must have."""
+"""Share of earlier steps' compute from which the last step of a damaged file counts."""
 _INPUT = ("idle: loader", "loader")
 _COPIES = ("copies", "memset")
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """A row a rank (place in the list of summaries)."""
+    """Own time of all ranks, one row per rank (place in the list of summaries)."""
 
     values: Floats
-    """Mean ns per step by class (columns: CLASSES); NaN: not measured, or the file is damaged."""
+    """Mean time by class (columns: CLASSES), ns per step; NaN: not measured, or damaged file."""
     steps: list[str]
     """Names of the steps that most ranks have."""
     by_step: dict[str, Floats]
     """Class of OWN -> rank x ``steps``, ns; NaN: that rank does not have it."""
     step_ns: Floats
-    """Mean step, ns."""
+    """Mean step of each rank, ns."""
 
     @property
     def own_ns(self) -> Floats:
@@ -53,7 +53,7 @@ class RankProfile:
 
 
 def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
-    """Own time of all ranks, from what each tells of its steps."""
+    """Measure the own time of all ranks, from their summaries."""
     values = np.full((len(summaries), len(CLASSES)), np.nan)
     counts: Counter[str] = Counter()
     for summary in summaries:
@@ -80,7 +80,7 @@ def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
 
 
 def _in_order(summaries: Sequence[RankSummary], wanted: set[str]) -> list[str]:
-    """Step names in order of time, as the rank with most of them has them."""
+    """Sort step names in order of time, as the rank with most of them has them."""
     longest = max(summaries, key=lambda s: len({t.name for t in s.steps} & wanted), default=None)
     if longest is None:
         return []
@@ -89,7 +89,7 @@ def _in_order(summaries: Sequence[RankSummary], wanted: set[str]) -> list[str]:
 
 
 def _whole(columns: dict[str, Floats]) -> dict[str, Floats]:
-    """Of a file that is cut off, the steps before the cut; NaN: the others, where what is missing
+    """Keep the steps before the cut in a file that is cut off; NaN: the others, where missing work
     would pass for idle time."""
     work = columns["compute"]
     busy = np.flatnonzero(work > 0)
@@ -103,7 +103,7 @@ def _whole(columns: dict[str, Floats]) -> dict[str, Floats]:
 
 
 def own_columns(summary: RankSummary) -> dict[str, Floats] | None:
-    """By class (CLASSES), ns of each of the steps; ``None``: it tells nothing of its time."""
+    """Return the time of each step by class (CLASSES), ns; ``None``: the summary has no times."""
     if not summary.steps or not (summary.per_step or summary.time or summary.host_time):
         return None
     length = np.array([step.end - step.start for step in summary.steps], dtype=np.float64)
@@ -137,25 +137,25 @@ def own_columns(summary: RankSummary) -> dict[str, Floats] | None:
 # -- more compute on some ranks: is the device slower, or is there more work? ----------------------
 
 MIN_INSTANCES = 20
-"""Fewer instances on a rank do not make a median to compare by."""
+"""Instances of a kernel on a rank from which its median is compared."""
 MIN_KERNELS = 5
-"""Fewer do not tell a device from its inputs."""
+"""Kernels from which a slower device differs from other inputs."""
 MIN_SLOWER_SHARE = 0.7
-"""Share of compute time that must be slower for the device to be: what has more work has it in some
-kernels."""
+"""Share of compute time that must be slower for the device to be: more work is in some kernels
+only."""
 MIN_FAMILY_SHARE = 0.05
-"""Of compute, from which a family of kernels tells something."""
+"""Share of compute from which a family of kernels counts."""
 MIN_COMPARED_SHARE = 0.3
 """Share of compute time in kernels that both ran, to compare them."""
 
 
 class DeviceSpeed(NamedTuple):
-    """How fast some ranks run the kernels that others run too."""
+    """Speed of some ranks' devices, by the kernels that other ranks run too."""
 
     slower: bool
-    """The device is slower; else there is more work."""
+    """Whether the device is slower; else there is more work."""
     ratio: float
-    """How many times as long half of the compared time takes at least."""
+    """Factor by which at least half of the compared time is longer."""
     kernels: list[str]
     """Names of the kernels with enough instances, the longest first."""
 
@@ -163,11 +163,11 @@ class DeviceSpeed(NamedTuple):
 def compare_devices(
     slow: Sequence[RankSummary], others: Sequence[RankSummary]
 ) -> DeviceSpeed | None:
-    """Whether ranks with more compute have a slower device or more work; ``None``: not known.
+    """Tell whether ranks with more compute have a slower device or more work; ``None``: not known.
 
     A slower device is slower at all matrix work: where some of it (attention) takes as long as on
-    the others while other such work (matrix products) takes longer, there is more of the latter.
-    Of one kind of matrix work alone nothing can be said by that; then nearly all compute must be
+    the others while other such work (matrix products) takes longer, there is more of the latter. Of
+    one kind of matrix work alone nothing can be said by that; then nearly all compute must be
     longer. "Longer" is by at least half of what compute as a whole is. Kernels are compared by name
     and launch size, families where these are not recorded.
     """
@@ -197,13 +197,13 @@ def compare_devices(
 
 
 MIN_OTHER_SHARE = 0.5
-"""Of what ranks have more of: from which share on, in operators that the others do not run, their
-batches are what differs."""
+"""Share of the excess in operators that the others do not run, from which the batches are what
+differs."""
 
 
 def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]) -> bool:
-    """Whether ranks without a device have more work because their operators get other shapes than
-    those of the others."""
+    """Return whether ranks without a device have more work because their operators get other shapes
+    than those of the others."""
     mine, theirs = (set().union(*(s.operators for s in group)) for group in (slow, others))
     if not mine or not theirs:
         return False
@@ -221,7 +221,7 @@ def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]
 def _kernels(
     slow: Sequence[RankSummary], others: Sequence[RankSummary]
 ) -> list[tuple[str, float, float, int]]:
-    """(name, usual ns per step, how many times as long here, instances), the longest first."""
+    """Return (name, usual ns per step, slowdown factor here, instances), the longest first."""
     result = []
     names = set.union(*(set(s.kernels) for s in slow)) if slow else set()
     for name in sorted(names):
@@ -241,7 +241,7 @@ def _kernels(
 def _families(
     slow: Sequence[RankSummary], others: Sequence[RankSummary]
 ) -> list[tuple[str, float, float]]:
-    """(name, usual ns per step, how many times as long on the slow ones)."""
+    """Return (name, usual ns per step, slowdown factor on the slow ranks)."""
     result = []
     for name in sorted(set[str]().union(*(s.families for s in others))):
         if name in ("communication", "copy", "memset"):
@@ -256,8 +256,8 @@ def _families(
 def longer_families(
     slow: Sequence[RankSummary], others: Sequence[RankSummary]
 ) -> list[tuple[str, float]]:
-    """Families of kernels by how much longer they take on the ``slow`` ranks, ns per step; the most
-    first, only those that hold a fifth of the difference."""
+    """List families of kernels by how much longer they take on the ``slow`` ranks, ns per step; the
+    most first, only those that hold a fifth of the difference."""
     more = {}
     for name in sorted(set.union(set(), *(set(s.families) for s in slow))):
         if name != "communication":

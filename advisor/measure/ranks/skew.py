@@ -1,5 +1,5 @@
-"""Ranks whose traces are here side by side: on one clock, who keeps whom waiting, and who
-communicates in the open."""
+"""Ranks with traces side by side: on one clock, which rank keeps others waiting, and how much
+communication is exposed."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 
 class Alignment(NamedTuple):
-    """The clocks of several ranks, compared at the ends of the collectives they share."""
+    """Clocks of several ranks, compared at the ends of the collectives they share."""
 
     error_ns: float | None
-    """How well their ends agree once the clocks are aligned: median distance of an end from the
-    middle of the other ranks' ends, of the worst rank, ns. ``None``: not aligned."""
+    """Error of the aligned clocks: median distance of an end from the median of the other ranks'
+    ends, of the worst rank, ns. ``None``: not aligned."""
     reason: str
-    """Why ranks could not be aligned; empty when they could."""
+    """Reason why ranks could not be aligned; empty when they could."""
     offset_ns: dict[int, int]
-    """Rank -> what to add to its clock to get the clock of the reference rank (whose value is 0),
+    """Rank -> offset to add to its clock to get the clock of the reference rank (whose value is 0),
     ns. Only aligned ranks."""
     shift_ns: dict[int, int]
-    """Rank -> what to add to times of its trace to get times of the reference's trace, ns."""
+    """Rank -> shift to add to times of its trace to get times of the reference's trace, ns."""
     unaligned: tuple[int, ...]
-    """Ranks left out: they share no collective with the others, or used no device where others
-    did."""
+    """Ranks left out: they share no collective with the others, or used no device where others did.
+    """
     joined: JoinedCollectives | None = None
-    """The collectives of the aligned ranks, in the order of ``offset_ns``; ``None``: none are."""
+    """Collectives of the aligned ranks, in the order of ``offset_ns``; ``None``: none are."""
     cells: pl.DataFrame | None = None
-    """Its cells, as ``collectives.collective_table`` has them."""
+    """Cells of ``joined``, with the columns of ``collectives.collective_table``."""
 
     @property
     def matched(self) -> int:
-        """Collectives that two or more aligned ranks share."""
+        """Number of collectives that two or more aligned ranks share."""
         return 0 if self.joined is None else int(self.joined.matched.sum())
 
 
@@ -133,14 +133,14 @@ class Skew(NamedTuple):
     twice the alignment error), ``skew_ns`` (last arrival - first), ``mean_wait_ns`` (of the others;
     null: nobody is last)."""
     steps: int
-    """Steps over which figures per step are taken: used ones that all ranks have, by name."""
+    """Number of steps for figures per step: used ones that all ranks have, by name."""
 
 
 def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
-    """How late each rank comes to the collectives.
+    """Measure how late each rank arrives at the collectives.
 
-    Raises ValueError when ``alignment`` says that the ranks could not be aligned: then skew is
-    not measured.
+    Raises ValueError when ``alignment`` says that the ranks could not be aligned: then skew is not
+    measured.
     """
     joined, cells = alignment.joined, alignment.cells
     if joined is None or cells is None:
@@ -165,7 +165,7 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
 
 
 def in_used_steps(joined: JoinedCollectives, analyses: Sequence[Analysis]) -> Bools:
-    """By row: in a used step of each of its ranks."""
+    """Return whether each row is in a used step of each of its ranks."""
     inside = np.zeros(len(joined.rank), dtype=np.bool_)
     for place, a in enumerate(analyses):
         own = joined.rank == place

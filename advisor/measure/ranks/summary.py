@@ -1,5 +1,5 @@
-"""What one rank says of itself: bounded, versioned, and enough to compare a thousand of them; and
-which of them are similar.
+"""Summaries of single ranks: bounded, versioned, and enough to compare a thousand of them; and
+clusters of similar ranks.
 
 A worker reads a trace, measures it and sends this; nobody holds two traces at once.
 """
@@ -26,12 +26,12 @@ from advisor.core.report import MemorySample
 
 SCHEMA = "advisor.rank/1"
 MAX_BYTES = 200_000
-"""Of one encoded summary; what would be larger tells of fewer steps' collectives."""
+"""Size limit of one encoded summary; a larger one keeps fewer steps' collectives."""
 MAX_DECODED = 16 << 20
 
 
 class StepSummary(Struct, array_like=True, frozen=True):
-    """One step that the figures are taken over, ns on the trace's own clock."""
+    """A step that the figures are taken over, ns on the trace's own clock."""
 
     name: str
     start: int
@@ -39,41 +39,41 @@ class StepSummary(Struct, array_like=True, frozen=True):
 
 
 class Advice(Struct, frozen=True, array_like=True):
-    """What a rule found on one rank alone, in short; ``RankSummary.details`` has the findings."""
+    """Short form of a finding on one rank alone; ``RankSummary.details`` has the findings."""
 
     rule: str
     category: str = ""
-    """Of the rule."""
+    """Category of the rule."""
     gain_ns: float | None = None
-    """Per step; ``null``: not estimated."""
+    """Estimated gain, ns per step; ``null``: not estimated."""
 
 
 class KernelSummary(Struct, array_like=True, frozen=True):
-    """One compute kernel of one launch size, inside the used steps."""
+    """Time of a compute kernel with one launch size, inside the used steps."""
 
     count: int
     total_ns: float
-    """A step."""
+    """Total time, ns per step."""
     median_ns: float
-    """Of one."""
+    """Median duration of a kernel, ns."""
 
 
 class PackedColumns(Struct, frozen=True):
-    """Whole numbers of one column: differences of neighbours, zlib."""
+    """Column of whole numbers: differences of neighbours, zlib."""
 
     count: int
     data: bytes
 
 
 def pack(values: NDArray[np.int64]) -> PackedColumns:
-    """Any whole numbers; neighbours that are close take least."""
+    """Pack whole numbers; neighbours that are close take least."""
     column = np.ascontiguousarray(values, dtype="<i8")
     steps = np.diff(column, prepend=np.int64(0))
     return PackedColumns(len(column), zlib.compress(steps.astype("<i8").tobytes(), 6))
 
 
 def unpack(packed: PackedColumns) -> NDArray[np.int64]:
-    """The numbers. Raises AdvisorError: it was not packed like this."""
+    """Unpack the numbers. Raises AdvisorError: they were not packed like this."""
     most = packed.count * 8
     try:
         if not 0 <= most <= MAX_DECODED:
@@ -87,98 +87,98 @@ def unpack(packed: PackedColumns) -> NDArray[np.int64]:
 
 
 class Collectives(Struct, frozen=True, kw_only=True):
-    """The collectives of the used steps, in order of their start on this rank."""
+    """Collectives of the used steps, in order of their start on this rank."""
 
     keys: list[str] = field(default_factory=list)
-    """What each is matched by, once each: group, members, kind, bytes, type …"""
+    """Distinct keys that collectives are matched by: group, members, kind, bytes, type …"""
     key: PackedColumns
-    """Row of ``keys``."""
+    """Key of each collective: row of ``keys``."""
     order: PackedColumns
-    """Its sequence number where the trace has it (``sequenced``); else the how many-th of this key
-    it is: in the step that launched it where steps are marked, in the whole trace where not."""
+    """Sequence number where the trace has it (``sequenced``); else the place among those of this
+    key: in the step that launched it where steps are marked, in the whole trace where not."""
     step: PackedColumns
-    """Row of ``RankSummary.steps``; -1: outside."""
+    """Step of each collective: row of ``RankSummary.steps``; -1: outside."""
     start: PackedColumns
-    """ns on the trace's own clock: the rank is there."""
+    """Arrival of the rank at each, ns on the trace's own clock."""
     end: PackedColumns
     exposed: PackedColumns
-    """ns of it with no compute on this rank."""
+    """Part of each with no compute on this rank, ns."""
     work: PackedColumns
-    """ns of the rank's own time before it: from the start of the collective before (or of the
-    step's start) to this one's start, without communication that nothing hid. Where collectives
-    are not overlapped that is from the end of the one before."""
+    """Own time of the rank before each, ns: from the start of the collective before (or of the
+    step's start) to this one's start, without communication that nothing hid. Where collectives are
+    not overlapped that is from the end of the one before."""
     synchronising: list[bool] = field(default_factory=list)
-    """By key: whether no rank leaves it before all are there."""
+    """Whether no rank leaves it before all have arrived, by key."""
     group: list[str] = field(default_factory=list)
-    """By key: name of the process group."""
+    """Name of the process group, by key."""
     size: list[int] = field(default_factory=list)
-    """By key: members of the group; 0: not known."""
+    """Number of members of the group, by key; 0: not known."""
     kind: list[str] = field(default_factory=list)
-    """By key: ``all_reduce`` …"""
+    """Kind of collective, such as ``all_reduce``, by key."""
     message: list[int] = field(default_factory=list)
-    """By key: bytes; 0: not known."""
+    """Message size, bytes, by key; 0: not known."""
     sequenced: list[bool] = field(default_factory=list)
-    """By key: ``order`` is a sequence number; empty: none is."""
+    """Whether ``order`` is a sequence number, by key; empty: none is."""
     amount: PackedColumns | None = None
     """Elements that this rank gives or gets in an all-to-all, whichever are more; 0: another kind,
     or not known. ``None``: no all-to-all tells."""
     dropped: int = 0
-    """Collectives that were left out to keep the summary small."""
+    """Number of collectives that were left out to keep the summary small."""
 
 
 class RankSummary(Struct, frozen=True, kw_only=True):
-    """A rank, measured. Times are ns per step unless said otherwise."""
+    """Measurements of a rank. Times are ns per step unless said otherwise."""
 
     schema: str = SCHEMA
     rank: int
-    """-1: it does not say."""
+    """Number of the rank; -1: not recorded."""
     path: str
-    """Without credentials."""
+    """Path or URL of the trace, without credentials."""
     host: str = ""
-    """As its trace names it; empty: not known."""
+    """Host name from the trace; empty: not known."""
     device: str = ""
-    """The GPU's model."""
+    """Model of the GPU."""
     world: int = 0
-    """Ranks of the job; 0: not known."""
+    """Number of ranks of the job; 0: not known."""
     framework: str = ""
     clock: str = "unix"
-    """``unix``: starts are comparable between hosts as far as their clocks are."""
+    """Clock of the times; ``unix``: comparable between hosts as far as their clocks are."""
     events: int = 0
     bytes_read: int = 0
     step_source: str = ""
     steps: list[StepSummary] = field(default_factory=list)
     step_ns: float = 0.0
     time: dict[str, float] = field(default_factory=dict)
-    """What the device does, exclusive, as in the report: ``compute`` … ``idle``."""
+    """Device time by exclusive class, as in the report: ``compute`` … ``idle``."""
     idle: dict[str, float] = field(default_factory=dict)
     """Idle time by cause."""
     host_time: dict[str, float] = field(default_factory=dict)
-    """What the main thread does, by class."""
+    """Time of the main thread by class."""
     families: dict[str, float] = field(default_factory=dict)
-    """Kernels by family."""
+    """Kernel time by family."""
     kernels: dict[str, KernelSummary] = field(default_factory=dict)
     """Compute kernels with most time, by the start of their name and a digest of name and launch
     size: the same on every rank that runs the same."""
     operators: dict[str, KernelSummary] = field(default_factory=dict)
-    """Where no device works: outermost operators of ATen with most time, by name and a digest of
+    """Outermost operators of ATen with most time, where no device works, by name and a digest of
     name and shapes."""
     per_step: dict[str, PackedColumns] = field(default_factory=dict)
-    """``time`` (with ``idle: <cause>`` for idle) of each of ``steps``, ns; where no device works
-    ``host_time`` and ``communication``."""
+    """Columns of ``time`` (with ``idle: <cause>`` for idle) over ``steps``, ns; where no device
+    works, of ``host_time`` and ``communication``."""
     communication: float = 0.0
-    """All of it, hidden or not."""
+    """Communication time, hidden or not."""
     collectives: Collectives | None = None
     findings: list[Advice] = field(default_factory=list)
     details: bytes = b""
-    """The findings in full, in the same order, as :func:`pack_findings` has them; empty: left out
-    to keep the summary small."""
+    """Findings in full, in the same order, as :func:`pack_findings` has them; empty: left out to
+    keep the summary small."""
     damage: str = ""
     memory: MemorySample | None = None
-    """The fullest device of its snapshot; ``null``: it has none."""
+    """Memory of the fullest device in its snapshot; ``null``: it has none."""
 
 
 class UnreadRank(Struct, frozen=True, kw_only=True):
-    """A rank that could not be read or measured: the rest stands without it."""
+    """A rank that could not be read or measured, and is left out of the analysis."""
 
     schema: str = SCHEMA
     rank: int
@@ -187,12 +187,12 @@ class UnreadRank(Struct, frozen=True, kw_only=True):
 
 
 def pack_findings(findings: Sequence[Finding]) -> bytes:
-    """Findings in little room."""
+    """Compress findings."""
     return zlib.compress(msgspec.msgpack.encode(findings), 6)
 
 
 def unpack_findings(details: bytes) -> list[Finding]:
-    """The same again. Raises AdvisorError: they were not packed like this."""
+    """Decompress findings. Raises AdvisorError: they were not packed like this."""
     if not details:
         return []
     try:
@@ -209,13 +209,13 @@ def _inflate(data: bytes, max_bytes: int) -> bytes:
 
 
 def encode(summary: RankSummary | UnreadRank) -> bytes:
-    """As msgpack."""
+    """Encode a summary as msgpack."""
     tagged = {"unread" if isinstance(summary, UnreadRank) else "summary": summary}
     return msgspec.msgpack.encode(tagged)
 
 
 def decode(data: bytes) -> RankSummary | UnreadRank:
-    """What a worker sent. Raises AdvisorError: damaged, or of another version."""
+    """Decode a worker's summary. Raises AdvisorError: damaged, or of another version."""
     try:
         if len(data) > MAX_DECODED:
             raise ValueError
@@ -233,25 +233,25 @@ def decode(data: bytes) -> RankSummary | UnreadRank:
 # -- which summaries are of one run, each rank once ------------------------------------------------
 
 MAX_CLOCK_DIFFERENCE_NS = 60 * 10**9
-"""Hosts of one job keep Unix time to well under a second (NTP); traces whose collectives fall
-together only when their clocks are moved by minutes are of different runs of one script."""
+"""Largest difference of clocks in one job, ns. Hosts keep Unix time to well under a second (NTP);
+traces whose collectives match only after a shift of minutes are of different runs."""
 SHOWN = 3
-"""Files that are known by name."""
+"""Files that are listed by name, at most."""
 
 
 class MainRun(NamedTuple):
-    """The ranks of one run, and what was sorted out because it is of another."""
+    """Ranks of one run, and those left out because they are of another."""
 
     summaries: list[RankSummary]
-    """By rank, each once."""
+    """Summaries in order of rank, each rank once."""
     other_runs: list[UnreadRank]
-    """Of another run, with the reason."""
+    """Ranks of another run, with the reason."""
     notes: dict[str, str]
-    """For ``Ranks.not_checked``."""
+    """Entries for ``Ranks.not_checked``."""
 
 
 def select_main_run(summaries: Sequence[RankSummary]) -> MainRun:
-    """The run of which most ranks are here."""
+    """Select the run of which most ranks are here."""
     kept, others = _at_one_time(summaries)
     kept, apart = _of_one_size(kept)
     notes: dict[str, str] = {}
@@ -269,8 +269,8 @@ def select_main_run(summaries: Sequence[RankSummary]) -> MainRun:
 
 
 def _at_one_time(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], list[UnreadRank]]:
-    """Those whose steps lie where most ranks' do: further apart than clocks ever are, it is another
-    run, or another part of it."""
+    """Separate ranks whose steps lie where most ranks' do from the others: further apart than
+    clocks ever are, it is another run, or another part of it."""
     timed = [s for s in summaries if s.steps and s.clock == "unix"]
     if len(timed) < 2:
         return list(summaries), []
@@ -292,12 +292,12 @@ def _at_one_time(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], l
 
 
 def _size(run: Sequence[RankSummary]) -> int:
-    """Its ranks."""
+    """Count the ranks of a run."""
     return len({(s.rank, s.rank < 0 and s.path) for s in run})
 
 
 def _why_other_run(run: Sequence[RankSummary], most: Sequence[RankSummary]) -> str:
-    """Why a run is left out beside the one that is analysed, and how to analyse it."""
+    """Explain why a run is left out beside the one that is analysed, and how to analyse it."""
     ns = run[0].steps[0].start - most[0].steps[0].start
     size = "with as many ranks" if _size(run) == _size(most) else "with fewer ranks"
     when = f"{t.format_duration(abs(ns))} {'after' if ns > 0 else 'before'} the one analysed"
@@ -308,13 +308,13 @@ def _why_other_run(run: Sequence[RankSummary], most: Sequence[RankSummary]) -> s
 
 
 def _folder(run: Sequence[RankSummary]) -> str:
-    """What the paths of its files have in common, up to a slash."""
+    """Return the common folder of the run's files, without its last slash."""
     folders = [f"{s.path.rpartition('/')[0]}/" for s in run]  # of URLs too, which are no paths
     return os.path.commonprefix(folders).rpartition("/")[0]  # noqa: RUF071
 
 
 def _of_one_size(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], list[UnreadRank]]:
-    """Those that tell the world size that most tell, and those that tell none."""
+    """Separate ranks with the most frequent world size, or none, from the others."""
     sizes = Counter(s.world for s in summaries if s.world)
     if len(sizes) < 2:
         return list(summaries), []
@@ -331,8 +331,8 @@ def _parted(
 
 
 def _named(summaries: Sequence[RankSummary], notes: dict[str, str]) -> list[RankSummary]:
-    """Ranks that neither file nor name tells: the one that is missing where it is one, else numbers
-    that no rank of the job has."""
+    """Number ranks that neither file nor name tells: the one that is missing where it is one, else
+    numbers that no rank of the job has."""
     unknown = sorted((s for s in summaries if s.rank < 0), key=lambda s: s.path)
     if not unknown:
         return list(summaries)
@@ -353,7 +353,7 @@ def _named(summaries: Sequence[RankSummary], notes: dict[str, str]) -> list[Rank
 
 MAX_CLUSTERS = 8
 MAX_DISTANCE = 0.1
-"""Of the step: ranks whose times differ by less, over all classes together, are similar."""
+"""Share of the step by which times of similar ranks may differ, over all classes together."""
 FAMILIES = 6
 LABELS = {
     "compute": "compute",
@@ -397,7 +397,7 @@ def find_clusters(
 
 
 def _families(summaries: Sequence[RankSummary]) -> Floats:
-    """ns per step of the families of kernels that take most time, ranks x families."""
+    """Return ns per step of the families of kernels that take most time, ranks x families."""
     total: dict[str, float] = {}
     for summary in summaries:
         for name, ns in summary.families.items():
@@ -409,7 +409,7 @@ def _families(summaries: Sequence[RankSummary]) -> Floats:
 
 
 def _clusters(features: Floats, near: float) -> Ints:
-    """Number of each row's group. Each joins the first leader that is near; the nearest two groups
+    """Number each row's group. Each joins the first leader that is near; the nearest two groups
     become one until there are few."""
     leaders: list[int] = []
     label = np.full(len(features), -1, dtype=np.int64)

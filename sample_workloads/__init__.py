@@ -27,27 +27,27 @@ from advisor.core.errors import AdvisorError, suggest
 Variant = Literal["slow", "cured"]
 ShownOn = Literal["cpu", "cuda"]
 Loop = Callable[["Setup"], Iterator[Any]]
-"""A workload's program: yields after every step its loss or result, a tensor or a number."""
+"""Program of a workload: yields after every step its loss or result, a tensor or a number."""
 
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a workload is run."""
+    """Settings with which a workload is run."""
 
     variant: Variant = "slow"
-    """With the bottleneck, or with its cure."""
+    """Variant with the bottleneck, or with its cure."""
     device: str = "cpu"
-    """``cpu``, ``cuda`` or ``cuda:1``."""
+    """Device: ``cpu``, ``cuda`` or ``cuda:1``."""
     scale: float = 1.0
-    """1 is for a large GPU; sizes shrink and grow with it."""
+    """Scale of the sizes; 1 is for a large GPU."""
     seed: int = 0
-    """Of weights and data."""
+    """Seed of weights and data."""
     rank: int = 0
     """Number of this process among those of the workload."""
     folder: str = ""
-    """Where the program may write files (checkpoints); empty: nowhere."""
+    """Folder that the program may write files to (checkpoints); empty: none."""
 
     def __post_init__(self) -> None:
         if self.variant not in get_args(Variant):
@@ -67,25 +67,25 @@ class Setup:
 
     @property
     def dtype(self) -> Any:
-        """16 bits on a GPU, for its tensor cores; a CPU stays with 32."""
+        """Number type of the model: 16 bits on a GPU, for its tensor cores; 32 on a CPU."""
         import torch
 
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     @property
     def backend(self) -> str:
-        """Of torch.compile: on a CPU a program is traced but not compiled, so that no C++ compiler
-        is needed."""
+        """Backend of torch.compile: on a CPU a program is traced but not compiled, so that no C++
+        compiler is needed."""
         return "inductor" if self.on_gpu else "aot_eager"
 
     def size(self, full: int, least: int = 1) -> int:
-        """``full`` at scale 1, less or more at others, never below ``least``."""
+        """Scale a size: ``full`` at scale 1, less or more at others, never below ``least``."""
         return max(least, round(full * self.scale))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is known of a workload before it is run."""
+    """Facts of a workload that are known before it is run."""
 
     finds: tuple[str, ...]
     """Rules of which at least one must name the bottleneck of the slow variant, at first or second
@@ -93,9 +93,9 @@ class Workload:
     also: tuple[str, ...] = ()
     """Rules whose fixes are part of the cure besides, for the gain that is predicted of it."""
     shown_on: ShownOn = "cuda"
-    """Where the bottleneck can be seen: ``cpu`` means everywhere."""
+    """Device that shows the bottleneck: ``cpu`` means everywhere."""
     processes: int = 1
-    """Processes that it takes; on CUDA each has a GPU of its own."""
+    """Number of processes; on CUDA each has a GPU of its own."""
     cpu_scale: float = 1 / 16
     """Scale at which a CPU takes some ten milliseconds a step."""
     steps: int = 6
@@ -105,16 +105,16 @@ class Workload:
     stacks: bool = True
     """Whether to record Python stacks: not where thousands of frames would hide the rest."""
     samples: tuple[int, int] = (1, 1)
-    """What a step of the slow and one of the cured variant get done, in the same unit: gains are
-    measured for the same work."""
+    """Samples of a step of the slow and of the cured variant, in the same unit: gains are measured
+    for the same work."""
     differs: str = ""
-    """Why the cured variant does not compute the same numbers; empty: it does, up to rounding."""
+    """Reason why the cured variant computes other numbers; empty: the same, up to rounding."""
     name: str = ""
-    """Of the function."""
+    """Name of the function."""
     file: str = ""
-    """That it is in, without its suffix."""
+    """Name of the function's file, without its suffix."""
     doc: str = ""
-    """Of the function."""
+    """Docstring of the function."""
 
     @property
     def title(self) -> str:
@@ -127,7 +127,7 @@ class Workload:
 
 
 def workload(**known: Any) -> Callable[[Loop], Loop]:
-    """Makes a program a workload; ``known``: fields of :class:`Workload`, as literals."""
+    """Make a program a workload; ``known``: fields of :class:`Workload`, as literals."""
 
     def mark(program: Loop) -> Loop:
         program.workload = Workload(**known)  # type: ignore[attr-defined]
@@ -138,13 +138,13 @@ def workload(**known: Any) -> Callable[[Loop], Loop]:
 
 @cache
 def catalogue() -> dict[str, Workload]:
-    """All workloads by name, without importing them."""
+    """Return all workloads by name, without importing them."""
     found = {w.name: w for file in HERE.glob("*.py") for w in _described(file)}
     return dict(sorted(found.items()))
 
 
 def find(name: str) -> Workload:
-    """The workload of a name. Raises AdvisorError: there is none."""
+    """Return the workload of a name. Raises AdvisorError: there is none."""
     known = catalogue()
     if name not in known:
         hint = suggest(name, known, "see 'advisor workloads list'")
@@ -153,14 +153,14 @@ def find(name: str) -> Workload:
 
 
 def load(name: str) -> Loop:
-    """The program of a workload; this imports torch."""
+    """Return the program of a workload; this imports torch."""
     module = import_module(f"advisor.sample_workloads.{find(name).file}")
     program: Loop = getattr(module, name)
     return program
 
 
 def _described(file: Path) -> Iterator[Workload]:
-    """What the source says in ``@workload(...)`` of its functions."""
+    """Yield a source file's workloads, as ``@workload(...)`` describes its functions."""
     body = ast.parse(file.read_text(encoding="utf-8")).body
     for node in (each for each in body if isinstance(each, ast.FunctionDef)):
         for mark in node.decorator_list:
@@ -171,7 +171,7 @@ def _described(file: Path) -> Iterator[Workload]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal, or a fraction of two."""
+    """Evaluate a literal, or a fraction of two."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return _literal(node.left) / _literal(node.right)
     return ast.literal_eval(node)

@@ -88,7 +88,7 @@ def ddp_exposed(run: Setup) -> Iterator[Any]:
     differs="each process sees other samples",
 )
 def ddp_straggler(run: Setup) -> Iterator[Any]:
-    """One process of two that gets three quarters of the work.
+    """Two processes, of which one gets three quarters of the work.
 
     Samples are dealt out by file, and one file is larger: its process computes longer, and the
     other waits for it in every all-reduce.

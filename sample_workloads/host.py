@@ -193,7 +193,7 @@ def periodic_checkpoint(run: Setup) -> Iterator[Any]:
 
 
 def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a state on the host, which later steps do not change."""
+    """Copy a state to the host, where later steps do not change it."""
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
@@ -201,14 +201,14 @@ SAMPLES, BATCH = 20_000, 256
 
 
 def choose_slowly(weights: list[float], at: int) -> Any:
-    """Indices of the first samples from ``at`` on that weigh more than a half."""
+    """Return indices of the first samples from ``at`` on that weigh more than a half."""
     count = len(weights)
     order = [(at + offset) % count for offset in range(count)]
     return torch.tensor([index for index in order if weights[index] > 0.5][:BATCH])
 
 
 def choose(weights: Any, at: int) -> Any:
-    """The same with tensor operators."""
+    """Return the same indices with tensor operators."""
     order = torch.roll(torch.arange(len(weights)), -at)
     return order[weights[order] > 0.5][:BATCH]
 

@@ -170,7 +170,7 @@ class Texts(Dataset):
 
 
 class Collate:
-    """Texts to one batch with its mask."""
+    """Function that joins texts to one batch with its mask."""
 
     def __init__(self, to_longest: bool) -> None:
         self.to_longest = to_longest
@@ -225,7 +225,7 @@ def padding_waste(run: Setup) -> Iterator[Any]:
 
 
 def batches(run: Setup, width: int) -> Iterator[Any]:
-    """Batches on the device, for ever; four distinct ones in turn."""
+    """Yield batches on the device, for ever; four distinct ones in turn."""
     host = [torch.randn(run.size(16384, 8), width) for _ in range(4)]
     if not (run.cured and run.on_gpu):
         while True:

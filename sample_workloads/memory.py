@@ -36,7 +36,7 @@ def eval_with_grad(run: Setup) -> Iterator[Any]:
 
 
 def validate(model: Any, batches: Any, grad: bool) -> Any:
-    """Mean error over all batches."""
+    """Return the mean error over all batches."""
     model.eval()
     with nullcontext() if grad else torch.inference_mode():
         outputs = [model(batch) for batch in batches]
@@ -84,7 +84,7 @@ CHUNK = 1024  # tokens
 
 
 def loss_of(hidden: Any, head: Any, targets: Any) -> Any:
-    """Sum over the tokens."""
+    """Return the loss, a sum over the tokens."""
     return cross_entropy(head(hidden).float(), targets, reduction="sum")
 
 
@@ -154,7 +154,7 @@ TRIAL = 16_384  # rows
 
 
 def largest_batch(model: Any, width: int, dtype: Any) -> int:
-    """Rows that fill the GPU's memory, extrapolated from what a small batch takes."""
+    """Estimate the rows that fill the GPU's memory, extrapolated from a small batch."""
     device = next(model.parameters()).device
     model(torch.randn(1, width, device=device, dtype=dtype)).sum().backward()  # gradients exist
     before = torch.cuda.memory_allocated()

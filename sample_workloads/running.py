@@ -29,11 +29,11 @@ SKIPPED = 2
 WARMUP = 2
 """Steps profiled and thrown away: the profiler's own start-up cost."""
 TIMEOUT_S = 300.0
-"""For a workload of several processes: import, start and all steps."""
+"""Time limit of a workload of several processes, s: import, start and all steps."""
 
 
 def default_device() -> str:
-    """``cuda`` where there is one, else ``cpu``."""
+    """Return ``cuda`` where there is one, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -92,7 +92,7 @@ def prepared(name: str, run: Setup) -> Iterator[Iterator[Any]]:
 def measure(
     name: str, run: Setup, *, seconds: float = 3.0, blocks: int = 12, most: float = 30.0
 ) -> list[float]:
-    """Mean step time of each of several blocks of steps, ms, without a profiler.
+    """Return the mean step time of each of several blocks of steps, ms, without a profiler.
 
     The device is synchronised at the ends of blocks only. Steps before the first block, which warm
     up, are not in it. The blocks share ``seconds``; each has at least one step, and with steps so
@@ -124,7 +124,7 @@ def _measure(name: str, run: Setup, seconds: float, blocks: int, most: float) ->
 
 
 def _agreed(steps: int, run: Setup) -> int:
-    """The number of steps of rank 0: ranks that run different numbers wait for ever."""
+    """Return the number of steps of rank 0: ranks that run different numbers wait for ever."""
     if not dist.is_initialized():
         return steps
     number = torch.tensor([steps], device=run.device)
@@ -198,7 +198,7 @@ def record_run(
 
 
 def _record_run(name: str, run: Setup, folder: str, options: dict[str, Any], around: int) -> None:
-    """One process: as many steps before the trace as the recorder skips, the rest after it."""
+    """Record one process: as many steps before the trace as the recorder skips, the rest after."""
     import advisor
     from advisor.recorder.folder import RUN_DIR
 
@@ -278,7 +278,7 @@ def profiled(
 def on_ranks(
     task: Callable[..., Any], name: str, run: Setup, options: tuple[Any, ...]
 ) -> list[Any]:
-    """``task(name, run, *options)``, here or in each process of the workload; results by rank."""
+    """Run ``task(name, run, *options)``, here or in the workload's processes; results by rank."""
     if find(name).processes > 1:
         return in_processes(task, name, run, options)
     return [task(name, run, *options)]
@@ -287,7 +287,7 @@ def on_ranks(
 def in_processes(
     task: Callable[..., Any], name: str, run: Setup, options: tuple[Any, ...]
 ) -> list[Any]:
-    """``task(name, run, *options)`` in each process of the workload; the results, by rank.
+    """Run ``task(name, run, *options)`` in each process of the workload; results by rank.
 
     Raises AdvisorError: not enough GPUs, a process that failed, or one that took too long; the
     others are ended then.
@@ -344,7 +344,7 @@ def _rank(
     meeting: str,
     results: Any,
 ) -> None:
-    """One process: join the others, do the task, hand over the result."""
+    """Run one process: join the others, do the task, hand over the result."""
     from datetime import timedelta
 
     if run.on_gpu:
@@ -367,18 +367,18 @@ def _rank(
 
 
 def layers(run: Setup, width: int, count: int, activation: Any = nn.ReLU) -> nn.Sequential:
-    """Linear layers of one width, an activation after each, on the device."""
+    """Build linear layers of one width, an activation after each, on the device."""
     parts = [nn.Sequential(nn.Linear(width, width), activation()) for _ in range(count)]
     return nn.Sequential(*parts).to(run.device, run.dtype)
 
 
 def wide_block(width: int) -> nn.Sequential:
-    """Two linear layers with four times the width between them."""
+    """Build two linear layers with four times the width between them."""
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
 def train(optimizer: Any, loss: Callable[[], Any]) -> Iterator[Any]:
-    """The training loop; yields the loss of each step, which stays on the device."""
+    """Train, yielding the loss of each step, which stays on the device."""
     while True:
         optimizer.zero_grad()
         value = loss()
@@ -388,5 +388,5 @@ def train(optimizer: Any, loss: Callable[[], Any]) -> Iterator[Any]:
 
 
 def sgd(model: Any) -> Any:
-    """The optimizer of most programs."""
+    """Build the optimizer of most programs."""
     return torch.optim.SGD(model.parameters(), lr=1e-3)

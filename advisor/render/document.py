@@ -1,4 +1,4 @@
-"""A Document: what is said of a subject, as blocks that every format draws in its own way.
+"""Document: content on a subject as blocks that every format draws in its own way.
 
 One function a subject builds it (``documents/``), one file a format draws it (``formats/``). Text
 in blocks is plain: escaping, cleaning and wrapping are the format's.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from advisor.render.html import Markup
 
 Style = Literal["", "strong", "soft", "code", "good", "bad", "warn"]
-"""What a piece of text means; each format has its own look for it."""
+"""Meaning of a piece of text; each format has its own look for it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Span:
     text: str
     style: Style = ""
     title: str = ""
-    """The whole of what ``text`` is short for, where a format can show it on demand."""
+    """Full text that ``text`` is short for, where a format can show it on demand."""
 
 
 Inline = str | Span | tuple[str | Span, ...]
@@ -37,14 +37,14 @@ Inline = str | Span | tuple[str | Span, ...]
 
 @dataclass(frozen=True)
 class RenderOptions:
-    """What a renderer may need besides the subject. Each takes what means something to it."""
+    """Options of a renderer besides the subject. Each renderer reads those that apply to it."""
 
     width: int = 80
-    """Columns, of text in lines."""
+    """Columns of a line of text."""
     colour: bool = False
-    """The text goes to a terminal that has colours."""
+    """Whether the text goes to a terminal that has colours."""
     top: int | None = None
-    """Findings that are shown in full; ``None``: as many as fit a screen, or all in a file."""
+    """Number of findings shown in full; ``None``: as many as fit a screen, or all in a file."""
     details: bool = False
     """Show evidence, caveats, verification, skipped checks and limits in a terminal too."""
     brief: bool = False
@@ -52,7 +52,7 @@ class RenderOptions:
     analysis: Analysis | None = None
     """The measurements behind a report, for a timeline; ``None``: there is only the report."""
     clean: Callable[[str], str] = str
-    """Applied to names that come from the ``analysis``: leaves out what is private."""
+    """Function applied to names that come from the ``analysis``: leaves out what is private."""
 
 
 DEFAULT = RenderOptions()
@@ -69,7 +69,7 @@ class Paragraph(Block):
     text: Inline
     style: Style = ""
     mark: str = ""
-    """Stands before it in a terminal."""
+    """Mark that stands before it in a terminal."""
     indent: int = 2
 
 
@@ -81,9 +81,9 @@ class TextField:
     parts: Sequence[Inline]
     style: Style = ""
     detail: bool = False
-    """Left out where room is short."""
+    """Whether it is left out where room is short."""
     prose: bool = False
-    """Sentences, of which the first will do where room is short."""
+    """Whether these are sentences, of which the first will do where room is short."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Items(Block):
 
     items: Sequence[Inline]
     mark: str = "•"
-    """Before each, in a terminal."""
+    """Mark before each item, in a terminal."""
     title: str = ""
 
 
 EvidenceRow = tuple[str, str, str]
-"""What was measured, its value, the limit that it is compared with."""
+"""Name of a measured value, the value, and the limit that it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -123,19 +123,19 @@ class Grid(Block):
     rows: Sequence[Sequence[Inline]]
     title: str = ""
     align: str = ""
-    """A letter a column, ``l`` or ``r``."""
+    """Alignment: a letter a column, ``l`` or ``r``; empty: text first, then figures."""
     short: Sequence[Sequence[Inline]] | None = None
-    """Those of the rows that are shown where room is short; ``None``: all."""
+    """Rows that are shown where room is short; ``None``: all."""
     omitted_note: str = ""
-    """What is said of the rows that ``short`` leaves out."""
+    """Text that stands for the rows that ``short`` leaves out."""
     below: Sequence[str] = ()
-    """A line below each row, in a terminal."""
+    """Lines below the rows in a terminal, one each."""
     optional: Sequence[int] = ()
     """Columns that a terminal leaves out where they do not fit, the first of these first."""
 
     @property
     def sides(self) -> str:
-        """``align``, or what stands for it."""
+        """Alignment of each column: ``align``, or text first and then figures."""
         return self.align or "l" + "r" * (len(self.head) - 1)
 
 
@@ -157,18 +157,18 @@ class Tiles(Block):
 
 
 class Figure(Block):
-    """A picture of data. What a format cannot draw is shown as its table."""
+    """A picture of data. A format that cannot draw it shows its table."""
 
     @abstractmethod
     def table(self) -> Grid | None:
-        """The numbers; ``None``: only a page shows this."""
+        """Return the numbers; ``None``: only a page shows this."""
 
     @abstractmethod
     def html(self, *, small: bool = False) -> Markup:
-        """The picture for a page; ``small``: for a notebook's cell."""
+        """Draw the picture for a page; ``small``: for a notebook's cell."""
 
     def lines(self, width: int) -> list[list[tuple[str, str]]] | None:
-        """Lines for a terminal, of (text, style of rich); ``None``: the table will do."""
+        """Return lines for a terminal, of (text, style of rich); ``None``: the table will do."""
         return None
 
 
@@ -180,13 +180,13 @@ class Section(Block):
     blocks: Sequence[Block]
     aside: str = ""
     folded: bool = False
-    """On a page it opens on demand, in a terminal ``--details`` shows it."""
+    """Whether it is shown on demand: by a click on a page, by ``--details`` in a terminal."""
     detail: bool = False
-    """In a terminal ``--details`` shows it; a page shows it always."""
+    """Whether a terminal shows it with ``--details`` only; a page shows it always."""
     summary: str = ""
-    """What is said in its place in a terminal: ``3 skipped checks``."""
+    """Text that stands in its place in a terminal: ``3 skipped checks``."""
     short: bool = False
-    """A notebook's cell shows it too."""
+    """Whether a notebook's cell shows it too."""
 
     @property
     def has_lines(self) -> bool:
@@ -196,56 +196,56 @@ class Section(Block):
 
 @dataclass(frozen=True)
 class Card(Block):
-    """A finding, or something else that somebody may act on."""
+    """A finding, or something else that a reader may act on."""
 
     title: str
     blocks: Sequence[Block]
     number: str = ""
     gain: str = ""
-    """What acting on it brings."""
+    """Gain of acting on it, as text."""
     place: str = ""
-    """Where to act, in a few words."""
+    """Place to act at, in a few words."""
     tag: str = ""
-    """How severe it is."""
+    """Severity of the finding."""
     details: Sequence[Block] = ()
-    """Shown on demand."""
+    """Blocks that are shown on demand."""
     fix: bool = True
-    """Counts among those of which a terminal shows the first ones in full."""
+    """Whether it counts among those of which a terminal shows the first ones in full."""
     always_full: bool = False
-    """Always shown in full."""
+    """Whether it is always shown in full."""
     brief: bool = False
-    """In a terminal a line, unless details are asked for."""
+    """Whether a terminal shows it on a line, unless details are asked for."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """All that is said of a subject."""
+    """Content on one subject, whatever format draws it."""
 
     headline: str
     blocks: Sequence[Block]
     name: str
-    """What it is: ``report``."""
+    """Kind of the document, such as ``report``."""
     status: str = ""
     """Class of the headline: ``healthy``, ``bad`` …"""
     style: str = "bold"
-    """Of the headline, in a terminal."""
+    """Style of the headline, in a terminal."""
     badge: str = ""
     """The status in words."""
     heading: str = ""
-    """Above the headline where the document stands among others; empty: none."""
+    """Heading above the headline where the document stands among others; empty: none."""
     footer: str = ""
     notes: Sequence[str] = field(default_factory=tuple)
     """Closing lines of a terminal."""
     data: Any = None
-    """What JSON has of it, where the document itself is the subject: dicts, lists, named tuples."""
+    """Data for JSON, where the document itself is the subject: dicts, lists, named tuples."""
 
     def to_json(self) -> bytes:
-        """``data`` as JSON, indented by two; NaN is null."""
+        """Return ``data`` as JSON, indented by two; NaN is null."""
         return msgspec.json.format(msgspec.json.encode(as_plain(self.data)), indent=2)
 
 
 def as_plain(value: Any) -> Any:
-    """Named tuples as dicts, however deep they lie."""
+    """Turn named tuples into dicts, however deep they lie."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -254,7 +254,7 @@ def as_plain(value: Any) -> Any:
 
 
 def cards(blocks: Iterable[Block]) -> list[Card]:
-    """All cards in their order, those in sections too."""
+    """Yield all cards in their order, those in sections too."""
     result: list[Card] = []
     for block in blocks:
         if isinstance(block, Card):
@@ -265,16 +265,16 @@ def cards(blocks: Iterable[Block]) -> list[Card]:
 
 
 def fact_line(fact: EvidenceRow) -> str:
-    """``share of the step 19%, limit 5% (TraceLens)``."""
+    """Write a row of evidence: ``share of the step 19%, limit 5% (TraceLens)``."""
     name, value, limit = fact
     return f"{name} {value}, limit {limit}" if limit else f"{name} {value}"
 
 
 def plain_text(text: Inline) -> str:
-    """The text without its meanings."""
+    """Return the text without its styles."""
     return "".join(part if isinstance(part, str) else part.text for part in spans(text))
 
 
 def spans(text: Inline) -> tuple[str | Span, ...]:
-    """The pieces of a text."""
+    """Return the pieces of a text."""
     return text if isinstance(text, tuple) else (text,)

@@ -32,13 +32,13 @@ Parts = list[tuple[str, str]]
 
 
 def block_bar(share: float, room: int) -> str:
-    """A bar of at most ``room`` columns; what is there is seen."""
+    """Draw a bar of at most ``room`` columns; any value above zero is visible."""
     return "█" * (max(1, round(min(share, 1.0) * room)) if share > 0 else 0)
 
 
 def share_cells(shares: Sequence[float], width: int) -> list[int]:
-    """Whole cells for each share, largest remainders first, so that they add up to what the
-    shares add up to (never more than ``width``)."""
+    """Share out whole cells, largest remainders first, so that they add up to what the shares add
+    up to (never more than ``width``)."""
     total = sum(shares)
     if total <= 0:
         return [0] * len(shares)
@@ -56,12 +56,12 @@ def share_cells(shares: Sequence[float], width: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Bar(Figure):
-    """The step's time, each instant once."""
+    """Bar of the step's time, in which each instant counts once."""
 
     bar: StepBar
 
     def table(self) -> Grid:
-        """A row a part; the parts of idle time below all of it."""
+        """Return a row a part; the parts of idle time below all of it."""
         bar = self.bar
         rows = [_row(segment, segment.label) for segment in bar.work]
         if bar.idle_total is not None and bar.idle != [bar.idle_total]:
@@ -72,7 +72,7 @@ class Bar(Figure):
         return Grid(["", "time", t.format_of(bar.per), ""], rows, align="lrrl")
 
     def html(self, *, small: bool = False) -> Markup:
-        """A bar and its legend."""
+        """Draw a bar and its legend."""
         bar, x = self.bar, 0.0
         parts = []
         for segment in bar.segments:
@@ -108,7 +108,7 @@ class Bar(Figure):
         return join(drawn, tag("table", head, tag("tbody", *rows), cls="legend"))
 
     def lines(self, width: int) -> list[Parts]:
-        """The bar; below it work on the left, causes of idle time on the right, or below each
+        """Draw the bar; below it work on the left, causes of idle time on the right, or below each
         other on a narrow page."""
         bar = self.bar
         lengths = share_cells([segment.share for segment in bar.segments], width)
@@ -153,12 +153,12 @@ def _entry(segment: Segment, room: int, wide: int) -> Parts:
 
 
 def legend_key(cls: str) -> Markup:
-    """A square of a colour, for a legend."""
+    """Draw a square of a colour, for a legend."""
     return tag("span", cls=f"key {cls}")
 
 
 def table_head(names: Sequence[str]) -> Markup:
-    """The head of a table."""
+    """Return the head of a table."""
     return tag("thead", tag("tr", *(tag("th", name, scope="col") for name in names)))
 
 
@@ -167,12 +167,12 @@ def table_head(names: Sequence[str]) -> Markup:
 
 @dataclass(frozen=True)
 class Staircase(Figure):
-    """The step, fix by fix."""
+    """Staircase of the step, fix by fix."""
 
     stairs: Stairs
 
     def table(self) -> Grid:
-        """A row a fix: what it saves after those above it, and the step that is left."""
+        """Return a row a fix: what it saves after those above it, and the step that is left."""
         stairs = self.stairs
         rows = [
             [f"{s.number}. {s.label}".lstrip(". "), f"{s.saved} {s.percent}".strip(), s.left]
@@ -183,7 +183,7 @@ class Staircase(Figure):
         )
 
     def html(self, *, small: bool = False) -> Markup:
-        """A track a fix: what is left of the step, and what this fix takes off it."""
+        """Draw a track a fix: what is left of the step, and what this fix takes off it."""
         stairs = self.stairs
         head = table_head(
             ["after fix", "", stairs.per, f"saves {stairs.bound_prefix}after those above"]
@@ -215,18 +215,18 @@ def _rect(cls: str, x: float, width: float) -> Markup:
 
 @dataclass(frozen=True)
 class StepTimeline(Figure):
-    """A lane a stream of one step, and when the device was idle for which cause."""
+    """Timeline of one step: a lane a stream, and when the device was idle for which cause."""
 
     strip: StepLanes
     framework: str | None
     caption: str
-    """``of the step``."""
+    """Unit of shares, such as ``of the step``."""
 
     def table(self) -> None:
-        """Only a page shows it."""
+        """Return ``None``: only a page shows it."""
 
     def html(self, *, small: bool = False) -> Markup:
-        """The lanes over a common axis."""
+        """Draw the lanes over a common axis."""
         from advisor.measure.steps.step_lanes import CELLS
 
         shown = self.strip
@@ -278,17 +278,17 @@ def _kind(kind: str) -> str:
 
 @dataclass(frozen=True)
 class Histogram(Figure):
-    """How many there are of each size."""
+    """Histogram: how many there are of each size."""
 
     head: tuple[str, str]
-    """What the bins are of, and what is counted."""
+    """Quantity of the bins, and the things that are counted."""
     bins: Sequence[tuple[str, int]]
 
     def _most(self) -> int:
         return max((count for _, count in self.bins), default=1) or 1
 
     def table(self) -> Grid:
-        """A row a bin."""
+        """Return a row a bin."""
         rows = [
             [name, t.format_count(count), block_bar(count / self._most(), 30)]
             for name, count in self.bins
@@ -296,7 +296,7 @@ class Histogram(Figure):
         return Grid([*self.head, ""], rows, align="rrl")
 
     def lines(self, width: int) -> list[Parts]:
-        """A bar a bin."""
+        """Draw a bar a bin."""
         wide = max(len(name) for name, _ in self.bins)
         digits = len(t.format_count(self._most()))
         room = width - wide - digits - 6
@@ -309,7 +309,7 @@ class Histogram(Figure):
         ]
 
     def html(self, *, small: bool = False) -> Markup:
-        """A track a bin."""
+        """Draw a track a bin."""
         rows = []
         for name, count in self.bins:
             length = max(count / self._most() * 100, 0.5) if count else 0
@@ -323,11 +323,11 @@ class Histogram(Figure):
 
 
 SHADES_PER_SIDE: Final = 4
-"""Colours on either side of the median's."""
+"""Number of colours on either side of the median's."""
 RANKS_PER_STRIP: Final = 128
-"""Columns beside each other; of more, strips below each other."""
+"""Number of columns in one strip; more columns go into strips below each other."""
 MAP_WIDTH, HIGH, LABELS, GAP, TOP = 1024, 15, 132, 10, 14
-"""Of the map: width of a full strip, height of a row, room for names, between strips, for the
+"""Sizes of the map: width of a full strip, height of a row, room for names, between strips, for the
 numbers above one."""
 
 
@@ -337,24 +337,24 @@ class RankMap(Figure):
 
     label: str
     names: Sequence[str]
-    """Of the rows of cells, from the top."""
+    """Names of the rows of cells, from the top."""
     columns: Sequence[str]
     """Numbers above the cells."""
     tint: Callable[[int, int], float | None]
-    """(column, row) -> -1 to 1; ``None``: not measured."""
+    """Tint of a cell by (column, row), -1 to 1; ``None``: not measured."""
     words: Callable[[int, int], str]
-    """(column, row) -> what a cell says."""
+    """Text of a cell by (column, row)."""
     scale: str
-    """The difference at which the colour ends."""
+    """Difference at which the colour ends."""
     numbers: Grid
-    """What the cells stand for."""
+    """Table of the values that the cells stand for."""
     note: str = ""
 
     def table(self) -> None:
-        """Only a page shows it: the groups of ranks stand in its place."""
+        """Return ``None``: only a page shows it; the groups of ranks stand in its place."""
 
     def html(self, *, small: bool = False) -> Markup:
-        """The map, its scale, and its numbers on demand."""
+        """Draw the map, its scale, and its numbers on demand."""
         wide = min(48.0, MAP_WIDTH / min(RANKS_PER_STRIP, len(self.columns)))
         every = max(1, round(64 / wide))  # a number of four digits is some 30 wide
         each = TOP + HIGH * len(self.names) + GAP

@@ -1,4 +1,4 @@
-"""HTML that is built of tags: whatever is put into one is escaped, cleaned, and not endless."""
+"""Markup built of tags: whatever is put into one is escaped, cleaned, and cut at ``MAX_TEXT``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from advisor.core.charts import Segment
 from advisor.render.document import Inline, Span, spans
 
 MAX_TEXT: Final = 2000
-"""Characters of any one text on a page; what is longer is cut in its middle."""
+"""Length of any one text on a page, characters; a longer one is cut in its middle."""
 
 
 class Markup(str):
@@ -20,7 +20,7 @@ class Markup(str):
 
 
 def esc(text: object, *, lines: bool = False) -> str:
-    """Text that HTML and SVG show as it is, in elements and in quoted attributes."""
+    """Escape text for HTML and SVG, in elements and in quoted attributes."""
     return escape(labels.shorten(labels.clean(text, lines=lines), MAX_TEXT), quote=True)
 
 
@@ -37,7 +37,7 @@ def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Ma
 
 
 def join(*children: object) -> Markup:
-    """Markup beside each other, texts escaped."""
+    """Join markup, with texts escaped."""
     return Markup("".join(_text(child) for child in children if child))
 
 
@@ -46,7 +46,7 @@ def _text(value: object) -> str:
 
 
 def inline(text: Inline) -> Markup:
-    """A line of text with its meanings."""
+    """Draw a line of text with its styles."""
     return join(*(part if isinstance(part, str) else _span(part) for part in spans(text)))
 
 
@@ -60,12 +60,12 @@ def _span(span: Span) -> Markup:
 
 
 def scrolling_box(label: str, *children: object) -> Markup:
-    """A box that scrolls sideways, with the keyboard too."""
+    """Draw a box that scrolls sideways, with the keyboard too."""
     return tag("div", *children, cls="scroll", tabindex=0, role="region", aria_label=label)
 
 
 def colour_class_of_segment(segment: Segment) -> str:
-    """The class of a part's colour (``charts.css_rules``): never what a trace says."""
+    """Return the class of a part's colour (``charts.css_rules``): never what a trace says."""
     return colour_class(segment.key, segment.kind)
 
 

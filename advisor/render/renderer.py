@@ -1,4 +1,4 @@
-"""Renderer: what every format is written by."""
+"""Renderer: the base class of every format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from advisor.render.document import RenderOptions as RenderOptions  # noqa: PLC0
 
 Subject = TypeVar("Subject")
 DOCUMENT_MODULES: Final = {"Report": "report", "Comparison": "comparison", "TrialReport": "trial"}
-"""Class of a subject -> the file of ``documents/`` whose ``build`` makes its document."""
+"""File of ``documents/`` whose ``build`` makes a subject's document, by the subject's class."""
 
 
 class Renderer(ABC, Generic[Subject]):
-    """One format of a ``Subject``: a Report, a Comparison …
+    """Format of a ``Subject``: a Report, a Comparison …
 
     Renderers are found like rules and readers: those in ``advisor/render/formats/``, and those that
     installed packages name under the entry points of :class:`~advisor.render.formats.Formats`. A
@@ -24,19 +24,19 @@ class Renderer(ABC, Generic[Subject]):
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Of files that are written in this format unless another is asked for, with the dot."""
+    """Suffixes, with the dot, of files written in this format unless another is asked for."""
 
     @abstractmethod
     def render(self, subject: Subject, options: RenderOptions = DEFAULT) -> str:
-        """The text, ending in a line feed. Names in it come from traces: whatever reads the text
-        must take them for names."""
+        """Return the text, ending in a line feed. Names in it come from traces: whatever reads the
+        text must take them for names."""
 
 
 class DocumentRenderer(Renderer[Any]):
     """A format that draws the Document of a subject, whatever the subject."""
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
-        """The subject's Document, drawn."""
+        """Draw the subject's Document."""
         if not isinstance(subject, Document):
             home = DOCUMENT_MODULES[type(subject).__name__]
             subject = import_module(f"advisor.render.documents.{home}").build(subject, options)
@@ -44,4 +44,4 @@ class DocumentRenderer(Renderer[Any]):
 
     @abstractmethod
     def draw(self, document: Document, options: RenderOptions = DEFAULT) -> str:
-        """The text of a document."""
+        """Draw the text of a document."""

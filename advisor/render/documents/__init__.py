@@ -1,1 +1,1 @@
-"""Documents, one file a subject: the only place that words a subject for every format."""
+"""Documents, one file a subject: the only place that writes a subject's text for every format."""

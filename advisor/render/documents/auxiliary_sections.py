@@ -1,4 +1,4 @@
-"""What auxiliary inputs show. Logs of torch.compile: graph breaks, recompilations, graphs without
+"""Sections of auxiliary inputs. Logs of torch.compile: graph breaks, recompilations, graphs without
 CUDA graphs. Hardware counters and Triton's cache, a row per kernel. Between the ranks: the path
 that NCCL chose, and calls that do not match or end.
 """
@@ -45,7 +45,7 @@ MAX_ROWS: Final = 12
 
 
 def build_compilation(log: CompileLog | None, report: Report | None = None) -> Iterator[Block]:
-    """The causes, with their lines; nothing without logs."""
+    """Yield what torch.compile's logs show, by cause and line; nothing without logs."""
     if log is None:
         return
     lists: list[Block] = [Paragraph(_summary(log, report), indent=2)]
@@ -66,7 +66,7 @@ def build_compilation(log: CompileLog | None, report: Report | None = None) -> I
 
 
 def _summary(log: CompileLog, report: Report | None) -> str:
-    """Counts and time; with a trace, the time as a number of its steps."""
+    """Write counts and time; with a trace, the time as a number of its steps."""
     text = f"{t.count_noun(log.compilations, 'compilation')} took {t.format_duration(log.ns)}"
     if log.inductor_ns is not None:
         text += f", {t.format_duration(log.inductor_ns)} of it in inductor"
@@ -99,7 +99,7 @@ def _break(item: GraphBreak) -> Inline:
 
 
 def _kernel(item: FusedKernel) -> Inline:
-    """Its time, what is fused in it, and the lines that is from."""
+    """Describe a fused kernel: its name, its time, the operators in it, and their lines."""
     operators = ", ".join(labels.clean(name).removeprefix("aten.") for name in item.operators)
     places: dict[str, list[int]] = {}
     for each in item.lines:
@@ -115,7 +115,7 @@ def _kernel(item: FusedKernel) -> Inline:
 
 
 def _by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:
-    """Recompilations of one function together."""
+    """Group recompilations of one function."""
     result: dict[tuple[str | None, int | None], list[CompileCause]] = {}
     for cause in causes:
         result.setdefault((cause.file, cause.line), []).append(cause)
@@ -123,7 +123,7 @@ def _by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:
 
 
 def _again(causes: list[CompileCause]) -> Inline:
-    """The first guard stands for those of its function."""
+    """Describe recompilations of a function; the first guard stands for the others."""
     others = len(causes) - 1
     more = f", and {t.count_noun(others, 'other guard')}" if others else ""
     known = [each.ns for each in causes if each.ns is not None]
@@ -146,13 +146,13 @@ MAX_KERNELS: Final = 50
 MAX_SHORT: Final = 10
 MAX_ADVICE: Final = 12
 MAX_LINES: Final = 3
-"""Of a kernel."""
+"""Number of hot lines listed for a kernel."""
 MIN_SHARE: Final = 0.05
-"""Of its samples."""
+"""Share of a kernel's samples from which a line is listed."""
 
 
 def build_kernel_sections(report: Report) -> list[Section]:
-    """The tables, else what to run for the counters."""
+    """Build the tables of kernels, else the command that records their counters."""
     return kernel_tables(report) + _command(report)
 
 
@@ -233,7 +233,7 @@ def _triton(report: Report) -> list[Section]:
 
 
 def _absence(report: Report, absent: int, count: int) -> str:
-    """How many of so many kernels a trace has not; empty: there is no trace, or it has all."""
+    """Write how many kernels a trace lacks; empty: there is no trace, or it has all."""
     if report.scope.has_no_step_time or not absent:
         return ""
     if absent == count:
@@ -244,7 +244,7 @@ def _absence(report: Report, absent: int, count: int) -> str:
 def _grid(
     head: list[str], rows: list[list[str]], align: str, optional: tuple[int, ...] = ()
 ) -> Grid:
-    """Where room is short, the first rows."""
+    """Build a table that keeps its first rows where room is short."""
     more = t.count_noun(len(rows) - MAX_SHORT, f"more {head[0]}")
     return Grid(
         head, rows, short=rows[:MAX_SHORT], omitted_note=more, align=align, optional=optional
@@ -273,7 +273,7 @@ def _size(size: int) -> str:
 
 
 def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[str, str]:
-    """Cells by column; empty: not collected. ``several``: some figures are means of launches."""
+    """Return cells by column; empty: not collected. ``several``: some are means of launches."""
     busiest = max(view.use.values(), default=None)
     rate = "" if view.bandwidth is None else t.format_rate(view.bandwidth, "B/s")
     times = {
@@ -301,7 +301,7 @@ def _or_empty(value: float | None, written: Callable[[float], str]) -> str:
 
 
 def _command(report: Report) -> list[Section]:
-    """What to run for the counters of the kernels that matter."""
+    """Build the section with the command for counters of the slow kernels."""
     if not report.profile_kernels:
         return []
     command, cost = report.profile_kernels
@@ -318,7 +318,7 @@ MAX_CALLS: Final = 12
 
 
 def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
-    """The calls that hang, with the line of each rank; nothing without dumps."""
+    """Yield the calls that hang, with the line of each rank; nothing without dumps."""
     if record is None:
         return
     counted = f"{t.count_noun(record.calls, 'call')} in {t.count_noun(record.groups, 'group')}, "
@@ -337,7 +337,7 @@ def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
 
 
 def _call(call: CollectiveCall, prefix: str) -> Inline:
-    """Who, what, in which state, where."""
+    """Describe a call: its rank, the call, the line, its group and state."""
     function = call.where.function if call.where is not None else None
     inside = f" in {labels.shorten(labels.clean(function), 40)}" if function else ""
     group = labels.shorten(labels.clean(call.group), 40)
@@ -349,7 +349,7 @@ def _call(call: CollectiveCall, prefix: str) -> Inline:
 
 
 def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
-    """What logs of NCCL and topologies say, a line per fact; nothing without."""
+    """Yield what NCCL's logs and topologies say, a line per fact; nothing without them."""
     if log is None:
         return
     across = ", ".join(f"{name} ({count})" for name, count in log.networks.items())

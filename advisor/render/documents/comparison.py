@@ -24,12 +24,12 @@ from advisor.render.document import (
 )
 
 MAX_LINES: Final = 12
-"""Of source in the table of memory, and of layers."""
+"""Number of source lines listed in the table of memory, and of layers."""
 _STYLE: Final = {"slower": ("bold red", "Slower"), "faster": ("bold green", "Faster")}
 
 
 def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
-    """The document; one with a decision is a gate's."""
+    """Build the document; one with a decision is a gate's."""
     c = comparison
     if c.decision is not None:
         return _gate(c, c.decision)
@@ -80,7 +80,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
 
 
 def _times(c: Comparison) -> tuple[str, str]:
-    """Title of the table of durations, and the head of their names."""
+    """Return the title of the table of durations, and the head of their names."""
     if comparison_text.has_guessed_steps(c):
         return "Repetition times", "repetition"
     return "Step times", "step time"
@@ -100,7 +100,7 @@ def _table(
     short: bool = False,
     aside: str = "",
 ) -> Iterator[Block]:
-    """Figures side by side; ``first``: the head of their names."""
+    """Build a table of figures side by side; ``first``: the head of their names."""
     rows = [[line.label, *line.texts, line.change] for line in lines]
     if rows:
         head = [first, "before", "after", "difference"]
@@ -123,7 +123,7 @@ def _findings(c: Comparison) -> Iterator[Block]:
 
 
 def predicted_gain(c: Comparison) -> Iterator[Section]:
-    """What the fixed findings were predicted to gain, beside what was measured."""
+    """Yield the predicted gain of the fixed findings, beside the measured one."""
     lines = comparison_text.describe_realised_gain(c)
     if lines:
         yield Section("Predicted and measured gain", [Paragraph(line) for line in lines])
@@ -133,7 +133,7 @@ def predicted_gain(c: Comparison) -> Iterator[Section]:
 
 
 def _gate(c: Comparison, decision: Decision) -> Document:
-    """The answer first, then why."""
+    """Build a gate's blocks: the answer first, then why."""
     passed = decision.answer == "passed"
     mark = "❌" if decision.failed else "✅" if passed else "⚠️"
     answer = comparison_text.HEADLINES[decision.answer]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAX_ROWS: Final = 30
 MAX_KINDS: Final = 10
 MAX_DEPTH: Final = 6
-"""Modules inside one another that the tree shows."""
+"""Depth of nested modules that the tree shows."""
 _UNKNOWN: Final = "–"
 
 
@@ -51,7 +51,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
 
 
 def _held_memory(report: Report, top: int | None) -> list[Section]:
-    """What modules held of the fullest device's memory, by the stacks of a snapshot."""
+    """Build the memory of the fullest device by module, from the stacks of a snapshot."""
     if not report.memory or not report.memory[0].modules:
         return []
     view = report.memory[0]
@@ -156,7 +156,7 @@ def _scaled(flops: float) -> str:
 
 
 def _memory_note(layers: Layers) -> str:
-    """What the columns of memory say; without them, that it was not recorded."""
+    """Explain the columns of memory; without them, say that it was not recorded."""
     if all(layer.kept_bytes is None for layer in layers.layers):
         return "Memory by layer was not recorded."
     peak = any(layer.peak_bytes is not None for layer in layers.layers)
@@ -260,7 +260,7 @@ def _below(row: OperatorRate) -> str:
 
 
 def _rates(row: OperatorRate) -> tuple[str, str]:
-    """What is reached and what could be, in FLOP/s where the arithmetic decides, else in bytes."""
+    """Return the reached and the attainable rate: FLOP/s if compute-bound, else bytes/s."""
     if row.bound == "compute":
         return _short(row.flops_per_s, "T"), _short(row.attainable_flops_per_s, "T")
     known = row.bytes_per_s is not None

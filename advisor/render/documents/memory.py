@@ -1,4 +1,4 @@
-"""What a memory snapshot shows, a section a device."""
+"""Document of a memory snapshot, a section a device."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from advisor.core.report import MemoryHolder, MemorySample, MemoryView, ModuleMemory, Report
 
 MAX_ROWS: Final = 25
-"""Of a table."""
+"""Number of rows of a table."""
 MAX_SHORT: Final = 8
-"""Of a table where room is short."""
+"""Number of rows of a table where room is short."""
 MAX_SAVINGS: Final = 6
 MAX_DEVICES: Final = 8
 SAME: Final = 0.01
-"""Two devices whose memory differs by less are shown once."""
+"""Share by which the memory of two devices may differ for them to be shown once."""
 
 
 class DeviceMemory(NamedTuple):
-    """What is shown of a device."""
+    """Memory of a device as text: title, lines and tables."""
 
     title: str
     aside: str
     lines: list[tuple[str, list[str]]]
-    """A label and the parts that follow it."""
+    """Lines: a label and the parts that follow it."""
     tables: list[Grid]
-    """Those that come first matter most."""
+    """Tables, the most important ones first."""
 
 
 def sections(report: Report) -> list[Block]:
-    """What held each device's memory, and how the allocator laid it out."""
+    """Build what held each device's memory, and how the allocator laid it out."""
     blocks: list[Block] = [*_ranks(report.memory_ranks)]
     similar = [view for view in report.memory[1:] if _is_like(view, report.memory[0])]
     for device, view in zip(describe_devices(report), report.memory, strict=False):
@@ -78,8 +78,8 @@ def sections(report: Report) -> list[Block]:
 
 
 def _largest_saving(view: MemoryView) -> list[Block]:
-    """How to make the change that frees most; where tensors are left behind by each step, the
-    change to that line: memory would run out whatever else was done."""
+    """Explain the change that frees most. Where each step leaves tensors behind, it is the change
+    to that line: memory would run out whatever else was done."""
     growing = {(each.file, each.line) for each in view.growth}
     leaks = [each for each in view.savings if (each.file, each.line) in growing]
     most = max(leaks or view.savings, key=lambda each: each.bytes)
@@ -90,7 +90,7 @@ def _largest_saving(view: MemoryView) -> list[Block]:
 
 
 def _is_like(view: MemoryView, first: MemoryView) -> bool:
-    """Both hold the same categories, and as much to within 1%."""
+    """Return whether both hold the same categories, and as much to within 1%."""
     return (
         abs(view.allocated - first.allocated) <= SAME * first.allocated
         and [each.category for each in view.categories]
@@ -100,7 +100,7 @@ def _is_like(view: MemoryView, first: MemoryView) -> bool:
 
 
 def _ranks(samples: list[MemorySample]) -> list[Block]:
-    """The ranks side by side: who holds more than most, and what."""
+    """Compare the ranks: who holds more than most, and what."""
     if not samples:
         return []
     typical = median(each.allocated for each in samples)
@@ -117,7 +117,7 @@ def _ranks(samples: list[MemorySample]) -> list[Block]:
 
 
 def _differs(own: MemorySample, samples: list[MemorySample]) -> str:
-    """The category by which a rank differs most from the median."""
+    """Return the category by which a rank differs most from the median."""
 
     def held(of: MemorySample) -> dict[str, int]:
         return {each.category: each.bytes for each in of.categories}
@@ -129,7 +129,7 @@ def _differs(own: MemorySample, samples: list[MemorySample]) -> str:
 
 
 def describe_devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
-    """One a device of the snapshot."""
+    """Describe each device of the snapshot, ``MAX_DEVICES`` at most."""
     shown = report.memory[:MAX_DEVICES]
     return [describe_device(view, rows, named=len(report.memory) > 1) for view in shown]
 
@@ -141,7 +141,7 @@ _BASIS = "known by"
 
 
 def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
-    """What is shown of one; ``named``: with its number."""
+    """Describe one device; ``named``: with its number."""
     when = {
         "out of memory": "when it ran out",
         "peak": "at its peak",
@@ -208,7 +208,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
 
 
 def _bases(view: MemoryView) -> list[str]:
-    """What the categories rest on, and what has none."""
+    """List the share of memory by what its categories rest on, and the share without one."""
     return [
         f"{'not attributed' if each.category == 'none' else each.category} "
         f"{t.format_share(each.bytes / max(view.allocated, 1))}"
@@ -256,7 +256,7 @@ def modules(view: MemoryView, limit: int = MAX_ROWS) -> Grid:
 
 
 def _module_name(each: ModuleMemory) -> str:
-    """The file of its ``forward``, and where it is called."""
+    """Write the file of its ``forward``, and where it is called."""
     name = labels.clean(PurePath(each.file.replace("\\", "/")).name)
     return name if each.line is None else f"{name}, called at line {each.line}"
 
@@ -314,12 +314,12 @@ def _place(each: MemoryHolder) -> str:
 
 
 def shorten(file: str) -> str:
-    """The end of a path, with slashes."""
+    """Return the end of a path, with slashes."""
     return t.shorten_path(labels.clean(file).replace("\\", "/"), 32)
 
 
 def sentences(device: DeviceMemory) -> list[str]:
-    """A device as lines of text: its figures, then its tables, a row each."""
+    """Return a device as lines of text: its figures, then its tables, a row each."""
     result = [f"{label}: {' · '.join(parts)}" for label, parts in device.lines]
     for table in device.tables:
         result.append(f"{table.title}:")
@@ -332,5 +332,5 @@ def sentences(device: DeviceMemory) -> list[str]:
 
 
 def assumptions(view: MemoryView) -> list[str]:
-    """What the savings take for granted."""
+    """List what the savings assume."""
     return [f"{each.change}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]

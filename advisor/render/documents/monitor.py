@@ -11,7 +11,7 @@ from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, Sample
 from advisor.render.document import Block, Document, FieldList, Grid, Paragraph, Section, TextField
 
 NOT_REPORTED = "–"
-"""What the driver does not report."""
+"""Text for a value that the driver does not report."""
 
 
 def build(
@@ -72,7 +72,7 @@ def _details(gpu: Gpu, name: str | None) -> list[str]:
 
 
 def throttle_reasons(gpu: Gpu) -> list[str]:
-    """Why the clocks are not at their highest, as words; idling is no reason to name."""
+    """Name why the clocks are not at their highest; idling is no reason to name."""
     value = gpu.throttle or 0
     return [name for name, bit in THROTTLE_BITS.items() if value & bit and name != "idle"]
 
@@ -130,7 +130,7 @@ _HOST: Final = {
 
 
 def _measured(source: Gpu | Host, field: str, factor: float) -> str | None:
-    """A field in the metric's unit; ``None``: not measured."""
+    """Return a field in the metric's unit; ``None``: not measured."""
     group, _, name = field.rpartition(".")
     value = (getattr(source, group) or {}).get(name) if group else getattr(source, name)
     if value is None:

@@ -53,7 +53,7 @@ def build(
     currency: str,
     epoch: float | None,
 ) -> Document:
-    """The step on each GPU; of one, what its parts take there too."""
+    """Build the step on each GPU; for a single one, what its parts take there too."""
     a = projector.a
     per = "of the recording" if a.per == "recording" else "per step"
     paid = any(choice.price is not None for choice in found)
@@ -99,7 +99,7 @@ def _headline(found: tuple[Choice, ...], per: str) -> str:
 
 
 def _choices(found: tuple[Choice, ...], currency: str, epoch: float | None, *, paid: bool) -> Grid:
-    """A row a GPU, with its cost where there are prices."""
+    """Build a table with a row a GPU, with its cost where there are prices."""
     rows = []
     for choice in found:
         p = choice.projection
@@ -122,7 +122,7 @@ def _times(ratio: float) -> str:
 
 
 def _parts(p: Projection) -> list[Block]:
-    """What moves by what."""
+    """Build a table of device work by its limit, here and there."""
     if p.refused:
         return []
     rows = [
@@ -147,7 +147,7 @@ def _memory(fit: ProjectedMemory, record: str) -> list[str]:
 def build_splits(
     measured: str, step_ns: float, rows: Sequence[Split], remarks: Sequence[str], currency: str
 ) -> Document:
-    """Splits of the job over other numbers of GPUs. ``measured``: the recorded mesh."""
+    """Build splits of the job over other numbers of GPUs. ``measured``: the recorded mesh."""
     able = [row for row in rows if row.step_ns is not None]
     cells = [
         [
@@ -177,7 +177,7 @@ SIMILAR_LAYER_SHARE = 0.05
 
 
 def build_fit(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
-    """``gpu`` and ``batch``: what was asked for, in words; empty: nothing."""
+    """Build the document of a fit. ``gpu``, ``batch``: what was asked for; empty: nothing."""
     name = gpu or t.format_bytes(fit.capacity)
     context = t.format_bytes(CUDA_CONTEXT_BYTES)
     room = f"{t.format_bytes(fit.capacity)}, {context} of it for the CUDA context"
@@ -212,7 +212,7 @@ def _fit_table(title: str, ways: list[CostedChange]) -> Grid:
 
 
 def _layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
-    """What each layer holds and costs; neighbours that are the same share a row."""
+    """Build a table of what each layer holds and costs; equal neighbours share a row."""
     rows: list[list[str]] = []
     begin = 0
     for number, layer in enumerate(layers, start=1):

@@ -34,7 +34,7 @@ MAX_TEXT: Final = 400
 
 
 def build_mesh(report: Report, options: RenderOptions = DEFAULT) -> Document:
-    """The document of ``advisor analyze --by mesh``."""
+    """Build the document of ``advisor analyze --by mesh``."""
     del options
     blocks = list(build_mesh_sections(report, of_one=True))
     lead = "" if blocks else "No collectives of a GPU were recorded."
@@ -42,7 +42,7 @@ def build_mesh(report: Report, options: RenderOptions = DEFAULT) -> Document:
 
 
 def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Section]:
-    """Communication by axis of the device mesh; of a single axis where ``of_one``."""
+    """Yield communication by axis of the device mesh; of a single axis where ``of_one``."""
     if len(report.mesh) <= (0 if of_one else 1):
         return
     rows = [_axis(axis) for axis in report.mesh]
@@ -84,7 +84,7 @@ def _axis(axis: MeshAxis) -> list[Inline]:
 
 
 def _pipelines(report: Report) -> Iterator[str]:
-    """The bubble by formula beside what was measured."""
+    """Compare the bubble by formula with the measured one."""
     step = sum(share.ns for share in report.time)
     for axis in report.mesh:
         if axis.idle_ns is None or not step:
@@ -100,7 +100,7 @@ def _pipelines(report: Report) -> Iterator[str]:
 
 
 def _links(report: Report) -> Iterator[str]:
-    """The bus bandwidth compared with the link, once for each kind of link."""
+    """Compare the bus bandwidth with the link, once for each kind of link."""
     for axis in report.mesh:
         if axis.link is None or axis.bus_gb_per_s is None:
             continue
@@ -131,12 +131,12 @@ def _mesh_notes(report: Report) -> Iterator[str]:
 
 
 SLOWED = 0.25
-"""From this difference of the window's steps on, times of it are said to be no times of the run."""
+"""Slowdown of the window's steps from which a title says that its times are of these."""
 
 
 def sections(ranks: Ranks, slowdown: float = 0.0) -> Iterator[Block]:
-    """What a table of the ranks does not show; of a few, the map and lists alone. ``slowdown``: how
-    much longer the profiled steps are than the run's, as a share of these."""
+    """Yield what a table of the ranks does not show; for a few ranks, the map and lists alone.
+    ``slowdown``: how much longer the profiled steps are than the run's, as a share of these."""
     many = len(ranks.lines) > rank_charts.FEW_RANKS
     if many and (bins := rank_charts.build_histogram(ranks)):
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
@@ -177,7 +177,7 @@ def _map(ranks: Ranks) -> Iterator[Block]:
 
 
 def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
-    """Groups of similar ranks, those with most of them first."""
+    """Yield groups of similar ranks, those with most of them first."""
     if not ranks.clusters:
         return
     total = dict.fromkeys(ranks.classes, 0.0)

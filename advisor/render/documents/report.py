@@ -36,7 +36,7 @@ from advisor.render.figures import Bar, Staircase, StepTimeline
 MAX_RANKS: Final = 8
 """Ranks that a terminal lists, those that the others wait for longest."""
 MIN_POSSIBLE: Final = 0.05
-"""Of the step: a possible gain that is named where notes are only counted."""
+"""Share of the step from which a possible gain is named where notes are only counted."""
 MAX_NOTES: Final = 100
 _STATUS: Final = {
     "bottlenecks": ("bold yellow", "Bottlenecks"),
@@ -48,7 +48,7 @@ _ON_HOST: Final = ("GPU", "ops", "ranges", "path")
 
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
-    """The document; ``options`` bring the measurements for a timeline."""
+    """Build the document; ``options`` bring the measurements for a timeline."""
     style, badge = _STATUS[report.status]
     return Document(
         report.verdict,
@@ -83,7 +83,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
 
 
 def _tiles(report: Report) -> Iterator[Block]:
-    """Figures of merit, for a page."""
+    """Build the figures of merit, for a page."""
     if report.scope.has_no_step_time:
         return
     known = [each for each in report_text.figures_of_merit(report) if each[1] != t.NOT_MEASURED]
@@ -102,7 +102,7 @@ def _time(report: Report) -> Iterator[Block]:
 
 
 def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
-    """One step, a lane a stream; nothing where only the report is here."""
+    """Draw one step, a lane a stream; nothing without ``options.analysis``."""
     if options.analysis is None:
         return
     from advisor.measure.steps.step_lanes import build_step_lanes
@@ -162,7 +162,7 @@ def _findings(report: Report) -> Iterator[Block]:
 
 
 def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
-    """A finding: what, gain, where, why, how; evidence, caveats and verification on demand."""
+    """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand."""
     fields = [
         TextField("note", [*report_text.gain_conditions(finding, report)], "warn"),
         *_where(report, finding),
@@ -208,7 +208,7 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
 
 
 def _where(report: Report, finding: Finding) -> Iterator[TextField]:
-    """The places, worst first, a line each; what would record the first one's line."""
+    """List the places, worst first, a line each; what would record the first one's line."""
     shown = report_text.named_places(finding)
     for number, (location, names) in enumerate(shown):
         whole = t.location_names(location, name_width=2000, path_width=2000)
@@ -281,13 +281,13 @@ def checks(report: Report) -> Iterator[Section]:
 
 
 def _counted(title: str, items: Sequence[Inline], mark: str, noun: str) -> Section:
-    """A folded list, of which a terminal says how long it is."""
+    """Build a folded list, of which a terminal says how long it is."""
     summary = t.count_noun(len(items), noun)
     return Section(title, [Items(items, mark)], folded=True, summary=summary)
 
 
 def _note(finding: Finding) -> Card:
-    """A possibility: why it is not ranked, and what it could gain."""
+    """Describe a possible finding: why it is not ranked, and what it could gain."""
     fields = [
         TextField("note", [report_text.why_note(finding)]),
         TextField("why", [finding.summary]),

@@ -1,4 +1,4 @@
-"""What a rule says about itself: its docstring, thresholds with their sources, how it was tested.
+"""Documentation of a rule: its docstring, thresholds with their sources, how it was tested.
 
 Read by ``advisor rules`` and by the generator of the reference in docs/rules.
 """
@@ -48,7 +48,7 @@ FRAMEWORKS = {
     TENSORFLOW: ("TensorFlow", "python"),
     JAX: ("JAX", "python"),
 }
-"""As ``Rule.framework_advice`` names them: what a person calls it, and the language of its
+"""Keys of ``Rule.framework_advice`` with their name for a reader, and the language of their
 snippets."""
 VALIDATION = {
     "real traces": "right on public real traces",
@@ -58,22 +58,22 @@ VALIDATION = {
 
 
 class Option(NamedTuple):
-    """One option of a rule: name, built-in value, what it is of, and where it comes from."""
+    """Option of a rule: its name, built-in value, meaning and sources."""
 
     name: str
     value: Any
     meaning: str
-    """For a plain attribute the comment beside it."""
+    """Meaning of the value; for a plain attribute the comment beside it."""
     sources: tuple[Citation, ...]
 
 
 class OtherFrameworkAdvice(NamedTuple):
-    """What a rule advises a kind of program that is not written with PyTorch."""
+    """Advice of a rule for a kind of program that is not written with PyTorch."""
 
     program: str
-    """As a person calls it."""
+    """Name of the kind of program for a reader."""
     language: str
-    """Of the snippet, as Markdown has it."""
+    """Language of the snippet, as Markdown names it."""
     words: str
     """The fix, and how to see that it worked; of what is common to all, only what differs."""
     code: str
@@ -86,20 +86,20 @@ class RulePage(NamedTuple):
     title: str
     category: str
     paragraphs: list[str]
-    """Of the class docstring."""
+    """Paragraphs of the class docstring."""
     fix: str
     code: str
     verify: str
     falsified_by: str
     assumptions: list[str]
     cases: dict[str, dict[str, Any]]
-    """Case -> attribute -> what it is then."""
+    """Texts that differ by case: case -> attribute -> text."""
     inference: dict[str, Any]
-    """Attribute -> what it is where nothing is trained."""
+    """Texts that differ where nothing is trained: attribute -> text."""
     elsewhere: list[OtherFrameworkAdvice]
     thresholds: list[Option]
     sources: tuple[Citation, ...]
-    """Of the numbers in the paragraphs that are no thresholds."""
+    """Sources of those numbers in the paragraphs that are no thresholds."""
     validated: str
     validated_on: str
     found_in: tuple[str, ...]
@@ -168,7 +168,7 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 def _opened(texts: Any) -> Any:
-    """Texts with what a trace would fill in as a placeholder: ``<workers>``."""
+    """Show placeholders in texts as what a trace would fill in: ``<workers>``."""
     if isinstance(texts, str):
         return _PLACEHOLDER.sub(lambda match: f"<{match[1].replace('_', ' ')}>", texts)
     if isinstance(texts, Mapping):
@@ -177,7 +177,7 @@ def _opened(texts: Any) -> Any:
 
 
 def _explained(cls: type[Rule]) -> Iterator[str]:
-    """What the placeholders of a rule's texts stand for, where there are any."""
+    """Yield a sentence on the placeholders of a rule's texts, if there are any."""
     texts = (cls.fix, cls.code, cls.verify, cls.falsified_by, cls.cases, cls.inference)
     if match := _PLACEHOLDER.search(repr(texts)):
         yield f"A report fills in words such as {_opened(match[0])} from your trace."
@@ -204,7 +204,7 @@ def _meaning(
 
 
 def _comments(cls: type[Rule]) -> dict[str, str]:
-    """Class attribute -> the comment on its line, or those on the lines just above it."""
+    """Return class attribute -> the comment on its line, or those on the lines just above it."""
     result: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not issubclass(base, Rule) or base is Rule:
@@ -231,7 +231,7 @@ def _comments(cls: type[Rule]) -> dict[str, str]:
 
 
 def _remarks(source: str) -> dict[int, tuple[str, bool]]:
-    """Line -> (comment, whether the line holds nothing else)."""
+    """Return line -> (comment, whether the line holds nothing else)."""
     result = {}
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -255,19 +255,19 @@ def _remark(remarks: dict[int, tuple[str, bool]], first: int, last: int) -> str:
 
 
 def format_source(source: Citation) -> str:
-    """A source in one line."""
+    """Write a source in one line."""
     return f"{source.name} <{source.address}>" if source.address else source.name
 
 
 def override_lines(page: RulePage) -> str:
-    """The lines of pyproject.toml that change a threshold, or switch the rule off."""
+    """Write the lines of pyproject.toml that change a threshold, or switch the rule off."""
     lines = [f"[tool.advisor.rules.{page.id}]"]
     lines += [f"{item.name} = {to_toml(item.value)}" for item in page.thresholds[:1]]
     return "\n".join([*lines, "enabled = false  # to switch it off"])
 
 
 def to_toml(value: Any) -> str:
-    """A value as pyproject.toml writes it, a fraction such as a third with three digits."""
+    """Write a value as pyproject.toml does; a fraction such as a third has three digits."""
     if isinstance(value, float) and len(str(value)) > MAX_DIGITS:
         value = float(f"{value:.3g}")
     if isinstance(value, bool):
@@ -276,7 +276,7 @@ def to_toml(value: Any) -> str:
 
 
 def build(rule: Rule) -> Document:
-    """The document of a rule."""
+    """Build the document of a rule."""
     about = describe(rule)
     category = CATEGORIES.get(about.category, about.category)
     paragraphs: list[Block] = []
@@ -321,7 +321,7 @@ def _threshold(item: Option) -> Iterator[Block]:
 
 
 def _advice(texts: Mapping[str, Any]) -> list[Block]:
-    """Fix, code, and how far to trust them."""
+    """Build the blocks of fix and code, and how far to trust them."""
     blocks: list[Block] = []
     if texts.get("fix"):
         blocks.append(Paragraph(texts["fix"]))
@@ -345,7 +345,7 @@ def _cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:
 
 
 def _paragraph(paragraph: str) -> list[Block]:
-    """Prose is wrapped anew; lists and indented lines keep their line breaks."""
+    """Wrap prose anew; lists and indented lines keep their line breaks."""
     lines = paragraph.split("\n")
     if any(line.startswith((" ", "- ", "* ")) for line in lines):
         return [
@@ -355,7 +355,7 @@ def _paragraph(paragraph: str) -> list[Block]:
 
 
 def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
-    """The document of all rules by category."""
+    """Build the document of all rules by category."""
     known = list(CATEGORIES)
     by_category: dict[str, list[Rule]] = {}
     for rule in rules:

@@ -1,4 +1,4 @@
-"""What a report says of a model that is served: its steps by phase, and what lies between them."""
+"""Sections of a report on a served model: its steps by phase, and the time between them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENGINE_NAMES: Final = {
 
 
 def sections(report: Report) -> Iterator[Block]:
-    """Nothing where the program trains, or nothing marks its steps."""
+    """Yield steps by phase; nothing where the program trains, or nothing marks its steps."""
     serving = report.serving
     if serving is None:
         return
@@ -50,7 +50,7 @@ def sections(report: Report) -> Iterator[Block]:
 
 
 def build_row(phase: ServingPhase) -> list[str]:
-    """The cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
+    """Return the cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
     limit = "–"
     if phase.limit is not None:
         limit = f"{phase.limit} {t.format_share(phase.limit_share)}"
@@ -88,7 +88,7 @@ def _spread(quantiles: Quantiles) -> str:
 
 
 def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
-    """(label, parts, whether it is a detail) of what stands below the table."""
+    """List (label, parts, whether it is a detail) of what stands below the table."""
     result: list[tuple[str, list[str], bool]] = []
     for phase in serving.phases:
         own = labels.shorten(labels.clean(phase.name), MAX_NAME)

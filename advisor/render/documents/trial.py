@@ -39,7 +39,7 @@ _STYLES: Final[dict[str, Style]] = {"gain": "good", "slower": "bad", "dropped": 
 
 
 def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
-    """The document."""
+    """Build the document of a report of trials."""
     fields = [
         TextField("program", [" ".join(report.program)]),
         TextField("runs", describe_runs(report)),

@@ -41,7 +41,7 @@ AXES: Final = {
 
 
 def notes(lines: Sequence[str]) -> Items:
-    """Remarks, a sentence each; names such as ``h200`` stay as they are."""
+    """List remarks, a sentence each; names such as ``h200`` stay as they are."""
     shown = [
         f"{line[:1].upper()}{line[1:]}." if line.split(" ", 1)[0].isalpha() else f"{line}."
         for line in lines
@@ -53,7 +53,7 @@ def notes(lines: Sequence[str]) -> Items:
 
 
 def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
-    """The step with edits; ``lines``: these as they were written."""
+    """Build the step with edits; ``lines``: these as they were written."""
     per = "per step" if result.marked else "of the recording"
     step = t.format_duration(result.measured_step_ns)
     edited = t.format_duration(result.edited_step_ns)
@@ -81,7 +81,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
 
 
 def _steps(result: WhatIfResult) -> list[str]:
-    """Which steps are replayed, and with which other ranks."""
+    """List which steps are replayed, and with which other ranks."""
     replay = result.replay
     steps = "no steps are marked"
     if result.marked:
@@ -91,7 +91,7 @@ def _steps(result: WhatIfResult) -> list[str]:
 
 
 def _replayed(result: WhatIfResult) -> list[str]:
-    """How good the replay is; where it is not to be trusted, why."""
+    """List how exact the replay is; where it is not to be trusted, why."""
     replay = result.replay
     if result.reason:
         return ["no: gains are upper bounds", result.reason]
@@ -120,7 +120,7 @@ def _replayed(result: WhatIfResult) -> list[str]:
 
 
 def _selected(row: EditResult, result: WhatIfResult) -> str:
-    """``36 kernels per step, 1.2 ms``."""
+    """Write what an edit selects: ``36 kernels per step, 1.2 ms``."""
     select = row.edit.select
     noun = {"gpu": "GPU operation", "gap": "idle gap"}.get(select.on, "host event")
     noun = _NOUNS.get(select.kind, noun)
@@ -131,7 +131,7 @@ def _selected(row: EditResult, result: WhatIfResult) -> str:
 
 
 def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list[str]:
-    """Why edits that take time away do not make the step shorter."""
+    """Explain why edits that take time away do not make the step shorter."""
     hidden = [
         line
         for row, line in zip(result.edits, lines, strict=True)
@@ -149,7 +149,7 @@ def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list
 
 
 def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
-    """What each edit saves, its range, what it saves alone, and the step after it."""
+    """Build a table of each edit's gain, its range, its gain alone, and the step after it."""
     if not lines:
         return []
     short = all(len(line) <= MAX_EDIT for line in lines)
@@ -181,7 +181,7 @@ def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
 
 
 def build_precision(result: PrecisionResult) -> Document:
-    """Which layers to convert, which to leave, and the step after it."""
+    """Build which layers to convert, which to leave, and the step after it."""
     what = f"{result.format} on {result.gpu}, {'training' if result.training else 'inference'}"
     if result.refused:
         return Document(f"{what}: not estimated. {result.refused}.", [], name="precision")
@@ -216,7 +216,7 @@ def build_precision(result: PrecisionResult) -> Document:
 
 
 def _layers(title: str, layers: Sequence[LayerChange]) -> Section | None:
-    """Products of one shape in modules of one kind, with the reason why they stay."""
+    """Build a table of products by shape and module kind, with the reason why they stay."""
     if not layers:
         return None
     rows = [
@@ -242,7 +242,7 @@ def _layers(title: str, layers: Sequence[LayerChange]) -> Section | None:
 
 
 def build_mesh(result: MeshResult) -> Document:
-    """The step on another device mesh."""
+    """Build the step on another device mesh."""
     old, new, median = result.measured, result.mesh, result.median
     rows = [
         ["mesh", str(old), str(new), ""],

@@ -1,4 +1,4 @@
-"""Which formats there are, and which of them a file is for; one file a format."""
+"""Formats by name, and by the suffix of a file; one file a format."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Formats:
 
     @property
     def external(self) -> dict[str, EntryPoint]:
-        """Name -> entry point of those of other packages; ours come first."""
+        """Entry points of other packages' formats by name; ours come first."""
         from importlib.metadata import entry_points  # not before another package's are asked for
 
         points = entry_points(group=self.group)
         return {point.name: point for point in points if point.name not in self.bundled}
 
     def __iter__(self) -> Iterator[str]:
-        """Names of all of them, ours first."""
+        """Yield names of all formats, ours first."""
         yield from self.bundled
         yield from self.external
 
@@ -64,19 +64,19 @@ class Formats:
         return made
 
     def render(self, name: str, subject: Any, **options: Any) -> str:
-        """A subject in a format; ``options`` as in :class:`~advisor.render.document.RenderOptions`.
-        Raises AdvisorError as ``renderer`` does."""
+        """Write a subject in a format; ``options``: see ``RenderOptions``. Raises AdvisorError as
+        ``renderer`` does."""
         return self.renderer(name).render(subject, RenderOptions(**options))
 
     def by_suffix(self, output: Path) -> str | None:
-        """The format that a file's suffix means; ``None``: it means none."""
+        """Return the format that a file's suffix means; ``None``: it means none."""
         suffix = output.suffix.lower()
         names = self if suffix else ()
         return next((name for name in names if suffix in self.renderer(name).suffixes), None)
 
 
 def _class_in(module: Any) -> type[Renderer[Any]]:
-    """The renderer that stands in a file."""
+    """Return the renderer class in a file."""
     for value in vars(module).values():
         if (
             inspect.isclass(value)

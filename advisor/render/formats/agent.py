@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
 
 MAX_FINDINGS: Final = 4
-"""Findings with fix and code; the others are a line each."""
+"""Number of findings with fix and code; the others are a line each."""
 MAX_LINES: Final = 8
 MAX_TEXT: Final = 240
 MAX_CODE: Final = 400
@@ -28,7 +28,7 @@ class Agent(Renderer["Report"]):
     """Lines of ``key: value``, a block per finding."""
 
     def render(self, subject: Report, options: RenderOptions = DEFAULT) -> str:
-        """The verdict, where the time goes, and the findings by their gain."""
+        """Write the verdict, where the time goes, and the findings by their gain."""
         del options
         return "".join(f"{line}\n" for line in _lines(subject))
 

@@ -33,14 +33,14 @@ class Github(Renderer[Any]):
     """Workflow commands, one a line."""
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
-        """An annotation for the verdict or the decision, and one for each finding."""
+        """Write an annotation for the verdict or the decision, and one for each finding."""
         lines = _report(subject) if isinstance(subject, Report) else _decision(subject)
         return "".join(f"{line}\n" for line in lines)
 
 
 def _report(report: Report) -> list[str]:
-    """One for each finding and risk that is no symptom of another, in the order of their gain; and
-    one for each device's memory, where a snapshot was read."""
+    """Annotate each finding and risk that is no symptom of another, in the order of their gain; and
+    each device's memory, where a snapshot was read."""
     shown = [f for f in (*report.findings, *report.risks) if f.folded_under is None]
     level = "error" if report.crashes else "notice"
     lines = [_command(level, {"title": "advisor"}, report.verdict)]
@@ -49,7 +49,7 @@ def _report(report: Report) -> list[str]:
 
 
 def _decision(comparison: Comparison) -> list[str]:
-    """One for a gate's decision, and a warning for each new finding."""
+    """Annotate a gate's decision, and warn of each new finding."""
     from advisor.compare import comparison_text
 
     decision = comparison.decision
@@ -87,7 +87,7 @@ def _annotation(finding: Finding) -> str:
 
 
 def _held(device: memory.DeviceMemory) -> str:
-    """What held a device's memory: its figures, then its tables, a row a line."""
+    """Annotate what held a device's memory: its figures, then its tables, a row a line."""
     title = {"title": f"{device.title} {device.aside}"}
     return _command("notice", title, "\n".join(memory.sentences(device)), lines=True)
 
@@ -99,12 +99,12 @@ def _command(name: str, properties: dict[str, str], text: str, *, lines: bool = 
 
 
 def escape_data(text: str) -> str:
-    """The message of a command."""
+    """Escape the message of a command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def escape_property(text: str) -> str:
-    """The value of a property."""
+    """Escape the value of a property."""
     safe = escape_data(labels.shorten(labels.clean(text), 1000))
     return safe.replace(":", "%3A").replace(",", "%2C")
 
@@ -115,12 +115,12 @@ _DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
 def code_place(finding: Finding) -> Location | None:
-    """The worst place that is a line of code; ``None``: stacks were not recorded."""
+    """Return the worst place that is a line of code; ``None``: stacks were not recorded."""
     return next((place for place in finding.where if place.file), None)
 
 
 def relative(file: str) -> tuple[str, bool]:
-    """(path with forward slashes, whether it is relative to the repository).
+    """Return (path with forward slashes, whether it is relative to the repository).
 
     A path below the working folder becomes relative to it, as CI expects; one that was recorded
     relative (profilers cut a common beginning off) stays so.

@@ -19,16 +19,16 @@ CONTENT_SECURITY_POLICY: Final = (
 )
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
 MAX_ITEMS: Final = 200
-"""Of one list, or of the cards of one section."""
+"""Number of items of one list, or of cards of one section."""
 
 
 class Html(DocumentRenderer):
-    """A page, below 1 MB."""
+    """Renderer of a page below 1 MB."""
 
     suffixes = (".html", ".htm")
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        """The page; details open on demand."""
+        """Draw the page; details open on demand."""
         title = document.headline or f"advisor {document.name}"
         lead = [b for b in document.blocks[:1] if isinstance(b, d.FieldList)]
         head = tag(
@@ -64,13 +64,13 @@ class Html(DocumentRenderer):
 
 @cache
 def style() -> str:
-    """The page's style sheet."""
+    """Return the page's style sheet."""
     sheet = files("advisor.render").joinpath("page.css").read_text(encoding="utf-8")
     return f"{sheet}{charts.css_rules()}"
 
 
 def block(part: d.Block, level: int = 2) -> Markup:
-    """A part of the page, its headings of ``level`` and below."""
+    """Draw a part of the page, its headings of ``level`` and below."""
     match part:
         case d.Section():
             title = " · ".join(filter(None, (part.title, part.aside)))
@@ -128,7 +128,7 @@ def _some(blocks: Sequence[d.Block]) -> Sequence[d.Block]:
 
 
 def card(part: d.Card, level: int) -> Markup:
-    """A fix, its details on demand."""
+    """Draw a fix, its details on demand."""
     number = tag("span", part.number, cls="rank") if part.number else ""
     severity = part.tag if part.tag in ("critical", "warning", "info") else "info"
     label = tag("span", part.tag, cls=f"tag {severity}") if part.tag else ""
@@ -158,7 +158,7 @@ def _fields(fields: d.FieldList) -> Markup:
 
 
 def _linked(text: d.Inline) -> Markup:
-    """A line of text; a web address alone is a link. A rule may be anybody's: nothing else is."""
+    """Draw a line of text; only a web address alone is a link, since rules may be anybody's."""
     if isinstance(text, str) and text.startswith(("https://", "http://")):
         return tag("a", text, href=text, rel="noreferrer noopener")
     return inline(text)

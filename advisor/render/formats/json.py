@@ -14,5 +14,5 @@ class Json(Renderer[Any]):
     suffixes = (".json",)
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
-        """All of it: nothing is shortened or left out. Reads back with ``from_json``."""
+        """Return all data: nothing is shortened or left out. Reads back with ``from_json``."""
         return sanitize(subject.to_json().rstrip(b"\n") + b"\n")

@@ -14,7 +14,7 @@ _LIST = re.compile(r"^(\s*)([-+=#]|\d+(?=[.)](?:\s|$)))")
 
 
 def escape(text: object) -> str:
-    """Text that Markdown, HTML and GitHub's own syntax (mentions, issue numbers) leave alone."""
+    """Escape text that Markdown, HTML and GitHub (mentions, issue numbers) would interpret."""
     safe = labels.clean(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     safe = _SPECIAL.sub(r"\\\g<0>", safe)
     safe = _LIST.sub(lambda m: f"{m[1]}{m[2]}\\" if m[2].isdigit() else f"{m[1]}\\{m[2]}", safe)
@@ -24,7 +24,7 @@ def escape(text: object) -> str:
 
 
 def code_span(text: object) -> str:
-    """A code span, whatever backticks are inside; its pipes do not end a table cell."""
+    """Write a code span, whatever backticks are inside; its pipes do not end a table cell."""
     safe = labels.clean(text).replace("|", "\\|")
     fence = "`" * (_longest_run(safe) + 1)
     if not safe.strip():
@@ -34,7 +34,7 @@ def code_span(text: object) -> str:
 
 
 def fenced_block(text: str, language: str = "python") -> str:
-    """A fenced block that its content cannot end."""
+    """Write a fenced block that its content cannot end."""
     safe = labels.clean(text, lines=True).strip("\n")
     fence = "`" * max(3, _longest_run(safe) + 1)
     return f"{fence}{language}\n{safe}\n{fence}"
@@ -45,7 +45,7 @@ def _longest_run(text: str) -> int:
 
 
 def table(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    """``align``: a letter a column, l or r."""
+    """Write a table. ``align``: a letter a column, l or r."""
     marks = [{"l": ":---", "r": "---:"}[letter] for letter in align]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *rows))
 
@@ -56,7 +56,7 @@ class Markdown(DocumentRenderer):
     suffixes = (".md", ".markdown")
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        """All of it, with ``top`` fixes in full."""
+        """Write the whole document, with ``top`` fixes in full."""
         total = sum(card.fix for card in d.cards(document.blocks))
         drawn = _Page(options.top, total)
         heading = [f"### {escape(document.heading)}"] if document.heading else []
@@ -67,14 +67,14 @@ class Markdown(DocumentRenderer):
 
 
 class _Page:
-    """One drawing, with so many fixes in full."""
+    """Writer of one page, which counts the fixes that are still shown in full."""
 
     def __init__(self, top: int | None, total: int) -> None:
         self.left = total if top is None else top
         self.total = total
 
     def blocks(self, blocks: Sequence[d.Block], level: int = 3) -> list[str]:
-        """The parts that blank lines keep apart."""
+        """Write the blocks as parts that blank lines keep apart."""
         parts: list[str] = []
         omitted = 0
         for part in blocks:
@@ -89,7 +89,7 @@ class _Page:
         return parts
 
     def block(self, part: d.Block, level: int) -> list[str]:
-        """One of them."""
+        """Write one block."""
         match part:
             case d.Section() if not part.has_lines:
                 return []
@@ -122,7 +122,7 @@ class _Page:
         return []
 
     def card(self, card: d.Card, level: int) -> list[str]:
-        """A fix: what, gain, where, why, how; the rest folded."""
+        """Write a fix: what, gain, where, why, how; the rest folded."""
         number = f"{card.number}. " if card.number else ""
         parts = [f"{'#' * level} {number}{escape(card.title)}"]
         if card.gain:
@@ -139,7 +139,7 @@ def _folded(title: str, parts: list[str]) -> list[str]:
 
 
 def format_inline(text: d.Inline) -> str:
-    """A line of text with its meanings."""
+    """Write a line of text with its styles."""
     pieces = []
     for part in d.spans(text):
         if isinstance(part, str):
@@ -154,7 +154,7 @@ def format_inline(text: d.Inline) -> str:
 
 
 def _rows(fields: d.FieldList) -> list[str]:
-    """A line a field; one without a label goes on with the one above it."""
+    """Write a line a field; one without a label goes on with the one above it."""
     lines = []
     for row in fields.rows:
         text = " · ".join(format_inline(part) for part in row.parts if part)

@@ -1,4 +1,4 @@
-"""What a notebook shows of a document: a few lines, styled inline, escaped.
+"""Renderer for a notebook's cell: a few lines of a document, styled inline, escaped.
 
 Colours come from the notebook's own theme where they can; nothing is loaded and nothing runs.
 """
@@ -34,14 +34,14 @@ STYLES: Final = {
     ".key": "display:inline-block;width:.7em;height:.7em;margin-right:.4em",
     ".soft": "opacity:.75",
 }
-"""Tag or class -> its look; where a page has a style sheet, a cell has these."""
+"""Look of each tag or class; where a page has a style sheet, a cell has these."""
 
 
 class Notebook(DocumentRenderer):
-    """A fragment of HTML."""
+    """Renderer of a fragment of HTML."""
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        """The verdict, figures, the fixes that gain most and how to make them."""
+        """Draw the verdict, figures, the fixes that gain most and how to make them."""
         parts = [tag("p", tag("b", document.headline))]
         left_out = []
         for part in document.blocks:
@@ -102,7 +102,7 @@ def _colours() -> dict[str, str]:
 
 
 def styled(markup: str) -> str:
-    """Classes become styles. No text or attribute of the markup holds a bare ``<`` or ``>``."""
+    """Turn classes into styles. No text or attribute of the markup holds a bare ``<`` or ``>``."""
 
     def restyled(match: re.Match[str]) -> str:
         name, attributes = match[1], match[2]

@@ -31,16 +31,16 @@ HOME_PAGE = "https://pypi.org/project/gpu-advisor/"
 LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
 MAX_PLACES = 10
 MAX_RESULTS = 5000
-"""GitHub keeps the first 5,000 of a run."""
+"""Number of results; GitHub keeps the first 5,000 of a run."""
 
 
 class Sarif(Renderer[Report]):
-    """One SARIF run."""
+    """Renderer of a report as one SARIF run."""
 
     suffixes = (".sarif",)
 
     def render(self, subject: Report, options: RenderOptions = DEFAULT) -> str:
-        """A result for every finding, risk and note."""
+        """Write a result for every finding, risk and note."""
         log = json.dumps(_log(subject), indent=2, ensure_ascii=False)
         return labels.sanitize(log.encode("utf-8") + b"\n")
 
@@ -92,7 +92,7 @@ def _log(report: Report) -> dict[str, Any]:
 
 
 def _notifications(report: Report) -> Iterable[str]:
-    """What is true of the run as a whole, and what could not be checked."""
+    """Yield sentences that hold for the run as a whole, and checks that were skipped."""
     yield _plain(report.verdict)
     for device in memory.describe_devices(report):
         for sentence in memory.sentences(device):
@@ -104,7 +104,7 @@ def _notifications(report: Report) -> Iterable[str]:
 
 
 def _rule(finding: Finding, known_rule: RuleText | None) -> dict[str, Any]:
-    """A rule: what it says of itself; where the report does not have that, its finding's words."""
+    """Describe a rule by its own texts; where the report does not have them, by its finding's."""
     title = known_rule.title if known_rule is not None else finding.title
     paragraphs = known_rule.paragraphs if known_rule is not None else []
     about = " ".join(paragraphs) or title
@@ -145,7 +145,7 @@ def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str
 
 
 def _locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
-    """Where it is: lines of code first; what has none lies at the trace's first line."""
+    """Return a finding's places, lines of code first; others are the trace's first line."""
     read = report.inputs[0].path if report.inputs else "-"
     trace = read if read != "-" else "trace"
     places = sorted(finding.where, key=lambda place: not place.file)[:MAX_PLACES] or [Location()]
@@ -202,7 +202,7 @@ def _location(place: Location) -> dict[str, Any]:
 
 
 def _fingerprints(findings: Iterable[Finding]) -> list[str]:
-    """One for each finding, with a number for those that are otherwise the same: ``3f…:1``."""
+    """Return a fingerprint per finding, with a number for equal ones: ``3f…:1``."""
     seen: Counter[str] = Counter()
     marks = []
     for finding in findings:
@@ -213,7 +213,7 @@ def _fingerprints(findings: Iterable[Finding]) -> list[str]:
 
 
 def _fingerprint(finding: Finding) -> str:
-    """The same for a finding that only moved by some lines."""
+    """Return a fingerprint that stays the same when a finding only moved by some lines."""
     place = code_place(finding)
     where = [finding.rule]
     if place is not None and place.file is not None:
@@ -226,6 +226,6 @@ def _fingerprint(finding: Finding) -> str:
 
 
 def _plain(text: object, *, lines: bool = False) -> str:
-    """Plain text: SARIF reads brackets in messages as links and braces as placeholders."""
+    """Escape text: SARIF reads brackets in messages as links and braces as placeholders."""
     safe = labels.shorten(labels.clean(text, lines=lines), 4000)
     return safe.replace("[", "\\[").replace("]", "\\]").replace("{", "{{").replace("}", "}}")

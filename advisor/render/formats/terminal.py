@@ -22,15 +22,15 @@ from advisor.render import document as d
 from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_SCREEN_LINES: Final = 45
-"""Lines of a report that nobody asked details of, where fewer fixes in full make it fit."""
+"""Number of lines that a report without details is made to fit, by fewer fixes in full."""
 MAX_FULL: Final = 3
-"""Fixes that are shown in full then, and rows of a brief report."""
+"""Number of fixes shown in full without details, and rows of a brief report."""
 MAX_CODE: Final = 6
-"""Lines of code of a fix then."""
+"""Lines of a fix's code that are shown without details."""
 MAX_ITEMS: Final = 12
-"""Of a list then."""
+"""Number of a list's items that are shown without details."""
 EMPTY_CELL: Final = "–"
-"""A cell of what was not measured: a column of these is left out first, where there is no room."""
+"""Cell of an unmeasured value: a column of these is left out first, where there is no room."""
 STYLES: Final = {
     "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
     "warn": "yellow", "critical": "bold red", "warning": "yellow", "info": "",
@@ -38,10 +38,10 @@ STYLES: Final = {
 
 
 class Terminal(DocumentRenderer):
-    """Text of at most ``width`` columns."""
+    """Renderer of text of at most ``width`` columns."""
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        """The document; of the fixes after the first ones a line each."""
+        """Draw the document; the fixes after the first ones take a line each."""
         cards = d.cards(document.blocks)
         fixes = sum(card.fix for card in cards)
         if options.brief:
@@ -69,7 +69,7 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
 
 
 def _row(page: Page, card: d.Card) -> None:
-    """One line a fix: what it is and what it brings; two where the title is long."""
+    """Draw a fix on one line, title and gain; on two where the title is long."""
     gain, name = labels.clean(card.gain), labels.clean(card.title)
     if len(name) > page.width - len(gain) - 6:
         page.wrap(name, first=f"{card.number:>2}  ", indent=4)
@@ -80,7 +80,7 @@ def _row(page: Page, card: d.Card) -> None:
 
 
 class _Screen:
-    """One drawing, with so many fixes in full."""
+    """Drawing of a document with ``full`` fixes in full."""
 
     def __init__(self, document: d.Document, options: RenderOptions, full: int) -> None:
         self.page = Page(options.width, colour=options.colour)
@@ -100,7 +100,7 @@ class _Screen:
         self.text = page.getvalue()
 
     def _rest(self, options: RenderOptions) -> None:
-        """One line that counts what is left out."""
+        """Draw a line that counts what is left out."""
         if self.rows and options.top is not None:
             total = self.rows + self.first
             self.left_out.insert(0, f"{self.rows} more in detail (--top {total})")
@@ -145,7 +145,7 @@ class _Screen:
         return card.brief and not self.details
 
     def section(self, section: d.Section) -> None:
-        """A heading and what is below it, or that it is left out."""
+        """Draw a heading and what is below it, or note that it is left out."""
         if (section.folded or section.detail) and not self.details:
             if section.summary:
                 self.left_out.append(labels.clean(section.summary))
@@ -156,7 +156,7 @@ class _Screen:
         self.blocks(section.blocks)
 
     def card(self, card: d.Card) -> None:
-        """A fix in full."""
+        """Draw a fix in full."""
         page = self.page
         number = f"{card.number:>2}" if card.number else " ∙"
         page.wrap(labels.clean(card.title), first=f"{number}  ", indent=4, style="bold")
@@ -172,7 +172,7 @@ class _Screen:
         self.details = asked
 
     def fields(self, fields: d.FieldList, indent: int) -> None:
-        """Labels with text beside them."""
+        """Draw labels with text beside them."""
         for row in fields.rows:
             if row.detail and not self.details:
                 continue
@@ -182,7 +182,7 @@ class _Screen:
             self.page.flow(row.label, parts, indent=indent, style=STYLES[row.style])
 
     def block(self, block: d.Block) -> None:
-        """One that is no card and no section."""
+        """Draw a block that is no card and no section."""
         page = self.page
         match block:
             case d.Paragraph(text=""):
@@ -215,7 +215,7 @@ class _Screen:
                     self.table(table)
 
     def items(self, block: d.Items) -> None:
-        """A list, a mark before each."""
+        """Draw a list, a mark before each item."""
         if block.title:
             self.page.blank_line()
             self.page.wrap(labels.clean(block.title), indent=2, style="bold")
@@ -226,7 +226,7 @@ class _Screen:
             self.page.wrap(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
 
     def table(self, table: d.Grid) -> None:
-        """Columns; where room is short the rows that matter most."""
+        """Draw columns; where room is short the rows that matter most."""
         rows = table.rows if table.short is None else table.short
         if table.title:
             self.page.blank_line()
@@ -251,7 +251,7 @@ class _Screen:
 
 
 def styled_parts(text: d.Inline) -> list[str | tuple[str, str]]:
-    """A line as :class:`~advisor.render.formats.terminal.Page` takes it."""
+    """Convert a line to what :class:`~advisor.render.formats.terminal.Page` takes."""
     return [
         labels.clean(part)
         if isinstance(part, str)
@@ -265,7 +265,7 @@ def _cell(text: d.Inline) -> str | tuple[str, str]:
 
 
 def _shortened(code: str) -> str:
-    """The first lines of a snippet that is long."""
+    """Return the first lines of a snippet that is long."""
     lines = code.strip("\n").split("\n")
     if len(lines) <= MAX_CODE + 1:
         return code
@@ -279,7 +279,7 @@ MIN_FIRST = 12
 
 
 class Page:
-    """Lines of at most ``width`` columns, collected and then read with :meth:`getvalue`."""
+    """Page of lines of at most ``width`` columns, which :meth:`getvalue` returns."""
 
     def __init__(self, width: int, *, colour: bool) -> None:
         self.width = width
@@ -297,15 +297,15 @@ class Page:
         )
 
     def getvalue(self) -> str:
-        """The page; no line ends in blanks."""
+        """Return the page; no line ends in blanks."""
         return "".join(f"{line.rstrip()}\n" for line in self._buffer.getvalue().splitlines())
 
     def blank_line(self) -> None:
-        """An empty line."""
+        """Add an empty line."""
         self._buffer.write("\n")
 
     def line(self, *parts: str | tuple[str, str], indent: int = 0) -> None:
-        """One line of parts, each plain or with a style; cut where it does not fit."""
+        """Add a line of parts, each plain or with a style; cut where it does not fit."""
         text = Text(" " * indent).append_text(_styled(parts))
         text.truncate(self.width, overflow="ellipsis")
         text.rstrip()
@@ -314,7 +314,7 @@ class Page:
     def wrap(
         self, *parts: str | tuple[str, str], first: str = "", indent: int = 0, style: str = ""
     ) -> None:
-        """Parts wrapped at blanks. ``first`` starts the first line, in place of the indent."""
+        """Add parts wrapped at blanks. ``first`` starts the first line, in place of the indent."""
         text = _styled(parts)
         if not text:
             return
@@ -327,7 +327,7 @@ class Page:
             self._console.print(line.append_text(piece), no_wrap=True, crop=True)
 
     def section(self, title: str, aside: str = "") -> None:
-        """A heading with a thin line after it; an aside that does not fit beside it goes below."""
+        """Add a heading with a thin line after it; an aside that does not fit goes below."""
         self.blank_line()
         note = f" · {clean(aside)}" if aside else ""
         left = self.width - cell_len(clean(title)) - cell_len(note)
@@ -346,7 +346,7 @@ class Page:
         separator: str = " · ",
         style: str = "",
     ) -> None:
-        """A name and parts beside it; a line is broken between parts where that is possible."""
+        """Add a name and parts beside it; a line is broken between parts where that is possible."""
         room = max(20, self.width - indent - LABEL_WIDTH)
         lines = _flowed([clean(part) for part in parts if part], room, separator)
         for number, text in enumerate(lines):

@@ -1,4 +1,4 @@
-"""What the process has, and what its container lets it have: cores, CPU quota, memory, time spent
+"""Resources of the process and the limits of its container: cores, CPU quota, memory, time spent
 throttled."""
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ MOUNT = Path("/sys/fs/cgroup")
 SELF = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 UNLIMITED = 1 << 60
-"""cgroup v1 writes "no limit" as about 2^63 bytes."""
+"""Limit from which cgroup v1 has none: it writes "no limit" as about 2^63 bytes."""
 
 
 class Throttled(NamedTuple):
-    """How often and for how long the CPU quota stopped the group so far."""
+    """Number of periods in which the CPU quota stopped the group so far, and for how long."""
 
     periods: int
     us: int
-    """Of all CPUs of the group together, µs."""
+    """Time stopped, of all CPUs of the group together, µs."""
 
 
 class Cgroup:
-    """The process's control group, version 1 or 2, with the groups around it.
+    """Control group of the process, version 1 or 2, with the groups around it.
 
     What cannot be read is ``None``: no cgroups, or none that this process may see. ``mount`` and
     ``self_file`` are for tests.
@@ -36,7 +36,7 @@ class Cgroup:
         self._paths = _controllers(self_file)
 
     def cpu_quota(self) -> float | None:
-        """CPUs that the quota allows, the least of the group and those around it."""
+        """Return the CPUs that the quota allows: the least of the group and those around it."""
         result = []
         for folder in self._folders("cpu"):
             limit = _read(folder / "cpu.max").split()
@@ -48,7 +48,7 @@ class Cgroup:
         return min((value for value in result if value is not None), default=None)
 
     def memory_limit(self) -> int | None:
-        """Bytes that the group may use, the least of the group and those around it."""
+        """Return the bytes that the group may use: the least limit of it and those around it."""
         result = []
         for folder in self._folders("memory"):
             for name in ("memory.max", "memory.limit_in_bytes"):
@@ -58,7 +58,7 @@ class Cgroup:
         return min(result, default=None)
 
     def memory_used(self) -> int | None:
-        """Bytes that the group uses, without files that the kernel can drop from memory."""
+        """Return the bytes that the group uses, without files that the kernel can drop."""
         for folder in self._folders("memory"):
             for name in ("memory.current", "memory.usage_in_bytes"):
                 value = _read(folder / name)
@@ -69,7 +69,7 @@ class Cgroup:
         return None
 
     def throttled(self) -> Throttled | None:
-        """Periods and time that the CPU quota stopped the group so far; ``None``: no quota."""
+        """Return for how long the CPU quota stopped the group so far; ``None``: no quota."""
         for folder in self._folders("cpu"):
             stat = _pairs(_read(folder / "cpu.stat"))
             if "nr_throttled" not in stat:
@@ -79,8 +79,8 @@ class Cgroup:
         return None
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """The group's folder and those around it, innermost first. In a container the path that
-        the kernel tells may not exist under the mount: then only the mount itself is looked at."""
+        """Yield the group's folder and those around it, innermost first. In a container the path
+        that the kernel gives may not exist under the mount: then only the mount is looked at."""
         for root, path in (
             (self.mount, self._paths.get("")),
             (self.mount / controller, self._paths.get(controller)),
@@ -95,8 +95,8 @@ class Cgroup:
 
 
 def available_memory(cgroup: Cgroup | None = None, meminfo: Path = MEMINFO) -> int | None:
-    """Bytes that this process may still take: what the machine has free, or what is left of the
-    container's limit where that is less. ``None``: not Linux. The arguments are for tests."""
+    """Return the bytes that this process may still take: what the machine has free, or what is left
+    of the container's limit if that is less. ``None``: not Linux. Arguments are for tests."""
     free = re.search(r"^MemAvailable:\s+(\d+) kB", _read(meminfo), re.MULTILINE)
     if free is None:
         return None
@@ -109,15 +109,15 @@ def available_memory(cgroup: Cgroup | None = None, meminfo: Path = MEMINFO) -> i
 
 
 def count_cores() -> int:
-    """Cores that this process may use, by its affinity."""
+    """Return the number of cores that this process may use, by its affinity."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def resident_memory() -> int | None:
-    """What this process holds now, bytes; ``None``: the system does not say. Not what ``getrusage``
-    calls its most, which starts with the parent's."""
+    """Return the memory that this process holds now, bytes; ``None``: the system does not say. The
+    maximum of ``getrusage`` differs: it starts with the parent's."""
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[1])
     except (OSError, ValueError, IndexError):
@@ -126,7 +126,7 @@ def resident_memory() -> int | None:
 
 
 def _controllers(file: Path) -> dict[str, str]:
-    """Path of the group by controller; ``""``: version 2."""
+    """Return the path of the group by controller; ``""``: version 2."""
     result = {}
     for line in _read(file).splitlines():
         parts = line.split(":", 2)

@@ -1,9 +1,9 @@
-"""What is drawn of a report, as data, made by ``advise/report_charts.py`` and part of the JSON; and
-one look for each meaning: the colours of terminal, HTML, notebook and dashboard, in one table.
+"""Charts of a report as data, made by ``advise/report_charts.py`` and part of the JSON; and one
+look for each meaning: the colours of terminal, HTML, notebook and dashboard, in one table.
 
 Work is compute green, communication magenta, copies blue, memsets cyan; idle time is warm or grey,
-its cause telling which. Each colour reads on a light and on a dark ground. Nothing is shown by
-colour alone: where there is no text beside it, a glyph differs too.
+by its cause. Each colour reads on a light and on a dark ground. Nothing is shown by colour alone:
+where there is no text beside it, a glyph differs too.
 """
 
 from __future__ import annotations
@@ -20,63 +20,63 @@ Kind = Literal["work", "idle", "host"]
 
 
 class Appearance(Struct, frozen=True):
-    """How one class of time is drawn."""
+    """Colour and glyph of one class of time."""
 
     colour: str
-    """``#rrggbb``."""
+    """Colour, ``#rrggbb``."""
     glyph: str
-    """One column of a terminal; no two classes of one bar have the same."""
+    """Character, one column wide; no two classes of one bar have the same."""
     style: str
-    """The nearest of a terminal's own colours."""
+    """Nearest of a terminal's own colours."""
 
 
 class Segment(Struct, frozen=True):
-    """One part of the bar, with its line in the legend."""
+    """A part of the bar, with its line in the legend."""
 
     kind: Kind
-    """Device work, idle time of the device, or time of the host's main thread."""
+    """Kind: device work, idle time of the device, or time of the host's main thread."""
     key: str
-    """Class, cause, or class of host time; ``rest``: several of them."""
+    """Key: class, cause, or class of host time; ``rest``: several of them."""
     label: str
     """Name of the part, for the legend."""
     look: Appearance
-    """How it is drawn."""
+    """Colour and glyph of the part."""
     ns: float
-    """How long it takes, ns."""
+    """Duration, ns."""
     share: float
-    """Of the step."""
+    """Share of the step."""
 
     @property
     def time(self) -> str:
-        """The duration in words."""
+        """Duration as text."""
         return t.format_duration(self.ns)
 
     @property
     def share_text(self) -> str:
-        """The share in words."""
+        """Share as text."""
         return t.format_share(self.share)
 
     @property
     def name(self) -> str:
-        """The label where it stands by itself."""
+        """Label where it stands by itself, with ``idle: `` before a cause."""
         return f"idle: {self.label}" if self.kind == "idle" and self.key != "idle" else self.label
 
 
 class StepBar(Struct, frozen=True):
-    """The step's time, each instant once."""
+    """Bar of the step's time, each instant once."""
 
     title: str
-    """What it shows, in words."""
+    """Title of the bar."""
     aside: str
-    """The step that the figures add up to, where the report leads with another; else empty."""
+    """Step that the figures add up to, where the report leads with another; else empty."""
     per: Per
-    """What the figures are of."""
+    """Unit of the figures."""
     work: list[Segment]
     """Device work by class; without any in the trace, the host's main thread."""
     idle: list[Segment]
     """Idle time of the device by cause."""
     idle_total: Segment | None
-    """All of it; ``null``: it was not measured."""
+    """Idle time as a whole; ``null``: it was not measured."""
 
     @property
     def segments(self) -> list[Segment]:
@@ -98,64 +98,64 @@ class StepBar(Struct, frozen=True):
 
     @property
     def alt_text(self) -> str:
-        """The bar for who does not see it."""
+        """Text of the bar for those who do not see it."""
         return ", ".join(f"{segment.label} {segment.share_text}" for segment in self.segments)
 
 
 class Stair(Struct, frozen=True):
-    """The step once a finding and all before it are fixed."""
+    """Step time once a finding and all before it are fixed."""
 
     priority: int | None
-    """Of the finding; ``null``: the first, as measured, or one that is not ranked."""
+    """Priority of the finding; ``null``: the step as measured, or a finding that is not ranked."""
     severity: Severity
-    """Of the finding."""
+    """Severity of the finding."""
     label: str
-    """Of the finding."""
+    """Label of the finding."""
     saved_ns: float
-    """What this fix saves on top of those before it, ns."""
+    """Time that this fix saves on top of those before it, ns."""
     left_ns: float
-    """What is left of the step, ns."""
+    """Step time that is left, ns."""
     saved_share: float
-    """Of the step as measured."""
+    """Share of the measured step that the fix saves."""
     left_share: float
-    """Of the step as measured."""
+    """Share of the measured step that is left."""
 
     @property
     def number(self) -> str:
-        """Of the finding, in words."""
+        """Priority as text; empty: none."""
         return "" if self.priority is None else str(self.priority)
 
     @property
     def saved(self) -> str:
-        """The time saved as text; empty: nothing."""
+        """Time saved as text; empty: none."""
         return t.format_duration(self.saved_ns) if self.saved_ns else ""
 
     @property
     def left(self) -> str:
-        """The step time left as text."""
+        """Step time left as text."""
         return t.format_duration(self.left_ns)
 
     @property
     def percent(self) -> str:
-        """What it saves, as a share of the step, in words."""
+        """Saved share of the step as text."""
         return t.format_share(self.saved_share)
 
 
 class Stairs(Struct, frozen=True):
-    """The step, fix by fix."""
+    """Step times, fix by fix."""
 
     per: Per
-    """What the figures are of."""
+    """Unit of the figures."""
     bounded: bool
-    """Some gain is an upper bound: what is saved is that at most."""
+    """Whether some gain is an upper bound, and with it what is saved."""
     measured: Stair
-    """Nothing fixed."""
+    """Step as measured, with nothing fixed."""
     fixes: list[Stair]
-    """The most valuable first."""
+    """Steps after each fix, the most valuable fix first."""
 
     @property
     def bound_prefix(self) -> str:
-        """Before what is saved: ``up to `` where a gain is an upper bound; else empty."""
+        """Prefix of the time saved: ``up to `` where a gain is an upper bound; else empty."""
         return "up to " * self.bounded
 
     @property
@@ -165,31 +165,31 @@ class Stairs(Struct, frozen=True):
 
 
 class RankRow(Struct, frozen=True):
-    """One rank."""
+    """Row of one rank."""
 
     rank: int
-    """Its number; below 0: not known."""
+    """Number of the rank; below 0: not known."""
     cells: list[str]
-    """As ``RankTable.head`` names them; ``–``: not measured."""
+    """Texts of the columns that ``RankTable.head`` names; ``–``: not measured."""
     latest: bool
-    """It makes the others wait longest."""
+    """Whether it makes the others wait longest."""
 
 
 class RankTable(Struct, frozen=True):
-    """The ranks that are listed, by number."""
+    """Table of the ranks that are listed, by number."""
 
     head: list[str]
-    """What the columns are called."""
+    """Headings of the columns."""
     rows: list[RankRow]
-    """A line a rank."""
+    """Rows, one per rank."""
     total: int
-    """Ranks there are."""
+    """Number of ranks of the job."""
     note: str
-    """How they were aligned, or why not."""
+    """Note on how the ranks were aligned, or why not."""
 
     @property
     def more(self) -> str:
-        """A line about the ranks that are not listed; empty: all are."""
+        """Line about the ranks that are not listed; empty: all are."""
         left = self.total - len(self.rows)
         if not left:
             return ""
@@ -197,14 +197,14 @@ class RankTable(Struct, frozen=True):
 
 
 class Views(Struct, frozen=True):
-    """What every renderer and the dashboard draw, for others to draw the same."""
+    """Charts that every renderer and the dashboard draw, for others to draw the same."""
 
     bar: StepBar | None
-    """Where the step's time goes; ``null``: it is not measured."""
+    """Bar of the step's time; ``null``: it is not measured."""
     stairs: Stairs | None
-    """What the step could come down to; ``null``: nothing is ranked."""
+    """Step times that the fixes lead to; ``null``: nothing is ranked."""
     ranks: RankTable | None
-    """The ranks side by side, by number; ``null``: one rank."""
+    """Table of the ranks, by number; ``null``: one rank."""
 
 
 CLASSES: Final = {
@@ -214,7 +214,7 @@ CLASSES: Final = {
     "memset": Appearance("#22a3b5", "▚", "cyan"),
     "idle": Appearance("#e8604c", "░", "red"),
 }
-"""Exclusive classes of device time (``Report.time``)."""
+"""Looks of the exclusive classes of device time (``Report.time``)."""
 
 CAUSES: Final = {
     "loader": Appearance("#d6457a", "░", "bright_magenta"),
@@ -231,7 +231,7 @@ CAUSES: Final = {
     "end": Appearance("#b5b5bd", "┆", "bright_black"),
     "unknown": Appearance("#a3a3ad", "?", "bright_black"),
 }
-"""Causes of idle time (``measure.host.gaps.CAUSES``)."""
+"""Looks of the causes of idle time (``measure.host.gaps.CAUSES``)."""
 
 HOST: Final = {
     **CAUSES,
@@ -239,7 +239,7 @@ HOST: Final = {
     "unrecorded": Appearance("#c4c4cc", "┆", "bright_black"),
     "autograd": Appearance("#1f7a55", "▓", "green"),
 }
-"""Classes of host time (``measure.steps.timeline.CLASSES``): operators are work there."""
+"""Looks of the classes of host time (``measure.steps.timeline.CLASSES``): operators are work."""
 
 PHASES: Final = {
     "data": CAUSES["loader"],
@@ -249,21 +249,21 @@ PHASES: Final = {
     "optimizer": Appearance("#c9793f", "▚", "yellow"),
     "other": Appearance("#a3a3ad", "?", "bright_black"),
 }
-"""The recorder's phases."""
+"""Looks of the recorder's phases."""
 
 OTHER_LOOK: Final = Appearance("#9a9aa5", "┈", "bright_black")
-"""What has no name of its own, summed."""
+"""Look of the sum of what has no name of its own."""
 SPARE_GLYPHS: Final = "○◆■△▽◁▷☆◎●"
-"""Glyphs of what is in none of the tables."""
+"""Glyphs for classes that are in none of the tables."""
 
 
 def host_look(name: str) -> Appearance | None:
-    """Of a class of host time, or of a phase."""
+    """Return the look of a class of host time or of a phase; ``None``: it has none."""
     return HOST.get(name) or PHASES.get(name)
 
 
 def css_rules() -> str:
-    """The tables as classes of a style sheet: ``c-compute``, ``c-idle-sync``, ``c-host-python``."""
+    """Return the looks as CSS classes: ``c-compute``, ``c-idle-sync``, ``c-host-python``."""
     named = {f"c-{key}": look for key, look in CLASSES.items()}
     named |= {f"c-idle-{key}": look for key, look in CAUSES.items()}
     named |= {f"c-host-{key}": look for key, look in {**PHASES, **HOST}.items()}

@@ -1,4 +1,4 @@
-"""What looks like a credential: names that say so, and the known shapes of services' tokens.
+"""Detection of credentials: names that say so, and the known shapes of services' tokens.
 
 Used by the recorder, which writes none to disk, and by redaction. Every function takes time in
 proportion to its text, whatever the text is: patterns look at a character a bounded number of
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 LONGEST_NAME = 200
-"""Characters of a name that are looked at: its last ones."""
+"""Number of characters of a name that are looked at: its last ones."""
 
 # -- names --------------------------------------------------------------------------------------
 
@@ -29,12 +29,12 @@ _ALWAYS = frozenset(
 )
 """Words that make a name one of a credential wherever they stand in it."""
 _LAST = frozenset({"auth", "pat"})
-"""… when they are the last."""
+"""Words that do so where they are the last."""
 _INSIDE = """
     password passwd passphrase apikey accesskey privatekey secretkey sessionid authtoken
     accesstoken connectionstring
     """.split()
-"""… when the name has them across its words (``db.passWord``, ``OPENAIAPIKEY``)."""
+"""Parts that do so across the words of a name (``db.passWord``, ``OPENAIAPIKEY``)."""
 _BEFORE_PASS = frozenset(
     {"db", "user", "smtp", "redis", "ftp", "ssh", "sudo", "http", "proxy", "mysql", "pg", "my"}
 )
@@ -54,7 +54,7 @@ _NO_KEY = frozenset(
         dispatch missing unexpected extra ignore exclude include only self
         """.split()
 )
-"""What a key that opens nothing is of."""
+"""Words before ``key`` that make it one which opens nothing."""
 _NO_TOKEN_BEFORE = frozenset(
     """
         pad eos bos unk mask sep cls max min num n per image special new added next first
@@ -72,13 +72,13 @@ _NO_TOKEN_AFTER = frozenset(
         bucket buckets choice routing router
         """.split()
 )
-"""Neighbours of a token that is a piece of text."""
+"""Words beside ``token`` that make it a piece of text."""
 _JOINED_TOKEN = frozenset({"subtoken", "detoken", "pretoken", "retoken", "multitoken", "ntoken"})
 
 
 @lru_cache(maxsize=20_000)
 def is_secret_name(name: str) -> bool:
-    """Whether an option, variable or key of this name holds a credential: its words say so
+    """Return whether an option, variable or key of this name holds a credential: its words say so
     (``--hf-token``, ``wandb.api_key``, ``s3.key``; not ``--max-token``, ``--tokenizer``,
     ``image_key``)."""
     words = [word.lower() for word in _WORDS.findall(name[-LONGEST_NAME:])]
@@ -115,7 +115,7 @@ _WHO = re.compile(
 
 
 def names_who(name: str) -> bool:
-    """Whether a variable of this name names a user, a machine or a home folder: ``USER``,
+    """Return whether a variable of this name names a user, a machine or a home folder: ``USER``,
     ``SLURM_JOB_USER``, ``MASTER_ADDR``, ``hostname``."""
     return len(name) <= LONGEST_NAME and _WHO.fullmatch(name) is not None
 
@@ -177,7 +177,7 @@ _IN_URL = re.compile(r"(?<=://)[^\s/@'\"]++@")
 
 
 def hide_known(text: str, hidden: str) -> str:
-    """Tokens that are known by their shape, and who logs in in an address."""
+    """Replace tokens that are known by their shape, and the user and password in a URL."""
     if "://" in text:
         text = _IN_URL.sub(f"{hidden}@", text)
     return _KNOWN.sub(hidden, text)
@@ -191,13 +191,13 @@ _QUOTE = re.compile(r"\\*+[\"']")
 _BARE = re.compile(r"[^\s,;&'\"]++")
 _WORD = re.compile(r"\S++")
 _BLOCK = re.compile(r"([|>][-+\d]{0,2}[ \t]*+\n[ \t]++)[^\n]*+(?:\n[ \t]++[^\n]*+)*+")
-"""Several lines of YAML."""
+"""Block of several lines in YAML."""
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def hide_values(text: str, hidden: str, private: Callable[[str], bool] = is_secret_name) -> str:
-    """Replaces values whose name says that they are secret: ``name=value``, ``name: 'value'``,
-    JSON and YAML with or without escapes, ``--name value``. Quotes stay: JSON stays JSON."""
+    """Replace values whose name says that they are secret: ``name=value``, ``name: 'value'``, JSON
+    and YAML with or without escapes, ``--name value``. Quotes stay: JSON stays JSON."""
     if "=" in text or ":" in text:
         text = _hide(text, _ASSIGNMENT, _BARE, hidden, private)
     if "-" in text:
@@ -226,7 +226,7 @@ def _hide(
 
 
 def _value(text: str, at: int, bare: re.Pattern[str]) -> tuple[int, int]:
-    """Where the value that begins at a place starts and ends, without its quotes."""
+    """Return the start and end of the value that begins at a place, without its quotes."""
     quote = _QUOTE.match(text, at)
     if quote is not None:
         return quote.end(), _closing(text, quote)
@@ -245,8 +245,8 @@ def _value(text: str, at: int, bare: re.Pattern[str]) -> tuple[int, int]:
 
 
 def _closing(text: str, opening: re.Match[str]) -> int:
-    """Where the text behind a quote ends. Inside text that was escaped n times a quote has 2^n - 1
-    backslashes, and those of its contents twice as many and one: all else is part of it."""
+    """Return the end of the text behind a quote. In text that was escaped n times a quote has 2^n -
+    1 backslashes, and those of its contents twice as many and one: all else is part of it."""
     level = len(opening[0]) - 1
     for quote in _QUOTE.finditer(text, opening.end()):
         slashes = len(quote[0]) - 1
@@ -263,13 +263,13 @@ HIDDEN = "***"
 MAX_ARGUMENTS, MAX_LENGTH = 512, 2000
 
 _QUERY = re.compile(r"(?i)([?&;][\w.-]{0,80}?(?:key|auth))=[^&#;\s]++")
-"""In an address a key is one whatever its name."""
+"""Parameters of a URL that hold a credential: there a key is one whatever its name."""
 _HEADER = re.compile(r"(?i)\b(bearer|basic|token)\s++[\w.~+/=-]{8,}")
 _PAIR = re.compile(r"^(?P<name>[^=\s]{1,200})=(?P<value>.*)$", re.DOTALL)
 
 
 def clean_value(value: str) -> str:
-    """A value without credentials in URLs, headers, JSON or of a known look; cut to a length."""
+    """Return a value, cut to a length, without credentials in URLs, headers, JSON or by shape."""
     if len(value) > 4 * MAX_LENGTH:  # what is cut off need not be looked at
         value = value[: 4 * MAX_LENGTH]
     value = hide_known(value, HIDDEN)
@@ -280,8 +280,8 @@ def clean_value(value: str) -> str:
 
 
 def clean_command(arguments: Sequence[str]) -> list[str]:
-    """A command line with credentials replaced: what follows an option whose name says that it
-    holds one, and whatever looks like one anywhere. Code given with ``-c`` is left out."""
+    """Return a command line with credentials replaced: the value of an option whose name says so,
+    and whatever looks like one. Code given with ``-c`` is left out."""
     result: list[str] = []
     hide = ""
     for argument in list(arguments)[:MAX_ARGUMENTS]:

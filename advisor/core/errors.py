@@ -1,4 +1,4 @@
-"""The error that the command line turns into one line; how advisor is installed."""
+"""The error that the command line prints as one line, and how advisor is installed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable
 
 NEAR = 0.6
-"""Likeness, 0 to 1, of a name that may be meant."""
+"""Similarity, 0 to 1, from which a known name may be meant."""
 MAX_NAME = 200
-"""Characters of a name that are compared."""
+"""Number of characters of a name that are compared."""
 
 
 class AdvisorError(Exception):
-    """Something the user can act on: says what is wrong with which file, and what to do.
+    """An error on which the user can act: it says what is wrong with which file, and what to do.
 
     The command line prints the message as one line and exits with ``exit_code`` (2: bad input).
     """
@@ -24,8 +24,8 @@ class AdvisorError(Exception):
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
-    """``did you mean …?`` with the up to three known names that are nearest to one that is none,
-    by all of it or by its words; ``otherwise`` where none is near."""
+    """Return ``did you mean …?`` with the up to three known names nearest to an unknown one, as a
+    whole or word by word; ``otherwise`` where none is near."""
     from difflib import SequenceMatcher
 
     def likeness(given: str, other: str) -> float:
@@ -44,8 +44,8 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """An error that nobody foresaw, in one line with the place that raised it:
-    ``KeyError: 'x' at tools.py:12``."""
+    """Return an unexpected error in one line, with the place that raised it: ``KeyError: 'x' at
+    tools.py:12``."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
@@ -57,8 +57,8 @@ def describe_failure(error: BaseException) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra from where advisor itself came from:
-    ``pip install "gpu-advisor[record]"``, or with the folder, archive or repository."""
+    """Return the command that installs an extra from where advisor itself came from: ``pip install
+    "gpu-advisor[record]"``, or with the folder, archive or repository."""
     from pathlib import Path
 
     where = _origin()
@@ -69,8 +69,8 @@ def install_command(extra: str) -> str:
 
 
 def _origin() -> str:
-    """The URL that advisor was installed from; empty: a package index. A folder in which it lies
-    without having been installed is one too."""
+    """Return the URL that advisor was installed from; empty: a package index. A folder in which it
+    lies without having been installed is one too."""
     import json
     from importlib.metadata import PackageNotFoundError, distribution
     from pathlib import Path

@@ -37,7 +37,7 @@ _KINDS = (
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """A regular file, or a link to one, opened for reading without waiting for anybody.
+    """Open a regular file, or a link to one, for reading, without waiting for anybody.
 
     Raises OSError: it is not there, may not be read, or is something else (``strerror`` says what);
     ValueError: no file can have that name.
@@ -60,8 +60,8 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_regular(path: str | Path, max_bytes: int) -> bytes:
-    """A regular file's bytes. Raises AdvisorError: it is longer than ``max_bytes``; and what
-    :func:`open_regular` raises."""
+    """Return a regular file's bytes. Raises AdvisorError if it is longer than ``max_bytes``; and
+    what :func:`open_regular` raises."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -72,8 +72,8 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
 
 
 def read_lines(file: BinaryIO, max_bytes: int, longest: int) -> Iterator[bytes | None]:
-    """The lines of a file that are not blank, in its first ``max_bytes``; ``None`` for each that
-    is longer than ``longest`` bytes, of which no more than that is held."""
+    """Yield the lines of a file that are not blank, in its first ``max_bytes``; ``None`` for each
+    that is longer than ``longest`` bytes, of which no more than that is held."""
     rest, skipping, left = b"", False, max_bytes
     while left > 0 and (block := file.read(min(BLOCK, left))):
         left -= len(block)
@@ -96,18 +96,18 @@ def read_lines(file: BinaryIO, max_bytes: int, longest: int) -> Iterator[bytes |
 
 
 def format_size(count: int) -> str:
-    """A bound in words."""
+    """Return a size limit as text, in MiB or KiB."""
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
 MAX_CONFIG_BYTES = 256 << 10
-"""Of a file."""
+"""Size limit of a configuration file, bytes."""
 MAX_DOTS = 1000
-"""In one of its lines. The parser's memory grows with the square of the parts of a key."""
+"""Limit of dots in one of its lines: the parser's memory grows with the square of a key's parts."""
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises AdvisorError: it cannot be read."""
+    """Return the tables of a TOML file. Raises AdvisorError if it cannot be read."""
     try:
         content = read_regular(file, MAX_CONFIG_BYTES)
         if any(line.count(b".") > MAX_DOTS for line in content.split(b"\n")):
@@ -120,8 +120,8 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def tool_section(name: str, start: Path | None = None) -> tuple[Path | None, Any]:
-    """(file, ``[tool.advisor.<name>]``) of the nearest ``pyproject.toml`` at or above ``start``;
-    an empty table where there is none. Raises AdvisorError: the file cannot be read."""
+    """Return (file, ``[tool.advisor.<name>]``) of the nearest ``pyproject.toml`` at or above
+    ``start``; an empty table if there is none. Raises AdvisorError if the file cannot be read."""
     folder = (start or Path.cwd()).resolve()
     for place in (folder, *folder.parents):
         file = place / "pyproject.toml"
@@ -136,14 +136,14 @@ def tool_section(name: str, start: Path | None = None) -> tuple[Path | None, Any
 PREFIX = "advisor-"
 _LOCK = ".lock"
 MIN_AGE_SECONDS = 60.0
-"""Seconds for which a folder may not be locked yet."""
+"""Age below which a folder may not be locked yet, seconds."""
 MAX_SWEPT = 1000
 
 
 @contextmanager
 def scratch_folder(folder: str | Path | None = None) -> Iterator[Path]:
-    """A new folder (mode 0700), in the system's for temporary files by default. Raises
-    AdvisorError: there is no place for one."""
+    """Yield a new folder (mode 0700), by default in the system's for temporary files, and remove
+    it. Raises AdvisorError if there is no place for one."""
     parent = Path(folder if folder is not None else tempfile.gettempdir())
     try:
         _sweep(parent)
@@ -160,8 +160,8 @@ def scratch_folder(folder: str | Path | None = None) -> Iterator[Path]:
 
 
 def _locked(file: Path, flags: int = 0) -> int | None:
-    """An open file that nobody else holds, which ends with the process at the latest; ``None``:
-    somebody does, or this system has no locks."""
+    """Open a file and lock it until the process ends or closes it; ``None``: somebody else holds
+    it, or this system has no locks."""
     try:
         import fcntl
     except ImportError:  # Windows, where a file in use stays in any case

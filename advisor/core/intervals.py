@@ -20,7 +20,7 @@ class Intervals(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Their summed length, ns."""
+        """Summed length of the intervals, ns."""
         return int((self.end - self.start).sum())
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ EMPTY = Intervals(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def union(start: ArrayLike, end: ArrayLike) -> Intervals:
-    """The instants covered by at least one of the given intervals (any order, overlapping)."""
+    """Return the instants that at least one interval covers (any order, overlapping)."""
     s = np.asarray(start, dtype=np.int64)
     e = np.asarray(end, dtype=np.int64)
     keep = e > s
@@ -49,14 +49,14 @@ def union(start: ArrayLike, end: ArrayLike) -> Intervals:
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
-    """The instants of ``a`` that are not in ``b``."""
+    """Return the instants of ``a`` that are not in ``b``."""
     if not len(a) or not len(b):
         return a
     return intersect(a, _gaps_of(b))
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The instants in both."""
+    """Return the instants that are in both."""
     if not len(a) or not len(b):
         return EMPTY
     first = np.searchsorted(b.end, a.start, side="right")
@@ -74,23 +74,23 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 
 def union_of(*sets: Intervals) -> Intervals:
-    """The instants in any of the sets."""
+    """Return the instants that are in any of the sets."""
     return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
 
 
 def _gaps_of(a: Intervals) -> Intervals:
-    """Everything outside, from the beginning to the end of int64 time."""
+    """Return everything outside, from the beginning to the end of int64 time."""
     lowest, highest = np.iinfo(np.int64).min // 4, np.iinfo(np.int64).max // 4
     return Intervals(np.append(lowest, a.end), np.append(a.start, highest))
 
 
 def gaps(a: Intervals, start: int, end: int) -> Intervals:
-    """The instants of [start, end) outside ``a``."""
+    """Return the instants of [start, end) outside ``a``."""
     return subtract(union([start], [end]), a)
 
 
 def covered_length(start: ArrayLike, end: ArrayLike, covering: Intervals) -> Ints:
-    """How much of each given interval lies in the set, ns: one value an interval, vectorised."""
+    """Return how much of each given interval lies in the set, ns: one value an interval."""
     s = np.asarray(start, dtype=np.int64)
     e = np.maximum(np.asarray(end, dtype=np.int64), s)
     if not len(covering):
@@ -99,7 +99,7 @@ def covered_length(start: ArrayLike, end: ArrayLike, covering: Intervals) -> Int
 
 
 def _before(t: Ints, by: Intervals) -> Ints:
-    """Length of the set ``by`` before each instant of ``t``, ns."""
+    """Return the length of the set ``by`` before each instant of ``t``, ns."""
     lengths = by.end - by.start
     upto = np.concatenate([[0], np.cumsum(lengths)])
     place = np.searchsorted(by.start, t, side="right") - 1

@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """One counter of one kernel."""
+    """A counter of one kernel."""
 
     value: float | str | None
-    """In the metric's base unit where that is known (ns, bytes, Hz); ``None``: not collected."""
+    """Value in the base unit where that is known (ns, bytes, Hz); ``None``: not collected."""
     unit: str = ""
-    """``%``, ``ns``, ``byte``, ``byte/s``, ``Hz`` …; empty: a number, or not written."""
+    """Unit: ``%``, ``ns``, ``byte``, ``byte/s``, ``Hz`` …; empty: a number, or not written."""
 
 
 @dataclass(frozen=True)
 class ToolAdvice:
-    """What the profiler's own rule says of a kernel."""
+    """Message of the profiler's own rule on a kernel."""
 
     rule: str
-    """Its identifier, such as ``SOLBottleneck``."""
+    """Identifier of the rule, such as ``SOLBottleneck``."""
     text: str
-    """As the tool wrote it."""
+    """Text as the tool wrote it."""
     scope: str = ""
-    """``global``: the estimate is of the kernel's time. ``local``: of one part of the hardware."""
+    """Scope of the estimate: ``global``, the kernel's time; ``local``, a part of the hardware."""
     saved: float | None = None
     """Estimated decrease, as a share (0 to 1); ``None``: the tool gives none."""
 
@@ -37,21 +37,21 @@ class SampledLine(NamedTuple):
     line: int
     samples: int
     stall: str
-    """What most of these warps waited for (``selected``: they issued); empty: not collected."""
+    """Most frequent stall reason of the warps (``selected``: they issued); empty: unknown."""
 
 
 @dataclass(frozen=True)
 class KernelProfile:
-    """One profiled launch of a kernel; of rocprof, the mean of its launches."""
+    """A profiled launch of a kernel; of rocprof, the mean of its launches."""
 
     name: str
-    """As a person would call it: without arguments where the tool says so."""
+    """Short name, without arguments where the tool says so."""
     grid: tuple[int, int, int] | None
-    """Blocks; ``None``: not recorded."""
+    """Grid size, blocks per dimension; ``None``: not recorded."""
     block: tuple[int, int, int] | None
-    """Threads per block."""
+    """Block size, threads per dimension; ``None``: not recorded."""
     duration_ns: float | None
-    """While profiled: clocks are usually locked to their base, and caches flushed."""
+    """Duration while profiled, ns: clocks are usually locked to their base, and caches flushed."""
     metrics: dict[str, Metric]
     """Counters by the tool's raw name; of the details page by ``section/label`` where the raw name
     is not known."""
@@ -59,66 +59,66 @@ class KernelProfile:
     device: str = ""
     """Name of the GPU; empty: not recorded."""
     launches: int = 1
-    """Launches that the metrics are means of."""
+    """Number of launches that the metrics are means of."""
     signature: str = ""
-    """The mangled or full name; empty: only ``name`` is known."""
+    """Mangled or full name; empty: only ``name`` is known."""
     samples: int | None = None
-    """Of warps, by program counter; ``None``: not collected."""
+    """Number of samples of warps, by program counter; ``None``: not collected."""
     lines: tuple[SampledLine, ...] = ()
-    """Where those were, most first; empty: compiled without ``-lineinfo``, or not collected."""
+    """Lines of these samples, most first; empty: not collected, or no ``-lineinfo``."""
 
     @property
     def hot_line(self) -> SampledLine | None:
-        """The line in which half of the warps were sampled, or more."""
+        """Line in which half of the warps were sampled, or more; ``None``: there is none."""
         first = self.lines[0] if self.lines else None
         return first if first is not None and first.samples >= 0.5 * (self.samples or 1) else None
 
     def number(self, name: str) -> float | None:
-        """A counter's value; ``None``: not collected, or text."""
+        """Return a counter's value; ``None``: not collected, or text."""
         metric = self.metrics.get(name)
         return metric.value if metric is not None and isinstance(metric.value, float) else None
 
 
 class CompiledKernel(NamedTuple):
     """A kernel as Triton compiled it. Compilations that differ in nothing here but stages and place
-    are one. ``None``: not in the cache."""
+    are one. ``None`` in a field: not in the cache."""
 
     name: str
     target: str
-    """``sm_90``, ``gfx942``; empty: not recorded."""
+    """Target of the compiler: ``sm_90``, ``gfx942``; empty: not recorded."""
     threads: int
-    """Per block."""
+    """Threads per block."""
     num_warps: int
     num_stages: tuple[int, ...]
-    """Of all of them, ascending."""
+    """Numbers of pipelining stages of all compilations, ascending."""
     shared: int
-    """Bytes of shared memory per block."""
+    """Shared memory per block, bytes."""
     registers: int | None
-    """Per thread; on AMD GPUs vector registers."""
+    """Registers per thread; on AMD GPUs vector registers."""
     local: int | None
-    """Bytes of local (AMD: private) memory per thread: spilled registers, and arrays."""
+    """Local (AMD: private) memory per thread, bytes: spilled registers, and arrays."""
     spilled: int | None
-    """Bytes of registers that were spilled there, per thread."""
+    """Registers that were spilled to local memory, bytes per thread."""
     place: tuple[str, int] | None
     """File and line of the function; ``None``: not recorded, or several."""
     variants: int = 1
-    """Compilations."""
+    """Number of compilations that are counted as this one."""
 
 
 @dataclass(frozen=True)
 class KernelProfiles:
-    """The kernels of one or several reports of a kernel profiler, or of a cache of Triton."""
+    """Kernels of one or several reports of a kernel profiler, or of a Triton cache."""
 
     path: str
     tool: str
-    """``Nsight Compute``, ``rocprof`` or ``Triton``."""
+    """Name of the tool: ``Nsight Compute``, ``rocprof`` or ``Triton``."""
     kernels: tuple[KernelProfile, ...]
     dropped: dict[str, int] = field(default_factory=dict)
-    """Reason -> rows or results that were left out."""
+    """Number of rows or results that were left out, by reason."""
     compiled: tuple[CompiledKernel, ...] = ()
 
     @property
     def vendor(self) -> str:
-        """Of the GPU, as in ``TraceMeta.vendor``."""
+        """Vendor of the GPU, as in ``TraceMeta.vendor``."""
         amd = self.tool == "rocprof" or any(k.target.startswith("gfx") for k in self.compiled)
         return "amd" if amd else "nvidia"

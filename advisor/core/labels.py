@@ -1,9 +1,9 @@
-"""Names in little room: harmless to show, short enough, and never two names under one label.
+"""Short labels for names: safe to show, short enough, and never one label for two names.
 
 Names of kernels have hundreds of characters, most of them return types, namespaces, default
 template arguments and parameter lists that a whole table shares. A label keeps the function's own
-name and the words that tell it from the other names *of the same table*; what is shown nowhere
-else is left out in the middle.
+name and the words that tell it from the other names *of the same table*; what is shown nowhere else
+is left out in the middle.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final
 
 ELLIPSIS: Final = "…"
 MIN_DISTINCT_WIDTH: Final = 8
-"""From this width up labels of distinct names are distinct, whatever the names are."""
+"""Width from which labels of distinct names are distinct, whatever the names are."""
 MAX_WORDS, MAX_LETTERS = 400, 2_000
-"""Of one name that are looked at; of a longer one the first three quarters and the last."""
+"""Words and letters of one name that are looked at: the first three quarters and the last one."""
 MAX_COMPARED = 512
 """Names with one head that are compared with each other; further ones may get a number."""
 MAX_TWICE = 500_000
-"""Words of a table beyond which what is still the same gets a number at once."""
+"""Words of a table beyond which names that are still the same get a number at once."""
 MAX_PLACES = 3
 """Words picked for what they tell apart: more would leave fragments instead of a name."""
 
@@ -33,7 +33,7 @@ paragraph separators: what can move the cursor, recolour, reorder or break the t
 
 
 def clean(text: object, *, lines: bool = False) -> str:
-    """Text that is safe to show: hidden characters are written as escapes (``\\x1b``).
+    """Return text that is safe to show: hidden characters are written as escapes (``\\x1b``).
 
     ``lines`` keeps line feeds (and turns tabs into blanks): for code, not for names.
     """
@@ -56,17 +56,17 @@ def _escaped(char: str) -> str:
 
 
 _RAW = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-"""JSON text may hold these raw inside strings; some terminals obey the second half (C1 controls),
-and the last ones reorder or break the line that shows them."""
+"""Hidden characters, which JSON text may hold raw inside strings: some terminals obey C1 controls,
+and the others reorder or break the line that shows them."""
 
 
 def sanitize(text: bytes) -> str:
-    """JSON text with escapes for what a terminal would obey."""
+    """Return JSON text with escapes for what a terminal would obey."""
     return _RAW.sub(lambda result: f"\\u{ord(result[0]):04x}", text.decode())
 
 
 def shorten(text: str, width: int) -> str:
-    """At most ``width`` characters: the middle is replaced by ``…``, the head kept longer."""
+    """Return at most ``width`` characters: ``…`` replaces the middle, the head is kept longer."""
     if len(text) <= width:
         return text
     if width <= 1:
@@ -91,8 +91,8 @@ _LONGEST_TIDIED = 20_000
 
 
 def tidy(name: str) -> str:
-    """A name without what says nothing about it: a frame of Python as ``function · file.py:12``,
-    a C++ name without return type, namespaces, casts, parameters, a wrapper named ``Kernel``."""
+    """Return a name without its uninformative parts: a Python frame as ``function · file.py:12``, a
+    C++ name without return type, namespaces, casts, parameters, a wrapper named ``Kernel``."""
     name = clean(name[:_LONGEST_TIDIED])
     for prefix, short in _PREFIXES:
         if name.startswith(prefix) and len(name) > len(prefix):
@@ -116,7 +116,7 @@ def tidy(name: str) -> str:
 
 
 def _matching(name: str) -> int:
-    """Index of the parenthesis that the last character closes; -1: none."""
+    """Return the index of the parenthesis that the last character closes; -1: none."""
     depth = 0
     for index in range(len(name) - 1, -1, -1):
         depth += (name[index] == ")") - (name[index] == "(")
@@ -129,12 +129,12 @@ def _matching(name: str) -> int:
 
 
 def kernel_label(name: str, width: int) -> str:
-    """The label of one name that stands alone."""
+    """Return the label of one name that stands alone."""
     return distinct_labels([name], width)[0]
 
 
 def labels_by_name(names: Iterable[str | None], width: int) -> dict[str, str]:
-    """The labels of :func:`distinct_labels` by name."""
+    """Return the labels of :func:`distinct_labels` by name."""
     wanted = list(dict.fromkeys(name for name in names if name is not None))
     return dict(zip(wanted, distinct_labels(wanted, width), strict=True))
 
@@ -142,10 +142,10 @@ def labels_by_name(names: Iterable[str | None], width: int) -> dict[str, str]:
 def distinct_labels(
     names: Iterable[str | None], width: int, *, always_tidy: bool = False
 ) -> list[str]:
-    """A label of at most ``width`` characters for each name of one table, in its order.
+    """Return a label of at most ``width`` characters for each name of one table, in its order.
 
     A name that fits stays as it is (hidden characters escaped). Equal names have equal labels;
-    distinct names have distinct ones, from a width of ``MINIMUM`` up. ``None`` has an empty label.
+    distinct names have distinct ones, from ``MIN_DISTINCT_WIDTH`` up. ``None`` has an empty label.
     ``always_tidy``: what fits is tidied too (:func:`tidy`), where only its beginning may be seen.
     """
     listed = list(names)
@@ -183,7 +183,7 @@ def distinct_labels(
 def _settle(
     names: list[str], shown: dict[str, str], labels: dict[str, str], taken: set[str]
 ) -> list[str]:
-    """Give labels to those names that have one of their own; returns the others."""
+    """Give labels to those names that have one of their own; return the others."""
     count = Counter(shown[name] for name in names)
     left = []
     for name in names:
@@ -197,8 +197,8 @@ def _settle(
 
 
 def _numbered(text: str, width: int, number: int, taken: set[str]) -> tuple[str, int]:
-    """The last resort, for names that differ in nothing that has room: the text's beginning and a
-    number; returns it and the next number."""
+    """Return a label of the text's beginning and a number, and the next number: the last resort,
+    for names that differ in nothing that has room."""
     while True:
         mark = f"{ELLIPSIS}#{number}"
         label = (shorten(text, width - len(mark)).rstrip(ELLIPSIS) + mark)[: max(width, 0)]
@@ -224,7 +224,7 @@ _TELLING = re.compile(r"(?i)(functor|_?op|ops|policy|kernel|gemm|copy|norm|softm
 
 
 def _cut(texts: list[str], words: dict[int, list[str]], width: int, share: int) -> list[str]:
-    """Texts, each cut to the width: its own head, up to a ``share``-th of the room, and the words
+    """Cut each text to the width: its own head, up to a ``share``-th of the room, and the words
     that the others do not have. ``words``: those of the texts that are too long."""
     heads: dict[int, int] = {i: _head(result, width // share) for i, result in words.items()}
     same_names: defaultdict[str, list[int]] = defaultdict(list)
@@ -258,7 +258,7 @@ def _words(text: str) -> list[str]:
 
 
 def _head(words: list[str], room: int) -> int:
-    """How many words are the head: up to the template arguments, or as many as have room."""
+    """Count the words of the head: up to the template arguments, or as many as have room."""
     size = 0
     for count, word in enumerate(words):
         size += len(word)
@@ -268,8 +268,8 @@ def _head(words: list[str], room: int) -> int:
 
 
 def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
-    """For each of a group with one head: the places of the words that tell it from the others,
-    else of the one that tells most."""
+    """Find the places of the words that tell a name from the others with its head, else of the most
+    telling word: one list for each name."""
     # the second "float" of a name is another word than its first
     keys = []
     where: defaultdict[tuple[str, int], int] = defaultdict(int)
@@ -307,7 +307,7 @@ def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
 
 
 def _weight(word: str) -> int:
-    """How much a word says by itself."""
+    """Return how much a word says by itself, 0 to 3."""
     if not word[0].isalnum() or word.lower() in _NOISE:
         return 0
     if word.isdigit() or len(word) < 3:
@@ -316,7 +316,7 @@ def _weight(word: str) -> int:
 
 
 def _render(words: list[str], head: int, places: list[int], width: int) -> str:
-    """Head and picked words, and as much around them as there is room for."""
+    """Join head and picked words, and as much around them as there is room for."""
     kept = set(range(head))
     if len(_joined(words, kept)) > width:
         return shorten("".join(words), width)
@@ -342,7 +342,7 @@ def _render(words: list[str], head: int, places: list[int], width: int) -> str:
 
 
 def _joined(words: list[str], kept: set[int]) -> str:
-    """The kept words in order, a gap for what is left out between them and at the end."""
+    """Join the kept words in order, with a gap for what is left out between them and at the end."""
     parts = [""]
     before = -1
     for index in sorted(kept):

@@ -1,6 +1,6 @@
 """ProcessPool: a ``concurrent.futures.Executor`` of plain child processes.
 
-For functions of ours that take and return bytes. No pool of ``multiprocessing``, loky or pebble:
+For functions of advisor that take and return bytes. No pool of ``multiprocessing``, loky or pebble:
 those import the caller's main module again, fork a process that has threads, or fail as a whole
 when one process is killed (CONTRIBUTING has what was measured). Here a process that dies fails what
 it was working on with :class:`WorkerDied`, and another takes its place. Imports the standard
@@ -27,9 +27,9 @@ from typing import IO, Any, Final, cast
 from advisor.core.cgroup import resident_memory
 
 MAX_ANSWER: Final = 1 << 30
-"""Bytes of an answer: what claims to be longer is nonsense."""
+"""Limit of an answer, bytes: a longer one is an error."""
 MAX_MEMORY: Final = 1 << 30
-"""Bytes after which a process that is recycled is replaced: what its allocator keeps is freed."""
+"""Memory from which a process that is recycled is replaced, bytes: that frees its allocator's."""
 _LENGTH: Final = 8
 _PIPE_BYTES: Final = 1 << 20  # the most an unprivileged process may ask for
 _F_SETPIPE_SZ: Final = 1031  # Linux
@@ -39,8 +39,8 @@ Work = Callable[[bytes], bytes]
 
 
 class WorkerDied(Exception):
-    """The process that had the work is no more. ``count``: how often, where the workers themselves
-    tried again."""
+    """Error of work whose process ended before it answered. ``count``: how often, where the workers
+    themselves tried again."""
 
     def __init__(self, why: str, *, count: int = 1) -> None:
         super().__init__(why)
@@ -51,7 +51,7 @@ class WorkerDied(Exception):
 
 
 def serve() -> None:
-    """A worker's life: do what it is given until there is no more, or it is old."""
+    """Do the work that arrives on stdin until there is no more, or ``recycle`` is reached."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, by closing the pipe
     recycle = int(sys.argv[1])
     source = sys.stdin.buffer
@@ -84,11 +84,11 @@ def _function(name: str) -> Work:
 
 
 class ProcessPool(Executor):
-    """``count`` processes, started when there is work. Leaving the ``with`` block ends them all,
-    what is still running too.
+    """Pool of ``count`` processes, started when there is work. Leaving the ``with`` block ends them
+    all, what is still running too.
 
     ``depth``: how much work is handed to a process before it has answered; ``recycle``: after how
-    much it is replaced (0: never); ``environ``: its variables beside ours.
+    much it is replaced (0: never); ``environ``: variables added to its environment.
     """
 
     def __init__(
@@ -109,18 +109,18 @@ class ProcessPool(Executor):
         self._workers: list[_Worker] = []
 
     def slots(self) -> int:
-        """How many work at once: all of them, always, for one that dies is replaced."""
+        """Return how many work at once: all of them, always, for one that dies is replaced."""
         return self.count
 
     @property
     def pids(self) -> list[int]:
-        """Process numbers of those that live."""
+        """Process numbers of the processes that run."""
         with self.lock:
             children = [worker.child for worker in self._workers]
         return [c.process.pid for c in children if c is not None and c.process.poll() is None]
 
     def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:  # type: ignore[override]
-        """``fn(data)`` in the next process that is free. ``fn``: a module's own function."""
+        """Run ``fn(data)`` in the next process that is free. ``fn``: a module's own function."""
         with self.lock:
             if self.closed:
                 raise RuntimeError("the pool is closed")
@@ -131,7 +131,7 @@ class ProcessPool(Executor):
         return answer
 
     def cancel(self, answer: Future[bytes]) -> None:
-        """End the process that works on it."""
+        """End the process that works on an answer."""
         with self.lock:
             children = [worker.child for worker in self._workers]
         for child in children:
@@ -187,7 +187,7 @@ class _Worker:
             child.send(name.encode(), data)
 
     def _expecting(self, answer: Future[bytes]) -> _Child:
-        """The process that is to give an answer: a new one where the last was used up."""
+        """Return the process that is to give an answer: a new one where the last was used up."""
         if self.child is not None and self.child.expect(answer):
             return self.child
         with self._pool.lock:
@@ -200,7 +200,7 @@ class _Worker:
 
 
 class _Child:
-    """One process, and the thread that takes its answers."""
+    """A worker process, and the thread that takes its answers."""
 
     def __init__(self, pool: ProcessPool, room: threading.Semaphore) -> None:
         self.process = subprocess.Popen(
@@ -219,27 +219,27 @@ class _Child:
         self.thread = threading.Thread(target=self._take, daemon=True, name="advisor-pool")
 
     def expect(self, answer: Future[bytes]) -> bool:
-        """Wait for this after the others; ``False``: nothing more will come."""
+        """Queue an answer to wait for; ``False``: nothing more will come."""
         with self._lock:
             if not self._over:
                 self.waiting.append(answer)
             return not self._over
 
     def end_if_it_has(self, answer: Future[bytes]) -> None:
-        """Kill it if it works on this."""
+        """Kill the process if it works on this answer."""
         with self._lock:
             if answer in self.waiting:
                 self.process.kill()
 
     def send(self, name: bytes, data: bytes) -> None:
-        """Hand it work. If it is no more, who waits for its answers finds out."""
+        """Hand the process work. If it has ended, who waits for its answers finds out."""
         with suppress(OSError, ValueError):  # ValueError: its pipes were closed
             head = len(name).to_bytes(_LENGTH, "little") + len(data).to_bytes(_LENGTH, "little")
             _write(self._sink, head + name)
             _write(self._sink, data)
 
     def _take(self) -> None:
-        """Its answers, until it ends."""
+        """Take the process's answers until it ends."""
         with suppress(EOFError, OSError, ValueError):
             while True:
                 head = _read(self._source, _LENGTH + 1)
@@ -273,7 +273,7 @@ def _write(pipe: Any, data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytearray:
-    """So many bytes of a pipe. Raises EOFError when there are fewer."""
+    """Return so many bytes of a pipe. Raises EOFError when there are fewer."""
     data = bytearray(size)
     view, place = memoryview(data), 0
     while place < size:
@@ -285,7 +285,7 @@ def _read(pipe: IO[bytes], size: int) -> bytearray:
 
 
 def _wide(pipe: IO[bytes] | None) -> IO[bytes]:
-    """A pipe that was asked for, made as wide as may be: short answers wait for nobody."""
+    """Return a pipe with the largest buffer allowed: short answers wait for nobody."""
     if pipe is None:
         raise OSError("no pipe")
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""What an hour of a GPU costs: from an option, or from a table by the GPU's name."""
+"""Prices of a GPU-hour, from an option or from a table by the GPU's name, and the cost of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from advisor.core.files import read_toml, tool_section
 
 
 class RankEnergy(Struct, frozen=True, kw_only=True):
-    """Energy of the GPU of one rank."""
+    """Energy that the GPU of one rank uses."""
 
     rank: int
-    """Its number."""
+    """Number of the rank."""
     joules: float
-    """Mean per step, J."""
+    """Mean energy per step, J."""
     watts: float
-    """Mean over the steps, W."""
+    """Mean power over the steps, W."""
     method: Literal["counter", "power"]
-    """The driver's energy counter, or its power integrated over time."""
+    """Method: the driver's energy counter, or its power integrated over time."""
     steps: int
-    """Steps that it is of."""
+    """Number of steps that the energy is of."""
 
 
 class EnergyUse(Struct, frozen=True, kw_only=True):
@@ -34,45 +34,45 @@ class EnergyUse(Struct, frozen=True, kw_only=True):
     used them included. Hosts are not in it."""
 
     joules: float | None
-    """Per step, all ranks together, each GPU once, J; ``null``: not measured on all of them."""
+    """Energy per step, all ranks together, each GPU once, J; ``null``: some were not measured."""
     watts: float | None
-    """The same, W."""
+    """Mean power of all ranks together, W; ``null``: as above."""
     ranks: list[RankEnergy]
-    """Those that were measured."""
+    """Energy of each rank that was measured."""
 
 
 class FixCost(Struct, frozen=True, kw_only=True):
-    """What a finding's fix saves, after those ranked before it."""
+    """Saving of a finding's fix in money, after those ranked before it."""
 
     rule: str
-    """Of the finding."""
+    """Rule of the finding."""
     priority: int
-    """Its priority."""
+    """Priority of the finding."""
     step: float
-    """Saved per step, in the currency."""
+    """Money saved per step, in the currency."""
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """Money, from the price of an hour. Time of the step times price; nothing else."""
+    """Cost in money: time of the step times the price of an hour; nothing else."""
 
     currency: str
-    """Three letters."""
+    """Currency, three letters."""
     per_hour: float
-    """Of one GPU."""
+    """Price of one GPU for an hour."""
     gpus: int
-    """That are paid for."""
+    """Number of GPUs that are paid for."""
     source: str
-    """Where the price comes from."""
+    """Source of the price."""
     step: float
-    """Per step, all GPUs together."""
+    """Cost per step, all GPUs together."""
     run: float | None
-    """The recorded run, from its first step to the end of its last; ``null``: a trace alone."""
+    """Cost of the recorded run, first step to the end of the last; ``null``: a trace alone."""
     step_after: float | None
-    """Per step once all ranked findings are fixed; ``null``: none has a gain."""
+    """Cost per step once all ranked findings are fixed; ``null``: none has a gain."""
     bound: bool
-    """Gains are upper bounds: ``step_after`` is at least this."""
+    """Whether gains are upper bounds: ``step_after`` is at least this."""
     fixes: list[FixCost] = field(default_factory=list)
-    """By priority."""
+    """Savings of the fixes, by priority."""
 
 
 SYMBOLS = {"$": "USD", "€": "EUR", "£": "GBP"}
@@ -85,26 +85,26 @@ _PRICE = re.compile(
 
 
 class GpuPrice(NamedTuple):
-    """Of one GPU, or of the machine where there is none."""
+    """Price of an hour of one GPU, or of the machine where there is none."""
 
     per_hour: float
     currency: str
-    """Three letters."""
+    """Currency, three letters."""
     source: str
-    """Where it was said: ``--price``, or a file with the name in its table."""
+    """Source: ``--price``, or a file with the name in its table."""
 
 
 class Prices(NamedTuple):
     """Prices per GPU-hour: by GPU name, or one for any GPU."""
 
     table: Mapping[str, float]
-    """Name, or its words -> an hour of one."""
+    """Price of an hour of one GPU, by its name or words of it."""
     currency: str
     source: str
 
     def price_of(self, device_name: str | None) -> GpuPrice | None:
-        """The price of a GPU: that of the longest name all of whose words are in this one's, so
-        that ``A100`` is no ``A1000``; ``None``: the table has none.
+        """Return the price of a GPU: that of the longest name all of whose words are in this one's,
+        so that ``A100`` is no ``A1000``; ``None``: the table has none.
 
         Raises AdvisorError: two names fit equally well and have different prices.
         """
@@ -127,11 +127,11 @@ class Prices(NamedTuple):
 
 
 NO_PRICES = Prices({}, DEFAULT_CURRENCY, "")
-"""There are no prices."""
+"""Empty table of prices."""
 
 
 def parse_price(text: str) -> Prices:
-    """``2.50/h``, ``$2.50``, ``2.50 EUR/h``: an hour of one GPU, whichever. Raises AdvisorError."""
+    """Return the price in ``2.50/h``, ``$2.50`` or ``2.50 EUR/h``. Raises AdvisorError."""
     match = _PRICE.fullmatch(text.strip())
     if match is None or (match[1] and match[3]):
         raise AdvisorError(f"--price {text[:60]}: give what an hour of one GPU costs: 2.50/h")
@@ -140,7 +140,7 @@ def parse_price(text: str) -> Prices:
 
 
 def read_prices(file: Path | None = None) -> Prices:
-    """A table of prices: of a TOML file, else ``[tool.advisor.prices]`` of the nearest
+    """Read a table of prices: of a TOML file, else ``[tool.advisor.prices]`` of the nearest
     ``pyproject.toml``. Its keys are names of GPUs, but for ``currency``. Raises AdvisorError."""
     if file is None:
         result, table = tool_section("prices")
@@ -176,7 +176,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def format_money(amount: float, currency: str) -> str:
-    """An amount with its currency, with three digits at least: ``$0.00125``, ``12.40 CHF``."""
+    """Return an amount with its currency, three digits at least: ``$0.00125``, ``12.40 CHF``."""
     decimals = 2
     if amount and abs(amount) < 1:
         decimals = min(12, 2 - math.floor(math.log10(abs(amount))))

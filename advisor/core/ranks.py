@@ -1,4 +1,4 @@
-"""Ranks: what a report says of the ranks of a job beside each other, as plain data."""
+"""Ranks: a report's comparison of the ranks of a job, as plain data."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ from msgspec import Struct, field
 
 
 class RankLine(Struct, kw_only=True):
-    """One rank beside the others."""
+    """Figures of one rank, for comparison with the others."""
 
     rank: int
-    """Its number."""
+    """Number of the rank."""
     step_ns: float
     """Mean duration of its steps, in the profiled window where there is one, ns."""
     busy_share: float | None
     """Share of its step during which its GPU works; ``null``: no device work."""
     communication_ns: float | None
-    """Exposed, per step."""
+    """Exposed communication per step, ns; ``null``: not measured."""
     idle_ns: float | None
-    """Per step."""
+    """Idle time of its GPU per step, ns; ``null``: not measured."""
     last_share: float | None = None
     """Share of collectives at which this rank arrives last; ``null``: not measured."""
     caused_wait_ns: float | None = None
-    """Mean wait that it causes its peers, per step; ``null``: not measured."""
+    """Mean wait that it causes its peers, per step, ns; ``null``: not measured."""
     host: str = ""
-    """As its trace names it; empty: unknown."""
+    """Host as its trace names it; empty: unknown."""
     path: str = ""
-    """Its trace, without credentials; empty: none was recorded."""
+    """Path of its trace, without credentials; empty: none was recorded."""
     time: list[float | None] = field(default_factory=list)
-    """ns per step by class, in the order of ``Ranks.classes``; ``null``: not measured."""
+    """Time per step by class, ns, in the order of ``Ranks.classes``; ``null``: not measured."""
 
 
 class StepSpread(Struct, frozen=True, kw_only=True):
-    """The ranks' mean steps, ns."""
+    """Distribution of the ranks' mean steps, ns."""
 
     min: float
-    """The shortest."""
+    """Shortest mean step, ns."""
     low: float
-    """First decile."""
+    """First decile, ns."""
     median: float
-    """Of all ranks."""
+    """Median of all ranks, ns."""
     high: float
-    """Ninth decile."""
+    """Ninth decile, ns."""
     max: float
-    """The longest."""
+    """Longest mean step, ns."""
 
 
 class RankCluster(Struct, frozen=True, kw_only=True):
     """Ranks that spend their time in a similar way."""
 
     name: str
-    """What tells them from the others, in a few words."""
+    """Difference from the other clusters, in a few words."""
     ranks: str
-    """``0-63, 128``."""
+    """Ranks of the cluster: ``0-63, 128``."""
     count: int
-    """How many."""
+    """Number of ranks."""
     step_ns: float
-    """Median."""
+    """Median of their mean steps, ns."""
     time: dict[str, float] = field(default_factory=dict)
     """Median ns per step by class (``Ranks.classes``)."""
 
@@ -64,94 +64,94 @@ class Outlier(Struct, frozen=True, kw_only=True):
     """A rank, host, rack or stage that differs from the others; a finding has the fix."""
 
     unit: str
-    """``rank``, ``host``, ``rack`` or ``stage`` (of a pipeline)."""
+    """Kind of unit: ``rank``, ``host``, ``rack`` or ``stage`` (of a pipeline)."""
     name: str
-    """``7``, ``node-03`` …"""
+    """Name of the unit: ``7``, ``node-03`` …"""
     ranks: str
-    """``24-31``."""
+    """Ranks of the unit: ``24-31``."""
     kind: str
-    """``compute``, ``input``, ``host``, ``network``, ``imbalance`` or ``pipeline``."""
+    """Cause: ``compute``, ``input``, ``host``, ``network``, ``imbalance`` or ``pipeline``."""
     moves: bool
-    """It is another rank from step to step: of ``unit`` this is the pattern, not one rank."""
+    """Whether it is another rank from step to step: the pattern is of ``unit``, not of one rank."""
     excess_ns: float
-    """Own time (of ``network``: transfer time) above the others', per step."""
+    """Own time (of ``network``: transfer time) above the others', per step, ns."""
     reason: str = ""
-    """The measurement in a sentence."""
+    """Measurement in a sentence."""
     waited_ns: float | None = None
-    """What the others wait for it, per step; ``null``: not measured."""
+    """Time that the others wait for it, per step, ns; ``null``: not measured."""
     last_share: float | None = None
     """Share of its collectives at which it arrives last; ``null``: not measured."""
     significance: float | None = None
     """Probability that similar ranks would not look like this (0 to 1); ``null``: not measured."""
     gain_ns: float | None = None
-    """What the job's step gains without it, in the replay; ``null``: not replayed."""
+    """Time that the job's step gains without it, in the replay, ns; ``null``: not replayed."""
     low_ns: float | None = None
-    """Lower end of its range."""
+    """Lower end of the gain's range, ns."""
     high_ns: float | None = None
-    """Upper end."""
+    """Upper end of the gain's range, ns."""
 
 
 class RanksWhatIf(Struct, frozen=True, kw_only=True):
-    """What the job's step gains from one change, by replaying the ranks' collectives."""
+    """Gain of the job's step from one change, by replaying the ranks' collectives."""
 
     text: str
-    """The change."""
+    """Description of the change."""
     gain_ns: float
-    """Per step."""
+    """Time saved per step, ns."""
     low_ns: float
-    """Lower end of its range."""
+    """Lower end of the gain's range, ns."""
     high_ns: float
-    """Upper end."""
+    """Upper end of the gain's range, ns."""
 
 
 class MissingRanks(Struct, frozen=True, kw_only=True):
     """Ranks that could not be read, for the same reason."""
 
     ranks: str
-    """``5, 9-10``; empty: their names do not say."""
+    """Numbers of the ranks, ``5, 9-10``; empty: the names of their files do not say."""
     count: int
-    """How many files."""
+    """Number of files."""
     why: str
-    """The reason."""
+    """Reason that they could not be read."""
     path: str = ""
-    """The first of them."""
+    """Path of the first of them."""
 
 
 class Ranks(Struct, kw_only=True):
-    """The view across ranks."""
+    """Comparison of the ranks of a job."""
 
     lines: list[RankLine]
-    """One entry a rank."""
+    """Figures of each rank."""
     aligned: bool
-    """The ranks could be put on one clock."""
+    """Whether the ranks could be put on one clock."""
     alignment_error_ns: float | None
-    """How well, ns; ``null``: they could not."""
+    """Error of that alignment, ns; ``null``: they could not be aligned."""
     note: str
-    """How they were aligned, or why not."""
+    """Note on how the ranks were aligned, or why not."""
     world: int = 0
-    """Ranks of the job; 0: unknown."""
+    """Number of ranks of the job; 0: unknown."""
     hosts: int = 0
-    """Hosts that the ranks ran on; 0: unknown."""
+    """Number of hosts that the ranks ran on; 0: unknown."""
     step: StepSpread | None = None
-    """Of the ranks' mean steps; ``null``: no steps were measured."""
+    """Distribution of the ranks' mean steps; ``null``: no steps were measured."""
     classes: list[str] = field(default_factory=list)
-    """Of time, exclusive: what ``RankLine.time`` is of."""
+    """Exclusive classes of time, in the order of ``RankLine.time``."""
     clusters: list[RankCluster] = field(default_factory=list)
-    """Similar ranks, the largest group first."""
+    """Clusters of similar ranks, the largest first."""
     outliers: list[Outlier] = field(default_factory=list)
-    """Those that hold the others up, the largest gain first."""
+    """Units that hold the others up, the largest gain first."""
     what_if: list[RanksWhatIf] = field(default_factory=list)
     """Changes by their gain, the largest first."""
     missing: list[MissingRanks] = field(default_factory=list)
     """Ranks that were not read."""
     replay_error: float | None = None
-    """By how much the ranks' replay misses the measured step (0.02: 2%); ``null``: no replay."""
+    """Error of the ranks' replay as a share of the measured step, 0 to 1; ``null``: no replay."""
     not_checked: dict[str, str] = field(default_factory=dict)
-    """What could not be compared, and why."""
+    """Comparisons that were not possible, each with the reason."""
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """``[0, 1, 2, 7]`` as ``0-2, 7``."""
+    """Return rank numbers as ranges: ``[0, 1, 2, 7]`` as ``0-2, 7``."""
     parts: list[str] = []
     ordered = sorted(set(ranks))
     begin = 0

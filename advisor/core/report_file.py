@@ -1,4 +1,4 @@
-"""Reports as JSON, written and read back: recognised by their first bytes, bounded, checked."""
+"""JSON files of reports: writing, recognising by the first bytes, reading within bounds."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
 
 HEAD_BYTES = 200
-"""Bytes at the beginning of a file that say what it is."""
+"""Number of bytes at the beginning of a file by which its kind is recognised."""
 _WHOLE_NUMBERS = re.compile(rb"\[\n +-?\d+(?:,\n +-?\d+)*\n +\]")
 
 
 class Saved(Protocol):
-    """A Struct that a file holds one of."""
+    """A Struct that is saved in a file of its own."""
 
     schema: str
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Self:
-        """Raises AdvisorError for what is none."""
+        """Read one from JSON. Raises AdvisorError for anything else."""
 
 
 AnySaved = TypeVar("AnySaved", bound=Saved)
 
 
 def encode_json(value: msgspec.Struct) -> bytes:
-    """JSON indented by two, with a list of whole numbers on one line."""
+    """Return JSON indented by two, with a list of whole numbers on one line."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
     return _WHOLE_NUMBERS.sub(lambda result: b" ".join(result[0].split()), text)
 
@@ -49,8 +49,8 @@ def decode_json(
     *,
     older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
 ) -> AnySaved:
-    """What was written as JSON of this schema; ``name``: what a person calls it. ``older``: by
-    earlier schema, how its JSON becomes that of this one. Raises AdvisorError: it is something
+    """Return what JSON of this schema holds; ``name``: what a person calls it. ``older``: by
+    earlier schema, how its JSON becomes that of this one. Raises AdvisorError if it is something
     else, of another version, or larger than ``max_bytes``."""
     if max_bytes is not None and len(text) > max_bytes:
         raise AdvisorError(f"not a {name}: larger than {max_bytes >> 20} MiB")
@@ -70,7 +70,7 @@ def decode_json(
 
 
 def has_schema(path: str | Path, schema: str) -> bool:
-    """A file begins like JSON of this schema, of any version."""
+    """Return whether a file begins like JSON of this schema, of any version."""
     if str(path) == "-":
         return False
     try:
@@ -83,8 +83,8 @@ def has_schema(path: str | Path, schema: str) -> bool:
 def read_saved(
     path: str | Path, kind: type[AnySaved], schema: str, max_bytes: int
 ) -> AnySaved | None:
-    """What a file holds of a kind, of any version of its schema; ``None``: it is something else,
-    or cannot be read. Raises AdvisorError: it is one, and damaged or larger than ``max_bytes``."""
+    """Read a file of a kind, of any version of its schema; ``None``: it is something else, or
+    cannot be read. Raises AdvisorError if it is one and damaged, or larger than ``max_bytes``."""
     if not has_schema(path, schema):
         return None
     try:

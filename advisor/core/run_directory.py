@@ -1,4 +1,4 @@
-"""What a recorded run looks like on disk: the records, their files, and a reader that forgives.
+"""Format of a recorded run on disk: the records, their files, and a reader that skips damage.
 
 Shared by the recorder (which writes) and by ingest (which reads). Imports neither torch nor polars.
 
@@ -48,60 +48,60 @@ EVENTS = "events.jsonl"
 SNAPSHOT = "memory_snapshot.pickle"
 SCALENE = "scalene.json"
 COMPILE_LOG = "compile.log"
-"""What torch.compile said."""
+"""File name of the log of torch.compile."""
 NCCL_LOG, TOPOLOGY = "nccl.log", "topology.txt"
-"""What NCCL said; ``nvidia-smi topo -m`` of the node."""
+"""File names of NCCL's log, and of ``nvidia-smi topo -m`` of the node."""
 
 MAX_RECORD_FILE_BYTES = 1 << 30
-"""A longer JSON Lines file is read up to here, and the report says so."""
+"""Size up to which a JSON Lines file is read, bytes; the report says so if it is longer."""
 MAX_EVENTS_BYTES = 16 << 20
-"""The same of the events, which hold anything: decoded, they take up to twenty times the room."""
+"""Size up to which events are read, bytes: decoded, they take up to twenty times the room."""
 MAX_LINE_BYTES = 1 << 20
-"""A longer line is damaged: the longest that is written has some kilobytes."""
+"""Size above which a line is damaged, bytes: the longest that is written has some kilobytes."""
 ROOM_BYTES, ROOM_FACTOR = 300 << 20, 8
 """Memory that the records of one file may take once decoded: so much, or so many times the file's
 own size. What a run writes takes two or three times its size."""
 MAX_VALUE = 1 << 62
-"""Times and figures are smaller than this."""
+"""Upper bound of times and figures: all are smaller."""
 MAX_GPUS = 64
-"""GPUs of one sample. No machine has more."""
+"""Upper bound of the GPUs of one sample. No machine has more."""
 MAX_OBJECTS = 2 * MAX_GPUS + 2
-"""Objects in a line: a sample has two for each GPU."""
+"""Upper bound of the objects in a line: a sample has two for each GPU."""
 MAX_STEPS = 2_000_000
-"""Of one rank: lines may stand for any number."""
+"""Upper bound of the steps of one rank: lines may stand for any number."""
 MAX_JSON_BYTES = 4 << 20
-"""Manifest and rank.json: some kilobytes are written."""
+"""Size limit of the manifest and of rank.json, bytes: some kilobytes are written."""
 
 
 DAMAGE_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError, AdvisorError, ValueError)
-"""What reading a damaged file of JSON raises."""
+"""Errors that reading a damaged file of JSON raises."""
 
 
 def trace_name(window: int) -> str:
-    """File name of a window's trace inside the rank's folder."""
+    """Return the file name of a window's trace inside the rank's folder."""
     return f"trace_w{window}.json.gz"
 
 
 class Manifest(Struct, kw_only=True, omit_defaults=True):
-    """The run as a whole, written once at its start."""
+    """Description of the run as a whole, written once at its start."""
 
     schema: str = SCHEMA
     run_id: str = ""
-    """Random, the same for all ranks."""
+    """Random identifier, the same for all ranks."""
     started_unix_ns: int = 0
     """Wall clock at the start, ns since 1970."""
     command: list[str] = field(default_factory=list)
-    """Command line, credentials replaced."""
+    """Command line with credentials replaced."""
     entry: str = ""
-    """``decorator``, ``context``, ``command`` or ``callback``."""
+    """Way of recording: ``decorator``, ``context``, ``command`` or ``callback``."""
     git_commit: str | None = None
     git_dirty: bool | None = None
-    """Uncommitted changes in the working directory's repository; ``None``: no repository."""
+    """Whether the working directory's repository has changes to commit; ``None``: no repository."""
     world_size: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of packages that matter: python, torch, cuda, cudnn, nccl, transformers …"""
     options: dict[str, Any] = field(default_factory=dict)
-    """The recorder's options."""
+    """Options of the recorder."""
 
 
 class RecordedDevice(Struct, kw_only=True, omit_defaults=True):
@@ -118,13 +118,13 @@ class RecordedDevice(Struct, kw_only=True, omit_defaults=True):
 
 
 class Rank(Struct, kw_only=True, omit_defaults=True):
-    """One process of the run, written once when its first step begins."""
+    """Description of one process of the run, written once when its first step begins."""
 
     rank: int | None = None
     local_rank: int | None = None
     pid: int | None = None
     anchor_unix_ns: int | None = None
-    """An instant on the wall clock, ns since 1970 …"""
+    """Instant on the wall clock, ns since 1970 …"""
     anchor_perf_ns: int | None = None
     """… and the same one on ``time.perf_counter_ns``."""
     devices: list[RecordedDevice] = field(default_factory=list)
@@ -148,17 +148,17 @@ class Rank(Struct, kw_only=True, omit_defaults=True):
 
 
 class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One training step, from one boundary to the next."""
+    """A training step, from one boundary to the next."""
 
     n: int
-    """Number, from 0."""
+    """Number of the step, from 0."""
     of: int = 1
-    """Steps that the record stands for: of a long run, several that follow each other are one line,
+    """Number of steps in the record: of a long run, several that follow each other are one line,
     whose times, samples and bytes are their sums. They are read as so many equal steps."""
     t: int
-    """Start, ns."""
+    """Start of the step, ns."""
     dur: int
-    """Length to the next boundary, host time, ns."""
+    """Duration on the host, to the next boundary, ns."""
     phases: dict[str, int] = field(default_factory=dict)
     """Host time by phase, exclusive, ns: ``data``, ``h2d``, ``forward``, ``backward``,
     ``optimizer``, the user's own; what is in none is ``other``, or ``between steps`` until the
@@ -166,13 +166,13 @@ class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
     gpu: dict[str, int] | None = None
     """Device time by phase between CUDA events, ns; ``None``: not measured."""
     micro: int = 1
-    """Batches that went into it (gradient accumulation)."""
+    """Number of batches that went into it (gradient accumulation)."""
     window: int | None = None
-    """Window that was open: profiling slowed this step."""
+    """Window that was open, whose profiling slowed the step; ``None``: none was."""
     exporting: bool = False
-    """The trace of a window was being written meanwhile, by another thread."""
+    """Whether another thread was writing the trace of a window meanwhile."""
     gc: int = 0
-    """Pauses of the garbage collector, ns."""
+    """Pauses of the garbage collector, summed, ns."""
     samples: int | None = None
     """Batch size: first dimension of the first tensor."""
     bytes: int | None = None
@@ -186,15 +186,15 @@ class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
     reserved: int | None = None
     """Device memory held by the allocator at the end, bytes."""
     peak: int | None = None
-    """Most device memory in tensors so far, bytes."""
+    """Peak of device memory in tensors so far, bytes."""
     retries: int | None = None
-    """Times so far that the allocator gave back its cache to satisfy a request."""
+    """Number of times so far that the allocator gave back its cache to satisfy a request."""
     rss: int | None = None
     """Resident memory of the process, bytes (sampled)."""
     evaluation: int = 0
-    """Time since the step before that went into validation loops, checkpoints and the like, ns."""
+    """Time between this step and the one before in validation, checkpoints and the like, ns."""
     unused_graphs: int = 0
-    """Forwards since the step before that built a graph which no backward followed."""
+    """Number of forwards since the step before that built a graph which no backward followed."""
 
 
 THROTTLE_BITS = {
@@ -212,7 +212,7 @@ THROTTLE_BITS = {
 
 
 class Gpu(Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One sample of one GPU. What the driver does not give is ``None``."""
+    """A sample of one GPU. ``None`` in a field: the driver does not give it."""
 
     uuid: str | None = None
     utilisation: int | None = None
@@ -220,63 +220,63 @@ class Gpu(Struct, kw_only=True, omit_defaults=True, gc=False):
     memory_utilisation: int | None = None
     """Share of the time in which memory was read or written, %."""
     memory_used: int | None = None
-    """bytes, of all processes."""
+    """Memory used by all processes, bytes."""
     memory_total: int | None = None
     sm_clock: int | None = None
-    """MHz."""
+    """Clock of the SMs, MHz."""
     sm_clock_max: int | None = None
     memory_clock: int | None = None
     memory_clock_max: int | None = None
     throttle: int | None = None
-    """Bits of nvmlClocksEventReasons."""
+    """Reasons for reduced clocks, bits of nvmlClocksEventReasons."""
     power: int | None = None
-    """mW."""
+    """Power, mW."""
     power_limit: int | None = None
     energy: int | None = None
-    """mJ since the driver was loaded."""
+    """Energy since the driver was loaded, mJ."""
     temperature: int | None = None
-    """°C."""
+    """Temperature, °C."""
     temperature_slowdown: int | None = None
-    """°C at which clocks fall."""
+    """Temperature at which clocks fall, °C."""
     pcie_gen: int | None = None
     pcie_gen_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     pcie_tx: int | None = None
-    """bytes/s."""
+    """Bytes sent over PCIe per second."""
     pcie_rx: int | None = None
     nvlink_tx: int | None = None
-    """KiB, counter."""
+    """Counter of what was sent over NVLink, KiB."""
     nvlink_rx: int | None = None
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
     remapped_rows: int | None = None
     remap_pending: bool | None = None
     xid: list[int] = field(default_factory=list)
-    """XID errors since the sample before."""
+    """Numbers of the XID errors since the sample before."""
     processes: int | None = None
-    """Other processes with a context on it."""
+    """Number of other processes with a context on it."""
     processes_bytes: int | None = None
-    """Memory that those hold, bytes."""
+    """Memory that those processes hold, bytes."""
     gpm: dict[str, float] | None = None
-    """Hopper and later: ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram`` …, %."""
+    """GPM metrics, % (Hopper and later): ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram`` …"""
 
 
 class Host(Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One sample of the host."""
+    """A sample of the host."""
 
     cpu: float | None = None
-    """Use of all CPUs, %."""
+    """CPU use, all CPUs together, %."""
     process_cpu: float | None = None
-    """Use by the process and its children, % of one CPU."""
+    """CPU use of the process and its children, % of one CPU."""
     memory_available: int | None = None
     rss: int | None = None
-    """Of the process, bytes."""
+    """Resident memory of the process, bytes."""
     children_rss: int | None = None
-    """Of its children (workers of a loader), bytes; a page that they share counts in each."""
+    """Resident memory of its children (DataLoader workers), bytes; shared pages count in each."""
     swap_used: int | None = None
     disk_read: int | None = None
-    """bytes since boot, counter."""
+    """Counter of bytes read from disks since boot."""
     disk_write: int | None = None
     throttled: int | None = None
     """Time that the cgroup's CPU quota stopped it so far, µs."""
@@ -284,40 +284,39 @@ class Host(Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 class Sample(Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One line of telemetry.jsonl."""
+    """A line of telemetry.jsonl."""
 
     t: int
-    """ns."""
+    """Time of the sample, ns."""
     gpus: list[Gpu] = field(default_factory=list)
     host: Host | None = None
 
 
 class Event(Struct, kw_only=True, omit_defaults=True):
-    """Something that happened: one line of events.jsonl. ``kind`` says which keys ``data`` has.
+    """An event of the run: one line of events.jsonl. ``kind`` says which keys ``data`` has.
 
     ``loader``: id, workers, pin_memory, prefetch_factor, persistent_workers, batch_size, drop_last,
     dataset, length, multiprocessing_context, trainer (``transformers`` where its Trainer is
-    imported) · ``loader_iter``: id, began_ns (by the clock of
-    the steps; the event itself is written later), workers_started_ns, workers_ended_ns (at the
-    end of its epoch before, ``null``: not seen), evaluation ·
-    ``shapes``: index, shapes, dtypes · ``window``: window, reason, steps, state (``open``,
-    ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
-    why · ``collect``: file, line, function (asked for a full garbage collection for the first
-    time) · ``stacks``: frames (``file(line): function``), stacks (of each: samples since the event
-    before, and its frames as places in ``frames``, the outermost first) ·
-    ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
-    ``end``: steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more
-    could be written), exception, message
+    imported) · ``loader_iter``: id, began_ns (by the clock of the steps; the event itself is
+    written later), workers_started_ns, workers_ended_ns (at the end of its epoch before, ``null``:
+    not recorded), evaluation · ``shapes``: index, shapes, dtypes · ``window``: window, reason,
+    steps, state (``open``, ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before
+    the training), file, why · ``collect``: file, line, function (asked for a full garbage
+    collection for the first time) · ``stacks``: frames (``file(line): function``), stacks (of each:
+    samples since the event before, and its frames as places in ``frames``, the outermost first) ·
+    ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``:
+    steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more could be
+    written), exception, message
     """
 
     t: int
-    """ns."""
+    """Time of the event, ns."""
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
 
 
 class RankRecord(Struct, kw_only=True):
-    """All that was recorded of one rank besides its traces."""
+    """Records of one rank: all that was recorded besides its traces."""
 
     rank: Rank
     steps: list[Step] = field(default_factory=list)
@@ -325,10 +324,10 @@ class RankRecord(Struct, kw_only=True):
     events: list[Event] = field(default_factory=list)
     folder: str = ""
     inference: bool = False
-    """The steps are of a loop that does not train: the recorder saw forwards and nothing learnt."""
+    """Whether the steps are of a loop that does not train: forwards, and nothing learnt."""
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
-        """The data of all events of a kind, in order."""
+        """Return the data of all events of a kind, in order."""
         return [event.data for event in self.events if event.kind == kind]
 
     @property
@@ -338,17 +337,17 @@ class RankRecord(Struct, kw_only=True):
 
 
 class Recording(Struct, kw_only=True):
-    """A run directory, read."""
+    """Contents of a run directory, without its traces."""
 
     path: str
     manifest: Manifest
     ranks: dict[int, RankRecord]
     problems: list[str] = field(default_factory=list)
-    """One line for each file that was damaged, and how much of it was kept."""
+    """Problems: one line for each damaged file, and how much of it was kept."""
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether the path is a run directory."""
+    """Return whether the path is a run directory."""
     try:
         return Path(path, MANIFEST).is_file()
     except OSError:  # a folder that may not be looked into
@@ -380,8 +379,8 @@ def read_recording(path: str | Path) -> Recording:
 
 
 def rank_folders(folder: Path) -> list[tuple[int, Path]]:
-    """The ranks of a run directory with their folders, by name. Raises AdvisorError: it may not be
-    looked into."""
+    """Return the ranks of a run directory with their folders, by name. Raises AdvisorError if it
+    may not be read."""
     result = []
     try:
         for sub in sorted(folder.glob("rank*")):
@@ -394,7 +393,7 @@ def rank_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _decoded(file: Path, kind: type[_T]) -> _T:
-    """A JSON file of one object. Raises OSError, or one of ``DAMAGE_ERRORS``."""
+    """Read a JSON file of one object. Raises OSError, or one of ``DAMAGE_ERRORS``."""
     return msgspec.json.decode(read_regular(file, MAX_JSON_BYTES), type=kind)
 
 
@@ -427,7 +426,7 @@ def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
 
 
 def _expanded(steps: list[Step], file: Path, problems: list[str]) -> list[Step]:
-    """With as many steps as lines stand for; their sums are those of the lines."""
+    """Return as many steps as the lines stand for; their sums are those of the lines."""
     if all(step.of == 1 for step in steps):
         return steps
     result: list[Step] = []
@@ -468,7 +467,7 @@ def _rest(total: int | None, count: int) -> int | None:
 
 
 def _without_dropped(events: list[Event]) -> list[Event]:
-    """Without the windows that lay before the training."""
+    """Return the events without the windows that lay before the training."""
     windows = [event for event in events if event.kind == "window"]
     dropped = {str(e.data.get("window")) for e in windows if e.data.get("state") == "dropped"}
     if not dropped:
@@ -491,7 +490,7 @@ def _read_lines(
 
 
 def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
-    """Telemetry in a bounded room: of too much, every second sample, or fourth, and so on."""
+    """Read telemetry within a memory limit: of too much, every second sample, or fourth …"""
     samples: list[Sample] = []
     held, every = 0, 1
     lines = _lines(file, Sample, problems, MAX_RECORD_FILE_BYTES)
@@ -510,7 +509,7 @@ def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
 
 
 def is_sane(item: object) -> bool:
-    """Whether a record has times that a run can have: others are damage, and fit no column."""
+    """Return whether a run can have a record's times: others are damage, and fit no column."""
     if isinstance(item, Step):
         lengths = item.dur, item.n, item.gc, *item.phases.values()
         if not 1 <= item.of <= MAX_STEPS:
@@ -524,7 +523,7 @@ def is_sane(item: object) -> bool:
 
 
 def memory_weight(item: object) -> int:
-    """About how many bytes a record takes in memory; more GPUs than there can be are dropped."""
+    """Estimate the memory of a record, bytes; drop GPUs beyond ``MAX_GPUS``."""
     if isinstance(item, Sample):
         del item.gpus[MAX_GPUS:]
         return 400 + sum(1200 + 180 * len(gpu.gpm or ()) + 40 * len(gpu.xid) for gpu in item.gpus)
@@ -536,7 +535,7 @@ def memory_weight(item: object) -> int:
 def _lines(
     file: Path, kind: type[_T], problems: list[str], max_bytes: int
 ) -> Iterator[tuple[int, _T]]:
-    """What is in a file of JSON lines, with the bytes read so far; damage is noted and left out."""
+    """Yield the records of a file of JSON lines, each with the bytes read so far; skip damage."""
     decoder = msgspec.json.Decoder(kind)
     bad = read = 0
     try:

@@ -1,4 +1,4 @@
-"""MemorySnapshot: what PyTorch's allocator held at an instant and did before, as tables."""
+"""MemorySnapshot: contents of PyTorch's allocator at an instant and its history, as tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import polars as pl
 
 STATES = ("allocated", "pending", "inactive")
-"""In a tensor; freed, but another stream may still use it; free for the next request."""
+"""States of a block: in a tensor; freed, but another stream may still use it; free for requests."""
 ACTIONS = tuple(
     """
         alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap
@@ -38,7 +38,7 @@ BLOCK_SCHEMA: dict[str, Any] = {
     "stack": pl.Int32,  # row of stacks; null: not recorded
     "label": pl.String,  # user's metadata; null: none
 }
-"""In order of segment and address: the blocks of a segment fill it."""
+"""Columns of blocks, in order of segment and address: the blocks of a segment fill it."""
 EVENT_SCHEMA: dict[str, Any] = {
     "device": pl.Int32,
     "action": Action,
@@ -51,7 +51,7 @@ EVENT_SCHEMA: dict[str, Any] = {
     "label": pl.String,
     "device_free": pl.Int64,  # out of memory: what the driver still had
 }
-"""In order of device and time: what the allocator did, the last of it where the ring was full."""
+"""Columns of the allocator's events, by device and time: the last ones where the ring was full."""
 ANNOTATION_SCHEMA: dict[str, Any] = {
     "device": pl.Int32,
     "time_us": pl.Int64,
@@ -61,7 +61,7 @@ ANNOTATION_SCHEMA: dict[str, Any] = {
 
 
 def typed_table(schema: dict[str, Any], columns: Mapping[str, Sequence[Any]]) -> pl.DataFrame:
-    """The rows of one of these tables; columns that are not given are null."""
+    """Return a table of one of these schemas; columns that are not given are null."""
     count = max(map(len, columns.values()), default=0)
     return pl.DataFrame(
         {
@@ -72,7 +72,7 @@ def typed_table(schema: dict[str, Any], columns: Mapping[str, Sequence[Any]]) ->
 
 
 class SnapshotFrame(NamedTuple):
-    """One frame of a stack."""
+    """A frame of a stack."""
 
     file: str
     line: int
@@ -80,23 +80,23 @@ class SnapshotFrame(NamedTuple):
 
 
 Stack = tuple[SnapshotFrame, ...]
-"""Innermost first, as PyTorch writes them."""
+"""Frames of a stack, innermost first, as PyTorch writes them."""
 
 
 class OutOfMemoryText(NamedTuple):
-    """What PyTorch's out-of-memory exception says. Bytes; ``None``: it does not."""
+    """Data in the text of PyTorch's out-of-memory exception. Bytes; ``None``: not in the text."""
 
     message: str
     request: int
     capacity: int | None
     free: int | None
-    """At the driver."""
+    """Memory free at the driver."""
     process: int | None
-    """In use by this process, PyTorch or not."""
+    """Memory in use by this process, PyTorch or not."""
     allocated: int | None
-    """In tensors."""
+    """Memory in tensors."""
     reserved: int | None
-    """By PyTorch, those in tensors among them."""
+    """Memory reserved by PyTorch, tensors included."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +115,19 @@ class MemorySnapshot:
     annotations: pl.DataFrame
     stacks: tuple[Stack, ...]
     settings: dict[str, str] = field(default_factory=dict)
-    """The allocator's, as text, where the file tells them (PyTorch 2.2 and later)."""
+    """Settings of the allocator, as text, where the file has them (PyTorch 2.2 and later)."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Reason -> number of entries that were left out."""
+    """Number of entries that were left out, by reason."""
     source: Literal["allocator", "timeline", "trace"] = "allocator"
-    """What it was made of: only the allocator's own file has real segments."""
+    """Origin of the tables: only the allocator's own file has real segments."""
     categories: tuple[str, ...] = ()
-    """Of each stack, where the file has no stacks but says what its blocks were for."""
+    """Category of each stack, where the file has no stacks but says what its blocks were for."""
     exception: OutOfMemoryText | None = None
-    """Where there is only the text of an exception: one event, one block, one segment stand for
-    it."""
+    """Text of an exception, where there is nothing else: one event, one block, one segment stand
+    for it."""
 
     @property
     def devices(self) -> list[int]:
-        """Devices with memory or events, in order."""
+        """Devices with memory or events, ascending."""
         result = {*self.segments["device"].unique(), *self.events["device"].unique()}
         return sorted(int(device) for device in result if device is not None)

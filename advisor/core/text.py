@@ -1,4 +1,4 @@
-"""Words for numbers: each unit, phrase and counted noun is written here, once for everybody.
+"""Text for numbers: each unit, phrase and counted noun is written here, once for everybody.
 
 A value is written in one way wherever it stands: three digits, in the unit it is read best in.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Evidence, Per
 
 MIN_LIMIT = 0.05
-"""Of the critical path: what takes less does not limit the step."""
+"""Share of the critical path below which a part does not limit the step."""
 
 NOT_MEASURED: Final = "not measured"
 
@@ -31,7 +31,7 @@ CLASS_LABELS: Final = {
     "memset": "exposed memsets",
     "idle": "idle",
 }
-"""How a class of device time is called in full; ``exposed``: under none of those before it."""
+"""Full names of the classes of device time; ``exposed``: under none of those before it."""
 
 CAUSE_LABELS: Final = {
     "loader": "data loader",
@@ -47,7 +47,7 @@ CAUSE_LABELS: Final = {
     "other_thread": "another thread",
     "end": "nothing recorded",
 }
-"""Idle causes (``measure.host.gaps.CAUSES``) as they are shown."""
+"""Names of idle causes (``measure.host.gaps.CAUSES``)."""
 
 HOST_LABELS: Final = {
     **CAUSE_LABELS,
@@ -59,16 +59,16 @@ HOST_LABELS: Final = {
     "unrecorded": "nothing recorded",
     "autograd": "waiting for backward",
 }
-"""Classes of host time (``measure.steps.timeline.CLASSES``) as they are shown."""
+"""Names of classes of host time (``measure.steps.timeline.CLASSES``)."""
 
 _INPUT: Final = {"loader": "input pipeline"}
 _ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPUT, "jax": _INPUT}
-"""``TraceMeta.framework`` -> what is called otherwise there than in PyTorch."""
+"""Names that differ from those of PyTorch, by ``TraceMeta.framework``."""
 
 
 def shorten_path(file: str, width: int) -> str:
-    """A path in ``width`` characters: from here when it is below, else its last folders and its
-    name if it is long."""
+    """Return a path in ``width`` characters: relative to here when it is below, else its last
+    folders and its name if it is long."""
     file = clean(file.removeprefix(_here()))
     if len(file) <= width:
         return file
@@ -84,7 +84,7 @@ def _here() -> str:
 
 
 def format_duration(ns: float | None) -> str:
-    """A duration with its unit: ``87.9 ms``, ``1.22 s``, ``104 µs``, ``1,230 s``."""
+    """Return a duration with its unit: ``87.9 ms``, ``1.22 s``, ``104 µs``, ``1,230 s``."""
     if ns is None:
         return NOT_MEASURED
     number, unit = _time(ns)
@@ -104,12 +104,12 @@ def _time(ns: float) -> tuple[str, str]:
 
 
 def _digits(value: float) -> str:
-    """Three significant ones, or all of them before the point."""
+    """Return a number with three significant digits, or all of them before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def format_range(low: float, high: float) -> str:
-    """A range, its unit once where both ends have the same: ``390 to 412 ms``."""
+    """Return a range, its unit once where both ends have the same: ``390 to 412 ms``."""
     (first, unit), (second, other) = _time(low), _time(high)
     if unit == other or not low:
         return f"{first} to {second} {other}"
@@ -117,7 +117,7 @@ def format_range(low: float, high: float) -> str:
 
 
 def format_bin(low: float, high: float) -> str:
-    """A range of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
+    """Return a bin of a histogram, as exact as it is narrow: ``100.5 to 101.0 ms``."""
     unit, size = next((item for item in _SECONDS if high >= item[1]), ("ns", 1.0))
     width = (high - low) / size
     if width <= 0:
@@ -128,17 +128,17 @@ def format_bin(low: float, high: float) -> str:
 
 
 def format_change(ns: float) -> str:
-    """A difference in time with its sign: ``+3.1 ms``."""
+    """Return a difference in time with its sign: ``+3.1 ms``."""
     return format_duration(0) if not ns else f"{'+' if ns > 0 else '−'}{format_duration(abs(ns))}"
 
 
 def format_more_bytes(size: float) -> str:
-    """A difference in bytes with its sign: ``+3.1 GiB``."""
+    """Return a difference in bytes with its sign: ``+3.1 GiB``."""
     return f"{'+' if size > 0 else '-'}{format_bytes(abs(size))}"
 
 
 def format_share(share: float | None) -> str:
-    """A share of 1 as a percentage; what rounds to nothing is not shown as nothing."""
+    """Return a share of 1 as a percentage; ``<1%`` for what would round to nothing."""
     if share is None:
         return NOT_MEASURED
     if 0 < share < 0.005:
@@ -147,7 +147,7 @@ def format_share(share: float | None) -> str:
 
 
 def format_bytes(size: float | None) -> str:
-    """Bytes in binary units, as allocators and driver tools count them."""
+    """Return bytes in binary units, as allocators and driver tools count them."""
     if size is None:
         return NOT_MEASURED
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -157,25 +157,25 @@ def format_bytes(size: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """A number of things: whole when it is."""
+    """Return a number of things: whole when it is."""
     if value is None:
         return NOT_MEASURED
     return f"{value:,.0f}" if value == round(value) or abs(value) >= 100 else f"{value:,.1f}"
 
 
 def count_noun(value: float, noun: str, plural: str = "") -> str:
-    """A number of things, the noun agreeing with it: ``1 kernel``, ``3 copies``, ``1,234 steps``.
+    """Return a number of things with its noun: ``1 kernel``, ``3 copies``, ``1,234 steps``.
     ``plural``: where it is not made with -s or -ies."""
     return f"{format_count(value)} {noun if value == 1 else plural or _plural(noun)}"
 
 
 def with_article(words: str) -> str:
-    """``an 87.1 ms step``, ``a 90 ms step``: the article that the first number is read with."""
+    """Return words with the article of their first one: ``an 87.1 ms step``, ``a 90 ms step``."""
     return f"{'an' if _VOWEL.match(words) else 'a'} {words}"
 
 
 _VOWEL: Final = re.compile(r"8|(11|18)(?!\d)|[aeio]", re.IGNORECASE)
-"""Eight, eighty …; eleven and eighteen, alone or of thousands; words that begin with a vowel."""
+"""Beginnings read with "an": 8, 80 …; 11 and 18, alone or of thousands; vowels."""
 
 
 def _plural(noun: str) -> str:
@@ -186,12 +186,12 @@ def _plural(noun: str) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three significant digits, or all of them before the point; a whole number with all."""
+    """Return three significant digits, or all before the point; a whole number with all."""
     return f"{value:,.0f}" if value == round(value) else _digits(value)
 
 
 def format_rate(amount: float, unit: str) -> str:
-    """A rate in the unit that GPUs' are given in (TFLOP/s, GB/s); a small one in a smaller."""
+    """Return a rate in the unit that GPUs' are given in (TFLOP/s, GB/s), or a smaller one."""
     units = (("T", 1e12), ("G", 1e9), ("M", 1e6)) if unit == "FLOP/s" else (("G", 1e9), ("M", 1e6))
     for letter, scale in units:
         if abs(amount) >= 0.1 * scale or amount == 0:
@@ -200,7 +200,7 @@ def format_rate(amount: float, unit: str) -> str:
 
 
 def format_value(amount: float | str | None, unit: str) -> str:
-    """A measured value as :class:`~advisor.core.finding.Evidence` holds it, with its unit."""
+    """Return a value of :class:`~advisor.core.finding.Evidence` as text, with its unit."""
     if amount is None:
         return NOT_MEASURED
     if isinstance(amount, str):
@@ -222,7 +222,7 @@ def format_value(amount: float | str | None, unit: str) -> str:
 
 
 def evidence_label(item: Evidence) -> str:
-    """What was measured, and of what: ``kernels per step``, ``share of the recording``."""
+    """Return the label with its unit of work: ``kernels per step``, ``share of the recording``."""
     if item.per is None:
         return clean(item.label)
     return (
@@ -238,8 +238,8 @@ def location_names(
     path_width: int = 60,
     short: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Where it is: the line of code, the op, the kernel, the step. ``short``: labels of names that
-    are listed with others (:func:`labels_by_name`)."""
+    """Return the parts of a place: the line of code, the op, the kernel, the step. ``short``:
+    labels of names that are listed with others (:func:`labels_by_name`)."""
     known = short or {}
     parts = []
     if location.layer is not None and location.around_layer:
@@ -262,7 +262,7 @@ def location_names(
 
 
 def location_figures(location: Location) -> list[str]:
-    """How often it happens, and how long the worst of them takes."""
+    """Return how often it happens, and how long the worst instance takes."""
     parts = []
     if location.count is not None:
         parts.append(f"{format_count(location.count)}×")
@@ -275,7 +275,7 @@ def location_figures(location: Location) -> list[str]:
 
 
 def format_gain(finding: Finding) -> str:
-    """What the fix saves: ``up to 87.9 ms per step, 19%``; else why there is no figure."""
+    """Return the saving of a fix: ``up to 87.9 ms per step, 19%``; else why there is no figure."""
     impact = finding.impact
     if impact is None:
         return "no estimated gain"
@@ -292,26 +292,26 @@ def format_gain(finding: Finding) -> str:
 
 
 LOWER_BOUND: Final = "lower bound"
-"""How ``Impact.method`` of a gain begins of which a part is not recorded."""
+"""Prefix of ``Impact.method`` for a gain of which a part is not recorded."""
 
 
 def format_saving(impact: Impact) -> str:
-    """The time that a fix saves: ``up to 87.9 ms``."""
+    """Return the time that a fix saves: ``up to 87.9 ms``."""
     bound = "up to " if is_upper_bound(impact) else ""
     bound = "at least " if impact.method.startswith(LOWER_BOUND) else bound
     return f"{bound}{format_duration(impact.gain_ns)}"
 
 
 def is_upper_bound(impact: Impact) -> bool:
-    """No fix saves more than the gain: it is exposed time, and no assumption of the rule's own
-    puts the end of the range above it."""
+    """Return whether no fix saves more than the gain: it is exposed time, and no assumption of the
+    rule's own puts the end of the range above it."""
     above = format_duration(impact.high_ns or 0) != format_duration(impact.gain_ns or 0)
     above = above and (impact.high_ns or 0) > (impact.gain_ns or 0)
     return impact.method.startswith("upper bound") and not above
 
 
 def format_gain_range(finding: Finding) -> str | None:
-    """The range of the gain where assumptions leave one: ``8 to 15 ms``."""
+    """Return the range of the gain, ``8 to 15 ms``; ``None``: it has none."""
     impact = finding.impact
     if impact is None or impact.low_ns is None or impact.high_ns is None:
         return None
@@ -321,7 +321,7 @@ def format_gain_range(finding: Finding) -> str | None:
 
 
 def describe_crashes(result: Sequence[Crash]) -> str:
-    """Which ranks an exception ended, in a sentence that may lead a report; empty: none."""
+    """Return a sentence on the ranks that an exception ended; empty: there is none."""
     if not result:
         return ""
     first = result[0]
@@ -336,11 +336,11 @@ def describe_crashes(result: Sequence[Crash]) -> str:
 
 
 _MAX_SENTENCE: Final = 200
-"""Characters: two lines of an overview."""
+"""Length limit of a sentence, characters: two lines of an overview."""
 
 
 def split_sentences(text: str, room: int) -> tuple[str, str]:
-    """As many of a text's sentences as have room, one at least, and the others."""
+    """Return as many of a text's sentences as have room, one at least, and the others."""
     first, *others = re.split(r"(?<=[a-z)`%\d]\.)\s+(?=[A-Z])", clean(text))
     while others and len(first) + 1 + len(others[0]) <= room:
         first = f"{first} {others.pop(0)}"
@@ -348,7 +348,7 @@ def split_sentences(text: str, room: int) -> tuple[str, str]:
 
 
 def first_sentence(text: str) -> str:
-    """A text in one sentence: its first, or as many of its words as have room."""
+    """Return a text's first sentence, or as many of its words as have room."""
     text = clean(text).strip()
     first = re.split(r"(?<=[a-z)`%\d][.:;])\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".:;")
     if len(first) <= _MAX_SENTENCE:
@@ -368,33 +368,33 @@ _PER: Final[Mapping[str, str]] = {
 
 
 def format_per(unit: Per) -> str:
-    """After an amount: ``per step``, ``of the recording``."""
+    """Return the words after an amount: ``per step``, ``of the recording``."""
     return _PER[unit]
 
 
 def format_of(unit: Per) -> str:
-    """After a share: ``of the step``, ``of the recording``."""
+    """Return the words after a share: ``of the step``, ``of the recording``."""
     return f"of the {unit}"
 
 
 def cause_label(cause: str, framework: str | None = None) -> str:
-    """An idle cause as words, those of the framework that the program is written with."""
+    """Return the name of an idle cause, in the words of the program's framework."""
     return _own(cause, framework) or CAUSE_LABELS.get(cause, clean(cause).replace("_", " "))
 
 
 def host_label(name: str, framework: str | None = None) -> str:
-    """A class of host time as words, likewise."""
+    """Return the name of a class of host time, in the words of the program's framework."""
     return _own(name, framework) or HOST_LABELS.get(name, clean(name).replace("_", " "))
 
 
 def path_label(name: str, framework: str | None = None) -> str:
-    """A part of the critical path as words, likewise."""
+    """Return the name of a part of the critical path, in the words of the program's framework."""
     return _own(name, framework) or clean(name)
 
 
 def describe_bottleneck(path: Mapping[str, float], framework: str | None = None) -> str:
-    """The one or two largest parts of a critical path (ns), with their shares: ``host (90%) and
-    compute (10%)``. A second one of a few per cent limits nothing."""
+    """Return the one or two largest parts of a critical path (ns), with their shares: ``host (90%)
+    and compute (10%)``. A second one below ``MIN_LIMIT`` is left out."""
     total = sum(path.values()) or 1.0
     left = sorted(path.items(), key=lambda item: -item[1])[:2]
     shown = left[:1] + [item for item in left[1:] if item[1] >= MIN_LIMIT * total]

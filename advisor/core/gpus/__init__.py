@@ -1,5 +1,5 @@
-"""What each GPU can do: peaks and bandwidths from public documents, found by the device's name; and
-the rates that kernels do reach on it.
+"""Peaks and bandwidths of GPUs from public documents, found by the device's name; and the rates
+that kernels reach on them.
 
 The figures are in ``gpus.json`` beside this file, one entry a GPU with its sources. A GPU that is
 not in it is unknown: `lookup` returns None, and whoever asked says so by its name. There is no
@@ -62,21 +62,21 @@ class PeakRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     fp64: float | None
-    """TFLOP/s."""
+    """Peak in fp64, TFLOP/s."""
     fp32: float | None
-    """TFLOP/s, in full fp32: on NVIDIA the CUDA cores (TF32 is `tf32`), on AMD the matrix cores."""
+    """Peak in full fp32, TFLOP/s: NVIDIA's CUDA cores (TF32 is `tf32`), AMD's matrix cores."""
     tf32: float | None
-    """TFLOP/s."""
+    """Peak in TF32, TFLOP/s."""
     fp16: float | None
-    """TFLOP/s, accumulated in fp32 (GeForce cards are twice as fast accumulating in fp16)."""
+    """Peak in fp16, TFLOP/s, accumulated in fp32 (GeForce: twice as fast accumulating in fp16)."""
     bf16: float | None
-    """TFLOP/s, accumulated in fp32."""
+    """Peak in bf16, TFLOP/s, accumulated in fp32."""
     fp8: float | None
-    """TFLOP/s, accumulated in fp32."""
+    """Peak in fp8, TFLOP/s, accumulated in fp32."""
     int8: float | None
-    """TOP/s (integer operations), accumulated in int32."""
+    """Peak in int8, TOP/s (integer operations), accumulated in int32."""
     fp4: float | None = None
-    """TFLOP/s, NVFP4 or MXFP4, accumulated in fp32."""
+    """Peak in NVFP4 or MXFP4, TFLOP/s, accumulated in fp32."""
 
 
 class Pcie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,16 +87,16 @@ class Pcie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lanes: int
     """Number of lanes."""
     gb_per_s: float
-    """GB/s (1e9 bytes/s) in ONE direction, after line encoding and before packet overhead."""
+    """Rate in ONE direction, GB/s (1e9 bytes/s), after line encoding, before packet overhead."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The links from this GPU to its peers, all of them together."""
 
     name: str
-    """"NVLink 4", "Infinity Fabric", ..."""
+    """Name of the links: "NVLink 4", "Infinity Fabric", ..."""
     gb_per_s: float
-    """GB/s (1e9 bytes/s) in ONE direction; vendors usually print both directions summed."""
+    """Bandwidth in ONE direction, GB/s (1e9 bytes/s); vendors usually print both summed."""
 
 
 class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +107,7 @@ class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What somebody measured, and where it can be read."""
+    """A measured rate and the document that has it."""
 
     rate: float
     """TFLOP/s of a matrix product, or GB/s (1e9 bytes/s) of memory, read and written together."""
@@ -118,13 +118,13 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rates that public benchmarks reached on this GPU; what is not in it was not found."""
 
     matmul: dict[str, Rate] = {}
-    """Fastest matrix product of a search over sizes, by the format of the inputs."""
+    """Rates of the fastest matrix product of a search over sizes, by the format of the inputs."""
     memory: Rate | None = None
-    """STREAM triad or copy over arrays much larger than the caches."""
+    """Rate of a STREAM triad or copy over arrays much larger than the caches."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One GPU as a framework sees it: a device of a trace, so one GCD of an MI250.
+    """A GPU as a framework sees it: a device of a trace, so one GCD of an MI250.
 
     Every rate is what the vendor publishes, a ceiling that no kernel reaches; None is "not known"
     or "does not have it", never a guess.
@@ -133,7 +133,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: str
     """Canonical name, with the form factor and the memory where there are several."""
     vendor: Literal["nvidia", "amd"]
-    """Who makes the chip."""
+    """Vendor of the chip."""
     names: tuple[str, ...]
     """Device names as drivers report them."""
     generic_names: tuple[str, ...]
@@ -162,14 +162,14 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Links to peer GPUs that come with the board; None where there are none, where they are an
     optional bridge, or where they differ from peer to peer."""
     note: str | None
-    """How the figures were derived where they are not printed as such, and what to know of them."""
+    """Note on figures that were derived because they are not printed, and what to know of them."""
     sources: tuple[GpuTable, ...]
-    """Where the figures come from."""
+    """Sources of the figures."""
     measured: Measured = Measured()
-    """What benchmarks reached, where one was found."""
+    """Rates that public benchmarks reached, where one was found."""
 
     def peak(self, dtype: str) -> float | None:
-        """Dense peak of matrix multiplication in `dtype`, FLOP/s (OP/s for int8).
+        """Return the dense peak of matrix multiplication in `dtype`, FLOP/s (OP/s for int8).
 
         `dtype` in any spelling `canonical_dtype` knows; None for others and for formats this GPU
         has no rate for. "float" is full fp32: ask for "tf32" where TF32 is allowed.
@@ -179,7 +179,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return None if tflops is None else tflops * 1e12
 
     def measured_matmul(self, dtype: str) -> Rate | None:
-        """The fastest matrix product that was measured in `dtype`, TFLOP/s; None: none was found.
+        """Return the fastest matrix product measured in `dtype`, TFLOP/s; None: none was found.
 
         fp16 and bf16 stand for each other where the chip does both at one rate: the same units
         multiply them.
@@ -205,7 +205,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def link_bandwidth(self) -> float | None:
-        """Bandwidth to peer GPUs in one direction, all links together, bytes/s."""
+        """Bandwidth to peer GPUs in one direction, all links together, bytes/s; None: no link."""
         return None if self.link is None else self.link.gb_per_s * 1e9
 
 
@@ -226,7 +226,7 @@ __all__ = [
 # reports 14.8 (0.92). The nearest different memory size of one chip is 10 of 12 GiB (0.83).
 _MIN_MEMORY, _MAX_MEMORY = 0.88, 1.01
 _SAME_RATES = 0.12
-"""How far the rates of one model's variants may differ (a V100's SXM2 board and PCIe card: 10%) to
+"""Difference of rates up to which one model's variants (a V100's SXM2 board and PCIe card: 10%)
 stand for each other where nothing says which it is; then the slowest is taken."""
 _NO_MODEL = frozenset("nvidia amd tesla geforce instinct gpu oam hbm2 hbm2e hbm3 hbm3e".split())
 """Words that do not tell one model from another."""
@@ -236,7 +236,7 @@ _MEMORY = re.compile(r"(\d+)gb?")
 
 @cache
 def known_gpus() -> tuple[GpuSpec, ...]:
-    """All GPUs of the data file, in its order."""
+    """Return all GPUs of the data file, in its order."""
     data = files(__name__).joinpath("gpus.json").read_bytes()
     return msgspec.json.decode(data, type=tuple[GpuSpec, ...])
 
@@ -274,14 +274,14 @@ def lookup(
 
 
 class GpuMatch(NamedTuple):
-    """A GPU by a short name."""
+    """A GPU that a short name stands for."""
 
     gpu: GpuSpec
     others: tuple[str, ...]
-    """Others that the name fits as well."""
+    """Names of other GPUs that the short name fits as well."""
 
     def note(self, name: str) -> str:
-        """What a short name was taken for; empty: it fits no other."""
+        """Return what a short name was taken for; empty: it fits no other."""
         if not self.others:
             return ""
         more = ", ".join(self.others[:4]) + (" …" if len(self.others) > 4 else "")
@@ -289,10 +289,10 @@ class GpuMatch(NamedTuple):
 
 
 def find_gpu(name: str) -> GpuMatch:
-    """The GPU that its driver calls so; else the first whose name has all the words: ``h200``,
-    ``a100 pcie 80gb``.
+    """Return the GPU that its driver calls so; else the first whose name has all the words:
+    ``h200``, ``a100 pcie 80gb``.
 
-    AdvisorError: none has.
+    Raises AdvisorError if none has.
     """
     wanted = _words(name)
     called = [
@@ -316,7 +316,7 @@ def _words(name: str) -> set[str]:
 def _fits(
     gpu: GpuSpec, sms: int | None, memory_bytes: int | None, compute: tuple[int, int] | None
 ) -> bool:
-    """Whether what was reported of a device, as far as it was, is true of `gpu`."""
+    """Return whether the properties reported of a device, if any, are those of `gpu`."""
     if sms is not None and sms != gpu.sms:
         return False
     if compute is not None and tuple(compute) != gpu.compute:
@@ -327,7 +327,7 @@ def _fits(
 
 
 def _of_model(name: str) -> tuple[GpuSpec, ...]:
-    """GPUs of the model that a name's words say; a board or a memory size in it must be theirs."""
+    """Return the GPUs of the model in a name; a board or memory size in it must be theirs."""
     words = _words(name)
     model, form, memory = _model(words)
     result = [
@@ -344,7 +344,7 @@ def _named(gpu: GpuSpec) -> list[set[str]]:
 
 
 def _model(words: set[str]) -> tuple[frozenset[str], str | None, int | None]:
-    """The words of a name that say the model, its board, and its memory in GiB."""
+    """Return the words of a name for the model, its board, and its memory in GiB."""
     forms = [match[1] for word in words if (match := _FORM.fullmatch(word))]
     sizes = [int(match[1]) for word in words if (match := _MEMORY.fullmatch(word)) and "g" in word]
     rest = (w for w in words - _NO_MODEL if not _FORM.fullmatch(w))
@@ -353,7 +353,7 @@ def _model(words: set[str]) -> tuple[frozenset[str], str | None, int | None]:
 
 
 def _slowest(gpus: list[GpuSpec]) -> GpuSpec | None:
-    """The one GPU, or of variants whose rates are nearly the same the slowest; else None."""
+    """Return the one GPU, or of variants with nearly the same rates the slowest; else None."""
     if len(gpus) < 2:
         return gpus[0] if gpus else None
     rates = [(*msgspec.structs.astuple(gpu.peak_tflops), gpu.memory_gb_per_s) for gpu in gpus]
@@ -367,14 +367,14 @@ def _slowest(gpus: list[GpuSpec]) -> GpuSpec | None:
 
 
 def _key(name: str) -> str:
-    """A device name without what drivers and versions of them spell differently."""
+    """Return a device name without what drivers and versions of them spell differently."""
     words = name.casefold().split()
     return " ".join(words[1:] if words and words[0] in ("nvidia", "amd") else words)
 
 
 @cache
 def _index() -> tuple[dict[str, tuple[GpuSpec, ...]], dict[str, tuple[GpuSpec, ...]]]:
-    """GPUs by their own names, and by the names they share with other devices."""
+    """Return GPUs by their own names, and by the names they share with other devices."""
     by_name: dict[str, tuple[GpuSpec, ...]] = {}
     by_generic_name: dict[str, tuple[GpuSpec, ...]] = {}
     for gpu in known_gpus():
@@ -386,16 +386,16 @@ def _index() -> tuple[dict[str, tuple[GpuSpec, ...]], dict[str, tuple[GpuSpec, .
 
 
 class Attainable(NamedTuple):
-    """A rate, FLOP/s or bytes/s."""
+    """A rate that kernels reach, FLOP/s or bytes/s."""
 
     rate: float
     source: GpuTable | None
-    """Where it was measured; ``None``: nobody's figure was found, and it is the peak times what
+    """Document of the measurement; ``None``: none was found, and the rate is the peak times what
     the vendor's other GPUs reach of theirs (the lower median)."""
 
 
 def attainable_matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
-    """Of matrix products with inputs in ``dtype``; ``None``: the GPU has no peak for the format."""
+    """Return the rate of matrix products in ``dtype``; ``None``: the GPU has no peak for it."""
     measured = gpu.measured_matmul(dtype)
     if measured is not None:
         return Attainable(measured.rate * 1e12, measured.source)
@@ -405,7 +405,7 @@ def attainable_matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
 
 
 def attainable_bandwidth(gpu: GpuSpec) -> Attainable | None:
-    """Of the GPU's own memory, read and written together."""
+    """Return the rate of the GPU's own memory, read and written together."""
     measured = gpu.measured.memory
     if measured is not None:
         return Attainable(measured.rate * 1e9, measured.source)
@@ -415,7 +415,7 @@ def attainable_bandwidth(gpu: GpuSpec) -> Attainable | None:
 
 @cache
 def _usual(vendor: str) -> tuple[float | None, float | None]:
-    """What a vendor's GPUs reach of their peaks, in matrix products and in memory."""
+    """Return which shares of their peaks a vendor's GPUs reach: matrix products, memory."""
     products, memories = set(), set()
     for gpu in known_gpus():
         if gpu.vendor != vendor:

@@ -1,1 +1,1 @@
-"""Tries what was advised: a knob for each finding, measured in fresh processes, side by side."""
+"""Trials of the advice: a knob for each finding, measured in fresh processes, side by side."""

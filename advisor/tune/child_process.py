@@ -1,4 +1,4 @@
-"""In the process of a trial: applies the knobs, times the steps, notes the losses, and ends.
+"""Code in a trial's process: it applies the knobs, times the steps, records the losses, and ends.
 
 Named to the start-up file by ``ADVISOR_BEGIN``. ``before_program`` runs ahead of the program's
 first line, ``begin`` when torch has been imported. What is measured goes to a file of its own; the
@@ -27,20 +27,20 @@ from advisor.tune.overlay import Overlay
 
 Note = Callable[[str], None]
 MAX_BLOCK_OVERRUN = 4.0
-"""Times its share of the seconds after which a block ends, whatever it has."""
+"""Multiple of its share of the seconds after which a block ends, however many steps it has."""
 MIN_RECORDED_STEPS = 5
-"""Steps of a recording, however long they take."""
+"""Minimum number of steps of a recording, however long they take."""
 MAX_LOSSES = 20_000
 NORM_STEPS = 6
-"""First steps whose gradients are measured: none that is timed."""
+"""Number of first steps whose gradients are measured; none of them is timed."""
 
 _trial: list[tuple[Spec, Overlay]] = []
-"""That this process is of: one, from ``before_program`` on."""
+"""Trial of this process: one entry, from ``before_program`` on."""
 
 
 def before_program() -> None:
-    """Redirect what the program writes. Raises what is wrong with the trial's own files: a
-    program that could write anywhere must not begin."""
+    """Redirect what the program writes. Raises what is wrong with the trial's own files: a program
+    that could write anywhere must not begin."""
     spec = read_spec()
     if spec is None:
         return
@@ -59,7 +59,7 @@ def _refusals(spec: Spec, overlay: Overlay, process: int) -> None:
 
 
 def begin(note: Note) -> None:
-    """Torch is there. Never raises: the user's import of it is around this."""
+    """Begin the trial once torch is imported. Never raises: the user's import of torch calls it."""
     if not _trial:
         return
     spec, overlay = _trial[0]
@@ -93,7 +93,7 @@ def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
 
 
 def _record(spec: Spec, note: Note) -> None:
-    """The recorder, until there are enough steps."""
+    """Run the recorder until there are enough steps."""
     from torch.optim import optimizer as optim
 
     from advisor.recorder import injection
@@ -116,7 +116,7 @@ def _record(spec: Spec, note: Note) -> None:
 
 
 class Timer:
-    """Times steps, and keeps losses and the norms of the first gradients as tensors to the end."""
+    """Timer of steps; it also keeps the losses and the first gradients' norms, as tensors."""
 
     def __init__(self, spec: Spec, overlay: Overlay, applied: list[Any], note: Note) -> None:
         from advisor.recorder.tape_reader import CallCounter
@@ -136,7 +136,7 @@ class Timer:
         self.counter = CallCounter(self._ended)
 
     def start(self) -> None:
-        """Listen."""
+        """Install the hooks that time steps and keep losses and norms."""
         import torch
         from torch.optim import optimizer as optim
 
@@ -225,7 +225,7 @@ class Timer:
         return len(self.steps_ns) - sum(self.blocks)
 
     def _has_all(self) -> bool:
-        """Whether the step that has just ended is the last one."""
+        """Return whether the step that has just ended is the last one."""
         spec, timed = self.spec, len(self.steps_ns)
         if self.turns:
             return len(self.blocks) + 1 >= spec.turns and self.turns.block_complete(
@@ -236,7 +236,7 @@ class Timer:
         )
 
     def _begin_block(self) -> None:
-        """Wait for a turn, where there are any, with nothing left to do for the device."""
+        """Wait for a turn, where there are any, once the device has nothing left to do."""
         _synchronize()
         if self.turns:
             if self.turns.can_pause():
@@ -247,7 +247,7 @@ class Timer:
         self.last = time.perf_counter_ns()
 
     def _leave(self) -> None:
-        """The interpreter ends: by itself, or by an exception that nobody caught."""
+        """Write the result as the interpreter ends, by itself or by an uncaught exception."""
         if os.getpid() != self.process or self.written:
             return
         if self.step == 0 and _exists(self.spec.out):
@@ -255,13 +255,13 @@ class Timer:
         self.write(*_last())
 
     def write(self, problem: str, kind: Any) -> None:
-        """The result, once, by the first rank."""
+        """Write the result, in the first rank only."""
         self.written = True
         if os.environ.get("RANK", "0") in ("", "0"):
             _write(self.spec.out, self.result(problem, kind))
 
     def result(self, problem: str, kind: Any) -> Result:
-        """What is known by now."""
+        """Return what has been measured so far."""
         import torch
 
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -301,8 +301,8 @@ class Timer:
 
 
 class PauseControl:
-    """Stops the process group of the trial before each block of steps: all threads and workers with
-    it, so that nobody works ahead. Who started it lets it go on (``advisor/tune/process.py``)."""
+    """Stops the trial's process group before each block of steps, all threads and workers with it,
+    so that nobody works ahead. Its parent resumes it (``advisor/tune/process.py``)."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -314,8 +314,8 @@ class PauseControl:
             os.register_at_fork(after_in_child=_die_with_parent)
 
     def can_pause(self) -> bool:
-        """Whether this process is one that may be stopped: alone, and of the group that whoever
-        lets it go knows of."""
+        """Return whether this process may be stopped: it is alone, and in the process group that is
+        resumed."""
         if not hasattr(os, "getpgrp") or os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             return False
         import torch
@@ -326,7 +326,7 @@ class PauseControl:
         return self._read(GROUP) == [os.getpgrp()]
 
     def wait(self) -> None:
-        """Until it is let go."""
+        """Stop, and wait until the group is resumed."""
         self.count += 1
         os.killpg(os.getpgrp(), signal.SIGSTOP)
         # a thread other than the first may run for a moment before it stops
@@ -337,7 +337,7 @@ class PauseControl:
         self.begun = time.perf_counter_ns()
 
     def _read(self, name: str) -> list[int]:
-        """The numbers in a file of ours; empty: not there yet."""
+        """Return the numbers in a file of ours; empty: it does not exist yet."""
         try:
             with open(os.path.join(self.home, name)) as file:  # noqa: PTH118, PTH123
                 return [int(word) for word in file.read(64).split()]
@@ -345,14 +345,14 @@ class PauseControl:
             return []
 
     def block_complete(self, steps: int, now: int) -> bool:
-        """Whether so many steps end the block."""
+        """Return whether a block with so many steps is complete."""
         late = now - self.begun > MAX_BLOCK_OVERRUN * self.spec.seconds * 1e9 / self.spec.turns
         return steps >= self.block or late
 
 
 def _die_with_parent() -> None:
-    """Linux: nobody is left stopped for ever when whoever would let it go is killed. Of children
-    of the main thread: others end with the thread that forked them."""
+    """Kill this process when its parent ends (Linux), so that none stays stopped for ever. Only in
+    the main thread: children of others would end with the thread that forked them."""
     if threading.current_thread() is threading.main_thread():
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -366,13 +366,13 @@ def _synchronize() -> None:
 
 
 def _numbers(tensors: list[Any]) -> list[float | None]:
-    """As numbers; ``None`` for what is not finite: JSON has no word for it."""
+    """Return tensors as numbers; ``None`` for what is not finite, since JSON lacks it."""
     result = [float(tensor) for tensor in tensors]
     return [item if math.isfinite(item) else None for item in result]
 
 
 def _resident() -> int | None:
-    """Peak of this process or of the largest of its children that ended, bytes."""
+    """Return the peak resident memory of this process or its largest ended child, bytes."""
     try:
         import resource
     except ImportError:
@@ -383,7 +383,7 @@ def _resident() -> int | None:
 
 
 def _last() -> tuple[str, str]:
-    """The exception that nobody caught, and its kind; empty: there was none."""
+    """Return the uncaught exception and its kind; empty: there was none."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None or isinstance(error, SystemExit):
         return "", ""
@@ -399,7 +399,7 @@ def _exists(path: str) -> bool:
 
 
 def _write(path: str, result: Result) -> None:
-    """Whole or not at all."""
+    """Write the result completely or not at all."""
     beside = f"{path}.{os.getpid()}"
     with open(beside, "wb") as file:  # noqa: PTH123
         file.write(encode(result))

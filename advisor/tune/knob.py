@@ -1,7 +1,6 @@
-"""Knob: a change that can be made to a program while it starts, without editing its files; ways to
-change what it calls, wrappers around a few entry points of torch; and the two small JSON files of a
-trial's process: what it gets, and what it answers. Imports no torch.
-"""
+"""Knob: a change that can be made to a program while it starts, without editing its files. Wrappers
+around a few entry points of torch. And the two small JSON files of a trial's process: its
+specification and its result. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,23 +21,23 @@ from msgspec import Struct, field
 from advisor.core.errors import AdvisorError, suggest
 
 Safety = Literal["exact", "reordered", "precision", "learning"]
-"""What a knob may do to the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal
-within what another order of the same sums makes. ``precision``: the loss curve stays in a band.
+"""Effect of a knob on the numbers. ``exact``: losses equal bit for bit. ``reordered``: equal within
+what another order of the same sums makes. ``precision``: the loss curve stays in a band.
 ``learning``: it is another training, so losses are not compared; tried only where it is asked for,
 alone, and by the time per sample."""
 
 
 class Machine(NamedTuple):
-    """What knobs have to know of where they are applied."""
+    """Properties of the machine that knobs depend on."""
 
     cores: int
-    """That the program may use."""
+    """Number of cores that the program may use."""
     cuda: bool
     """Whether the recorded program used a GPU."""
 
 
 class Knob:
-    """A class in ``advisor/tune/knobs/``; found there by itself. A rule names it.
+    """A change to a program as it starts, found in ``advisor/tune/knobs/``. A rule names it.
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
     It replaces entry points of torch and calls ``self.took_effect()`` when one of them changed
@@ -47,30 +46,30 @@ class Knob:
 
     id: ClassVar[str] = ""
     title: ClassVar[str] = ""
-    """What it does, in a few words."""
+    """Effect in a few words."""
     safety: ClassVar[Safety] = "exact"
     changes_random_numbers: ClassVar[bool] = False
-    """Random numbers may be drawn by another generator (loader workers have their own): where
-    losses are not equal for that, their curve must stay in the band of ``precision``."""
+    """Whether another generator may draw random numbers (loader workers have their own). Losses
+    that differ for that must stay in the band of ``precision``."""
     needs_cuda: ClassVar[bool] = False
     group: ClassVar[str] = ""
-    """Of knobs in one group, a program takes one."""
+    """Name of a group of knobs, of which a program takes one."""
     settings: ClassVar[Sequence[Value]] = (None,)
-    """To try, that of the prediction first. Those that depend on the machine: :meth:`values`."""
+    """Settings to try, the predicted one first; those of the machine are in :meth:`values`."""
     keep: ClassVar[str] = ""
-    """What to write into the program to keep it; ``{value}`` is the setting."""
+    """Text to write into the program to keep it; ``{value}`` is the setting."""
 
     def __init__(self) -> None:
         self.used = False
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """Settings to try, that of the prediction first. ``predicted``: the number that the finding
-        names (workers)."""
+        """Return the settings to try, that of the prediction first. ``predicted``: the number that
+        the finding names (workers)."""
         return self.settings
 
     def parse_setting(self, text: str, machine: Machine) -> Value:
-        """That which the user wrote behind ``KNOB=``: one of the values, or another number where
-        they are numbers. Raises AdvisorError: the knob has no such setting."""
+        """Return the setting that the user wrote after ``KNOB=``: one of the values, or another
+        number where they are numbers. Raises AdvisorError: the knob has no such setting."""
         known = [item for item in self.values(None, machine) if item is not None]
         for item in known:
             if str(item) == text:
@@ -81,34 +80,34 @@ class Knob:
         raise AdvisorError(f"{self.id}={text}: no setting of this knob; {there}")
 
     def environment(self, value: Value) -> dict[str, str | None]:
-        """Variables of the process; ``None``: without it."""
+        """Return environment variables to set for the process; ``None`` as value: unset it."""
         return {}
 
     def apply(self, value: Value) -> None:
         """Change the running program."""
 
     def lines(self, value: Value) -> str:
-        """What to write into the program to keep it."""
+        """Return what to write into the program to keep it."""
         return self.keep.format(value=value)
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
-        """Calls, by their full names, and the keyword arguments that keep the change in one of
-        them; empty: it is more than that."""
+        """Return the full names of calls, and the keyword arguments that keep the change in one of
+        them; empty: the change is more than that."""
         return frozenset(), {}
 
     def schedule(self, before: float, after: float) -> str:
-        """What it does to a schedule of the training, samples of a batch before and after; empty:
-        nothing."""
+        """Describe the effect on a training schedule, by samples of a batch before and after;
+        empty: no effect."""
         return ""
 
     def took_effect(self) -> None:
-        """Something was changed."""
+        """Record that the knob changed something."""
         self.used = True
 
 
 @cache
 def all_knobs() -> dict[str, type[Knob]]:
-    """All of them by id, in the order of their files."""
+    """Return all knobs by id, in the order of their files."""
     import advisor.tune.knobs as folder
 
     result: dict[str, type[Knob]] = {}
@@ -126,7 +125,7 @@ def all_knobs() -> dict[str, type[Knob]]:
 
 
 def find_knob(name: str) -> Knob:
-    """The knob of an id. Raises AdvisorError: there is none."""
+    """Return the knob of an id. Raises AdvisorError: there is none."""
     known = all_knobs()
     if name not in known:
         near = suggest(name, known, f"there are {', '.join(sorted(known))}")
@@ -144,7 +143,7 @@ def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def ignore_assignments(owner: Any, *names: str) -> None:
-    """Keep attributes of ``torch.backends``: what is assigned to them is passed over."""
+    """Make ``torch.backends`` ignore assignments to these attributes."""
     kind: Any = type(owner)
     original = kind.__setattr__
 
@@ -198,8 +197,8 @@ def _with_names(names: list[str], change: Callable[[dict[str, Any]], None], orig
 
 
 def at_first_forward(begin: Callable[[Any], None]) -> None:
-    """Call ``begin`` with each outermost module that is called until the first optimizer step,
-    before its first forward. No hook stays: global ones slow every module down."""
+    """Call ``begin`` with each outermost module before its first forward, until the first optimizer
+    step. No hook stays: global ones slow every module down."""
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim import optimizer as optim
 
@@ -220,13 +219,13 @@ def at_first_forward(begin: Callable[[Any], None]) -> None:
 
 
 def _passes_through(module: Any) -> bool:
-    """Neither weights nor parts: a loss, an activation called by itself."""
+    """Return whether a module has no parameters: a loss, an activation called by itself."""
     return not any(True for _ in module.parameters())
 
 
 def around_forwards(call: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """Let ``call(module, go)`` run each forward of each outermost module but the first of all,
-    which has begun when it is found."""
+    """Let ``call(module, go)`` run each forward of each outermost module. The first of all is left
+    out: it has begun when its module is found."""
 
     def begin(module: Any) -> None:
         original = module.forward
@@ -240,18 +239,18 @@ def around_forwards(call: Callable[[Any, Callable[[], Any]], Any]) -> None:
 
 
 SPEC: Final = "ADVISOR_TRIAL"
-"""Names the file with the :class:`Spec` to the processes of a trial."""
+"""Environment variable with the file of the :class:`Spec`, in the processes of a trial."""
 MODULE: Final = "advisor.tune.child_process"
-"""What begins in them once torch is imported, in the recorder's place."""
+"""Module that runs in these processes once torch is imported, in the recorder's place."""
 MAX_RESULT_BYTES = 64 << 20
 SO_FAR = ".partial_result"
-"""After the name of the result's file: what is known while the program waits for its turn."""
+"""Suffix of the result's file for what is known while the program waits for its turn."""
 GROUP, TURN = "group", "turn"
-"""Files beside the result's, of programs that take turns: the process group that is stopped and
-let go; and which turn it has, the first is 1, with the number of steps (0: as it was)."""
+"""Files beside the result's, of programs that take turns. One has the process group that is stopped
+and resumed, the other its turn, from 1, with the number of steps (0: as before)."""
 
 Value = int | str | None
-"""The setting of a knob: ``None`` where it is on or off."""
+"""Setting of a knob; ``None`` where it is on or off."""
 
 
 class KnobSetting(Struct, frozen=True):
@@ -265,80 +264,80 @@ class KnobSetting(Struct, frozen=True):
 
 
 class Spec(Struct, frozen=True, kw_only=True):
-    """One process: what is changed in it, and when it ends."""
+    """Specification of one process: its changes, and when it ends."""
 
     out: str
     """File for the :class:`Result`."""
     root: str
-    """Folder in which the program may write: ours, for all trials …"""
+    """Folder for all trials, in which the program may write …"""
     scratch: str
-    """… and in it, where everything goes that this one writes."""
+    """… and the folder in it for all that this process writes."""
     allowed: tuple[str, ...] = ()
-    """Other folders in which the user lets it write."""
+    """Other folders in which the user lets the program write."""
     knob_settings: tuple[KnobSetting, ...] = ()
     warmup: int = 10
-    """Steps that are not timed."""
+    """Number of steps before timing starts."""
     steps: int = 60
-    """Steps that are, at most …"""
+    """Maximum number of timed steps …"""
     seconds: float = 30.0
-    """… for so long, once there are some (``least``)."""
+    """… and their maximum time, s, once there are ``least`` of them."""
     least: int = 12
     seed: int = 0
     samples: bool = False
-    """Count the samples of each batch."""
+    """Whether to count the samples of each batch."""
     turns: int = 0
-    """Blocks in which the steps are timed, with a stop (SIGSTOP) before each, until somebody lets
-    the program go; 0: in one go."""
+    """Number of blocks in which the steps are timed, each after a stop (SIGSTOP) until the program
+    is resumed; 0: without stops."""
     record: bool = False
-    """Record the run (``ADVISOR_RUN_DIR``), instead of timing it."""
+    """Whether to record the run (``ADVISOR_RUN_DIR``) instead of timing it."""
 
 
 class Result(Struct, kw_only=True):
-    """What one process measured. Times are wall time of the training thread."""
+    """Measurements of one process. Times are wall time of the training thread."""
 
     steps_ns: list[int] = field(default_factory=list)
     """Step times after the warm-up."""
     blocks: list[int] = field(default_factory=list)
-    """Steps of each block, where the program took turns with others."""
+    """Number of steps of each block, where the program took turns with others."""
     warm_ns: int | None = None
-    """A step of the second half of the warm-up."""
+    """Mean step of the second half of the warm-up."""
     losses: list[float | None] = field(default_factory=list)
-    """What was given to backward, of every step from the first on; ``null``: no number."""
+    """Losses given to backward, of every step from the first on; ``null``: not finite."""
     norms: list[float | None] = field(default_factory=list)
-    """Norm of all gradients, of the first steps (``warmup``)."""
+    """Norm of all gradients, of the first steps (``NORM_STEPS``)."""
     loss_dtype: str = ""
     samples: float | None = None
-    """Of a batch that was trained on, mean; ``null``: not counted, or no DataLoader was seen."""
+    """Mean samples of a training batch; ``null``: not counted, or no DataLoader was seen."""
     batch: int | None = None
-    """The same, median."""
+    """Median samples of a training batch."""
     device_bytes: int | None = None
     """Peak of allocated device memory; ``null``: no device."""
     host_bytes: int | None = None
     """Peak of resident memory, the largest of the process and its children."""
     device_free: int | None = None
-    """Of the device's memory, when the program last waited for its turn; ``null``: no device."""
+    """Free device memory when the program last waited for its turn; ``null``: no device."""
     device: str = ""
     """Name of the device."""
     torch: str = ""
     problem: str = ""
-    """Why the run ended before its steps; empty: it did not."""
+    """Reason why the run ended before its steps; empty: it did not."""
     kind: Literal["", "memory", "error", "knob", "late"] = ""
-    """Of the problem: out of memory, an error of the program, a knob that did not apply, too
+    """Kind of problem: out of memory, an error of the program, a knob that did not apply, too
     little time."""
     moved: int = 0
-    """Files that the program wrote, elsewhere than it meant to."""
+    """Number of files written elsewhere than the program meant to."""
     refused: list[str] = field(default_factory=list)
-    """What it was not allowed to do."""
+    """Operations that were refused."""
     output: str = ""
-    """The last lines that a program printed which did not come to its end."""
+    """Last lines that the program printed, where it did not come to its end."""
     idle: list[str] = field(default_factory=list)
     """Knobs that met nothing to change."""
     ended: bool = False
-    """The limit was reached, or the program ended."""
+    """Whether the limit was reached, or the program ended."""
 
 
 def read_spec() -> Spec | None:
-    """Of this process; ``None``: it is none of a trial."""
+    """Return this process's specification; ``None``: it belongs to no trial."""
     path = os.environ.get(SPEC)
     if not path:
         return None
@@ -346,10 +345,10 @@ def read_spec() -> Spec | None:
 
 
 def read_result(data: bytes) -> Result:
-    """Raises msgspec.DecodeError for what is none."""
+    """Decode a result. Raises msgspec.DecodeError for anything else."""
     return msgspec.json.decode(data[:MAX_RESULT_BYTES], type=Result)
 
 
 def encode(what: Any) -> bytes:
-    """As JSON."""
+    """Encode as JSON."""
     return msgspec.json.encode(what)

@@ -1,15 +1,15 @@
-"""The gain of a knob, from the steps of runs with and without it, and how sure that is; and whether
-it changed what the program computes.
+"""The gain of a knob, from the steps of runs with and without it, with its interval; and whether it
+changed what the program computes.
 
 Steps of one run are not independent, and runs differ from each other. Mean steps of blocks give the
-spread within runs, means of whole runs that between them; the larger of the two is believed (for
-means, since pauses that come now and then are what some knobs take away). The interval is that of
-the logarithm of the ratio, with Student's t for the runs or blocks there are.
+spread within runs, means of whole runs that between them; the larger of the two is used (for means,
+since some knobs remove occasional pauses). The interval is that of the logarithm of the ratio, with
+Student's t for the runs or blocks there are.
 
 Where runs took turns, or were made one after the other, pairs of them are compared: that takes out
-what changed for both. Few pairs say little about how pairs scatter, so other knobs' pairs, made on
-the same machine in the same minutes, are asked as well (a pooled variance); until there are enough,
-the ratios of blocks that were run in turn are.
+what changed for both. Few pairs say little about how pairs scatter. So pairs of other knobs, made
+on the same machine in the same minutes, are added (a pooled variance). Until there are enough, the
+ratios of blocks that ran in turn are used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from advisor.compare.statistics import CONFIDENCE_LEVEL, t_quantile
 from advisor.tune.knob import Result, Safety
 
 BLOCKS_PER_RUN = 6
-"""In which the steps of a run are averaged."""
+"""Number of blocks in which the steps of a run are averaged."""
 MIN_OWN_PAIRS = 5
-"""Pairs from which on a knob's own scatter is enough."""
+"""Number of pairs from which a knob's own scatter is enough."""
 MIN_DEGREES_OF_FREEDOM = 3
 """Degrees of freedom below which pairs say nothing."""
 
@@ -41,7 +41,7 @@ class MeasuredGain(NamedTuple):
     before_ns: float
     after_ns: float
     runs: int
-    """With the knob."""
+    """Number of runs with the knob."""
 
 
 def measure_gain(
@@ -49,8 +49,8 @@ def measure_gain(
     after: Sequence[Sequence[int]],
     turns: Sequence[Sequence[float]] = (),
 ) -> MeasuredGain | None:
-    """Of step times (ns) by run; ``None``: a side without steps. ``turns``: logarithms of ratios,
-    of the blocks of each pair of runs that took turns (:func:`by_turns`)."""
+    """Measure the gain from step times (ns) by run; ``None``: a side without steps. ``turns``:
+    logarithms of ratios, of the blocks of each pair of runs that took turns (:func:`by_turns`)."""
     sides = [[np.asarray(run, dtype=float) for run in side if len(run)] for side in (before, after)]
     if not all(sides):
         return None
@@ -65,13 +65,13 @@ def measure_gain(
 
 
 def _gain(before_ns: float, ratio: float, reach: float, runs: int) -> MeasuredGain:
-    """Of a ratio of mean steps whose logarithm is sure to within ``reach``."""
+    """Return the gain of a ratio of mean steps whose logarithm is known to within ``reach``."""
     low, high = 1 - ratio * math.exp(min(reach, 50.0)), 1 - ratio * math.exp(-reach)
     return MeasuredGain(1 - ratio, low, high, before_ns, before_ns * ratio, runs)
 
 
 def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
-    """Half the interval of the logarithm, from blocks of steps around their run's mean."""
+    """Return half the interval of the logarithm, from blocks of steps around their run's mean."""
     variance, freedom = 0.0, 0
     for runs in sides:
         logs = [
@@ -91,7 +91,7 @@ def _within(sides: Sequence[Sequence[NDArray[np.float64]]]) -> float:
 
 
 def _between(means: Sequence[NDArray[np.float64]]) -> float:
-    """The same from the means of whole runs, which scatter equally on both sides."""
+    """Return half the interval from the means of whole runs, with one scatter for both sides."""
     logs = [np.log(item) for item in means]
     freedom = sum(len(item) - 1 for item in logs)
     if not freedom:
@@ -101,7 +101,7 @@ def _between(means: Sequence[NDArray[np.float64]]) -> float:
 
 
 def _scatter(groups: Sequence[Sequence[float]]) -> float:
-    """Half the interval of the mean of all, each around the mean of its group."""
+    """Return half the interval of the mean of all values, each around the mean of its group."""
     logs = [np.asarray(group, dtype=float) for group in groups if len(group)]
     freedom = sum(len(log) - 1 for log in logs)
     if not freedom:
@@ -113,8 +113,8 @@ def _scatter(groups: Sequence[Sequence[float]]) -> float:
 def by_turns(
     before: Sequence[int], after: Sequence[int], first: Sequence[int], second: Sequence[int]
 ) -> list[float]:
-    """Logarithms of after over before, of the mean steps (ns) of blocks; ``first`` and ``second``:
-    steps of each block."""
+    """Return logarithms of after over before, of the mean steps (ns) of blocks. ``first`` and
+    ``second``: steps of each block."""
     sides = [
         np.split(np.asarray(steps, dtype=float), np.cumsum(blocks)[:-1])
         for steps, blocks in ((before, first), (after, second))
@@ -132,7 +132,7 @@ def _reach(variance: float, freedom: int) -> float:
 
 
 def log_ratios(before: Iterable[Sized], after: Iterable[Sized]) -> list[float]:
-    """Logarithms of after over before, of the mean steps of runs that were made in turn."""
+    """Return logarithms of after over before, of the mean steps of runs that were made in turn."""
     return [
         math.log(float(np.mean(np.asarray(b))) / float(np.mean(np.asarray(a))))
         for a, b in zip(before, after, strict=False)
@@ -145,8 +145,8 @@ def measure_paired_gain(
     after: Sequence[Sequence[int]],
     others: Sequence[Sequence[float]] = (),
 ) -> MeasuredGain | None:
-    """The gain of runs that were made in turn, the first of one side with the first of the other.
-    ``others``: ratios of other knobs. ``None``: all of them together are too few."""
+    """Measure the gain of runs that were made in turn, the first of one side with the first of the
+    other. ``others``: ratios of other knobs. ``None``: all of them together are too few."""
     own = log_ratios(before, after)
     if not own:
         return None
@@ -165,30 +165,30 @@ def measure_paired_gain(
 Numbers = Sequence[float | None]
 
 FIRST_LOSSES = 3
-"""Losses before rounding errors have grown by training."""
+"""Number of losses before rounding errors have grown by training."""
 EPSILON = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 SUM_ORDER_ULPS = 256.0
-"""Times the unit of the last place that another order of sums may make in the first losses: errors
-of n terms in another order grow as √n, and 2¹⁶ terms are a row of the largest products."""
+"""Relative difference from another order of sums in the first losses, in ulps: errors of n terms in
+another order grow as √n, and 2¹⁶ terms are a row of the largest products."""
 GROWN_ULPS = 1000.0
-"""Times that, in all of the losses: training takes small differences apart."""
+"""Factor on that for all of the losses: training enlarges small differences."""
 BAND, NORM_BAND = 0.05, 0.25
-"""Of the mean loss, and of gradient norms: what ``precision`` may change. Two runs of different
-seeds differ by more."""
+"""Change that ``precision`` allows, as a share of the mean loss and of gradient norms. Two runs of
+different seeds differ by more."""
 MAX_STANDARD_ERRORS = 4.0
 """Standard errors of the mean difference on top, since losses of single steps scatter."""
 
 
 class LossCheck(NamedTuple):
-    """What came of it."""
+    """Result of comparing losses."""
 
     passed: bool
     text: str
-    """In some words: ``equal``, ``within 0.3%``, ``differs from step 4``."""
+    """Summary: ``equal``, ``within 0.3%``, ``differs from step 4``."""
     needs_rerun: bool = False
-    """Not passed by what rounding does: one more run may say whether the knob does it at all."""
+    """Whether it failed by rounding alone; another run may show whether the knob is the cause."""
     failed: bool = False
-    """Not passed, whether or not the program repeats its own losses."""
+    """Whether it failed even if the program does not repeat its own losses."""
 
 
 def check_losses(
@@ -197,7 +197,7 @@ def check_losses(
     baseline: Sequence[Result],
     tried: Sequence[Result],
 ) -> LossCheck:
-    """Hold the losses of each trial against those of the program as it is."""
+    """Compare the losses of each trial with those of the unchanged program."""
     if not baseline or not baseline[0].losses:
         return LossCheck(True, "no losses seen")
     before = baseline[0]
@@ -260,7 +260,7 @@ def _one(
 
 
 def _rounded(before: Result, after: Result) -> bool:
-    """Whether another order of the same sums makes as large a difference."""
+    """Return whether another order of the same sums makes as large a difference."""
     a, b = before.losses, after.losses
     if not b or any(value is None for value in b):
         return False
@@ -272,17 +272,17 @@ def _rounded(before: Result, after: Result) -> bool:
 
 
 def _equal(a: Numbers, b: Numbers) -> bool:
-    """As far as both go."""
+    """Return whether the losses are equal, as far as both go."""
     return all(x == y for x, y in zip(a, b, strict=False))
 
 
 def _pairs(a: Numbers, b: Numbers) -> list[tuple[float, float]]:
-    """Those that both have, and that are numbers."""
+    """Return the pairs of values that both have and that are numbers."""
     return [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
 
 
 def _apart(a: Numbers, b: Numbers) -> float:
-    """Largest difference, relative to the larger of a loss and the mean of all."""
+    """Return the largest difference, relative to the larger of a loss and the mean of all."""
     pairs = _pairs(a, b)
     if not pairs:
         return math.inf

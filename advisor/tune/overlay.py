@@ -1,11 +1,11 @@
-"""What a tried program writes goes to a scratch folder, and is read from there: its checkpoints and
-logs stay as they are.
+"""Redirection of a tried program's writes to a scratch folder, from which they are read back: its
+checkpoints and logs stay as they are.
 
 Python's own ways to open, make, rename and list are led to ``scratch/files/<the path>``; a file
 that is changed is copied there first. So are the native writers of ``NATIVE``, which are given the
-path in the scratch folder. Deleting what was there before is refused. What does not pass here
-(other native code) is refused by the kernel (``process.py``); where that cannot be, by an audit
-hook, which sees Python's calls only. Without torch: it is there before the program begins.
+path in the scratch folder. Deleting what was there before is refused. Other native code is confined
+by the kernel (``process.py``). Where that is impossible, by an audit hook, which sees Python's
+calls only. Without torch: it is there before the program begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 MAX_COPIED = 1 << 30
-"""A larger file that is to be changed in place is refused, bytes."""
+"""Size above which a file to be changed in place is refused, bytes."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -37,13 +37,13 @@ NATIVE: dict[str, tuple[tuple[str, int, str], ...]] = {
     "cv2": (("imwrite", 0, "filename"), ("imread", 0, "filename")),
     "torchaudio": (("save", 0, "uri"), ("load", 0, "uri")),
 }
-"""Functions of native code that open a file by its name: module, function, and which argument the
-name is, by position and by keyword."""
+"""Functions of native code that open a file by its name: module, function, and the argument with
+the name, by position and by keyword."""
 _READS = frozenset(("safe_open", "from_file", "load", "imread"))
 
 
 class Overlay:
-    """The folder in front of the file system."""
+    """Overlay of a scratch folder over the file system."""
 
     def __init__(self, scratch: str, free: tuple[str, ...]) -> None:
         self.files = os.path.join(scratch, "files")  # noqa: PTH118
@@ -55,7 +55,7 @@ class Overlay:
         self._os = {name: getattr(os, name) for name in ("stat", "lstat", "open")}
 
     def _protected(self, path: Any) -> str | None:
-        """An absolute path where the program may not write; ``None``: it may, or it is no path."""
+        """Return an absolute path if writing there is not allowed; else ``None``."""
         plain = _plain(path)
         return None if plain is None or _folder(plain).startswith(self.free) else plain
 
@@ -67,12 +67,12 @@ class Overlay:
         return True
 
     def read_path(self, path: Any) -> Any:
-        """Where to look for it."""
+        """Return the path from which to read a file."""
         plain = self._protected(path)
         return self.files + plain if plain and self._exists(self.files + plain) else path
 
     def write_path(self, path: Any, *, keep: bool = False) -> Any:
-        """Where to write it. ``keep``: what is there is changed, so it is copied first."""
+        """Return the path to write to. ``keep``: the file is changed, so it is copied first."""
         plain = self._protected(path)
         if plain is None:
             return path
@@ -104,7 +104,7 @@ class Overlay:
                 os.close(to)
 
     def removing(self, path: Any) -> Any:
-        """Where to remove it: only what the program itself has written."""
+        """Return the path to remove: only what the program itself has written."""
         plain = self._protected(path)
         if plain is None:
             return path
@@ -116,13 +116,13 @@ class Overlay:
         return inside
 
     def refuse(self, path: str, what: str) -> None:
-        """Note it, and raise what the program gets where it may not write."""
+        """Note the refusal, and raise the error of a program that may not write there."""
         if len(self.refused) < 20:
             self.refused.append(f"{what}: {path}")
         raise PermissionError(errno.EACCES, "not while it is only tried (advisor try)", path)
 
     def merged_listing(self, listdir: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-        """``os.listdir`` of both."""
+        """Wrap ``os.listdir`` to list both folders."""
 
         @functools.wraps(listdir)
         def both(path: Any = ".") -> list[Any]:
@@ -140,7 +140,7 @@ class Overlay:
         return both
 
     def scanning(self, scandir: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``os.scandir`` of both."""
+        """Wrap ``os.scandir`` to scan both folders."""
 
         @functools.wraps(scandir)
         def both(path: Any = ".") -> Any:
@@ -159,7 +159,7 @@ class Overlay:
         return both
 
     def install(self) -> None:
-        """Lead the calls of this process, and of those that it forks."""
+        """Redirect the file calls of this process, and of those that it forks."""
         original = io.open
 
         @functools.wraps(original)
@@ -224,13 +224,13 @@ class Overlay:
         setattr(os, name, led)
 
     def redirect_native(self) -> None:
-        """Those of ``NATIVE``, of modules that are there, and of others once they are imported."""
+        """Redirect the writers of ``NATIVE``, in modules that are there or imported later."""
         missing = {name for name in NATIVE if not self._lead_module(name)}
         if not missing:
             return
 
         class Watch:
-            """Finds nothing by itself; the loader that is found tells when it has run."""
+            """Import hook that finds no module itself; the loader it passes on reports its run."""
 
             @staticmethod
             def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
@@ -254,7 +254,7 @@ class Overlay:
         sys.meta_path.insert(0, Watch)
 
     def _lead_module(self, name: str) -> bool:
-        """Lead a module's native writers; false: it is not there."""
+        """Redirect a module's native writers; return False if it is not imported."""
         module = sys.modules.get(name)
         if module is None:
             return False
@@ -296,7 +296,7 @@ class Overlay:
         return led
 
     def redirect_torch_save(self) -> None:
-        """``torch.save`` to a name is native."""
+        """Redirect ``torch.save`` to a file name, which is native."""
         import torch
 
         original = torch.save
@@ -308,7 +308,7 @@ class Overlay:
         torch.save = torch.serialization.save = save
 
     def watch(self) -> None:
-        """Refuse what still would write elsewhere, as far as Python's audit events tell."""
+        """Refuse remaining writes elsewhere, as far as Python's audit events show them."""
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -326,7 +326,7 @@ class Overlay:
 
 
 class _Entries:
-    """The entries of a folder, as ``os.scandir`` gives them, from a list."""
+    """Iterator over the entries of a folder, as ``os.scandir`` gives them, from a list."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries = iter(entries)
@@ -341,13 +341,13 @@ class _Entries:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing: no folder is open."""
 
     close = __exit__
 
 
 def _plain(path: Any) -> str | None:
-    """An absolute path as text; ``None``: no path (a descriptor, a stream)."""
+    """Return an absolute path as text; ``None``: no path (a descriptor, a stream)."""
     if not isinstance(path, str | bytes | os.PathLike):
         return None
     try:

@@ -1,6 +1,5 @@
-"""From a program or a recorded run to a report of trials: the knobs that the rules of the findings
-name, what they should gain, what they do, and what is kept of it.
-"""
+"""The steps from a program or a recorded run to a report of trials: the knobs that the findings'
+rules name, their predicted gains, the trials, and what is saved of them."""
 
 from __future__ import annotations
 
@@ -36,21 +35,21 @@ from advisor.tune.rounds import TrialLimits
 from advisor.tune.session import TrialSession, not_tried, why_not
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
-"""Of the recording: a profiled window and as many around it; fewer where they take long."""
+"""Steps of the recording, and the least: a profiled window and as many around it."""
 RECORDED_SHARE = 0.2
-"""Of the budget that the recording may take, once there are enough steps."""
+"""Share of the budget that the recording may take, once there are enough steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """What is asked for."""
+    """Options of a request for trials."""
 
     limits: TrialLimits
     only: tuple[str, ...] = ()
     """Knobs, by id or with a setting (``workers=2``); empty: all that the findings name."""
     dry: bool = False
     remember: bool = False
-    """Also into the user's ledger."""
+    """Whether to write into the user's ledger too."""
     allowed: tuple[str, ...] = ()
     """Folders in which the program may write, native code of it too."""
     out: str = ""
@@ -83,7 +82,7 @@ def try_program(
 
 
 def _record(program: TrialProgram, root: Path, request: TrialRequest, say: Say) -> Path:
-    """Record the program inside the scratch folder; the run's folder, where the user has runs."""
+    """Record the program in the scratch folder; return its folder among the user's runs."""
     say("recording")
     inside = root / "recorded"
     inside.mkdir()
@@ -135,7 +134,7 @@ def _on_gpu(run: Path) -> bool:
 
 
 def save_trials(report: TrialReport, run: Path, *, remember: bool) -> None:
-    """The report and the ledger's lines in the run's folder; in the user's ledger if they agree."""
+    """Save the report and the ledger's lines in the run's folder; ``remember``: the user's too."""
     try:
         (run / FILE).write_bytes(report.to_json())
     except OSError as error:
@@ -147,7 +146,7 @@ def save_trials(report: TrialReport, run: Path, *, remember: bool) -> None:
 
 
 def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
-    """Only of what was promised and measured more than once."""
+    """Return the ledger's line of a trial; ``None`` unless it was predicted and measured twice."""
     if (
         trial.predicted is None
         or trial.predicted_low is None
@@ -177,7 +176,7 @@ def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
 
 
 def command_of(run: Path) -> list[str]:
-    """The command that a run was recorded of. Raises AdvisorError: it cannot be started again."""
+    """Return the command of a recorded run. Raises AdvisorError: it cannot be started again."""
     words = list(rundir.read_recording(run).manifest.command)
     if not words:
         raise AdvisorError(f"{run}: does not say what was run; give the program itself")
@@ -192,8 +191,8 @@ MAX_BYTES = 4 << 20
 
 
 def write_diff(file: Path, callees: frozenset[str], arguments: Mapping[str, object]) -> str:
-    """Set keyword arguments of the only call of one of these names; empty: there is none, several,
-    or one whose arguments are not all written out."""
+    """Return a diff that sets keyword arguments of the only call of one of these names. Empty:
+    there is none, several, or one whose arguments are not all written out."""
     try:
         if file.stat().st_size > MAX_BYTES:
             return ""
@@ -226,7 +225,7 @@ def _parses(text: str) -> bool:
 
 
 def _with(script: Script, text: str, call: ast.Call, arguments: Mapping[str, object]) -> str | None:
-    """The text with the call changed. Only calls whose arguments are by name, but for the first."""
+    """Return the text with the call changed; ``None``: its arguments do not allow it."""
     if len(call.args) > 1 or any(item.arg is None for item in call.keywords):
         return None
     if any(isinstance(item, ast.Starred) for item in call.args):
@@ -251,7 +250,7 @@ def _with(script: Script, text: str, call: ast.Call, arguments: Mapping[str, obj
 
 
 class TrialPlan(NamedTuple):
-    """Trials in the order of the findings, and the findings that no knob cures."""
+    """Trials in the order of the findings, and the findings that no knob fixes."""
 
     trials: list[Trial]
     by_hand: list[str]
@@ -259,7 +258,7 @@ class TrialPlan(NamedTuple):
 
 
 def plan_trials(run: Path, machine: Machine) -> TrialPlan:
-    """Of a recorded run. Raises AdvisorError: nothing in it can be analysed."""
+    """Plan the trials of a recorded run. Raises AdvisorError: nothing in it can be analysed."""
     seen = examine(run, Options())
     named = {rule.id: rule.knobs for rule in load_rules()}
     report = seen.report
@@ -288,7 +287,7 @@ def plan_trials(run: Path, machine: Machine) -> TrialPlan:
 
 
 def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
-    """Trials of knobs that the user names and no finding does: nothing is promised of them."""
+    """Return trials of knobs that the user names and no finding does, without predictions."""
     result = []
     known = {trial.knob_setting for trial in there}
     for text in dict.fromkeys(names):
@@ -325,13 +324,13 @@ def _fits(item: Knob, machine: Machine) -> bool:
 
 
 def _number(finding: Finding) -> int | None:
-    """Workers that the finding's edit names."""
+    """Return the number of workers in the finding's edit."""
     return next((edit.workers for edit in finding.edits if edit.workers), None)
 
 
 def _recorded_ns(seen: AnalysisResult) -> float | None:
-    """From the first step to the last, what lay between them included: a share of it is that of the
-    mean step, as trials measure it from one end of a step to the next."""
+    """Return the recorded time from the first step to the last, ns, what lay between them included.
+    Trials measure the mean step in the same way. ``None``: not recorded."""
     recorded = seen.main.recorded
     if recorded is None or not len(recorded.dur):
         return None
@@ -341,7 +340,7 @@ def _recorded_ns(seen: AnalysisResult) -> float | None:
 def _predict(
     trial: Trial, finding: Finding, seen: AnalysisResult, value: Value, *, first: bool
 ) -> None:
-    """The band of the finding; of another number of workers, the same edit with that number."""
+    """Set the finding's band; for another number of workers, that of the same edit with it."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return

@@ -1,8 +1,8 @@
-"""Runs the program once, held to its scratch folder, and returns what was measured.
+"""Runs of the program, each confined to its scratch folder, and their measurements.
 
-The kernel holds it there (Landlock, where Linux has it): native code too (C++, Rust), and every
-process that is started, which nothing in Python does. Elsewhere the audit hook in ``overlay.py`` is
-what there is.
+The kernel confines it there (Landlock, where Linux has it): native code too (C++, Rust), and every
+process that is started, which nothing in Python does. Elsewhere only the audit hook in
+``overlay.py`` does.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from advisor.tune.knob import (
 )
 
 GRACE_SECONDS = 5.0
-"""From the result to the end of the program's processes, which are ended then."""
+"""Seconds from the result until the program's remaining processes are ended."""
 MAX_OUTPUT = 4000
-"""Bytes of what the program printed that are looked at when it failed …"""
+"""Bytes of output that are searched for the error of a failed program …"""
 MAX_LINES = 12
 """… and lines of it that are shown."""
 BEGIN = "ADVISOR_BEGIN"
@@ -67,14 +67,14 @@ class TrialProgram:
         self.allowed = tuple(allowed)
         self.root = root
         self.samples = False
-        """Count the samples of batches."""
+        """Whether to count the samples of batches."""
         self.count = 0
         self.cache = root / "cache"
         self.cache.mkdir()
 
     def run(self, knob_settings: tuple[KnobSetting, ...], **wanted: Any) -> Result:
-        """One process from its start to its end: see :meth:`start`. Raises AdvisorError: it cannot
-        be started."""
+        """Run one process from its start to its end: see :meth:`start`. Raises AdvisorError: it
+        cannot be started."""
         running = self.start(knob_settings, **wanted)
         try:
             running.run_turn()
@@ -90,9 +90,9 @@ class TrialProgram:
         record: Path | None = None,
         **limits: Any,
     ) -> RunningTrial:
-        """One process. ``timeout``: seconds until it is ended, whatever it does; its ``turns``
-        count each by itself. ``limits``: fields of :class:`Spec`. Raises AdvisorError: it cannot be
-        started."""
+        """Start one process. ``timeout``: seconds until it is ended, whatever it does, counted anew
+        for each of its ``turns``. ``limits``: fields of :class:`Spec`. Raises AdvisorError: it
+        cannot be started."""
         self.count += 1
         home = self.root / f"run{self.count}"
         scratch = home / "scratch"
@@ -117,7 +117,7 @@ class TrialProgram:
     def environment(
         self, home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
     ) -> dict[str, str]:
-        """Variables of the process."""
+        """Return the environment variables of the process."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
         env |= {**QUIET_ENVIRONMENT, "MLFLOW_TRACKING_URI": f"file:{scratch}/mlflow"}
         env |= {"TMPDIR": str(scratch / "tmp"), SPEC: str(home / "spec.json"), BEGIN: MODULE}
@@ -134,7 +134,7 @@ class TrialProgram:
 
 
 class RunningTrial:
-    """A program of a trial that has been started."""
+    """A started program of a trial."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class RunningTrial:
         (home / GROUP).write_text(str(self.process.pid))
 
     def run_turn(self, steps: int = 0) -> bool:
-        """Until it stops for its next turn (True) or has ended. ``steps``: of the turn; 0: as many
-        as before."""
+        """Run until the program stops for its next turn (True) or has ended. ``steps``: number of
+        the turn's steps; 0: as many as before."""
         if self.paused:
             self.turn += 1
             beside = self.home / f"{TURN}.new"
@@ -204,12 +204,12 @@ class RunningTrial:
         return False
 
     def end(self) -> None:
-        """All of its processes, and what they wrote but for what they measured."""
+        """End all of its processes, and remove what they wrote but the results."""
         _end(self.process)
         shutil.rmtree(self.home / "scratch", ignore_errors=True)
 
     def partial_result(self) -> Result:
-        """What it measured before it stopped."""
+        """Return what it measured before it stopped."""
         return self._read(Path(f"{self.out}{SO_FAR}")) or Result()
 
     def _read(self, path: Path) -> Result | None:
@@ -219,7 +219,7 @@ class RunningTrial:
             return None
 
     def result(self) -> Result:
-        """What it measured, once it has been ended."""
+        """Return what it measured, once it has been ended."""
         process = self.process
         result = self._read(self.out) or (self.partial_result() if self.paused else Result())
         lines = _output(self.home / "output")
@@ -242,7 +242,7 @@ class RunningTrial:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """All processes of the trial, those that outlive the first one too."""
+    """End all processes of the trial, those that outlive the first one too."""
     if sys.platform == "win32":
         process.kill()
     else:
@@ -253,7 +253,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _output(path: Path) -> list[str]:
-    """The lines that the program printed last, those that are not blank."""
+    """Return the last lines that the program printed, without blank ones."""
     try:
         text = path.read_bytes()[-MAX_OUTPUT:].decode("utf-8", "replace")
     except OSError:
@@ -262,7 +262,7 @@ def _output(path: Path) -> list[str]:
 
 
 def _error(lines: list[str]) -> str:
-    """The last line of an error that the program printed; empty: it printed none."""
+    """Return the last line of an error that the program printed; empty: it printed none."""
     traced = any("Traceback (most recent call last)" in line for line in lines)
     return lines[-1].strip()[:300] if traced else ""
 
@@ -277,7 +277,7 @@ _WRITE = 1 << 1 | sum(1 << bit for bit in range(4, 13))
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _TRUNCATES_FROM = 3
 DEVICES = ("/dev", "/proc")
-"""Terminals, GPUs, shared memory of loader workers; what a process says of itself."""
+"""Folders that stay writable: terminals, GPUs, workers' shared memory; processes' own state."""
 
 
 class _Ruleset(ctypes.Structure):
@@ -291,7 +291,7 @@ class _DescendantProcesses(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Of Landlock in the running kernel; 0: there is none."""
+    """Return the version of Landlock in the running kernel; 0: there is none."""
     if not sys.platform.startswith("linux"):
         return 0
     nothing = (None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
@@ -302,8 +302,8 @@ def landlock_version() -> int:
 
 
 def confinement(folders: Iterable[Path]) -> Callable[[], None] | None:
-    """What a child is to run before its program, so that it and its children write nowhere but
-    below ``folders`` and to devices; ``None``: this system has no Landlock."""
+    """Return what a child must run before its program, so that it and its children write only below
+    ``folders`` and to devices; ``None``: this system has no Landlock."""
     result = landlock_version()
     if result < _TRUNCATES_FROM:
         return None

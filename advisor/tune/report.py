@@ -1,4 +1,4 @@
-"""What came of trying: plain data, which renderers and the dashboard show."""
+"""The report of trials: plain data, which renderers and the dashboard show."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from advisor.tune.knob import KnobSetting, Safety
 
 SCHEMA = "advisor.trials/1"
 FILE = "trials.json"
-"""In the run's folder."""
+"""Name of its file in the run's folder."""
 MAX_BYTES = 16 << 20
 Outcome = Literal["gain", "no gain", "slower", "unclear", "dropped", "not run"]
-"""``unclear``: the interval is too wide to say (``MAX_HALF_INTERVAL``)."""
+"""Outcome of a trial. ``unclear``: the interval is too wide to say (``MAX_HALF_INTERVAL``)."""
 MAX_HALF_INTERVAL = 0.1
-"""Half the interval, of the step, up to which a gain counts as measured."""
+"""Half the interval, as a share of the step, up to which a gain counts as measured."""
 
 
 class Trial(Struct, kw_only=True):
     """A knob at one setting. Shares are of the mean step (0 to 1)."""
 
     rule: str
-    """Whose finding it is to cure."""
+    """Rule whose finding it is to fix."""
     knob_setting: KnobSetting
     title: str
     safety: Safety
     memory: bool = False
-    """Of a finding about memory: to free some is a gain too."""
+    """Whether the finding is about memory: freed memory is then a gain too."""
     outcome: Outcome = "not run"
     why: str = ""
-    """Of ``dropped`` and ``not run``."""
+    """Reason for ``dropped`` and ``not run``."""
     predicted: float | None = None
-    """What the report promised; ``null``: this setting has no price in step time."""
+    """Gain that the report predicts; ``null``: this setting has no estimate in step time."""
     predicted_low: float | None = None
     predicted_high: float | None = None
     gain: float | None = None
-    """Measured: share of the step that is saved."""
+    """Measured gain: share of the step that is saved."""
     gain_low: float | None = None
     gain_high: float | None = None
     inside: bool | None = None
-    """Whether the interval of the measurement meets the predicted band; ``null``: no band, or the
-    interval is too wide to say."""
+    """Whether the measured interval overlaps the predicted band; ``null``: no band, or the interval
+    is too wide to say."""
     runs: int = 0
-    """With the knob."""
+    """Number of runs with the knob."""
     step_ns: float | None = None
     losses: str = ""
-    """What the check of the losses says."""
+    """Result of the check of the losses."""
     schedule: str = ""
-    """What it does to the training's schedule; not empty: shares are of the time of a sample."""
+    """Effect on the training's schedule; not empty: shares are of the time per sample."""
     device_bytes: int | None = None
     host_bytes: int | None = None
     lines: str = ""
-    """What to write into the program."""
+    """Lines to write into the program."""
     diff: str = ""
-    """The same as a unified diff, where the place is certain."""
+    """Unified diff with these lines, where the place is certain."""
 
     @property
     def is_known(self) -> bool:
@@ -68,12 +68,12 @@ class Trial(Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        """``workers=4``."""
+        """Knob with its setting, ``workers=4``."""
         return str(self.knob_setting)
 
 
 class CombinedTrial(Struct, kw_only=True):
-    """The winners at once."""
+    """All winners applied together."""
 
     knob_settings: list[KnobSetting]
     left_out: list[KnobSetting] = field(default_factory=list)
@@ -86,7 +86,7 @@ class CombinedTrial(Struct, kw_only=True):
 
 
 class TrialReport(Struct, kw_only=True):
-    """All of it. Read and written as JSON, schema ``SCHEMA``."""
+    """Report of all trials. Read and written as JSON, schema ``SCHEMA``."""
 
     schema: str = SCHEMA
     version: str = ""
@@ -97,42 +97,42 @@ class TrialReport(Struct, kw_only=True):
     torch: str = ""
     verdict: str = ""
     dry: bool = False
-    """Nothing was run but the recording."""
+    """Whether nothing was run but the recording."""
     interrupted: bool = False
     out_of_budget: bool = False
     seconds: float = 0.0
-    """Spent."""
+    """Time spent, s."""
     processes: int = 0
-    """Runs of the program."""
+    """Number of runs of the program."""
     step_ns: float | None = None
-    """Mean step as it is; ``null``: not measured."""
+    """Mean step of the unchanged program; ``null``: not measured."""
     steps: int = 0
-    """Timed in each run."""
+    """Number of steps timed in each run."""
     turns: bool = False
     """Whether runs took turns, block by block of steps, rather than one after the other."""
     device_bytes: int | None = None
     host_bytes: int | None = None
     repeats: bool | None = None
-    """Whether losses of the unchanged program are the same in each run; ``null``: not known."""
+    """Whether losses of the unchanged program are the same in each run; ``null``: unknown."""
     confined: bool = False
-    """Whether the kernel held the program to its scratch folder."""
+    """Whether the kernel confined the program to its scratch folder."""
     moved: int = 0
-    """Files of a run that were written elsewhere than the program meant to."""
+    """Number of files of a run that were written elsewhere than the program meant to."""
     trials: list[Trial] = field(default_factory=list)
     together: CombinedTrial | None = None
     without: list[str] = field(default_factory=list)
-    """Findings that no knob cures: to be done by hand."""
+    """Findings that no knob fixes: to be done by hand."""
     remembered: str = ""
-    """What past trials say of these rules' predictions; empty: nothing yet."""
+    """Past accuracy of these rules' predictions; empty: none yet."""
 
     @property
     def winners(self) -> list[Trial]:
-        """Those that surely gain, the most first."""
+        """Trials with a certain gain, the largest first."""
         result = [trial for trial in self.trials if trial.outcome == "gain"]
         return sorted(result, key=lambda trial: trial.gain or 0.0, reverse=True)
 
     def to_json(self) -> bytes:
-        """The JSON text, indented by two."""
+        """Return the JSON text, indented by two."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     @classmethod
@@ -142,7 +142,7 @@ class TrialReport(Struct, kw_only=True):
 
 
 def write_headline(report: TrialReport) -> str:
-    """One sentence."""
+    """Summarise the trials in one sentence."""
     count = len(report.trials)
     if not count:
         return f"Nothing to try. {report.verdict}"
@@ -174,7 +174,7 @@ def write_headline(report: TrialReport) -> str:
 
 
 def format_interval(low: float | None, high: float | None) -> str:
-    """Of shares of the step."""
+    """Format an interval of shares of the step."""
     if low is None or high is None:
         return t.NOT_MEASURED
     lowest = "below -100" if low < -1 else f"{100 * low:.0f}"  # more than twice as long
@@ -182,7 +182,7 @@ def format_interval(low: float | None, high: float | None) -> str:
 
 
 def describe_runs(report: TrialReport) -> list[str]:
-    """How much was run."""
+    """Describe how much was run."""
     result = [f"{report.processes} processes, {report.seconds:.0f} s"]
     if report.steps:
         result.append(f"{report.steps} steps timed in each")
@@ -194,7 +194,7 @@ def describe_runs(report: TrialReport) -> list[str]:
 
 
 def describe_losses(report: TrialReport) -> str:
-    """Whether the program repeats itself; empty: unknown."""
+    """Describe whether the program repeats its losses; empty: unknown."""
     if report.repeats is None:
         return ""
     return (
@@ -205,5 +205,5 @@ def describe_losses(report: TrialReport) -> str:
 
 
 def describe_prediction(trial: Trial) -> str:
-    """Whether the measured gain is within the predicted range."""
+    """Describe whether the measured gain is within the predicted range."""
     return {True: "in range", False: "outside", None: "–"}[trial.inside]

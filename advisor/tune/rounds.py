@@ -1,10 +1,10 @@
 """Runs of one program that take turns: some steps of one, then as many of the next.
 
 Each process trains until it is warm and stops. Then one at a time goes on for a block of steps,
-forth and back (A B C, C B A), while the others stand still with all their threads and workers. What
-the machine does meanwhile falls on all of them within a second or two, and starting a process is
-paid for once. A program that cannot be stopped (several ranks, another operating system) simply
-runs to its end, and the others after it.
+forth and back (A B C, C B A), while the others stand still with all their threads and workers.
+Disturbances of the machine then affect all of them within a second or two, and a process starts
+only once. A program that cannot be stopped (several ranks, another operating system) runs to its
+end, and the others after it.
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from advisor.tune.process import RunningTrial, TrialProgram
 
 KnobSettings = tuple[KnobSetting, ...]
 BLOCKS_PER_PROCESS = 8
-"""Blocks of steps that each process has."""
+"""Number of blocks of steps of each process."""
 BLOCK_SECONDS = 0.4
-"""Of a block at least: waking up takes some of a millisecond."""
+"""Minimum length of a block, s: resuming takes a fraction of a millisecond."""
 MAX_RUN_RATIO = 6.0
-"""Times the longest run so far, until a run is ended."""
+"""Multiple of the longest run so far after which a run is ended."""
 USABLE_MEMORY_SHARE = 0.6
-"""Of the memory that is free, for processes that stand still."""
+"""Share of the free memory for processes that stand still."""
 CONTEXT_BYTES = 1 << 30
-"""Of device memory that a process takes and PyTorch does not count: its context, libraries."""
+"""Device memory of a process that PyTorch does not count: its context, libraries; bytes."""
 MIN_TURNS = 2
 KNOBS_PER_ROUND = 3
-"""Knobs in one round: with more of them a turn is long in coming round."""
+"""Maximum number of knobs in one round: with more a turn takes long to come round."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLimits:
-    """How long it may take."""
+    """Limits on the time and the steps of trials."""
 
     budget: float = 600.0
-    """Seconds for everything."""
+    """Time for everything, s."""
     warmup: int = 10
     steps: int = 60
-    """Of a run that are timed …"""
+    """Number of timed steps of a run …"""
     max_runs: int = 3000
-    """… and as many where they take next to no time."""
+    """… and the most where steps are very short."""
     seconds: float = 12.0
-    """Of timed steps in one run."""
+    """Time of the timed steps in one run, s."""
     timeout: float = 300.0
-    """Of the first run, imports included."""
+    """Time limit of the first run, imports included, s."""
 
 
 @dataclass
 class Rounds:
-    """Rounds of one program."""
+    """Runner of the rounds of one program."""
 
     program: TrialProgram
     limits: TrialLimits
     end: float
-    """When the budget is spent, by ``time.monotonic``."""
+    """End of the budget, by ``time.monotonic``."""
     report: Callable[[str], None]
     one_at_a_time: bool = False
-    """One process at a time: there is no room for two, or they cannot be stopped."""
+    """Whether processes run one at a time: there is no room for two, or they cannot be stopped."""
     longest: float = 0.0
-    """Seconds of a run, without those in which it stood still."""
+    """Longest run, s, without the time in which it stood still."""
     processes: int = 0
     interrupted: bool = False
-    """By Ctrl-C, in a round whose blocks until then count."""
+    """Whether Ctrl-C ended a round; its blocks until then count."""
 
     @property
     def turns(self) -> int:
-        """Of each process."""
+        """Number of turns of each process."""
         return min(BLOCKS_PER_PROCESS, self.limits.steps // 2)
 
     def has_budget_for(self, runs: int = 1) -> bool:
-        """Whether so many runs fit into what is left."""
+        """Return whether so many runs fit into the remaining budget."""
         return time.monotonic() + runs * self.longest < self.end
 
     def run(self, sides: Sequence[KnobSettings]) -> dict[KnobSettings, Result]:
-        """The first of the sides against each other: those that were run, all but the first maybe
-        left for another round. Raises AdvisorError: none can be started."""
+        """Run the first of the sides against each other, and return the results by side. All but
+        the first may be left for another round. Raises AdvisorError: none can be started."""
         result: dict[KnobSettings, Result] = {}
         live: dict[KnobSettings, RunningTrial] = {}
         try:
@@ -122,7 +122,7 @@ class Rounds:
     def _one_by_one(
         self, sides: Sequence[KnobSettings], result: dict[KnobSettings, Result]
     ) -> dict[KnobSettings, Result]:
-        """Each to its end, as many as the budget allows."""
+        """Run each to its end, as many as the budget allows."""
         for number, knob_settings in enumerate(sides):
             if knob_settings in result:
                 continue
@@ -144,7 +144,7 @@ class Rounds:
         live: dict[KnobSettings, RunningTrial],
         results: dict[KnobSettings, Result],
     ) -> None:
-        """Block by block, until all have had theirs, the first has ended, or time is up."""
+        """Run block by block until all are complete, the first has ended, or time is up."""
         if not live:
             return
         if len(live) > 1:
@@ -163,7 +163,7 @@ class Rounds:
             results[knob_settings] = self._ended(live.pop(knob_settings))
 
     def _crowded(self, result: Result) -> bool:
-        """Whether it ran out of memory that others held: it is to be run by itself."""
+        """Return whether it ran out of memory that others held, so that it must run alone."""
         self.one_at_a_time |= result.kind == "memory"
         return result.kind == "memory"
 
@@ -189,7 +189,7 @@ class Rounds:
         return result
 
     def _block(self, first: Result) -> int:
-        """Steps of a turn, the same for all: short steps are more."""
+        """Return the number of steps of a turn, the same for all: more of short steps."""
         limits, turns = self.limits, self.turns
         least = limits.steps // turns
         if not first.warm_ns:
@@ -200,7 +200,7 @@ class Rounds:
         return min(wanted, fits, max(limits.steps, limits.max_runs) // turns)
 
     def _room(self, item: RunningTrial) -> int:
-        """How many more processes like this one fit the memory, at most ``KNOBS_PER_ROUND``."""
+        """Return how many more such processes fit the memory, at most ``KNOBS_PER_ROUND``."""
         result = item.partial_result()
         free = [KNOBS_PER_ROUND]
         held = _held(item.process.pid)
@@ -220,8 +220,8 @@ class Rounds:
 
 
 def _held(pid: int) -> tuple[int, int] | None:
-    """Bytes of memory that are available, and that a process and its children hold; ``None``:
-    psutil is not here, or cannot say."""
+    """Return the available memory, and that of a process and its children, bytes; ``None``: psutil
+    is not installed, or fails."""
     try:
         import psutil
     except ImportError:
@@ -235,5 +235,5 @@ def _held(pid: int) -> tuple[int, int] | None:
 
 
 def join_settings(knob_settings: KnobSettings) -> str:
-    """For people."""
+    """Join the settings for display."""
     return ", ".join(map(str, knob_settings)) or "as it is"

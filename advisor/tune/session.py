@@ -1,7 +1,7 @@
-"""Tries what is planned: runs side by side, back and forth, until it is known or time is up.
+"""Trials of what is planned: runs in turn, until gains are known or time is up.
 
-Each pass is the program as it is, in fresh processes, against all knobs that are still in the
-race, every second one backwards: in rounds of a few that take turns.
+Each pass is the program as it is, in fresh processes, against all knobs that are still tried, every
+second one backwards: in rounds of a few that take turns.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from advisor.tune.report import CombinedTrial, Trial, TrialReport
 from advisor.tune.rounds import KNOBS_PER_ROUND, Rounds, TrialLimits
 
 MIN_GAIN = 0.01
-"""Share of the step: less is what two runs of one program differ by."""
+"""Smallest share of the step that counts as a gain: two runs of one program differ by less."""
 NARROW_HALF_INTERVAL = 0.02
-"""Half the interval, of the step, at which a gain is known …"""
+"""Half the interval, as a share of the step, at which a gain is known …"""
 NARROW_SHARE_OF_GAIN = 0.1
-"""… or of the gain itself."""
+"""… or as a share of the gain itself."""
 MIN_PASSES, MAX_PASSES = 2, 6
 MIN_FREED = 0.05
-"""Of the peak: less memory than this is what two runs of one program differ by."""
+"""Smallest share of the peak that counts as freed: two runs of one program differ by less."""
 MIN_SHARE_BEHIND = 0.02
-"""A setting surely this much of the step behind another of its knob is out of the race."""
+"""Share of the step by which a setting is surely behind another of its knob, and given up."""
 
 
 _DENIED = re.compile(
@@ -43,13 +43,13 @@ _DENIED = re.compile(
     r"|unable to (?:create|open) file|cannot (?:create|open|write)",
     re.IGNORECASE,
 )
-"""What native writers say where they may not write."""
+"""Messages of native writers that may not write."""
 KnobSettings = tuple[KnobSetting, ...]
 Say = Callable[[str], None]
 
 
 class TrialSession:
-    """One program and its trials; ``report`` is right at any moment, also after Ctrl-C."""
+    """Trials of one program; ``report`` is right at any moment, also after Ctrl-C."""
 
     def __init__(
         self, program: TrialProgram, report: TrialReport, limits: TrialLimits, end: float, say: Say
@@ -58,14 +58,14 @@ class TrialSession:
         self.rounds = Rounds(program, limits, end, say)
         self.runs: dict[KnobSettings, list[Result]] = {}
         self.pairs: dict[tuple[KnobSettings, KnobSettings], list[tuple[Result, Result]]] = {}
-        """Of runs in one round, both of which came to their steps."""
+        """Pairs of runs in one round, both of which came to their steps."""
         self.doubtful: set[KnobSetting] = set()
-        """Knobs whose losses differ, of which one more run is to tell whether they do it."""
+        """Knobs whose losses differ; one more run shows whether the knob is the cause."""
         report.confined = landlock_version() > 0
         program.samples = any(trial.safety == "learning" for trial in report.trials)
 
     def run(self) -> None:
-        """All of it. Raises AdvisorError: the program cannot be tried at all."""
+        """Run all trials. Raises AdvisorError: the program cannot be tried at all."""
         try:
             self._passes()
             self._together()
@@ -76,15 +76,15 @@ class TrialSession:
             self._settle()
 
     def has_budget_for(self, runs: int = 1) -> bool:
-        """Whether so many more runs fit into what is left."""
+        """Return whether so many more runs fit into the remaining budget."""
         fits = self.rounds.has_budget_for(runs)
         if not fits:
             self.report.out_of_budget = True
         return fits
 
     def run_round(self, sides: Sequence[KnobSettings]) -> list[KnobSettings]:
-        """One of the program as it is against those of the sides for which there is room: what was
-        run. Raises AdvisorError: the program cannot be tried."""
+        """Run the unchanged program against the sides for which there is room, and return the sides
+        that ran. Raises AdvisorError: the program cannot be tried."""
         if self.rounds.interrupted:
             raise KeyboardInterrupt
         if self.runs.get(()) and not self.has_budget_for(2):
@@ -125,7 +125,7 @@ class TrialSession:
             racing = [trial for trial in racing if self._open(trial, number + 1)]
 
     def _baseline(self) -> bool:
-        """Take note of the last run of the program as it is; whether it was one."""
+        """Take the figures of the unchanged program's last run; return whether it succeeded."""
         runs, report = self.runs[()], self.report
         result = runs[-1]
         if result.problem or not result.steps_ns:
@@ -147,7 +147,7 @@ class TrialSession:
     def measure_gain(
         self, knob_settings: KnobSettings, before: KnobSettings = ()
     ) -> MeasuredGain | None:
-        """From all runs so far that were made against each other."""
+        """Measure a gain from all runs so far that were made against each other."""
         pairs = self.pairs.get((before, knob_settings), [])
         item = [self._steps(before, a) for a, _ in pairs]
         other = [self._steps(knob_settings, b) for _, b in pairs]
@@ -172,8 +172,8 @@ class TrialSession:
         )
 
     def _steps(self, knob_settings: tuple[KnobSetting, ...], result: Result) -> list[int]:
-        """Steps of a run, ns; of another batch size as long as they would be for the samples of the
-        program's own."""
+        """Return the steps of a run, ns. With another batch size they are scaled to the samples of
+        the program's own."""
         if not any(
             find_knob(knob_setting.knob).safety == "learning" for knob_setting in knob_settings
         ):
@@ -185,7 +185,7 @@ class TrialSession:
 
     @property
     def samples(self) -> float | None:
-        """Of a batch of the unchanged program; ``None``: not seen."""
+        """Mean samples of a batch of the unchanged program; ``None``: unknown."""
         return next((r.samples for r in self.runs.get((), []) if r.samples), None)
 
     def _judge(self, trial: Trial) -> None:
@@ -249,8 +249,8 @@ class TrialSession:
         )
 
     def _freed(self, trial: Trial) -> int:
-        """Bytes that every run with the knob takes less than every run without, at the peak of the
-        device where there is one; 0: too few to speak of, or not known."""
+        """Return the peak memory that every run with the knob saves against every run without,
+        bytes, of the device where there is one. 0: too little, or unknown."""
 
         def peaks(knob_settings: tuple[KnobSetting, ...]) -> list[int]:
             runs = [r for r in self.runs[knob_settings] if not r.problem]
@@ -264,7 +264,7 @@ class TrialSession:
         return freed if freed > MIN_FREED * min(before) else 0
 
     def _open(self, trial: Trial, passes: int) -> bool:
-        """Whether another run of it says more."""
+        """Return whether another run of it would tell more."""
         if trial.knob_setting in self.doubtful:
             return True
         if trial.outcome == "dropped" or trial.gain is None:
@@ -281,7 +281,7 @@ class TrialSession:
     # -- together -------------------------------------------------------------------------------
 
     def _together(self) -> None:
-        """Greedily: the best setting of each knob, the most first, as long as each adds to it."""
+        """Combine the best setting of each knob, the most first, as long as each adds to it."""
         winners: list[Trial] = []
         for trial in self.report.winners:
             if trial.safety == "learning":
@@ -341,7 +341,7 @@ class TrialSession:
 
 
 def not_tried(message: str, result: Result) -> AdvisorError:
-    """The error, with what the program printed last."""
+    """Return the error, with the last lines that the program printed."""
     error = AdvisorError(message)
     if result.output:
         error.add_note("The program's last lines:\n" + textwrap.indent(result.output, "  "))
@@ -349,7 +349,7 @@ def not_tried(message: str, result: Result) -> AdvisorError:
 
 
 def why_not(result: Result) -> str:
-    """Why the unchanged program cannot be tried, in a line."""
+    """Return in a line why the unchanged program cannot be tried."""
     if result.refused:
         return (
             f"the program would {result.refused[0]}, which is not done while it is only tried "

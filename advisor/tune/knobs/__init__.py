@@ -1,1 +1,1 @@
-"""One file a kind of knob. They run in the trial's process: no more is imported than torch."""
+"""Knobs, a file for each kind. They run in the trial's process and import nothing but torch."""

@@ -1,4 +1,4 @@
-"""Settings of DistributedDataParallel that cost nothing to set."""
+"""Knobs of DistributedDataParallel that cost nothing to set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from advisor.tune.knob import Knob, Safety, Value, wrap
 
 
 class _Ddp(Knob):
-    """A keyword argument of every model that is wrapped from now on."""
+    """Base of knobs that set a keyword argument of every model wrapped from now on."""
 
     safety: ClassVar[Safety] = "reordered"
     argument: ClassVar[str]
@@ -18,7 +18,7 @@ class _Ddp(Knob):
         return True if value is None else value
 
     def apply(self, value: Value) -> None:
-        """Whatever the program gives for it."""
+        """Set the argument, whatever the program gives for it."""
         from torch.nn.parallel import DistributedDataParallel
 
         def make(original: Any) -> Any:
@@ -61,13 +61,13 @@ class DdpBucketView(_Ddp):
 
 
 LEARNT_FROM = 2
-"""Optimizer steps with the same number of passes, after which that number is believed."""
+"""Number of optimizer steps with the same number of passes before that number is used."""
 
 
 class DdpNoSync(Knob):
-    """As ``no_sync`` around all passes of an optimizer step but the last. How many there are is
-    learnt from the first steps; where a later step has another number, which would step with
-    gradients that were never reduced, the run is ended and the knob dropped."""
+    """``no_sync`` around all passes of an optimizer step but the last. Their number is learnt from
+    the first steps. A later step with another number would use gradients that were never reduced:
+    then the run is ended and the knob dropped."""
 
     id = "ddp-no-sync"
     title = "gradients sent once an optimizer step"
@@ -78,7 +78,7 @@ class DdpNoSync(Knob):
     )
 
     def apply(self, value: Value) -> None:
-        """Every model that is wrapped."""
+        """Wrap the forward of every DDP model."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim import optimizer as optim

@@ -1,4 +1,4 @@
-"""The process around the model: cores, threads, the allocator, garbage collection."""
+"""Knobs of the process around the model: cores, threads, the allocator, garbage collection."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from advisor.tune.knob import Knob, Machine, Value, wrap
 
 SETTING = "expandable_segments:True"
 BEFORE, EVERY = 3, 500
-"""Steps until what is there is frozen, and between collections by hand."""
+"""Number of steps before existing objects are frozen, and between manual collections."""
 
 
 class Affinity(Knob):
-    """The cores of the node that the process starts on, for it and its children."""
+    """Binding of the process and its children to the cores of the node that it starts on."""
 
     id = "affinity"
     title = "bound to one NUMA node"
     keep = "numactl --cpunodebind=0 --membind=0 python train.py"
 
     def apply(self, value: Value) -> None:
-        """At once. Nothing where there is one node."""
+        """Bind the process at once; nothing is done where there is one node."""
         here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         for node in sorted(NODES.glob("node[0-9]*/cpulist")):
             own = here & cpu_list(node.read_text())
@@ -42,14 +42,14 @@ class Threads(Knob):
     keep = "torch.set_num_threads({value})"
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """As many as cores, half of them, one."""
+        """Return as many threads as cores, half of them, one."""
         return list(dict.fromkeys([machine.cores, max(1, machine.cores // 2), 1]))
 
     def environment(self, value: Value) -> dict[str, str | None]:
         return {"OMP_NUM_THREADS": str(value), "MKL_NUM_THREADS": str(value)}
 
     def apply(self, value: Value) -> None:
-        """At once; what the program sets later is not done."""
+        """Set the threads at once, and ignore what the program sets later."""
         import torch
 
         torch.set_num_threads(int(value or 1))
@@ -58,7 +58,7 @@ class Threads(Knob):
 
 
 class DebugSwitchesKnob(Knob):
-    """Anomaly detection and launches that block."""
+    """Anomaly detection and blocking launches switched off."""
 
     id = "debug-switches-off"
     title = "debug switches off"
@@ -68,7 +68,7 @@ class DebugSwitchesKnob(Knob):
         return {"CUDA_LAUNCH_BLOCKING": None, "TORCH_DISTRIBUTED_DEBUG": None}
 
     def apply(self, value: Value) -> None:
-        """At once; what the program switches on later stays off."""
+        """Switch them off at once; what the program switches on later stays off."""
         import torch
 
         if os.environ.pop("CUDA_LAUNCH_BLOCKING", None):  # the program's own
@@ -96,12 +96,12 @@ class AllocatorKnob(Knob):
         return {"PYTORCH_CUDA_ALLOC_CONF": SETTING, "PYTORCH_ALLOC_CONF": SETTING}
 
     def apply(self, value: Value) -> None:
-        """Torch has read it."""
+        """Record the effect: torch has read the variable."""
         self.took_effect()
 
 
 class EmptyCache(Knob):
-    """``torch.cuda.empty_cache`` does nothing."""
+    """``torch.cuda.empty_cache`` without effect."""
 
     id = "keep-cache"
     title = "no empty_cache"
@@ -109,7 +109,7 @@ class EmptyCache(Knob):
     keep = "# without torch.cuda.empty_cache() in the loop"
 
     def apply(self, value: Value) -> None:
-        """Every call from now on."""
+        """Replace every call from now on."""
         import torch
 
         def make(original: Any) -> Any:
@@ -122,8 +122,8 @@ class EmptyCache(Knob):
 
 
 class GcFreeze(Knob):
-    """After some steps: what is there is frozen, automatic collection ends, and one by hand is made
-    now and then. Cyclic garbage stays until then, which the memory column shows."""
+    """Garbage collection by hand: after some steps existing objects are frozen and automatic
+    collection ends. Cyclic garbage stays until the next one, which the memory column shows."""
 
     id = "gc-freeze"
     title = "no garbage collection within steps"
@@ -133,7 +133,7 @@ class GcFreeze(Knob):
     )
 
     def apply(self, value: Value) -> None:
-        """Counts optimizer steps."""
+        """Count optimizer steps, and freeze and collect by their number."""
         from torch.optim import optimizer as optim
 
         count = 0

@@ -1,4 +1,4 @@
-"""Workers, batches ahead and pinned memory of every DataLoader."""
+"""Knobs of every DataLoader: workers, batches ahead and pinned memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from advisor.tune.knob import LOADERS, Knob, Machine, Value, loader_arguments, w
 
 
 class _Loaders(Knob):
-    """Arguments of every DataLoader that is made from now on."""
+    """Base of knobs that set arguments of every DataLoader made from now on."""
 
     def kept_arguments(self, value: Value) -> dict[str, object]:
-        """The arguments that keep it."""
+        """Return the arguments that keep the change."""
         raise NotImplementedError
 
     def change(self, arguments: dict[str, object], value: Value) -> bool:
-        """Edit the arguments of a loader; whether there was anything to change."""
+        """Edit the arguments of a loader; return whether there was anything to change."""
         wanted = self.kept_arguments(value)
         if not arguments.get("num_workers") or wanted.items() <= arguments.items():
             return False
@@ -24,7 +24,7 @@ class _Loaders(Knob):
         return True
 
     def apply(self, value: Value) -> None:
-        """Loaders that are made from now on."""
+        """Change the loaders that are made from now on."""
 
         def change(arguments: dict[str, object]) -> None:
             if self.change(arguments, value):
@@ -48,8 +48,8 @@ class LoaderWorkersKnob(_Loaders):
     changes_random_numbers = True
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """What the finding says, then powers of two up to the cores. None (``workers=0``) undoes
-        what is there, and is tried where it is asked for."""
+        """Return the finding's number, then powers of two up to the cores. None (``workers=0``)
+        undoes the program's own, and is tried only where it is asked for."""
         result = [predicted] if predicted else []
         count = 1
         while count <= machine.cores:
@@ -101,8 +101,8 @@ class LoaderPersistent(_Loaders):
 
 
 class LoaderPinning(Knob):
-    """``pin_memory`` of every DataLoader, and ``non_blocking`` copies of what is pinned: one is
-    of little use without the other."""
+    """``pin_memory`` of every DataLoader, and ``non_blocking`` copies of pinned memory: one is of
+    little use without the other."""
 
     id = "loader-pinning"
     title = "pinned batches, non-blocking copies"
@@ -110,7 +110,7 @@ class LoaderPinning(Knob):
     keep = "DataLoader(..., pin_memory=True)\nbatch = batch.to(device, non_blocking=True)"
 
     def apply(self, value: Value) -> None:
-        """Loaders that are made, and copies to a device, from now on."""
+        """Change loaders that are made, and copies to a device, from now on."""
         import torch
 
         def change(arguments: dict[str, object]) -> None:

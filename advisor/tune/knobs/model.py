@@ -1,4 +1,4 @@
-"""How the model computes: its arithmetic, its order of memory, torch.compile."""
+"""Knobs of the model's computation: its arithmetic, its order of memory, torch.compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Autocast(Knob):
     keep = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    output = model(batch)"
 
     def apply(self, value: Value) -> None:
-        """When models are called for the first time."""
+        """Wrap the forward of models when they are first called."""
         import torch
 
         def begin(module: Any) -> None:
@@ -47,7 +47,7 @@ class MatmulPrecision(Knob):
     keep = 'torch.set_float32_matmul_precision("high")'
 
     def apply(self, value: Value) -> None:
-        """At once, and against being set back."""
+        """Set the precision at once, and ignore later changes."""
         import torch
 
         if torch.get_float32_matmul_precision() != "high":
@@ -65,7 +65,7 @@ class MatmulPrecision(Knob):
 
 
 class ChannelsLast(Knob):
-    """The model's weights once, before its first forward; each 4-d input before its forward."""
+    """Channels-last weights before the first forward; each 4-d input before its forward."""
 
     id = "channels-last"
     title = "channels-last order"
@@ -76,7 +76,7 @@ class ChannelsLast(Knob):
     )
 
     def apply(self, value: Value) -> None:
-        """When models are called for the first time."""
+        """Convert models when they are first called."""
         import torch
         from torch import nn
 
@@ -107,7 +107,7 @@ class CudnnBenchmark(Knob):
     keep = "torch.backends.cudnn.benchmark = True"
 
     def apply(self, value: Value) -> None:
-        """At once, and against being set back."""
+        """Set it at once, and ignore later changes."""
         import torch
 
         if not torch.backends.cudnn.benchmark:
@@ -124,11 +124,11 @@ class CompileModel(Knob):
     safety = "reordered"
 
     def values(self, predicted: int | None, machine: Machine) -> Sequence[Value]:
-        """The modes; those with CUDA graphs where there is a GPU."""
+        """Return the modes; those with CUDA graphs where there is a GPU."""
         return ("default", "reduce-overhead") if machine.cuda else ("default",)
 
     def apply(self, value: Value) -> None:
-        """When models are called for the first time."""
+        """Compile models when they are first called."""
 
         def begin(module: Any) -> None:
             if module._compiled_call_impl is None and any(True for _ in module.parameters()):
@@ -150,7 +150,7 @@ class CompileDynamic(Knob):
     keep = "torch.compile(..., dynamic=True)"
 
     def apply(self, value: Value) -> None:
-        """Every function and model that is compiled from now on."""
+        """Change every function and model that is compiled from now on."""
         import torch
 
         def make(original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Another batch size: only where it is asked for, since it is another training."""
+"""Knobs of the training loop: batch size (only on request), optimizer, evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from advisor.tune.knob import (
 )
 
 MAX_BATCH = 1 << 20
-"""Samples of a batch, and times the program's own."""
+"""Maximum number of samples of a batch, and multiple of the program's own."""
 
 
 class BatchSize(Knob):
@@ -40,7 +40,7 @@ class BatchSize(Knob):
         return text if match[1] else int(text)
 
     def apply(self, value: Value) -> None:
-        """Every loader, and every sampler of batches, that is made from now on."""
+        """Change every loader, and every sampler of batches, that is made from now on."""
         from torch.utils.data import BatchSampler, DataLoader
 
         inside = 0
@@ -104,11 +104,11 @@ class FusedOptimizer(Knob):
     safety = "reordered"
     group = "optimizer"
     settings = ("fused", "foreach")
-    """The faster first."""
+    """Implementations to try, the faster first."""
     keep = "torch.optim.AdamW(..., {value}=True)"
 
     def apply(self, value: Value) -> None:
-        """Every optimizer that is made from now on."""
+        """Change every optimizer that is made from now on."""
 
         def change(arguments: dict[str, Any]) -> None:
             if not arguments.get(str(value)):
@@ -130,7 +130,7 @@ class SetToNone(Knob):
     keep = "optimizer.zero_grad(set_to_none=True)"
 
     def apply(self, value: Value) -> None:
-        """Every call from now on."""
+        """Change every call from now on."""
         import torch
 
         def make(original: Any) -> Any:
@@ -154,7 +154,7 @@ class NoGradEvaluation(Knob):
     keep = "with torch.inference_mode():   # around validation\n    output = model(batch)"
 
     def apply(self, value: Value) -> None:
-        """Every outermost forward from now on."""
+        """Wrap every outermost forward from now on."""
         import torch
 
         def call(module: Any, go: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Trace files to tables: readers, one file format each, and what they share."""
+"""Readers of trace files, one file format each, and what they share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when first used: the decoding processes import this package, but not polars."""
+    """Import an attribute on first use: decoding processes import this package without polars."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -1,4 +1,4 @@
-"""Columns of all pieces to one trace: codes merged, bad rows dropped and counted, joins made."""
+"""Assembly of a trace from its pieces' columns: codes merged, bad rows counted, rows joined."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS
 
 Array = NDArray[Any]
 DAY_US = 86_400e6
-"""No profiler window is a day long: durations and distances beyond that are damage."""
+"""Longest plausible duration or distance, us: no profiler window is a day long."""
 TEXT_BYTES = 200
-"""Memory of a distinct text, besides its letters."""
+"""Memory of a distinct text, besides its letters, bytes."""
 
 _ANNOTATION, _PYTHON, _RUNTIME = map(HOST_KINDS.index, ("annotation", "python", "runtime"))
 _MEDIAN_SAMPLE = 10_000
@@ -32,7 +32,7 @@ _MEDIAN_SAMPLE = 10_000
 
 @dataclass
 class AssembledTables:
-    """Rows of any format, ready to be joined: times in whole ns from the trace's start, names,
+    """Rows of any format, ready to be joined: times in whole ns from the trace's start; names,
     threads, inputs and collectives as codes into lists. A table without rows is empty."""
 
     host: Columns
@@ -45,35 +45,35 @@ class AssembledTables:
     of any numbers; perhaps series of ``copy``, ``src``, ``dst`` and ``limits``."""
     names: list[str]
     threads: list[tuple[str, str]]
-    """Process and thread, as they are shown."""
+    """Process and thread of each thread code, as shown."""
     thread_names: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 @dataclass
 class Facts:
-    """What was learnt about a trace while its frames were built."""
+    """Facts about a trace, found while its frames are built."""
 
     origin_ns: int = 0
-    """The trace's 0, ns after the file's base time."""
+    """Time of the trace's 0, ns after the file's base time."""
     end_ns: int = 0
     nesting_repaired: int = 0
     python_frames: bool = False
     runtime_calls: list[str] = field(default_factory=list)
     """Names of the runtime and driver calls."""
     given_calls: dict[str, str] = field(default_factory=dict)
-    """Name -> one of CALLS, where the name alone does not tell."""
+    """Class (one of CALLS) by name, of calls that their name alone does not classify."""
 
 
 class _Merger:
-    """One dictionary for the whole trace out of the dictionaries of its pieces."""
+    """Merger of the dictionaries of pieces into one for the trace."""
 
     def __init__(self) -> None:
         self.index: dict[Hashable, int] = {}
         self.letters = 0
-        """Of the texts in it."""
+        """Number of letters of all its texts."""
 
     def table(self, values: list[Any]) -> Array:
-        """Code in the whole trace for each code in the piece; the last entry is for -1."""
+        """Return the trace's code for each code of a piece; the last entry is for -1."""
         index = self.index
         known = len(index)
         codes = [index.setdefault(value, len(index)) for value in values]
@@ -87,7 +87,7 @@ class _Merger:
 
 
 class Assembler:
-    """Takes pieces one by one, then builds frames."""
+    """Builder of a trace's frames: takes pieces one by one, then joins them."""
 
     def __init__(self) -> None:
         self._names, self._threads, self._inputs, self._comms = (_Merger() for _ in range(4))
@@ -96,17 +96,17 @@ class Assembler:
         }
         self._epoch: int | None = None
         self.events = 0
-        """Events decoded, also those that are of no use."""
+        """Number of events decoded, including unusable ones."""
         self.rows = 0
-        """Events that became rows."""
+        """Number of events that became rows."""
         self.unsound = 0
-        """Stretches between commas that could not be decoded."""
+        """Number of stretches between commas that could not be decoded."""
         self.dropped: dict[str, int] = {}
         self.ignored: dict[str, int] = {}
         self.thread_names: dict[tuple[str, str], str] = {}
 
     def memory(self) -> int:
-        """About how many bytes the trace takes while it is read and measured."""
+        """Estimate the memory that the trace takes while it is read and measured, bytes."""
         texts = self._names, self._threads, self._inputs, self._comms
         return EVENT_BYTES * self.rows + sum(TEXT_BYTES * len(t.index) + t.letters for t in texts)
 
@@ -144,7 +144,7 @@ class Assembler:
     def build(
         self, given_calls: dict[str, str] | None = None
     ) -> tuple[dict[str, pl.DataFrame], Facts]:
-        """The frames of a Trace by name, and facts for its meta. Empties the assembler."""
+        """Return the frames of a Trace by name, and facts for its meta. Empties the assembler."""
         calls = given_calls or {}
         host, device, sync, memory, counters = (self._take(g) for g in tuple(self._parts))
         origin_us = self._clean(host, device, sync, memory, counters)
@@ -168,7 +168,7 @@ class Assembler:
         return frames, facts
 
     def _take(self, group: str) -> Columns:
-        """The columns of all pieces as one; empty when there is not a row."""
+        """Concatenate the columns of all pieces; empty if there are no rows."""
         parts = self._parts[group]
         joined: Columns = {}
         for key in list(parts[0]) if parts else ():
@@ -213,7 +213,7 @@ class Assembler:
 
     @staticmethod
     def _to_ns(columns: Columns, origin_us: float) -> int:
-        """Times to whole ns from the origin, in place; returns the last end."""
+        """Convert times to whole ns from the origin, in place; return the last end."""
         if not columns:
             return 0
         columns["ts"] = np.rint((columns["ts"] - origin_us) * 1000.0).astype(np.int64)
@@ -226,7 +226,7 @@ class Assembler:
 
     @staticmethod
     def _order_threads(host: Columns, threads: list[tuple[str, str]]) -> Array:
-        """Number the threads by their host rows, the busiest first; returns old -> new."""
+        """Number the threads by their host rows, the busiest first; return old -> new."""
         counts = np.zeros(len(threads), dtype=np.int64)
         if host:
             counts = np.bincount(host["thread"], minlength=len(threads))
@@ -246,7 +246,7 @@ class Assembler:
         threads: list[tuple[str, str]],
         facts: Facts,
     ) -> tuple[Array, Array]:
-        """Order both tables, find parents and launches; returns launch and op of device rows."""
+        """Order both tables, find parents and launches; return launch and op of device rows."""
         if device:
             # kinds break ties, so that the order does not depend on where pieces were cut
             key = device["ts"] * len(DEVICE_KINDS) + device["kind"]
@@ -277,16 +277,16 @@ class Assembler:
 
 
 def as_names(texts: list[str]) -> pl.Series:
-    """The names that codes stand for."""
+    """Return the names as a categorical series, in the order of their codes."""
     return pl.Series("name", texts, dtype=pl.String).cast(pl.Categorical)
 
 
 def join_tables(
     given: AssembledTables, names: pl.Series, facts: Facts
 ) -> tuple[dict[str, pl.DataFrame], Array]:
-    """The frames ``cpu``, ``gpu`` and ``threads`` with all their joins: stacks, launches, the ops
-    around them. Orders the rows in place; every other column that they have goes along. Also the
-    row of ``threads`` for the code of each thread."""
+    """Return the frames ``cpu``, ``gpu`` and ``threads`` with all joins (stacks, launches, the ops
+    around them), and the row of ``threads`` for each thread code. Orders the rows in place; every
+    other column goes along."""
     host, device = given.host, given.device
     table = Assembler._order_threads(host, given.threads)
     launches = Assembler._nest(host, device, given.names, given.threads, facts)
@@ -304,8 +304,8 @@ def join_tables(
 
 
 def _stacks(host: Columns) -> tuple[Array, Array, int]:
-    """Parent and depth of the ordered host rows, and how many of them outlasted their parents:
-    these are cut, in place."""
+    """Return parent and depth of the ordered host rows, and the number that outlasted their
+    parents: these are cut, in place."""
     parent, depth = (np.empty(len(host["ts"]), dtype=np.int32) for _ in range(2))
     repaired = 0
     for part in independent_stretches(host["thread"], host["ts"], host["dur"]):
@@ -334,7 +334,7 @@ def _reorder(columns: dict[str, Any], order: Array) -> None:
 
 
 def _exact_ns(us: float) -> int:
-    """Microseconds to ns without rounding the whole of a Unix time to a float's precision."""
+    """Convert microseconds to ns without rounding a Unix time to a float's precision."""
     whole = int(us)
     return whole * 1000 + round((us - whole) * 1000)
 
@@ -342,12 +342,12 @@ def _exact_ns(us: float) -> int:
 # -- memory ----------------------------------------------------------------------------------------
 
 MIN_ROWS_TO_GIVE_BACK = 1_000_000
-"""Rows from which on it pays for the milliseconds."""
+"""Rows from which the milliseconds it takes pay off."""
 
 
 def give_back(rows: int) -> None:
-    """What glibc's malloc keeps of columns that are gone is otherwise not the system's again while
-    others are made, and a large file takes half as much memory more. Nothing is done for few
+    """Return memory of freed columns from glibc's malloc to the system. Otherwise malloc keeps it
+    while others are made, and a large file takes half as much memory more. Does nothing for few
     ``rows``, nor with another malloc."""
     if rows < MIN_ROWS_TO_GIVE_BACK:
         return

@@ -1,6 +1,5 @@
-"""What belongs together: ranks that were merged into one file; beside traces auxiliary files (logs,
-dumps, kernel profiles, ``core/auxiliary_inputs.py``) and the memory snapshots of the ranks.
-"""
+"""Assignment of files to ranks: traces merged from several ranks into one file; auxiliary files
+beside traces (logs, dumps, kernel profiles, ``core/auxiliary_inputs.py``); memory snapshots."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ def _source_readers() -> tuple[Reader, ...]:
 
 
 def is_named_log(path: str) -> bool:
-    """The file is named as such files are: it is no rank's trace."""
+    """Return whether a file is named like an auxiliary file, which is no rank's trace."""
     return any(is_named_for(reader, Path(path).name) for reader in _source_readers())
 
 
 def logs_in(folders: Iterable[Path], options: ReadOptions | None = None) -> list[Trace | str]:
-    """The logs in these folders themselves; a line for each that cannot be read."""
+    """Read the logs directly in these folders; a line of text for each that cannot be read."""
     result: list[Trace | str] = []
     for folder in folders:
         try:
@@ -55,7 +54,7 @@ def logs_in(folders: Iterable[Path], options: ReadOptions | None = None) -> list
 
 
 def merged_logs(traces: Iterable[Trace]) -> dict[str, Any]:
-    """What all such files among traces say: fields of TraceMeta; empty: there are none."""
+    """Return TraceMeta fields merged from all auxiliary files among traces; empty if none."""
     metas = [trace.meta for trace in traces]
     result = {}
     for field, merge in {reader.meta_field: reader.merge for reader in _source_readers()}.items():
@@ -66,8 +65,8 @@ def merged_logs(traces: Iterable[Trace]) -> dict[str, Any]:
 
 
 def with_logs(traces: list[Trace], given: Iterable[Trace] = ()) -> list[Trace]:
-    """Traces that know the logs among them, or those ``given`` beside them in their place; only
-    logs: one trace that holds them all."""
+    """Attach the logs among the traces to the others; ``given`` ones replace those of their kind.
+    With logs only, return one trace that holds them all."""
     given = list(given)
     plain = [trace for trace in traces if not merged_logs([trace])]
     fields = merged_logs(traces) | merged_logs(given) if plain else merged_logs([*traces, *given])
@@ -80,9 +79,9 @@ def with_logs(traces: list[Trace], given: Iterable[Trace] = ()) -> list[Trace]:
 
 
 def with_memory(run: Run, options: ReadOptions | None) -> Run:
-    """The run with the snapshot that was asked for (``ReadOptions.memory``), else with the one
-    that its recorder left when memory ran out, of each rank; where that is missing, with what the
-    exception's text says. Raises AdvisorError: the one that was asked for cannot be read."""
+    """Return the run with its memory snapshots: the requested one (``ReadOptions.memory``), else,
+    of each rank, the one its recorder left when memory ran out, else the figures in the exception's
+    text. Raises AdvisorError if the requested one cannot be read."""
     options = options or ReadOptions()
     if options.memory is not None:
         number = _first_rank(run)
@@ -112,8 +111,8 @@ def with_memory(run: Run, options: ReadOptions | None) -> Run:
 def join_snapshots(
     traces: list[Trace], rank_of: dict[int, int]
 ) -> tuple[list[Trace], dict[int, Trace]]:
-    """Traces, and snapshots by rank: a snapshot that was given with traces is no window of theirs.
-    ``rank_of``: of each trace, by its place. A snapshot of no rank is that of the first."""
+    """Separate traces from snapshots by rank, which are no windows. ``rank_of``: rank by index. A
+    snapshot of no rank goes to the first. Raises AdvisorError: two snapshots of one rank."""
     plain = [trace for trace in traces if trace.meta.snapshot is None]
     if not plain or len(plain) == len(traces):
         return traces, {}
@@ -145,7 +144,7 @@ MAX_RANKS = 4096
 
 
 def ranks_in(trace: Trace) -> list[Trace]:
-    """The ranks that a file holds; the trace itself where it is one.
+    """Split a trace file into the ranks it holds; return the trace itself if it is one rank.
 
     A profiler records one process. So when several processes of a file launched device work that is
     in it, they are ranks whose files were merged (TraceLens' TraceFusion shifts process and
@@ -194,7 +193,7 @@ def _of_rank(
     threads: NDArray[np.bool_],
     left: int,
 ) -> Trace:
-    """The rows of one rank; references between them follow."""
+    """Return the rows of one rank, with row references moved accordingly."""
     place = np.full(trace.cpu.height + 1, -1, dtype=np.int32)
     place[:-1][host] = np.arange(int(host.sum()), dtype=np.int32)
 

@@ -1,4 +1,4 @@
-"""Rows of any format to a :class:`Trace`: what a reader hands over once it has decoded its file.
+"""Builder of a :class:`Trace` from rows of any format, as a reader decodes them.
 
 Columns go by the names of ``core.trace``'s schemas, times are whole nanoseconds on any clock,
 texts are plain strings. What joins them (stacks, launches, the op around a launch) is the same for
@@ -33,14 +33,14 @@ from advisor.read.columns import NAME_LIMIT
 from advisor.read.tables import blank_column
 
 DAY_NS = 86_400 * 10**9
-"""No profiler window is a day long: durations and distances beyond that are damage."""
+"""Longest plausible duration or distance, ns: no profiler window is a day long."""
 MAX_PAIRS = 1 << 20
-"""Of processes and threads for which there is room in a table."""
+"""Most pairs of process and thread for which a lookup table is used."""
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
 _HOST_IDS = ("correlation", "external", "sequence", "inputs", "comm")
 _DEVICE_IDS = ("correlation", "external", "comm")
 _GIVEN = ("copy", "src", "dst", "limits")
-"""Text columns of device rows that stand in the trace as they are given."""
+"""Text columns of device rows that the trace takes unchanged."""
 _DEVICE_NUMBERS = tuple(
     name
     for name, kind in GPU_SCHEMA.items()
@@ -49,7 +49,7 @@ _DEVICE_NUMBERS = tuple(
 )
 
 Columns = dict[str, Any]
-"""Arrays; of what is not joined, series."""
+"""Columns by name: arrays, or series if they are not joined."""
 
 
 def build_trace(
@@ -64,7 +64,7 @@ def build_trace(
     comms: pl.DataFrame | None = None,
     thread_names: dict[tuple[str, str], str] | None = None,
 ) -> Trace:
-    """The trace of these rows, in any order.
+    """Return the trace of these rows, given in any order.
 
     ``host``: ``ts`` and ``dur`` (ns), ``kind`` (one of CPU_KINDS), ``name``, ``thread`` (as it is
     shown) are needed; ``process``, ``call`` (one of CALLS; without the column CUDA's and HIP's
@@ -138,8 +138,8 @@ def build_trace(
 def _frame(
     frame: pl.DataFrame | None, needed: tuple[str, ...], schema: dict[str, Any] | None = None
 ) -> pl.DataFrame:
-    """A frame with at least the needed columns; with a schema, exactly that one's. One without
-    any column stands for no rows."""
+    """Return a frame that has the needed columns; with a schema, exactly its columns. Without any
+    column it has no rows. Raises ValueError if a needed column is missing."""
     if frame is None or not frame.width:
         return pl.DataFrame(schema=schema or dict.fromkeys(needed, pl.Null))
     lacking = [name for name in needed if name not in frame.columns]
@@ -158,8 +158,8 @@ def _frame(
 def _cleaned(
     frames: dict[str, pl.DataFrame], dropped: dict[str, int]
 ) -> tuple[dict[str, pl.DataFrame], int, int]:
-    """Without rows that have no usable times, counted by reason; the first start, from which on the
-    times of the small tables are, and the last end."""
+    """Drop rows without usable times, counted by reason; return the frames, the first start and the
+    last end, ns. The small tables' times are then relative to the first start."""
 
     def keep(name: str, good: pl.Expr, why: str) -> None:
         mask = frames[name].select(good.fill_null(False)).to_series()
@@ -207,7 +207,7 @@ _SANE = {"ts": (-(1 << 61), 1 << 61), "dur": (0, DAY_NS)}
 
 
 def _within(column: pl.Series, low: int, high: int) -> bool:
-    """Every value is there and in the range."""
+    """Return whether every value is present and in the range."""
     if column.null_count() or not len(column):
         return not len(column)
     return bool(column.min() >= low and column.max() <= high)  # type: ignore[operator]
@@ -244,15 +244,15 @@ def _host(
 
 
 def _taken(frame: pl.DataFrame, column: str, count: int) -> pl.Series:
-    """A column of so many rows, which the frame then has no more: what becomes of it need not be
-    in memory beside it. Nulls where there is none."""
+    """Take a column out of the frame, so that the memory of what is made from it is not needed
+    twice. Nulls if there is none."""
     if column in frame.columns:
         return frame.drop_in_place(column)
     return pl.Series(column, [None], dtype=pl.Null).new_from_index(0, count)
 
 
 def _owned(column: pl.Series) -> NDArray[Any]:
-    """The column's values as an array that may be written to."""
+    """Return the column's values as a writable array."""
     values = _of_words(column).to_numpy()
     return values if values.flags.writeable else values.copy()
 
@@ -260,7 +260,7 @@ def _owned(column: pl.Series) -> NDArray[Any]:
 def _threads(
     process: pl.Series, thread: pl.Series, threads: dict[tuple[str, str], int]
 ) -> NDArray[np.int32]:
-    """Codes into ``threads``, which takes up what is new."""
+    """Return codes into ``threads``, to which new pairs are added."""
     # each column to its distinct texts first: they are few, rows are many
     of_process: dict[str, int] = {}
     of_thread: dict[str, int] = {}
@@ -303,14 +303,14 @@ def _device(frame: pl.DataFrame, origin: int, texts: dict[str, int]) -> Columns:
 
 
 def _texts(column: pl.Series) -> pl.Series:
-    """Texts without null, no longer than names may be. Categories stay what they are."""
+    """Return texts without nulls, cut to the length of names. Categories stay unchanged."""
     if column.dtype == pl.Categorical and not column.null_count():
         return column
     return column.cast(pl.String).fill_null("").str.slice(0, NAME_LIMIT)
 
 
 def _coded(column: pl.Series, texts: dict[str, int]) -> NDArray[np.int32]:
-    """Codes into ``texts``, which takes up what is new."""
+    """Return codes into ``texts``, to which new ones are added."""
     if column.dtype == pl.Categorical:
         physical = column.to_physical()
         seen, kept = physical.unique(maintain_order=True), column.unique(maintain_order=True)
@@ -323,7 +323,7 @@ def _coded(column: pl.Series, texts: dict[str, int]) -> NDArray[np.int32]:
 
 
 def _by_code(column: pl.Series, seen: pl.Series, values: list[int], dtype: Any) -> NDArray[Any]:
-    """What stands for each code of a column without nulls; ``seen``: all its codes."""
+    """Map codes without nulls to values; ``seen``: the distinct codes, in the values' order."""
     table = np.zeros(int(seen.max()) + 1, dtype=dtype)  # type: ignore[arg-type]
     table[seen.to_numpy()] = values
     result: NDArray[Any] = table[column.to_numpy()]
@@ -331,7 +331,7 @@ def _by_code(column: pl.Series, seen: pl.Series, values: list[int], dtype: Any) 
 
 
 def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any]:
-    """Places in ``known``; of a call, -1 for none. Raises ValueError for one that is not there."""
+    """Return indices in ``known``, -1 for a missing call. Raises ValueError for an unknown kind."""
     codes = {name: number for number, name in enumerate(known)}
     distinct = column.unique().cast(pl.String)
     strange = [item for item in distinct if item not in codes and (item or column.name == "kind")]
@@ -348,14 +348,14 @@ def _kinds(column: pl.Series, known: tuple[str, ...], dtype: Any) -> NDArray[Any
 
 
 def _ids(column: pl.Series) -> NDArray[Any]:
-    """-1 for none. Narrow integers stay such."""
+    """Return ids as integers, -1 for none; narrow integers stay narrow."""
     if column.null_count() == len(column):
         return blank_column(len(column), -1, np.int64)
     return _of_words(column).fill_null(-1).to_numpy()
 
 
 def _of_words(column: pl.Series) -> pl.Series:
-    """As integers that are narrow or not, but no narrower than the constants they meet."""
+    """Cast to integers: 32 bits if narrower or equal, else 64, to match the constants used."""
     if column.dtype in (pl.Int8, pl.Int16, pl.Int32):
         return column.cast(pl.Int32)
     return column.cast(pl.Int64, strict=False)

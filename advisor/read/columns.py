@@ -1,4 +1,4 @@
-"""Typed events to plain columns: one pass to sort them by kind, then one a field."""
+"""Conversion of typed events to plain columns: sorted by kind once, then field by field."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from advisor.read.trace_events import (
 
 Columns = dict[str, NDArray[Any]]
 MISSING = -(1 << 62)
-"""Integer columns: not given."""
+"""Mark of a missing value in integer columns."""
 NAME_LIMIT = 8192
-"""Characters of a name that are kept."""
+"""Most characters kept of a name."""
 RAW_LIMIT = 1 << 18
-"""Bytes of one input or collective description that are kept; longer: not recorded."""
+"""Most bytes of one input or collective description; a longer one counts as not recorded."""
 LABEL_LIMIT = 64
-"""Distinct categories that are counted by name."""
+"""Most distinct categories counted by name."""
 
 _BIG = 1 << 60
 _joined = b"\0".join
-"""Joins undecoded values to one key. JSON text holds no NUL."""
+"""Function that joins undecoded values to one key. JSON text holds no NUL."""
 
 
 class Piece(msgspec.Struct):
-    """The columns of one piece. Names, threads, inputs and collectives are codes into lists."""
+    """Columns of one piece. Names, threads, inputs and collectives are codes into lists."""
 
     host: Columns
     device: Columns
@@ -59,20 +59,20 @@ class Piece(msgspec.Struct):
     inputs: list[bytes]
     """Dims, types and perhaps strides and concrete values as JSON texts, joined by NUL."""
     comms: list[bytes]
-    """The fields of a collective as JSON texts, joined by NUL."""
+    """Fields of each collective as JSON texts, joined by NUL."""
     thread_names: list[tuple[str, str, str]]
     events: int
-    """Events decoded, also those that are of no use."""
+    """Number of events decoded, including unusable ones."""
     dropped: dict[str, int]
     ignored: dict[str, int]
     unsound: int
-    """Stretches of text between commas that could not be decoded."""
+    """Number of stretches between commas that could not be decoded."""
     epoch: int
-    """Microseconds that were taken off all ``ts``."""
+    """Microseconds subtracted from all ``ts``."""
 
 
 class _Codes(dict[Hashable, int]):
-    """Distinct values and the codes that stand for them: a look-up of a new one adds it."""
+    """Codes of distinct values; looking up a new value adds it."""
 
     def __missing__(self, value: Hashable) -> int:
         code = self[value] = len(self)
@@ -83,7 +83,7 @@ class _Codes(dict[Hashable, int]):
 
 
 class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
-    """Category -> where its events are appended, found once for each spelling."""
+    """List to append an event to, by category; found once for each spelling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
         self.sync: list[TraceEvent] = []
         self.counters: list[TraceEvent] = []
         self.without_category: list[TraceEvent] = []
-        """Events without a category: the legacy profiler's, which their process distinguishes."""
+        """Events without a category: the legacy profiler's, distinguished by their process."""
         self.other: dict[str, list[TraceEvent]] = {}
 
     def __missing__(self, category: Hashable) -> Callable[[TraceEvent], Any]:
@@ -122,7 +122,7 @@ class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
 def build_columns(
     events: list[TraceEvent], piece: bytes, *, unsound: int, lenient: int, epoch: int
 ) -> Piece:
-    """Columns of the events. ``piece`` is their text: counters are decoded from it again."""
+    """Return the columns of events. ``piece`` is their text: counters are decoded from it again."""
     routes = _Routes()
     rest: list[TraceEvent] = []
     aside = rest.append
@@ -181,7 +181,7 @@ def build_columns(
 
 
 def _aside(rest: list[TraceEvent]) -> tuple[list[TraceEvent], list[tuple[str, str, str]], int]:
-    """Of the events without a duration: memory instants, thread names, number of B/E events."""
+    """Return memory instants, thread names, number of B/E events, from events without duration."""
     instants = []
     thread_names = []
     pairs = 0
@@ -224,7 +224,7 @@ def _join(parts: list[Columns]) -> Columns:
 
 
 def float_column(values: list[Any]) -> NDArray[np.float64]:
-    """A float column; what is not a number becomes NaN."""
+    """Return a float column; what is not a number becomes NaN."""
     try:  # three times as fast as numpy, where all are floats
         return np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
     except struct.error:
@@ -239,7 +239,7 @@ def _float(value: Any) -> float:
 
 
 def int_column(values: list[Any]) -> NDArray[np.int64]:
-    """An integer column; what is not a sane number becomes MISSING."""
+    """Return an integer column; what is not a sane number becomes MISSING."""
     try:
         return np.fromiter(values, np.int64, len(values))
     except (TypeError, ValueError, OverflowError):
@@ -403,7 +403,7 @@ def _or_else(column: NDArray[np.float64], instead: Callable[[], list[Any]]) -> N
 
 
 def _sizes(args: list[EventArgs]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Blocks of the grid and threads of the block; NaN where there is none."""
+    """Return the blocks of each grid and the threads of each block; NaN where unknown."""
     codes = _Codes()
     column = codes.encode([_joined((a.grid, a.block)) for a in args])
     sizes = np.array([_grid_and_block(text) for text in codes]).reshape(-1, 2)
@@ -417,7 +417,7 @@ def _grid_and_block(text: bytes) -> tuple[float, float]:
 
 
 def _product(text: bytes) -> float:
-    """Product of a small JSON list of sizes, NaN when it is none."""
+    """Return the product of a small JSON list of sizes; NaN if it is none."""
     try:
         sizes = msgspec.json.decode(text, type=list[int])
     except REFUSED:
@@ -435,7 +435,7 @@ class _Occupancy(msgspec.Struct):
 def _occupancies(
     args: list[EventArgs], names: _Codes
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Active blocks a multiprocessor and code of the limiting factors, from newer profilers."""
+    """Return active blocks per multiprocessor and limiting factors' codes (newer profilers)."""
     codes = _Codes()
     column = codes.encode([bytes(a.occupancy_detail) for a in args])
     active, limits = [], []
@@ -481,8 +481,8 @@ def _memory(events: list[TraceEvent], threads: _Codes) -> Columns:
 
 
 def _counters(piece: bytes, names: _Codes) -> Columns:
-    """Hardware counters (``cuda_profiler_range``): their argument names are metric names, so
-    these few events are decoded a second time, without a type."""
+    """Return the columns of hardware counters (``cuda_profiler_range``). Their argument names are
+    metric names, so these few events are decoded a second time, without a type."""
     rows: list[tuple[Any, Any, str, str, float]] = []
     for text in split_objects(sanitise(piece)[1:-1])[0]:
         if COUNTER_CATEGORY.encode() not in text:

@@ -1,4 +1,4 @@
-"""What can be saved of JSON text that a decoder refuses."""
+"""Recovery of events from JSON text that a decoder refuses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 SPACE = b" \t\r\n"
 REFUSED = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
-"""What decoding damaged text raises."""
+"""Exceptions that decoding damaged text raises."""
 _KEY = rb'"(?:ph|name|cat|args|id|pid|tid|ts|dur|bp|s)"'
 EVENT_BOUNDARY = re.compile(rb"\}(\s{0,256}),\s{0,256}\{\s{0,256}" + _KEY)
-"""Between two events: group 1 ends at the comma. It cannot match inside a string, whose quotes
-would be escaped, but can between the objects of a nested list."""
+"""Boundary between two events: group 1 ends at the comma. It cannot match inside a string, whose
+quotes would be escaped, but can between the objects of a nested list."""
 
 _INTEREST = np.zeros(256, dtype=bool)
 _INTEREST[list(b'"{}[],')] = True
@@ -50,7 +50,7 @@ def scan_list(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
 
 
 def object_end(text: bytes) -> int | None:
-    """Position of the brace that closes the object of which a text is the inside."""
+    """Return the position of the brace that closes an object, from its inside; or ``None``."""
     for where, chars, depth in _Follower().scan(text):
         closing = np.flatnonzero(depth < 0)
         if len(closing):
@@ -59,7 +59,7 @@ def object_end(text: bytes) -> int | None:
 
 
 class _Follower:
-    """Quotes and brackets over a text, a stretch at a time: memory does not grow with it."""
+    """Scanner of quotes and brackets, a stretch at a time: memory does not grow with the text."""
 
     def __init__(self) -> None:
         self.in_string = False
@@ -87,8 +87,8 @@ class _Follower:
 
 
 def split_objects(inside: bytes) -> tuple[Iterator[bytes], int]:
-    """The objects in the inside of a list as separate texts, whether or not it is sound; and how
-    many elements there are that are none."""
+    """Split the inside of a list, sound or not, into the texts of its objects. Return them and the
+    number of other elements."""
     commas, end, depth = scan_list(inside)
     if end is not None or depth != 0:
         result = [match.end(1) for match in EVENT_BOUNDARY.finditer(inside)]
@@ -125,7 +125,7 @@ _SURROGATE = re.compile(
 
 
 def sanitise(text: bytes) -> bytes:
-    """Repair what makes a decoder refuse: control characters, bad UTF-8, lone surrogates, NaN and
+    """Repair text that a decoder refuses: control characters, bad UTF-8, lone surrogates, NaN and
     Infinity, and backslashes that escape nothing (Windows paths)."""
     text = text.translate(_CONTROL)
     if _perhaps_not_a_number(text):
@@ -137,8 +137,8 @@ def sanitise(text: bytes) -> bytes:
 
 
 def _perhaps_not_a_number(text: bytes) -> bool:
-    """Whether NaN or Infinity stands where a value begins; most texts have them in names alone.
-    Python's pattern search is slow where no literal leads it."""
+    """Return whether NaN or Infinity stands where a value begins; most texts have them only in
+    names. Python's pattern search is slow if no literal leads it."""
     lower = text.lower()
     for word in (b"nan", b"inf"):
         at = lower.find(word)

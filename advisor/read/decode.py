@@ -1,4 +1,4 @@
-"""One piece of JSON to typed events, whatever it takes, and from there to plain columns.
+"""Decoding of one piece of JSON, damaged or not, to typed events and then plain columns.
 
 Runs in the decoding processes: needs only msgspec and numpy.
 """
@@ -23,7 +23,7 @@ from advisor.read.damage import REFUSED, sanitise, split_objects
 from advisor.read.trace_events import EventArgs, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
-"""What the bulk of the work is: a piece of JSON to a list of events."""
+"""Decoder of a piece of JSON to a list of events: the bulk of the work."""
 _event = msgspec.json.Decoder(TraceEvent)
 
 # Profilers of early 2024 wrote Unix time in microseconds with decimals: more digits than a float
@@ -45,7 +45,7 @@ def decode_piece(piece: bytes) -> Piece:
 
 
 def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
-    """Events, how many could not be decoded, and how many only by force."""
+    """Return the events, the number that could not be decoded, and the number decoded leniently."""
     try:
         return event_list.decode(piece), 0, 0
     except REFUSED:
@@ -77,11 +77,11 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
 
 
 _fields = cache(msgspec.structs.fields)
-"""Of a struct: to work them out takes longer than to decode an event."""
+"""Fields of a struct, cached: finding them takes longer than decoding an event."""
 
 
 def _coerce(value: Any) -> TraceEvent | None:
-    """An event whose fields have unexpected types, with what can be used of it."""
+    """Return an event whose fields have unexpected types, with its usable fields; or ``None``."""
     if not isinstance(value, dict):
         return None
     fields: dict[str, Any] = {
@@ -121,7 +121,7 @@ def _fitting(item: Any, name: str) -> str | int | float | None:
 # -- several processes -----------------------------------------------------------------------------
 
 MAX_PIECES_AHEAD = 3
-"""Pieces that wait at one worker."""
+"""Most pieces that wait for one worker."""
 
 
 def _enc(value: Any) -> Any:
@@ -140,7 +140,7 @@ _decoder = msgspec.msgpack.Decoder(Piece, dec_hook=_dec)
 
 
 def decode_apart(piece: bytes) -> bytes:
-    """A piece's columns, encoded: what a worker does."""
+    """Decode a piece in a worker; return its columns, encoded."""
     import gc
 
     gc.disable()  # the decoded structs hold no cycles; collecting them only costs time
@@ -148,8 +148,8 @@ def decode_apart(piece: bytes) -> bytes:
 
 
 def decode_all(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
-    """Decode pieces in this process and ``processes - 1`` workers, as far as they can be started;
-    results come in their order. A worker that dies costs only its help."""
+    """Decode pieces in this process and up to ``processes - 1`` workers; yield results in order. A
+    worker that dies only makes it slower."""
     workers = processes - 1 if os.name == "posix" else 0
     if not workers:
         yield from map(decode_piece, pieces)

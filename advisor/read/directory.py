@@ -1,4 +1,4 @@
-"""A path, or several, to a Run: finds traces, distinguishes ranks and windows."""
+"""Opening of paths and URLs as a Run: finds traces, distinguishes ranks and windows."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from advisor.read.triton_cache import find_entries, kernels_in, read_triton_cach
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 MAX_FILES = 4096
 MAX_ELSEWHERE = 64
-"""Files of a URL that are held at once."""
+"""Most files of a URL that are kept at once."""
 SMALL = 1 << 20
-"""Bytes of a file that is read to know what it is."""
+"""Size up to which a file is read to know its format, bytes."""
 OVERLAP_NS = 1_000_000
-"""Device times are converted to the host's clock: ends and starts this close are not an overlap."""
+"""Least overlap of two windows, ns: device times are converted to the host's clock, within this."""
 
 
 def open_run(
@@ -149,8 +149,8 @@ def open_run(
 
 
 def _recorded_logs(run: Run, options: ReadOptions | None) -> list[Trace | str]:
-    """Logs in a run directory: what the recorder kept of all ranks that are read, and what lies
-    beside it. A line for each that cannot be read."""
+    """Read the logs in a run directory: those the recorder kept of the ranks read, and those beside
+    them. A line of text for each that cannot be read."""
     ranks = run.recording.ranks.values() if run.recording is not None else ()
     folders = [Path(record.folder) for record in ranks]
     result = logs_in([*([] if run.path is None else [run.path]), *folders], options)
@@ -162,9 +162,9 @@ def _recorded_logs(run: Run, options: ReadOptions | None) -> list[Trace | str]:
 
 
 def profile_files(path: str) -> list[str]:
-    """The files that ``--kernels PATH`` stands for: itself, or those of a folder that are reports
-    of a kernel profiler by how they begin, and the folder itself where it is a cache of Triton.
-    Raises AdvisorError: neither, or it cannot be read."""
+    """Return the files that ``--kernels PATH`` stands for: the file, or a folder's reports of a
+    kernel profiler, by their first bytes, and the folder if it is a cache of Triton. Raises
+    AdvisorError if there is none, or it cannot be read."""
     folder = Path(path)
     if not folder.is_dir():
         return [path]
@@ -188,8 +188,8 @@ def profile_files(path: str) -> list[str]:
 
 
 def _given(options: ReadOptions | None) -> list[Trace]:
-    """What ``ReadOptions.kernels`` and ``compile_log`` name, read. Raises AdvisorError: it is
-    something else."""
+    """Read the files named in ``ReadOptions.kernels`` and ``compile_log``. Raises AdvisorError if
+    one is something else."""
     if options is None:
         return []
     result = []
@@ -214,7 +214,7 @@ def _open_recording(
     window: int | Literal["first", "all"],
     executor: Executor | None,
 ) -> Run:
-    """A run directory: what the recorder wrote, and the traces of its windows, by the numbers in
+    """Open a run directory: the recorder's files, and the traces of its windows, by the numbers in
     their names. A window that cannot be read is reported and left out; a run without any is a Run
     without traces. Raises AdvisorError: nothing was recorded, or not of this rank."""
     recording = read_recording(folder)
@@ -255,8 +255,8 @@ def _next_windows(
     have: Iterable[tuple[int, int]],
     window: int | Literal["first", "all"],
 ) -> list[tuple[int, int]]:
-    """Which of the (rank, window) pairs to read next: a rank's second only when its first could
-    not be read."""
+    """Return the (rank, window) pairs to read next: with ``first``, a rank's second only if its
+    first could not be read."""
     if window == "all":
         return list(waiting)
     if window != "first":
@@ -277,8 +277,8 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _here(path: str | Path, options: ReadOptions | None) -> str | Path:
-    """A path as it is given, a URL as text; what is not to be taken for one, and what is here all
-    the same (``file://…``), as Path."""
+    """Return a path unchanged and a URL as text; a local URL (``file://…``), or any URL if
+    ``options.urls`` is false, as Path."""
     text = str(path)
     if isinstance(path, Path) or not is_url(text):
         return path
@@ -295,7 +295,7 @@ def _shown(given: str | Path) -> str:
 
 
 def _ranks(numbers: Iterable[int]) -> str:
-    """Ranks in an error; -1 is one whose number is not in its trace."""
+    """Format ranks for an error; -1 is a rank whose number is not in its trace."""
     shown = ("not recorded" if number < 0 else str(number) for number in sorted(numbers)[:20])
     return ", ".join(shown)
 
@@ -303,8 +303,8 @@ def _ranks(numbers: Iterable[int]) -> str:
 def _of_ranks(
     files: list[str | RemoteFile], ranks: RankFilter | range | None
 ) -> list[str | RemoteFile]:
-    """Without files elsewhere whose names tell another rank: those are not fetched. Raises
-    AdvisorError: there are more than can be held at once."""
+    """Drop remote files whose names show another rank: they are not fetched. Raises AdvisorError if
+    none is left, or more than can be kept at once."""
     kept = [
         file
         for file in files
@@ -339,7 +339,7 @@ def _read(file: str | RemoteFile, options: ReadOptions | None) -> Trace:
 
 
 def _try_read(file: str | RemoteFile, options: ReadOptions | None) -> Trace | str:
-    """A trace, or the line that says why it is none."""
+    """Return a trace, or the line that says why it cannot be read."""
     try:
         return _read(file, options)
     except AdvisorError as error:
@@ -347,9 +347,8 @@ def _try_read(file: str | RemoteFile, options: ReadOptions | None) -> Trace | st
 
 
 def trace_files(given: str | Path, one_of_several: bool) -> list[str | RemoteFile]:
-    """The trace files that a path, or a URL given as text, stands for. Raises AdvisorError: a
-    directory without any, or a path that is not there (the reader says so when it is the only
-    one)."""
+    """Return the trace files that a path, or a URL given as text, stands for. Raises AdvisorError:
+    a directory without any, or a missing path (the reader reports it if it is the only one)."""
     if isinstance(given, str) and _is_elsewhere(given):
         from advisor.read.remote.places import find_files
 
@@ -386,7 +385,7 @@ def _files(path: str, one_of_several: bool) -> list[str]:
 
 
 def _only_run(given: str | Path) -> str | Path:
-    """The run in a folder that holds one and nothing else; any other path as it is."""
+    """Return the run in a folder that holds only one; any other path unchanged."""
     try:
         refuse_several(str(given))
     except SeveralRuns as several:
@@ -409,8 +408,8 @@ def refuse_several(path: str) -> None:
 
 
 def require_trace(path: str) -> None:
-    """Raise AdvisorError where no file of a path can be a trace, by how it begins; small files are
-    read. A run directory is one whatever it holds, and standard input is not looked at."""
+    """Raise AdvisorError if no file of a path can be a trace, by its first bytes; small files are
+    read. A run directory always passes, and standard input is not looked at."""
     if path == "-" or is_run(path):
         return
     problem: AdvisorError | None = None
@@ -429,8 +428,8 @@ def require_trace(path: str) -> None:
 
 
 def _traces_under(folder: Path) -> Iterator[str]:
-    """Files named like traces, and the folder itself where it holds kernels that Triton compiled.
-    Hidden ones are left out: what is there are editors' copies."""
+    """Yield files named like traces, and the folder itself if it holds kernels that Triton
+    compiled. Hidden files are left out: editors' copies."""
     compiled = False
     os.scandir(folder).close()  # os.walk is silent about a folder that may not be read
     for where, folders, names in os.walk(folder):
@@ -448,7 +447,7 @@ def _traces_under(folder: Path) -> Iterator[str]:
 
 
 def _distinct(files: list[str | RemoteFile]) -> list[str | RemoteFile]:
-    """Each file once, however often and by whichever path it was given."""
+    """Return each file once, however often and by whichever path it was given."""
     kept: dict[str, str | RemoteFile] = {}
     for file in files:
         at = file.at if isinstance(file, RemoteFile) else file
@@ -457,7 +456,7 @@ def _distinct(files: list[str | RemoteFile]) -> list[str | RemoteFile]:
 
 
 def _group(traces: list[Trace]) -> dict[int, list[Trace]]:
-    """Traces by rank, those of one rank in order of time."""
+    """Group traces by rank, those of one rank in order of time."""
     by_rank: dict[int, list[Trace]] = {}
     for trace in sorted(traces, key=lambda t: t.meta.start_ns):
         by_rank.setdefault(_rank(trace), []).append(trace)
@@ -465,13 +464,13 @@ def _group(traces: list[Trace]) -> dict[int, list[Trace]]:
 
 
 def _several_jobs(by_rank: dict[int, list[Trace]], given: str | Path) -> list[str]:
-    """A line where all ranks have windows in the same several folders: these are jobs, of which
-    the first is analysed."""
+    """Return a line if all ranks have windows in the same several folders: these are separate jobs,
+    of which the first is analysed."""
     if len(by_rank) < 2 or _is_elsewhere(given) or not Path(given).is_dir():
         return []
 
     def job(trace: Trace) -> str:
-        """The first folder below the one given that is not a rank's."""
+        """Return the first folder below the given one that is not a rank's."""
         *folders, _ = Path(os.path.relpath(trace.meta.path, given)).parts
         return next((part for part in folders if rank_in(part) is None), "")
 

@@ -1,4 +1,4 @@
-"""Reports of kernel profilers: Nsight Compute's CSV and ``.ncu-rep``, rocprof's counters.
+"""Reader of kernel profilers' reports: Nsight Compute's CSV and ``.ncu-rep``, rocprof's counters.
 
 Nsight Compute's report is a container of Protocol Buffers messages: ``NVR``, a file header, then
 blocks of a header (numbers of sources and results, a table of strings, the size of what follows)
@@ -41,15 +41,15 @@ from advisor.read.sqlite import Database
 EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and give that"
 NCU, ROCPROF = "Nsight Compute", "rocprof"
 MAX_BYTES = 1 << 30
-"""Of one report: source files and binaries inside are skipped, but read."""
+"""Largest report, bytes; source files and binaries inside are skipped, but read."""
 MAX_KERNELS = 20_000
 MAX_METRICS = 20_000
-"""Of one kernel; Nsight Compute's ``full`` set has 2,000."""
+"""Most metrics of one kernel; Nsight Compute's ``full`` set has 2,000."""
 MAX_TEXT = 4_096
-"""Characters that are kept of a name or text."""
+"""Most characters kept of a name or text."""
 
 MAX_VALUE = 1e30
-"""No counter counts so far: damage."""
+"""Largest plausible counter value; anything above is damage."""
 
 Layout = Literal["ncu-rep", "ncu-csv", "rocprof-csv"]
 
@@ -84,7 +84,7 @@ DETAILS = {
     "Avg. Active Threads Per Warp": "smsp__thread_inst_executed_per_inst_executed.ratio",
     "Local Memory Spilling Requests": "derived__local_spilling_requests",
 }
-"""Labels of Nsight Compute's details page -> raw metrics, as its section files pair them."""
+"""Raw metrics by their labels on Nsight Compute's details page, as its section files pair them."""
 _UNITS = (
     (r"gpu__time_duration|gpu__time_active", "ns"),
     (r"\.pct|_pct$|pct_of_peak", "%"),
@@ -105,7 +105,7 @@ _ROC_META = re.compile(
 
 
 def read_kernel_profiles(data: bytes, path: str, layout: Layout) -> KernelProfiles:
-    """The kernels of one report. Raises AdvisorError: it holds none, or cannot be read."""
+    """Return the kernels of one report. Raises AdvisorError if it holds none or cannot be read."""
     dropped: dict[str, int] = {}
     if layout == "ncu-rep":
         tool, kernels = NCU, list(_ncu_report(data, path, dropped))
@@ -132,7 +132,7 @@ def _rows(data: bytes, path: str) -> Iterator[list[str]]:
 
 
 def _ncu_csv(rows: Iterator[list[str]], dropped: dict[str, int]) -> list[KernelProfile]:
-    """Pages ``details`` (one row per metric or rule) and ``raw`` (one row per kernel)."""
+    """Read the pages ``details`` (one row per metric or rule) and ``raw`` (one row per kernel)."""
     head = next(rows, [])
     column = {name: at for at, name in enumerate(head)}
     if "Metric Name" in column:
@@ -190,8 +190,8 @@ def _details(
 
 
 def _raw_name(section: str, label: str, unit: str) -> str:
-    """A metric of the details page by its raw name, where that is known. "Memory Throughput" is
-    two metrics: a share, and bytes per second."""
+    """Return the raw name of a metric of the details page, if known, else ``section/label``.
+    "Memory Throughput" is two metrics: a share, and bytes per second."""
     if "__" in label or section.startswith("Command line"):
         return label
     raw = DETAILS.get(label)
@@ -219,7 +219,7 @@ def _of_csv(
 
 
 def _common(metrics: dict[str, Metric], advice: Sequence[ToolAdvice]) -> dict[str, Any]:
-    """What both exports say in the same way."""
+    """Return the fields that both exports express in the same way."""
     device = metrics.get("device__attribute_display_name", Metric("")).value
     return {
         "duration_ns": _figure(metrics, "gpu__time_duration.sum"),
@@ -240,7 +240,7 @@ def _dimensions(text: str) -> tuple[int, int, int] | None:
 
 
 def metric_of(text: str, unit: str) -> Metric:
-    """A cell as a metric in its base unit: ``175.10`` ``Kbyte`` is 175,100 bytes."""
+    """Parse a cell as a metric in its base unit: ``175.10`` ``Kbyte`` is 175,100 bytes."""
     plain = text.replace(",", "").strip()
     if plain.lower() in ("", "n/a"):
         return Metric(None, unit)
@@ -260,7 +260,7 @@ def metric_of(text: str, unit: str) -> Metric:
 
 
 def share_of(percent: float | str | None) -> float | None:
-    """An estimated speed-up of Nsight Compute, percent, as a share of the time; ``None``: none."""
+    """Convert Nsight Compute's estimated speed-up, %, to a share of the time; ``None``: none."""
     if not isinstance(percent, float) or not 0.0 < percent <= 100.0:
         return None
     return percent / 100.0
@@ -274,12 +274,12 @@ def _count(dropped: dict[str, int], why: str) -> None:
 
 
 _EXECUTED = "inst_executed"
-"""By address, of every instruction of the function."""
+"""Name of the metric counted by address, for every instruction of the function."""
 _SAMPLED = re.compile(r"smsp__pcsamp_(?:sample_count|warps_issue_stalled_(?:(?!_not_issued)\w)+)")
 
 
 def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[KernelProfile]:
-    """Raises AdvisorError where nothing can be read; damage behind the first kernel is counted."""
+    """Yield a report's kernels. Damage after the first is counted; before, raises AdvisorError."""
     strings: list[str] = []
     tables: dict[str, list[LineRow]] = {}
     done = 0
@@ -303,7 +303,7 @@ def _ncu_report(data: bytes, path: str, dropped: dict[str, int]) -> Iterator[Ker
 
 
 def _messages(data: bytes) -> Iterator[tuple[str, Any]]:
-    """The tables of strings, the modules and the results of a report, in order."""
+    """Yield the tables of strings, the modules and the results of a report, in order."""
     at = 8 + struct.unpack_from("<I", data, 4)[0]
     while at < len(data):
         at, size = _sized(data, at)
@@ -340,7 +340,7 @@ _LINK = re.compile(r"@section:[^:@]*:([^@]*)@|@url:([^:@]*):[^@]*@")
 
 
 def _without_links(text: str) -> str:
-    """A tool's message with the names of sections and pages in place of the links to them."""
+    """Replace links in a tool's message by the names of their sections and pages."""
     return _LINK.sub(lambda link: link[1] or link[2], text)
 
 
@@ -396,7 +396,7 @@ def _result(data: bytes, strings: list[str], tables: dict[str, list[LineRow]]) -
 
 
 def _instances(data: bytes, field: Field) -> dict[int, int]:
-    """Of a metric by program counter: pairs of address and count."""
+    """Return a metric's counts by program counter: address -> count."""
     result = {}
     for inner in _inside(data, field):
         if inner.number != 3 or inner.wire != BYTES:
@@ -414,7 +414,7 @@ def _instances(data: bytes, field: Field) -> dict[int, int]:
 def _where(
     by_address: dict[str, dict[int, int]], rows: list[LineRow]
 ) -> tuple[int | None, tuple[SampledLine, ...]]:
-    """Samples of the warps, and their lines where the addresses are those of the table."""
+    """Return the number of warp samples, and their lines if the addresses fit the table."""
     samples = by_address.pop("smsp__pcsamp_sample_count", {})
     executed = by_address.pop(_EXECUTED, {})
     total = sum(samples.values()) or None
@@ -428,7 +428,7 @@ def _where(
 
 
 def _metric(data: bytes, field: Field, strings: list[str]) -> tuple[str, Metric | None]:
-    """Name and value; ``None``: it has instances only, or was not collected."""
+    """Return name and value; ``None``: it has only instances, or was not collected."""
     name, value = "", None
     for inner in _inside(data, field):
         if inner.number == 1 and inner.wire == VARINT:
@@ -443,7 +443,7 @@ def _metric(data: bytes, field: Field, strings: list[str]) -> tuple[str, Metric 
 
 
 def _advice(data: bytes, field: Field) -> ToolAdvice | None:
-    """A rule's first message, with its largest estimate; ``None``: it had nothing to say. An
+    """Return a rule's first message, with its largest estimate; ``None`` if it has no message. An
     estimate is item 10 of a body (type, percent), by the layout of ``RuleResults.proto``; no file
     with one was seen."""
     rule, text, scope, saved = "", "", "", None
@@ -472,7 +472,7 @@ def _advice(data: bytes, field: Field) -> ToolAdvice | None:
 
 
 def _rocprof_csv(rows: Iterator[list[str]]) -> list[KernelProfile]:
-    """Tables of rocprof (one column per counter) and of rocprofv3 (one row per counter), as means
+    """Read tables of rocprof (one column per counter) and rocprofv3 (one row per counter): means
     over the launches of one kernel in one size."""
     head = next(rows, [])
     column = {re.sub(r"[^a-z0-9]", "", name.lower()): at for at, name in enumerate(head)}
@@ -513,7 +513,7 @@ def _launch_ns(row: Sequence[str], column: dict[str, int]) -> float | None:
 
 
 _KILOBYTES = ("FETCH_SIZE", "WRITE_SIZE")
-"""Derived counters of rocprof that are in KiB."""
+"""Derived counters of rocprof in KiB."""
 
 
 def _of_rocprof(name: str, grid: str, block: str, values: dict[str, list[float]]) -> KernelProfile:
@@ -541,8 +541,8 @@ _KERN = ("KernelName", "grd", "wgr", "BeginNs", "EndNs")
 
 
 def read_rocprof_kernels(database: Database, path: str) -> KernelProfiles:
-    """The table of kernels that rocprof (version 1) writes into SQLite: times, no counters.
-    Raises AdvisorError."""
+    """Read the kernel table that rocprof (version 1) writes into SQLite: times, no counters. Raises
+    AdvisorError if it has no kernels."""
     types = {name: pl.String if name == "KernelName" else pl.Int64 for name in _KERN}
     table = database.read("KERN", types)
     if set(table.columns) != set(_KERN) or table.is_empty():
@@ -554,8 +554,8 @@ def read_rocprof_kernels(database: Database, path: str) -> KernelProfiles:
 
 
 def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
-    """An analysis database of rocprof-compute: its metrics per kernel as shares of their peaks
-    (``System Speed-of-Light/VALU Utilization``), averages elsewhere. Raises AdvisorError."""
+    """Read a rocprof-compute database: metrics per kernel as shares of their peaks (``System
+    Speed-of-Light/VALU Utilization``), else averages. Raises AdvisorError if it has none."""
     text, whole = pl.String, pl.Int64
     kernels = database.read("compute_kernel", {"kernel_uuid": whole, "kernel_name": text})
     launches = (
@@ -605,8 +605,8 @@ def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
 
 
 def merge_profiles(reports: Sequence[KernelProfiles]) -> KernelProfiles:
-    """Several reports as one. rocprof writes times and counters to files of their own: what
-    describes the same kernel in the same size becomes one."""
+    """Merge several reports. rocprof writes times and counters to separate files: profiles of the
+    same kernel in the same size become one."""
     kernels: list[KernelProfile] = []
     place: dict[tuple[Any, ...], int] = {}
     dropped: dict[str, int] = {}
@@ -632,6 +632,6 @@ def merge_profiles(reports: Sequence[KernelProfiles]) -> KernelProfiles:
 
 
 def _complement(first: KernelProfile, second: KernelProfile) -> bool:
-    """One has the time and the other counters that it lacks."""
+    """Return whether one has the time that the other lacks, or they share no counter."""
     timed = first.duration_ns is not None, second.duration_ns is not None
     return timed[0] != timed[1] or not first.metrics.keys() & second.metrics.keys()

@@ -1,4 +1,4 @@
-"""From device work to the runtime call that launched it, and the op around that."""
+"""Matching of device work to the runtime call that launched it, and to the op around that call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
 _SLACK_NS = 10_000  # device times are converted to the host's clock
 _OTHER = CALLS.index("other")
 MAX_PROCESSES = 64
-"""Whose calls are distinguished where they gave the same ids."""
+"""Most processes whose calls are told apart when they used the same ids."""
 # Calls that carry a correlation id of their own, but launch nothing.
 _WAITS = [
     CALLS.index(call)
@@ -36,7 +36,7 @@ _CAUSED = np.array([CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind i
 def classify_calls(
     column: Array, codes: Array, texts: list[str], classes: dict[str, str]
 ) -> NDArray[np.int8]:
-    """Call class (index in CALLS) of each runtime row; each distinct name is looked at once.
+    """Return the call class of each runtime row (index in CALLS), looking at each name once.
 
     ``codes``: the distinct values of ``column``, in order; ``texts``: their names. ``classes``:
     the class of those whose name does not tell.
@@ -49,7 +49,7 @@ def classify_calls(
 
 
 class LaunchTable:
-    """Runtime calls by correlation id, and ops by External id.
+    """Lookup of runtime calls by correlation id, and of ops by External id.
 
     ``host`` holds the ordered host columns with ``parent`` and ``call``; ``process``: a number of
     the process of each thread.
@@ -69,7 +69,7 @@ class LaunchTable:
         self._ops = _LaunchLookup(host["external"][ops], ops)
 
     def find(self, device: Columns) -> NDArray[np.int32]:
-        """Row of the call that launched each device row; -1: outside the window.
+        """Return the row of the call that launched each device row; -1: outside the window.
 
         By correlation. Device rows that have none are tied by External id, call by call: the op
         around a call gives its id to it, so that several calls and rows share one, and the n-th
@@ -83,10 +83,10 @@ class LaunchTable:
         return launch
 
     def _among_processes(self, launch: Array, device: Columns) -> None:
-        """Ids that several processes gave (traces of several ranks put together by hand): a row
-        belongs to the call of the process that its device belongs to. That is the one which the
-        ids tie to it that no other process gave; without any, the one whose calls come before the
-        most of its rows. Changes ``launch``."""
+        """Resolve ids that several processes used (traces of several ranks put together by hand): a
+        row belongs to the call of the process that its device belongs to. That is the process with
+        most unambiguous launches on the device, else the one whose calls precede most of its rows.
+        Changes ``launch``."""
         calls, ids = self._runtime.rows, self._runtime.keys
         owner = self._process[calls]
         several = np.zeros(len(ids), dtype=np.bool_)
@@ -137,8 +137,8 @@ class LaunchTable:
         return result
 
     def classify_unknown_calls(self, launch: Array, kind: Array) -> None:
-        """Calls whose name is unknown ("INVALID" for an API newer than the profiler) but that
-        caused device work are what they caused. Changes the ``call`` column."""
+        """Classify calls with unknown names ("INVALID" for an API newer than the profiler) by the
+        device work that they caused. Changes the ``call`` column."""
         rows = launch[launch >= 0]
         unknown = self._call[rows] == _OTHER
         if not unknown.any():
@@ -149,8 +149,8 @@ class LaunchTable:
         self._call[row[count > 1]] = CALLS.index("graph_launch")
 
     def op_around(self, launch: Array, device: Columns) -> NDArray[np.int32]:
-        """Row of the innermost op around each launch; where there is none, the op with the same
-        External id; -1: neither.
+        """Return the row of the innermost op around each launch; else the op with the same External
+        id; -1: neither.
 
         Work without a call was not launched by an op that began after it. Nor does an id tell
         where calls are tied by correlation and this work's call is not here: profilers then write
@@ -178,14 +178,14 @@ class LaunchTable:
 
 
 class _LaunchLookup:
-    """Id -> row, the first one that has it."""
+    """Lookup of rows by id: the first row that has it."""
 
     def __init__(self, keys: Array, rows: Array) -> None:
         order = np.argsort(keys, kind="stable")
         self.keys, self.rows = keys[order], rows[order].astype(np.int32)
 
     def find(self, wanted: Array) -> NDArray[np.int32]:
-        """Row of each wanted id, else -1. Negative ids mean none."""
+        """Return the row of each wanted id, else -1. Negative ids mean none."""
         if not len(self.keys):
             return np.full(len(wanted), -1, dtype=np.int32)
         place = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)

@@ -13,19 +13,19 @@ from advisor.core.intervals import Ints
 from advisor.read.trace_events import HOST_KINDS
 
 MAX_DEPTH = 1000
-"""Events nested deeper than this get the ancestor at this depth as their parent."""
+"""Greatest depth; deeper events get the ancestor at this depth as their parent."""
 MAX_ROUNDS = 6
-"""Repairs over whole columns before the rest is done one by one. Real traces need one or two."""
+"""Most repairs over whole columns; the rest is done one by one. Real traces need one or two."""
 MAX_TANGLED = 20_000
-"""Crossing events from which on the repair is done one by one at once."""
+"""Crossing events from which the repair is done one by one at once."""
 
 OPENING_ROWS = 32
-"""So many rows before a range may hold the frames that opened it; real traces have about three,
+"""Most rows before a range that may hold the frames that opened it; real traces have about three,
 and what else these frames called."""
 
 ROWS_PER_PART = 1 << 19
-"""Rows that are ordered and nested at once, where threads and their outermost events end so soon:
-the work needs a hundred bytes per row."""
+"""Rows that are ordered and nested at once, if threads and their outermost events end so soon: the
+work needs a hundred bytes per row."""
 
 _KEY_LIMIT = 1 << 62
 _ANNOTATION, _PYTHON = HOST_KINDS.index("annotation"), HOST_KINDS.index("python")
@@ -38,8 +38,8 @@ _OUTER_FIRST = np.array(
 
 @dataclass(frozen=True)
 class Nesting:
-    """``parent``: row of the innermost event around each, -1 for none. ``depth``: 0 for those.
-    ``end``: ends after repair. ``repaired``: how many ends had to be cut."""
+    """Call stacks. ``parent``: row of the innermost event around each, -1 for none; ``depth``: 0
+    for those. ``end``: ends after repair. ``repaired``: number of ends that were cut."""
 
     parent: NDArray[np.int32]
     depth: NDArray[np.int32]
@@ -48,7 +48,7 @@ class Nesting:
 
 
 def stack_order(thread: Any, start: Ints, dur: Ints, kind: Any) -> NDArray[np.intp]:
-    """Order by (thread, start, longest first, outer kind first)."""
+    """Return the order by (thread, start, longest first, outer kind first)."""
     if len(start) <= ROWS_PER_PART:
         return _stack_order(thread, start, dur, kind)
     few = int(thread.max()) < 1 << 16  # such are sorted by counting
@@ -82,8 +82,8 @@ def _stack_order(thread: Any, start: Ints, dur: Ints, kind: Any) -> NDArray[np.i
 
 
 def independent_stretches(thread: Any, start: Ints, dur: Ints) -> Iterator[slice]:
-    """Stretches of rows that nest in nothing of one another, for :func:`release_ranges` and
-    :func:`nest`, of some PART rows where there are such. Rows are ordered as for :func:`nest`."""
+    """Yield slices of rows that nest in none of each other's, for :func:`release_ranges` and
+    :func:`nest`, of about ROWS_PER_PART rows if possible. Rows are ordered as for :func:`nest`."""
     first, count = 0, len(start)
     while first < count:
         cut = first + ROWS_PER_PART
@@ -107,7 +107,7 @@ def independent_stretches(thread: Any, start: Ints, dur: Ints) -> Iterator[slice
 
 
 def release_ranges(kind: Any, thread: Any, start: Ints, end: Ints) -> Ints:
-    """Ends for :func:`nest`, with the frames that opened a range ended where the range starts.
+    """Return ends for :func:`nest`: frames that opened a range end where the range starts.
 
     With Python stacks, a ``record_function`` range starts inside ``__enter__`` and the frames below
     it, which return soon after: what then runs inside the range would be lost to it, were the
@@ -162,7 +162,7 @@ def nest(thread: Any, start: Ints, end: Ints) -> Nesting:
 
 
 def _parents(start: Ints, end: Ints) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Depth = events open at the start; parent = the last one before with a depth one less."""
+    """Return parent (the last event with a depth one less) and depth (events open at the start)."""
     count = len(start)
     open_ = np.arange(count)
     open_ -= np.searchsorted(np.sort(end, kind="stable"), start, side="right")
@@ -182,7 +182,7 @@ def _parents(start: Ints, end: Ints) -> tuple[NDArray[np.int32], NDArray[np.int3
 def _certain(
     wrong: NDArray[np.intp], start: Ints, end: Ints, parent: NDArray[np.int32]
 ) -> NDArray[np.bool_]:
-    """Which of the wrong rows can be cut to the end of their parent, because that is right.
+    """Return which of the wrong rows can certainly be cut to the end of their parent.
 
     A wrong row leaks: between the end of its parent and its own end it counts as open, and what
     starts there has a wrong depth, hence perhaps a wrong parent. A row is certain when neither
@@ -210,7 +210,7 @@ def _certain(
 
 
 def _one_by_one(thread: Any, start: Ints, end: Ints, repaired: NDArray[np.bool_]) -> Nesting:
-    """The same with a stack, for input so tangled that whole-column repair does not settle."""
+    """Nest with a stack, for input so tangled that whole-column repair does not settle."""
     parents = [-1] * len(start)
     depths = [0] * len(start)
     stack: list[int] = []

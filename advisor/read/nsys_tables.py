@@ -1,4 +1,4 @@
-"""Tables of an Nsight Systems export, as rows for ``build_trace``: device work and host calls.
+"""Reader of Nsight Systems' exported tables, as rows for ``build_trace``: device work, host calls.
 
 The layout is that of Nsight Systems' exporter ("SQLite Schema Reference" in its user guide), 2020
 to 2026. Tables are written only where something was recorded, and columns come and go between
@@ -34,30 +34,30 @@ _RANGE = {**_TIMES, "eventType": pl.Int32, "text": pl.String, "textId": pl.Int64
           "globalTid": pl.Int64, "endGlobalTid": pl.Int64, "domainId": pl.Int64}  # fmt: skip
 _COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoD", 4: "DtoH", 5: "DtoD", 6: "DtoD", 7: "DtoD", 8: "DtoD",
            9: "HtoH", 10: "PtoP", 11: "HtoD", 12: "DtoH", 13: "DtoD"}  # fmt: skip
-"""CUpti_ActivityMemcpyKind, then the exporter's own kinds: migrations of managed memory."""
+"""Directions by CUpti_ActivityMemcpyKind, then the exporter's own kinds: managed memory's moves."""
 _MEMORIES = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static",
              6: "Managed Static"}  # fmt: skip
 _CAUSES = {1: "user prefetch", 2: "page fault", 3: "speculative prefetch", 4: "eviction",
            5: "access counters"}  # fmt: skip
-"""CUpti_ActivityUnifiedMemoryMigrationCause."""
+"""Causes by CUpti_ActivityUnifiedMemoryMigrationCause."""
 _SYNCS = {1: "event", 2: "stream_wait", 3: "stream", 4: "context"}
-"""CUpti_ActivitySynchronizationType."""
+"""Kinds by CUpti_ActivitySynchronizationType."""
 _PUSH_POP, _START_END = (59, 70), (60, 71)
 _THREAD_NAME, _DOMAIN = 39, 75
 _CORRELATIONS = 32
-"""Bits of a correlation number. They count in each process anew."""
+"""Bits of a correlation number, which each process counts separately."""
 _NO_STREAM = 1 << 31
 _MAX_GPUS = 1024
 
 
 class Processes:
-    """Processes of a file, by what stands above the thread in its numbers of threads."""
+    """Processes of a file, by the bits above the thread in its thread numbers."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
 
     def correlation(self, process: pl.Series, number: pl.Series) -> pl.Series:
-        """Correlation numbers that are one process's own (null: none)."""
+        """Return correlation numbers that are unique to their process (null: none)."""
         seen = process.drop_nulls().unique(maintain_order=True).to_list()
         for item in seen:
             self._places.setdefault(item, len(self._places))
@@ -69,7 +69,7 @@ class Processes:
 
 
 class NsysTables:
-    """What is read of one export."""
+    """Tables of one export, as rows of a trace."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -82,7 +82,7 @@ class NsysTables:
     # -- the device -------------------------------------------------------------------------
 
     def device(self) -> pl.DataFrame:
-        """Kernels, copies, memsets and whole graphs, as ``build_trace`` takes them."""
+        """Return kernels, copies, memsets and whole graphs, as ``build_trace`` takes them."""
         return stack_frames([self._kernels(), self._graphs(), self._copies(), self._memsets()])
 
     def _work(
@@ -92,8 +92,8 @@ class NsysTables:
         kind: str,
         made: Callable[[pl.DataFrame], pl.DataFrame] = lambda rows: rows,
     ) -> pl.DataFrame:
-        """Rows of a table of device work. ``made``: what becomes of the columns ``more``, a batch
-        of rows at a time, so that a large table is never in memory as it stands in the file."""
+        """Read a table of device work. ``made`` replaces the columns ``more``, a batch of rows at a
+        time, so that a large table is never in memory as it is in the file."""
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
             rows = with_all(rows, {**_PLACE, **more})
@@ -136,7 +136,7 @@ class NsysTables:
         return self._work(KERNEL, more, "kernel", made)
 
     def _graphs(self) -> pl.DataFrame:
-        """Launches of graphs that were recorded as a whole: ``--cuda-graph-trace=graph``."""
+        """Return launches of graphs recorded as a whole: ``--cuda-graph-trace=graph``."""
         rows = self._work(GRAPH, {"graphId": pl.Int64}, "kernel")
         if not rows.height:
             return rows
@@ -190,9 +190,9 @@ class NsysTables:
         return self._work(MEMSET, more, "memset", made)
 
     def memory(self) -> pl.DataFrame | None:
-        """Device memory and pinned host memory (device -1) that the program took and gave back
-        (``--cuda-memory-usage=true``), with each total since the recording began; ``None``: not
-        recorded."""
+        """Return allocations and frees of device memory and pinned host memory (device -1)
+        (``--cuda-memory-usage=true``), with the running total of each, bytes, since the recording
+        began; ``None``: not recorded."""
         types = {
             "start": pl.Int64,
             "globalPid": pl.Int64,
@@ -223,7 +223,7 @@ class NsysTables:
         )
 
     def syncs(self) -> pl.DataFrame | None:
-        """Synchronisations, with the event that is waited for where it is recorded."""
+        """Return synchronisations, with the awaited event if recorded; ``None``: there are none."""
         more = {"syncType": pl.Int64, "eventId": pl.Int64, "eventSyncId": pl.Int64}
         rows = self._work(SYNC, more, "sync")
         if not rows.height:
@@ -254,7 +254,7 @@ class NsysTables:
     # -- the host ---------------------------------------------------------------------------
 
     def host(self) -> tuple[pl.DataFrame, dict[tuple[str, str], str]]:
-        """Calls of CUDA, of the operating system and of libraries, ranges and the profiler's own
+        """Return calls of CUDA, the operating system and libraries, ranges, and the profiler's
         overhead; and the threads' names."""
         parts = [
             *(self._calls(table, "runtime") for table in CALLS),
@@ -300,7 +300,7 @@ class NsysTables:
         return rows.drop("dims").with_columns(number)
 
     def _of_ranges(self, rows: pl.DataFrame, domains: dict[int, str]) -> pl.DataFrame:
-        """Rows of ranges, without their texts: nearly each of PyTorch's has a number in it."""
+        """Parse rows of ranges and drop their texts: nearly each of PyTorch's is distinct."""
         rows = with_all(rows, _RANGE)
         if open_ones := rows["end"].null_count():
             why = "ranges without an end"
@@ -362,12 +362,12 @@ class NsysTables:
     # -- what the file says of the machine ----------------------------------------------------
 
     def counters(self) -> pl.DataFrame | None:
-        """Hardware counters and page faults of unified memory; ``None``: neither was recorded."""
+        """Return hardware counters and page faults of unified memory; ``None``: none recorded."""
         parts = [part for part in (self._metrics(), *self._faults()) if part is not None]
         return pl.concat(parts, how="diagonal_relaxed") if parts else None
 
     def _faults(self) -> Iterator[pl.DataFrame]:
-        """A row per group of faults on the GPU, and per fault on the host."""
+        """Yield a row per group of faults on the GPU, and per fault on the host."""
         types = {**_TIMES, "deviceId": pl.Int64, "numberOfPageFaults": pl.Int64}
         for table, place in ((GPU_FAULTS, "GPU"), (CPU_FAULTS, "CPU")):
             if not self._db.has_table(table, "start"):
@@ -382,7 +382,7 @@ class NsysTables:
             )
 
     def _metrics(self) -> pl.DataFrame | None:
-        """Samples of the GPUs' hardware counters, each for the time to the next one."""
+        """Return samples of the GPUs' hardware counters, each lasting until the next one."""
         rows = self._db.read(
             METRICS,
             {"timestamp": pl.Int64, "typeId": pl.Int64, "metricId": pl.Int64, "value": pl.Float64},
@@ -404,7 +404,7 @@ class NsysTables:
         )
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine, as ``TARGET_INFO_GPU`` has them."""
+        """Return the GPUs of the machine, from ``TARGET_INFO_GPU``."""
         whole = ("id", "totalMemory", "smCount", "computeMajor", "computeMinor", "maxWarpsPerSm",
                  "maxRegistersPerSm", "maxShmemPerSm", "maxShmemPerBlockOptin",
                  "threadsPerWarp")  # fmt: skip
@@ -434,7 +434,7 @@ class NsysTables:
         return tuple({device.id: device for device in result}.values())
 
     def programs(self, pids: list[str]) -> list[str]:
-        """Names of these processes."""
+        """Return the names of these processes."""
         rows = self._db.read("PROCESSES", {"pid": pl.Int64, "name": pl.String})
         if set(rows.columns) != {"pid", "name"}:
             return []
@@ -442,7 +442,7 @@ class NsysTables:
         return [name[:500] for name in known.head(_MAX_GPUS).to_list()]
 
     def mpi_rank(self) -> int | None:
-        """The one rank whose name MPI's ranges give a thread; ``None``: none, or several."""
+        """Return the rank that MPI's ranges name a thread after; ``None`` if none or several."""
         columns = {"text": pl.String, "textId": pl.Int64}
         if not self._db.has_table(NVTX, "eventType"):
             return None
@@ -452,7 +452,7 @@ class NsysTables:
         return int(ranks[0]) if len(ranks) == 1 else None
 
     def start_ns(self) -> int:
-        """Unix time of the file's time 0, ns; 0: not recorded."""
+        """Return the Unix time of the file's time 0, ns; 0: not recorded."""
         types = {"utcEpochNs": pl.Int64, "systemClockNs": pl.Int64}
         rows = self._db.read("TARGET_INFO_SESSION_START_TIME", types).head(1)
         if not rows.height or "utcEpochNs" not in rows.columns:
@@ -464,7 +464,7 @@ class NsysTables:
     # -- lookups ----------------------------------------------------------------------------
 
     def _text(self, rows: pl.DataFrame, *columns: str) -> pl.Series:
-        """The text that the first of these columns of numbers stands for."""
+        """Return the text that the first known number of these columns stands for."""
         result = pl.Series("text", [None], dtype=pl.String).new_from_index(0, rows.height)
         for column in columns:
             if column not in rows.columns or not result.null_count():
@@ -473,13 +473,13 @@ class NsysTables:
         return result
 
     def _memories(self) -> dict[int, str]:
-        """Kinds of memory by number: by the file's own list, where it has one."""
+        """Return the kinds of memory by number: from the file's own list, if it has one."""
         labels = self._db.read_texts("ENUM_CUDA_MEM_KIND", "id", "label")
         return {n: text[:40] for n, text in labels.items() if text != "Unknown"} or _MEMORIES
 
     def _gpu_of(self) -> dict[int, int]:
-        """CUDA's number of a device in a process, to the GPU's own: they differ where processes
-        see some GPUs only. Keys are pid * 1024 + CUDA's number."""
+        """Return the GPU's own number by process and CUDA's number: they differ if a process sees
+        only some GPUs. Keys are pid * 1024 + CUDA's number."""
         types = {"gpuId": pl.Int64, "cudaId": pl.Int64, "pid": pl.Int64}
         rows = self._db.read("TARGET_INFO_CUDA_DEVICE", types).head(1 << 20)
         if set(rows.columns) != set(types):
@@ -511,8 +511,8 @@ def _thread() -> dict[str, pl.Expr]:
 
 
 def _without_wrappers(rows: pl.DataFrame) -> pl.DataFrame:
-    """Some versions write a call twice, as it was made and as CUPTI saw it (``cudaMemcpy`` around
-    ``cudaMemcpy_v3020``), under one correlation number: the outer one goes."""
+    """Drop the outer one of calls written twice under one correlation number. Some versions write a
+    call as made and as CUPTI saw it (``cudaMemcpy`` around ``cudaMemcpy_v3020``)."""
     numbers = rows["correlation"].drop_nulls()
     if numbers.n_unique() == len(numbers):  # as in nearly every file
         return rows
@@ -532,7 +532,7 @@ def _coded(column: str, texts: dict[int, str]) -> pl.Expr:
 
 
 def _graph() -> pl.Expr:
-    """A node's number has its graph's in the upper half."""
+    """Return the graph's number: given, else the upper half of its node's number."""
     node = pl.col("graphNodeId")
     return pl.coalesce(
         pl.when(pl.col("graphId") > 0).then(pl.col("graphId")),

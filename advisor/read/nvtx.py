@@ -1,4 +1,4 @@
-"""Ranges of NVTX and ROCTX: which of them are operators of PyTorch, and what their texts say.
+"""NVTX and ROCTX ranges: which of them are operators of PyTorch, and the details in their texts.
 
 ``torch.autograd.profiler.emit_nvtx`` writes ``aten::addmm, seq = 5, op_id = 12, sizes = [[8, 4]],
 input_op_ids = [(3,0)]``: an operator's name, its autograd sequence number and its shapes.
@@ -22,12 +22,12 @@ _PLAIN = r"^[A-Za-z_]\w*(?:::\w+)*(?:\.\w+)?$"
 _RANGES = r"^(?:ProfilerStep|Optimizer\.|##|DistributedDataParallel\.|\[|FSDP|enumerate\(|nccl:)"
 _BACKWARD = r"^(?:autograd::engine::evaluate_function: )?\w+Backward\d*$"
 _MAX_SHAPES = 4096
-"""Characters of the shapes of one operator."""
+"""Most characters of an operator's shapes."""
 
 
 def parse_ranges(texts: pl.Series) -> pl.DataFrame:
-    """Of each range: ``name`` without details, ``kind`` (op or annotation), ``sequence`` (null:
-    none) and ``dims`` (JSON text, null: not recorded)."""
+    """Parse range texts into columns: ``name`` without details, ``kind`` (op or annotation),
+    ``sequence`` (null: none) and ``dims`` (JSON text, null: not recorded)."""
     text = pl.col("text").fill_null("")
     shapes = text.str.extract(r", sizes = (\[[\[\]\d, -]*\])", 1)
     table = pl.DataFrame({"text": texts}).select(
@@ -59,7 +59,7 @@ def parse_ranges(texts: pl.Series) -> pl.DataFrame:
 
 
 def inputs_of(dims: pl.Series) -> tuple[pl.Series, pl.DataFrame | None]:
-    """Row of the table of inputs for each range (null: no shapes), and that table."""
+    """Return each range's row of inputs (null: no shapes), and the table of inputs or ``None``."""
     distinct = dims.drop_nulls().unique(maintain_order=True)
     if not len(distinct):
         return pl.Series("inputs", [None], dtype=pl.Int64).new_from_index(0, len(dims)), None
@@ -78,9 +78,9 @@ _SIGNS = (
 
 
 def framework_of(names: pl.Series, programs: list[str]) -> str | None:
-    """What the program is written with, by the names of its ranges and kernels and, where these
-    tell nothing, of the program itself: ``None`` where that is not recorded either, or is Python's
-    (CuPy, RAPIDS, Numba, …)."""
+    """Return the framework of a program, by the names of its ranges and kernels, else of its
+    processes. ``None`` if that is not recorded either, or the process is Python's (CuPy, RAPIDS,
+    Numba, …)."""
     distinct = names.drop_nulls().unique().cast(pl.String)
     for framework, sign in _SIGNS:
         if distinct.str.contains(sign).any():

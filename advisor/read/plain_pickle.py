@@ -6,7 +6,7 @@ remember them. Those that import, call or build anything (GLOBAL, REDUCE, BUILD,
 EXT, PERSID …) end the reading with one line, wherever they stand.
 
 Dicts are read as lists of keys and values: no key of a stranger is ever hashed, so that neither
-colliding numbers nor tuples of tuples of tuples can keep a reader busy. :class:`Fields` reads such
+colliding numbers nor tuples of tuples of tuples can keep a reader busy. :class:`PickledFields` reads such
 a list as the record that it was. Memory is bounded by the bytes that are read and the containers by
 ``MAX_CONTAINERS``; nothing here recurses.
 """
@@ -22,24 +22,24 @@ from typing import Any, NamedTuple
 from advisor.core.errors import AdvisorError
 
 MAX_STRING = 1 << 20
-"""Bytes of one string. File names, allocator settings and stacks of FX nodes are shorter."""
+"""Longest string, bytes. File names, allocator settings and stacks of FX nodes are shorter."""
 MAX_INT = 16
-"""Bytes of one whole number: addresses and times have seven."""
+"""Longest integer, bytes: addresses and times have seven."""
 MAX_CONTAINERS = 2_000_000
-"""Lists, dicts and tuples that any file may hold …"""
+"""Most lists, dicts and tuples that any file may have …"""
 BYTES_A_CONTAINER = 16
-"""… and a large one, one for so many bytes: an event of the allocator is two, of 60 bytes or
-more."""
+"""… and the bytes that allow one more in a large file: an event of the allocator is two, of 60
+bytes or more."""
 BLOCK = 1 << 20
-"""Bytes that are looked at, and handed on, at once."""
+"""Most bytes checked and passed on at once."""
 MAX_FIELDS = 200
-"""Keys of one record."""
+"""Most keys of one record."""
 
 _SHORT = 24  # bytes of strings that are passed over at once; longer ones are taken one by one
 
 
 def _sized(opcode: bytes, most: int) -> bytes:
-    """A pattern of an opcode that says in a byte how long its argument is."""
+    """Return a pattern for an opcode whose argument's length is one byte, at most ``most``."""
     lengths = (re.escape(bytes([size])) + b"." * size for size in range(most + 1))
     return opcode + b"(?:" + b"|".join(lengths) + b")"
 
@@ -74,22 +74,22 @@ _DAMAGE = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError,
     OverflowError,
 )  # fmt: skip
-"""What a damaged pickle makes the unpickler raise."""
+"""Exceptions that a damaged pickle makes the unpickler raise."""
 
 
 class Plain(NamedTuple):
-    """The content of a pickle of plain values, and its size."""
+    """Content of a pickle of plain values, and its size."""
 
     value: Any
-    """Lists (of them those that were dicts: keys and values in turn), tuples, numbers, strings."""
+    """Lists (former dicts as keys and values in turn), tuples, numbers and strings."""
     containers: int
-    """Lists, dicts and tuples in it, each counted once however often it is referred to."""
+    """Number of lists, dicts and tuples, each counted once however often it is referred to."""
     bytes: int
-    """Bytes that were read."""
+    """Number of bytes read."""
 
 
 def looks_like_pickle(head: bytes) -> bool:
-    """Whether a file begins as a pickle of protocol 2 or later does."""
+    """Return whether a file begins like a pickle of protocol 2 or later."""
     return head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")
 
 
@@ -118,7 +118,7 @@ def read_plain(blocks: Iterable[bytes], path: str) -> Plain:
 
 
 class _Refusing(pickle.Unpickler):
-    """The second lock: what asks for a name does not get one."""
+    """Unpickler that refuses all look-ups of names, as a second safeguard."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise pickle.UnpicklingError("names are not looked up")
@@ -128,7 +128,7 @@ class _Refusing(pickle.Unpickler):
 
 
 class _Feed:
-    """What the unpickler reads from: frames, each asked for when the one before is used up."""
+    """File object for the unpickler, made of frames fetched as needed."""
 
     def __init__(self, frames: Iterator[bytes]) -> None:
         self._frames = frames
@@ -136,7 +136,7 @@ class _Feed:
         self._at = 0
 
     def read(self, size: int) -> bytes:
-        """The next bytes; fewer at the end."""
+        """Return the next ``size`` bytes; fewer at the end."""
         while len(self._now) - self._at < size:
             more = next(self._frames, None)
             if more is None:
@@ -147,12 +147,12 @@ class _Feed:
         return result
 
     def readline(self) -> bytes:
-        """Only opcodes of text have lines, and none is let through."""
+        """Refuse to read a line: only text opcodes have lines, and none is allowed."""
         raise pickle.UnpicklingError("a line of text")
 
 
 class _Checked:
-    """Walks over opcodes, and hands on those that are allowed."""
+    """Checker of opcodes, which passes on only the allowed ones."""
 
     def __init__(self, blocks: Iterable[bytes], path: str) -> None:
         self._blocks = blocks
@@ -162,7 +162,7 @@ class _Checked:
         self.seen = 0
 
     def frames(self) -> Iterator[bytes]:
-        """The same program in frames of whole opcodes, dicts as lists."""
+        """Yield the same pickle in frames of whole opcodes, with dicts as lists."""
         yield b"\x80\x04"
         rest, first = b"", True
         for block in _cut(self._blocks):
@@ -195,8 +195,8 @@ class _Checked:
         raise AdvisorError(f"{self._path}: cut off; it was not written to its end")
 
     def _walk(self, data: bytes, index: int, start: int, parts: list[bytes]) -> tuple[int, bool]:
-        """Check whole opcodes from ``at`` on: where the first that is not there as a whole begins,
-        and whether the program ended."""
+        """Check whole opcodes from ``index`` on. Return where the first incomplete one begins, and
+        whether the pickle ended."""
         size = len(data)
         run = _RUN.match
         while True:
@@ -231,7 +231,7 @@ class _Checked:
                 index += length
 
     def _length(self, data: bytes, index: int, start: int) -> int:
-        """Of an opcode with its argument, in bytes. Raises AdvisorError: it is not allowed."""
+        """Return the size of an opcode with its argument, bytes. Raises AdvisorError: forbidden."""
         op = data[index]
         if (wide := _LENGTHS.get(op)) is not None:
             said = data[index + 1 : index + 1 + wide]
@@ -265,7 +265,7 @@ class _Checked:
 
 
 def _cut(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in blocks of at most BLOCK."""
+    """Yield the same bytes in blocks of at most BLOCK."""
     for block in blocks:
         if len(block) <= BLOCK:
             yield block
@@ -275,7 +275,7 @@ def _cut(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _name(op: int) -> str:
-    """What an opcode is called."""
+    """Return the name of an opcode."""
     import pickletools
 
     known: dict[str, Any] = pickletools.code2op  # type: ignore[attr-defined]
@@ -284,15 +284,15 @@ def _name(op: int) -> str:
 
 
 class PickledFields:
-    """Reads what was a dict: keys to values. Kept between records, because those of a kind have
-    the same keys in the same order."""
+    """Reader of former dicts as mappings. It is kept between records, because records of a kind
+    have the same keys in the same order."""
 
     def __init__(self) -> None:
         self._keys: list[Any] | None = None
         self._places: dict[str, int] = {}
 
     def from_value(self, value: Any) -> dict[str, Any] | None:
-        """The record; ``None``: no dict with strings as keys."""
+        """Return the record as a dict; ``None`` if it is no dict with strings as keys."""
         if type(value) is not list or len(value) > 2 * MAX_FIELDS:
             return None
         if any(type(item) is tuple for item in value[::2]):  # some were set one by one
@@ -308,8 +308,8 @@ class PickledFields:
         return dict(zip(value[::2], value[1::2], strict=True))
 
     def places(self, value: Any) -> dict[str, int] | None:
-        """Where in ``value`` each key's value is, the same object for records of the same keys;
-        ``None``: no dict with strings as keys. Quick, for millions of records."""
+        """Return the index in ``value`` of each key's value; the same object for records of the
+        same keys. ``None`` if it is no dict with strings as keys. Fast, for millions of records."""
         if type(value) is not list:
             return None
         keys = value[::2]

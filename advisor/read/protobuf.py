@@ -1,4 +1,4 @@
-"""Protocol Buffers' wire format, decoded a column at a time.
+"""Decoder of Protocol Buffers' wire format, a column at a time.
 
 A message is a run of fields, each a key (number and wire type) and a value, and its fields may come
 in any order. Messages that enclose others are walked field by field; of very many small messages
@@ -21,20 +21,20 @@ from advisor.core.intervals import Ints
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_FIELDS = 512
-"""Of one small message; what profilers write has a tenth of that."""
+"""Most fields of one small message; what profilers write has a tenth of that."""
 PADDING = 16
-"""Zero bytes that must follow the messages in their buffer."""
+"""Number of zero bytes that must follow the messages in their buffer."""
 
 _WORD = np.dtype("<u8")
 Words = NDArray[np.uint64]
 
 
 class MalformedMessage(Exception):
-    """The bytes are no message."""
+    """Error for bytes that are no message."""
 
 
 class Field(NamedTuple):
-    """One field. ``value`` of a number; ``start`` and ``end`` of bytes."""
+    """Field of a message. ``value``: of a number; ``start`` and ``end``: of bytes."""
 
     number: int
     wire: int
@@ -44,27 +44,27 @@ class Field(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """The fields of many messages: aligned columns, those of one message in order."""
+    """Fields of many messages, in aligned columns; those of one message in order."""
 
     row: Ints
-    """Which message."""
+    """Index of the message."""
     number: NDArray[np.int32]
     wire: NDArray[np.uint8]
     value: Words
-    """Of a number, its bits; of bytes, their length."""
+    """Bits of a number, or length of bytes."""
     start: Ints
-    """Where bytes begin."""
+    """Offset of the first byte."""
 
     def take(self, chosen: NDArray[Any]) -> Fields:
-        """Some of them."""
+        """Return the chosen fields."""
         return Fields(*(column[chosen] for column in self))
 
     def select(self, number: int, wire: int) -> Fields:
-        """Those of one number and wire type."""
+        """Return the fields with this number and wire type."""
         return self.take(np.flatnonzero((self.number == number) & (self.wire == wire)))
 
     def column(self, number: int, messages: int) -> Ints:
-        """A number's value in each message; 0: it has none."""
+        """Return a number field's value in each message; 0 if it has none."""
         found = self.select(number, VARINT)
         result = np.zeros(messages, dtype=np.int64)
         result[found.row] = found.value.astype(np.int64)
@@ -72,7 +72,7 @@ class Fields(NamedTuple):
 
 
 def varint(data: bytes | bytearray, at: int, end: int) -> tuple[int, int]:
-    """A number and where it ends. Raises Damaged."""
+    """Return a varint and the offset after it. Raises MalformedMessage."""
     value = shift = 0
     while at < end and shift < 70:
         byte = data[at]
@@ -85,7 +85,7 @@ def varint(data: bytes | bytearray, at: int, end: int) -> tuple[int, int]:
 
 
 def iterate_fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field]:
-    """The fields of one message, in order. Raises Damaged where they stop making sense."""
+    """Yield the fields of one message, in order. Raises MalformedMessage where it is damaged."""
     while at < end:
         key, at = varint(data, at, end)
         wire = key & 7
@@ -108,8 +108,8 @@ def iterate_fields(data: bytes | bytearray, at: int, end: int) -> Iterator[Field
 def split_messages(
     data: bytes | bytearray, at: int, end: int, number: int
 ) -> tuple[list[int], list[int], list[Field], bool]:
-    """Starts and ends of the messages in one repeated field, the other fields, and whether all was
-    sound. A loop: where one ends tells where the next begins."""
+    """Return starts and ends of the messages in one repeated field, the other fields, and whether
+    all were sound. A loop, because one's end tells where the next begins."""
     starts: list[int] = []
     ends: list[int] = []
     others: list[Field] = []
@@ -143,7 +143,7 @@ def split_messages(
 
 
 class Buffer:
-    """Bytes with their columns. ``data`` must end with PADDING zero bytes."""
+    """Buffer of bytes with its columns. ``data`` must end with PADDING zero bytes."""
 
     def __init__(self, data: bytes | bytearray) -> None:
         self.data = data
@@ -153,7 +153,7 @@ class Buffer:
         self.words: Words = np.ndarray((count,), _WORD, data, 0, (1,))
 
     def numbers(self, at: Ints) -> tuple[Words, Ints, NDArray[np.bool_]]:
-        """Varints at the positions: value, length, and whether it ends within ten bytes."""
+        """Return the varints at the positions: value, length, and validity (within ten bytes)."""
         word = self.words[at]
         stops = ~word & np.uint64(0x8080808080808080)
         low = stops & (np.uint64(0) - stops)
@@ -174,7 +174,7 @@ class Buffer:
         return value, length, sound
 
     def fields(self, start: Ints, end: Ints) -> tuple[Fields, int]:
-        """All fields of the messages in [start, end), and how many messages broke off."""
+        """Return all fields of the messages in [start, end), and the number of damaged messages."""
         parts: list[Fields] = []
         row = np.flatnonzero(end > start)
         index, stop = start[row], end[row]
@@ -210,7 +210,7 @@ class Buffer:
     def _values(
         self, index: Ints, wire: NDArray[np.uint8]
     ) -> tuple[Words, Ints, Ints, NDArray[np.bool_]]:
-        """Value, first byte, end, and whether it is one, of the values at the positions."""
+        """Return value, first byte, end and validity of the values at the positions."""
         value, length, fine = self.numbers(index)
         begin = index + length
         after = begin
@@ -230,12 +230,12 @@ class Buffer:
         return value, begin, after, fine
 
     def text(self, start: int, end: int) -> str:
-        """Bytes as text."""
+        """Return bytes as text; invalid UTF-8 is replaced."""
         return self.data[start:end].decode("utf-8", "replace")
 
 
 def _packed(word: Words) -> Words:
-    """Eight groups of seven bits, a byte each, without the eighth bits between them."""
+    """Join eight groups of seven bits, one in each byte, to one number."""
     for low, high, shift in (
         (0x007F007F007F007F, 0x7F007F007F007F00, 1),
         (0x00003FFF00003FFF, 0x3FFF00003FFF0000, 2),

@@ -1,4 +1,4 @@
-"""A file to a :class:`Trace`: which readers there are, and which of them it is for."""
+"""Registry of readers, and reading of a file to a :class:`Trace` by the right one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @cache
 def bundled_readers() -> tuple[Reader, ...]:
-    """Our own, by their files' names."""
+    """Return the readers of this package, by their files' names."""
     import advisor.read.readers
 
     result = pkgutil.iter_modules(advisor.read.readers.__path__, "advisor.read.readers.")
@@ -37,7 +37,7 @@ def bundled_readers() -> tuple[Reader, ...]:
 
 @cache
 def installed_readers() -> tuple[Reader, ...]:
-    """Those of other packages. Raises AdvisorError for one that cannot be loaded."""
+    """Return the readers of other packages. Raises AdvisorError if one cannot be loaded."""
     result: dict[type, Reader] = {}
     for point in entry_points(group=ENTRY_POINTS):
         try:
@@ -56,19 +56,19 @@ def installed_readers() -> tuple[Reader, ...]:
 
 
 def all_readers() -> tuple[Reader, ...]:
-    """All of them, our own first."""
+    """Return all readers, those of this package first."""
     return (*bundled_readers(), *installed_readers())
 
 
 def list_formats() -> list[str]:
-    """What is read, in a person's words; PyTorch's own stand first."""
+    """Return descriptions of all formats; those of PyTorch's own profiler come first."""
     known = dict.fromkeys(reader.description for reader in all_readers())
     return sorted(known, key=lambda text: "PyTorch profiler" not in text)
 
 
 def reader_of(source: ByteSource) -> Reader:
-    """The reader that is most certain of a file; of equals the first. Raises AdvisorError: none
-    knows it."""
+    """Return the reader that is most sure of a file; of equals the first. Raises AdvisorError if
+    none knows it."""
     head = source.head()
     own = _most_certain(bundled_readers(), head, source.path)
     if own is not None and own[0] is ReaderClaim.SURE:
@@ -98,12 +98,12 @@ def refuse_unknown(first: bytes, path: str) -> None:
 
 
 def is_trace_name(name: str) -> bool:
-    """Whether a file of a folder is named like a trace."""
+    """Return whether a file's name is that of a trace."""
     return any(is_named_for(reader, name) for reader in all_readers())
 
 
 def is_named_for(reader: Reader, name: str) -> bool:
-    """Whether a file of a folder is named as a reader's files are."""
+    """Return whether a file's name matches a reader's patterns."""
     name = name.lower()
     bare = next((name.removesuffix(end) for end in PACKINGS if name.endswith(end)), name)
     return any(fnmatchcase(bare, each) for each in reader.patterns)
@@ -157,7 +157,7 @@ def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
 
 
 def read_bytes(text: bytes, name: str = "<memory>", options: ReadOptions | None = None) -> Trace:
-    """Read a trace that is already in memory (packed or not)."""
+    """Read a trace from memory, packed or not. Raises AdvisorError like :func:`read_trace`."""
     options = options or ReadOptions()
     return _read(ByteSource(name, limit=options.max_bytes, data=text), options)
 
@@ -179,5 +179,5 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
 
 
 def with_window(trace: Trace, rank: int | None, window: int) -> Trace:
-    """The same trace, with its rank and window of a run it is."""
+    """Return the trace with its rank and window in a run."""
     return replace(trace, meta=replace(trace.meta, rank=rank, window=window))

@@ -1,4 +1,4 @@
-"""What ROCm's profilers write, as rows for ``build_trace``, whatever they are stored in."""
+"""Rows for ``build_trace`` from ROCm's profilers, whatever file they are stored in."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DIRECTIONS = {
     "HOST_TO_HOST": "HtoH", "HOSTTODEVICE": "HtoD", "DEVICETOHOST": "DtoH",
     "DEVICETODEVICE": "DtoD", "HOSTTOHOST": "HtoH",
 }  # fmt: skip
-"""In the names of copies: ``MEMORY_COPY_HOST_TO_DEVICE``, ``CopyHostToDevice``."""
+"""Directions by words in a copy's name: ``MEMORY_COPY_HOST_TO_DEVICE``, ``CopyHostToDevice``."""
 FILL = r"(?i)fill_?buffer|memset"
-"""Kernels by which HIP sets memory, and RPD's name of that."""
+"""Pattern for the kernels by which HIP sets memory, and RPD's name of that."""
 
 
 def copy_direction(names: pl.Series) -> pl.Series:
-    """Direction of copies by their names; ``other`` where it is not recorded."""
+    """Return the direction of each copy by its name; ``other`` if unknown."""
     known = {
         name: next((way for word, way in DIRECTIONS.items() if word in name.upper()), "other")
         for name in names.drop_nulls().unique().to_list()
@@ -34,8 +34,8 @@ def copy_direction(names: pl.Series) -> pl.Series:
 
 
 def parse_roctx_ranges(texts: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame | None]:
-    """``name``, ``kind``, ``sequence`` and ``inputs`` of ROCTX ranges, and the table of inputs:
-    PyTorch writes the texts of its operators there as it does with NVTX."""
+    """Return ``name``, ``kind``, ``sequence`` and ``inputs`` of ROCTX ranges, and the table of
+    inputs: PyTorch writes its operators' texts there as with NVTX."""
     result = parse_ranges(texts)
     number, inputs = inputs_of(result["dims"])
     return result.drop("dims").with_columns(number), inputs
@@ -49,7 +49,7 @@ def trace_of(
     programs: list[str],
     counters: pl.DataFrame | None = None,
 ) -> Trace:
-    """The trace of these rows, whose lists are emptied. Raises AdvisorError: there are none."""
+    """Return the trace of these rows, whose lists are emptied. Raises AdvisorError if none."""
     rows = {"host": stack_frames(host), "device": stack_frames(device)}
     if not any(part.height for part in rows.values()):
         raise AdvisorError(
@@ -68,7 +68,7 @@ def trace_of(
 
 
 def build_device(number: int, facts: Mapping[str, object]) -> Device:
-    """A device by what is recorded of an agent; what is not is ``None``."""
+    """Return a device from an agent's recorded facts; missing ones are ``None``."""
 
     def text(*keys: str) -> str | None:
         for key in keys:

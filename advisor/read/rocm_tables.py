@@ -33,7 +33,7 @@ from advisor.read.sqlite import (
 _OWN = ("hcc_activity_callback", "roctracer", "rocprofiler")
 _MARKERS = ("UserMarker", "roctxRange", "roctxMark")
 _IN_THREADS = r"(?i)ext_?module|hccmodule"
-"""Launches that are given the number of threads, where others are given that of blocks."""
+"""Pattern for launches given their number of threads; others give the number of blocks."""
 _CORRELATIONS = 40
 _PINNED = pl.lit("Pinned")
 _PLACE: Types = dict.fromkeys(("pid", "tid", "agent_id", "queue_id", "stream_id"), pl.Int64)
@@ -41,18 +41,18 @@ _MAX_AGENTS = 4096
 
 
 class Rpd:
-    """Tables of rocmProfileData. Rows are made some thousands at a time, each with what other
-    tables tell of it, so that none of these is in memory as a whole."""
+    """Tables of rocmProfileData. Rows are read some thousands at a time, each joined with other
+    tables' facts, so that none of these is in memory as a whole."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
         self._names = NameLookup(db, "rocpd_string", "id", "string")
         self.inputs: pl.DataFrame | None = None
         self._in_threads: list[pl.DataFrame] = []
-        """Numbers of the calls that are given the threads of a launch."""
+        """Ids of the calls that give a launch's number of threads."""
 
     def host(self) -> pl.DataFrame:
-        """Calls, ranges, and the profiler's own work, which its callbacks and writers are."""
+        """Return calls, ranges, and the profiler's own work (its callbacks and writers)."""
         types = dict.fromkeys(
             ("id", "pid", "tid", "start", "end", "apiName_id", "args_id"), pl.Int64
         )
@@ -68,7 +68,7 @@ class Rpd:
         return rows.drop("dims").with_columns(number)
 
     def _calls(self, rows: pl.DataFrame, arguments: KeyedTable) -> pl.DataFrame:
-        """Calls, then ranges, without their texts: nearly each of PyTorch's has a number in it."""
+        """Return calls, then ranges, without their texts: nearly each of PyTorch's is distinct."""
         name = self._names.names_of(rows["apiName_id"]).fill_null("call")
         self._in_threads.append(
             narrow_integers(rows.select("id").filter(name.str.contains(_IN_THREADS)))
@@ -99,7 +99,7 @@ class Rpd:
         return _held(rows.drop("marker", "text"), CpuKind)
 
     def device(self) -> pl.DataFrame:
-        """Kernels, copies and fills, each with the call that caused it. After the calls."""
+        """Return kernels, copies and fills, each with its call. To be called after ``host``."""
         types = dict.fromkeys(
             ("id", "gpuId", "queueId", "start", "end", "description_id", "opType_id"), pl.Int64
         )
@@ -150,7 +150,7 @@ class Rpd:
         )
 
     def counters(self) -> pl.DataFrame | None:
-        """Clocks and whatever else was sampled meanwhile."""
+        """Return clocks and other sampled values; ``None`` if there are none."""
         types = {"deviceType": pl.String, "deviceId": pl.Int64, "monitorType": pl.String,
                  "start": pl.Int64, "end": pl.Int64, "value": pl.String}  # fmt: skip
         rows = with_all(self._db.read("rocpd_monitor", types), types)
@@ -168,7 +168,7 @@ class Rpd:
 
 
 def _of_calls(rows: pl.DataFrame) -> pl.DataFrame:
-    """Device work with what the calls that caused it recorded."""
+    """Join device work with the facts recorded by its calls."""
     copy, kernel = pl.col("kind") == "memcpy", pl.col("kind") == "kernel"
     pinned = copy & (pl.col("pinned") > 0)
     timed = copy & (pl.col("size") > 0) & (pl.col("dur") > 0)
@@ -189,13 +189,13 @@ def _of_calls(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _held(rows: pl.DataFrame, kind: Any) -> pl.DataFrame:
-    """Rows that wait for the last, in as little room as they take."""
+    """Shrink rows that are kept until the last ones are read."""
     texts = pl.col(pl.String).exclude("kind").cast(pl.Categorical)
     return narrow_integers(rows.with_columns(texts, pl.col("kind").cast(kind)))
 
 
 class Rocpd:
-    """Tables of rocprofv3's database, of all the processes that are in it."""
+    """Tables of rocprofv3's database, with all its processes."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -209,7 +209,7 @@ class Rocpd:
         self.programs: list[str] = []
 
     def rows(self) -> tuple[list[pl.DataFrame], list[pl.DataFrame]]:
-        """Host and device rows of each process."""
+        """Return the host and the device rows of each process."""
         host, device = [], []
         devices: dict[int, Device] = {}
         for place, suffix in enumerate(self.sets):
@@ -231,7 +231,7 @@ class Rocpd:
 
 
 class _Process:
-    """One process's tables. Rows are made some thousands at a time."""
+    """Tables of one process. Rows are read some thousands at a time."""
 
     def __init__(self, db: Database, suffix: str, first: int) -> None:
         self._db, self._suffix, self._first = db, suffix, first
@@ -248,7 +248,7 @@ class _Process:
         self._tids = self._numbers("info_thread", "tid")
 
     def _event(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """What events say: whose call it was, and the range that a marker's text names."""
+        """Return the facts of events: their calls, and the ranges named by markers' texts."""
         category = self._names.names_of(rows["category_id"]).fill_null("")
         message = rows["extdata"].str.extract(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', 1)
         ranges = parse_ranges(message).with_columns(
@@ -275,7 +275,7 @@ class _Process:
         return dict(rows.select("id", column).iter_rows())
 
     def _known_agents(self) -> dict[int, int]:
-        """Number of the GPU by that of the agent: among the GPUs, as HIP counts them."""
+        """Return each agent's GPU number, which counts GPUs as HIP does."""
         whole = ("id", "absolute_index", "logical_index", "type_index")
         texts = ("type", "name", "model_name", "product_name", "extdata")
         types: dict[str, Any] = dict.fromkeys(whole, pl.Int64) | dict.fromkeys(texts, pl.String)
@@ -305,8 +305,8 @@ class _Process:
         kind: Any,
         said: tuple[str, ...] = ("stack_id",),
     ) -> pl.DataFrame:
-        """``of`` all rows of a table, some thousands at a time, with their times, their place, what
-        else is asked for, and columns of what their events ``said``; from either layout."""
+        """Apply ``of`` to a table in either layout, some thousands of rows at a time, with their
+        times and places, the columns ``more``, and the columns ``said`` of their events."""
         direct: Types = {"start": pl.Int64, "end": pl.Int64, **_PLACE}
         split: Types = dict.fromkeys(("track_id", "start_id", "end_id"), pl.Int64)
         own: Types = {**more, "event_id": pl.Int64}
@@ -332,8 +332,8 @@ class _Process:
         return rows if rows.height else pl.DataFrame()
 
     def calls(self) -> pl.DataFrame:
-        """Calls of HIP and ROCTX ranges, whose text stands in their event. HSA's calls are those of
-        HIP again, one layer below."""
+        """Return HIP's calls and ROCTX ranges, whose texts are in their events. HSA's calls are
+        left out: HIP's again, one layer below."""
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
             name = self._names.names_of(rows["name_id"]).fill_null("call")
@@ -364,7 +364,7 @@ class _Process:
         return self._timed("region", {"name_id": pl.Int64}, of, CpuKind, said)
 
     def kernels(self) -> pl.DataFrame:
-        """Dispatches. Grids are counted in work items here."""
+        """Return kernel dispatches. The file counts grids in work items."""
         sizes = ("workgroup_size", "grid_size")
         more = ["kernel_id", "group_segment_size"]
         more += [f"{size}_{axis}" for size in sizes for axis in "xyz"]
@@ -396,7 +396,7 @@ class _Process:
         return self._timed("kernel_dispatch", dict.fromkeys(more, pl.Int64), of, GpuKind)
 
     def copies(self) -> pl.DataFrame:
-        """Copies, by the GPU that is one of their ends."""
+        """Return copies, on the GPU at one of their ends."""
         more = ("name_id", "size", "dst_agent_id", "src_agent_id")
         timed = (pl.col("size") > 0) & (pl.col("dur") > 0)
 
@@ -426,6 +426,6 @@ class _Process:
         return pl.col(column).replace_strict(agents, default=default, return_dtype=pl.Int64)
 
     def programs(self) -> list[str]:
-        """What was run, without its arguments."""
+        """Return the programs of the processes, without arguments."""
         result = self._db.read_texts(self._table("info_process"), "id", "command")
         return [text.split()[0][:500] for text in result.values() if text.split()]

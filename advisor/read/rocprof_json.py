@@ -1,4 +1,4 @@
-"""rocprofv3's JSON (``--output-format json``): typed shapes, and rows for ``build_trace``."""
+"""Reader of rocprofv3's JSON (``--output-format json``): typed shapes and rows of a trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Dispatch(Struct, frozen=True, gc=False):
 
 
 class RocprofRecord(Struct, gc=False):
-    """A row of ``buffer_records``: a call, a dispatch or a copy."""
+    """Row of ``buffer_records``: a call, a dispatch or a copy."""
 
     start_timestamp: int = -1
     end_timestamp: int = -1
@@ -119,8 +119,8 @@ class RocprofDocument(Struct):
 
 
 def decode_document(data: bytes, path: str) -> tuple[list[Process], int]:
-    """The processes of a file, and how many of its parts had values of other types and were left
-    out. Raises AdvisorError: it is no JSON to its end, or of another layout."""
+    """Return the processes of a file, and the number of parts left out because of values of other
+    types. Raises AdvisorError if it is no complete JSON, or of another layout."""
     try:
         return msgspec.json.decode(data, type=RocprofDocument, strict=False).processes, 0
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -142,7 +142,7 @@ _S = TypeVar("_S")
 
 
 def _sound(value: object, kind: type[_S], left: list[str]) -> _S:
-    """What of a value fits; lists are kept item by item."""
+    """Convert a value to a type, with the parts that fit; lists are kept item by item."""
     parts: dict[str, object] = {}
     if isinstance(value, dict):
         for each in msgspec.structs.fields(kind):  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ class Rows:
         return tuple(self._devices.values())
 
     def _agents(self, process: Process) -> dict[int, int]:
-        """Number of the GPU, as HIP counts them, by the handle of its agent."""
+        """Return the GPU's number, as HIP counts them, by the handle of its agent."""
         result: dict[int, int] = {}
         gpus = [agent for agent in process.agents if agent.type == _GPU]
         for place, agent in enumerate(sorted(gpus, key=lambda item: item.node_id)):

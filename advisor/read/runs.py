@@ -1,4 +1,4 @@
-"""What a folder or a URL holds: runs to choose from, traces, and a trace read from one."""
+"""Content of a folder or URL: runs to choose from, traces, and a trace read from one."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from advisor.read.remote.urls import RemoteFile
 from advisor.read.source import PACKINGS
 
 MAX_FOLDERS = 2_000
-"""Folders that are looked into."""
+"""Most folders searched on each level."""
 DEPTH = 2
-"""Levels at which runs are looked for: ``runs/…`` and ``.``, of a project, that has ``runs/``."""
+"""Levels searched for runs: ``runs/…`` and ``.``, of a project, that has ``runs/``."""
 MAX_MANIFEST = 1 << 20
 MAX_COUNTED = 64 << 20
-"""Bytes of a run's records that are counted."""
+"""Largest file of steps whose lines are counted, bytes."""
 
 
 class RunLine(NamedTuple):
-    """What is said of a run in a list."""
+    """Summary of a run for a list."""
 
     path: Path
     started_unix_ns: int
-    """0: its manifest does not tell."""
+    """Start of the run, Unix time in ns; 0: not in its manifest."""
     command: tuple[str, ...]
-    """As it was typed."""
+    """Command as it was typed."""
     steps: int | None
-    """Recorded steps of its first rank; ``None``: more than are counted."""
+    """Recorded steps of its first rank; ``None``: the file is too large to count."""
     ranks: int
     windows: int
-    """Profiled windows of its first rank."""
+    """Number of profiled windows of its first rank."""
 
 
 class SeveralRuns(AdvisorError):
-    """A folder was given that holds runs and is none."""
+    """Error for a folder that contains runs and is none."""
 
     def __init__(self, given: str, found: list[Path]) -> None:
         self.given = given
         self.found = found
-        """The newest first, by their names, which begin with the date."""
+        """Run directories, the newest first, by their names, which begin with the date."""
         count = "a run" if len(found) == 1 else f"{len(found)} runs"
         super().__init__(f"{given}: a folder with {count} in it; give one, such as {found[0]}")
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Run directories below a folder, the newest name first; none if it is one itself."""
+    """Return the runs below a folder, the newest name first; none if it is a run itself."""
     if is_run(folder):
         return []
     paths: list[Path] = []
@@ -80,7 +80,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def describe_run(run: Path) -> RunLine:
-    """A run's line. What is damaged or missing is left out of it."""
+    """Return a run's summary. Damaged or missing facts are left out."""
     manifest = Manifest()
     try:
         with (run / MANIFEST).open("rb") as file:
@@ -103,7 +103,7 @@ def describe_run(run: Path) -> RunLine:
 
 
 def _lines(file: Path) -> int | None:
-    """Lines of a file that ends after MAX_COUNTED bytes at most."""
+    """Count the lines of a file; ``None`` if it is larger than MAX_COUNTED."""
     try:
         if not file.is_file():
             return 0
@@ -115,8 +115,8 @@ def _lines(file: Path) -> int | None:
 
 
 def wanted_traces(names: list[str]) -> list[str]:
-    """Those of a listing, relative to its folder, that are traces by their names. What the recorder
-    writes besides them is left out."""
+    """Return the names of a listing, relative to its folder, that are traces. The recorder's other
+    files are left out."""
     traces = named_like_traces(names)
     if any(name.rpartition("/")[2] == MANIFEST for name in names):
         own = (MANIFEST, RANK, SCALENE)
@@ -125,7 +125,7 @@ def wanted_traces(names: list[str]) -> list[str]:
 
 
 def named_like_traces(names: list[str]) -> list[str]:
-    """Files named like traces. Hidden ones are left out: what is there are editors' copies."""
+    """Return files named like traces. Hidden files are left out: editors' copies."""
     exported = {name.removesuffix(".sqlite") for name in names if name.endswith(".sqlite")}
     result = []
     for name in names:
@@ -138,7 +138,7 @@ def named_like_traces(names: list[str]) -> list[str]:
 
 
 def read_source(source: RemoteFile, options: ReadOptions) -> Trace:
-    """A trace, wherever it is, under the name that its source is shown by.
+    """Read a trace, local or remote, with its URL as its path.
 
     Raises AdvisorError as :func:`read_trace` and :func:`open_locally` do.
     """
@@ -171,7 +171,7 @@ _PERFETTO = "perfetto_trace.json"
 
 
 def without_copies(files: list[str]) -> list[str]:
-    """Without the timelines of folders in which XPlane files lie: TensorFlow and JAX write
+    """Drop timelines from folders that have XPlane files. TensorFlow and JAX write
     ``<host>.trace.json.gz`` and ``perfetto_trace.json.gz`` from those, and leave out what would
     make them long. PyTorch's own (``.pt.trace.json``) stay."""
     recorded = {Path(file).parent for file in files if _bare(file).endswith(XPLANE)}
@@ -185,8 +185,8 @@ def without_copies(files: list[str]) -> list[str]:
 
 
 def as_ranks(traces: list[Trace]) -> list[Trace]:
-    """Each host of one recording (files beside each other, which none gives a rank) as a rank, in
-    the order of their names. A second recording of the same hosts has the same ranks again."""
+    """Number the hosts of one recording (neighbouring files without a rank) as ranks, in the order
+    of their names. A second recording of the same hosts gets the same ranks."""
     beside: dict[Path, list[Trace]] = defaultdict(list)
     for trace in traces:
         beside[Path(trace.meta.path).parent].append(trace)

@@ -1,4 +1,4 @@
-"""Where a kernel's warps were when Nsight Compute sampled them: lines of its source.
+"""Source lines at which Nsight Compute sampled a kernel's warps.
 
 A report holds the module of each kernel (an ELF file). Compiled with ``-lineinfo`` that has a table
 of lines for each function: ``.debug_line`` in DWARF 2 to 4, whose addresses ``.rel.debug_line``
@@ -18,19 +18,19 @@ from advisor.core.kernel_profile import SampledLine
 from advisor.read.protobuf import MalformedMessage, varint
 
 MAX_LINES = 12
-"""Lines of a kernel, those with most samples."""
+"""Most lines of a kernel, those with the most samples."""
 MAX_ROWS = 1 << 20
-"""Of the tables of one module."""
+"""Most rows of one module's line tables."""
 MAX_NAME = 8_192
-"""Bytes of a section's name: of a mangled function."""
+"""Longest name of a section, bytes: it has a mangled function's name."""
 _RELOCATION = struct.Struct("<QQ")
 SYMBOL = struct.Struct("<IBBHQQ")
-"""Of ``.symtab``: name, kind, visibility, section, address, size."""
+"""Layout of a ``.symtab`` entry: name, kind, visibility, section, address, size."""
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 
 
 class LineRow(NamedTuple):
-    """From an address of a function on, its instructions are of this line."""
+    """Row of a line table: instructions from this address of a function are of this line."""
 
     address: int
     file: str
@@ -43,8 +43,8 @@ def sampled_lines(
     samples: Mapping[int, int],
     stalls: Mapping[int, Mapping[str, int]],
 ) -> tuple[SampledLine, ...]:
-    """Lines of a function by samples. ``rows``: its table; ``first``: address of its first
-    instruction; ``samples``: by address; ``stalls``: the same by reason."""
+    """Return a function's lines with the most samples. ``rows``: its line table; ``first``: address
+    of its first instruction; ``samples``: counts by address; ``stalls``: the same by reason."""
     begins = [row.address for row in rows]
     found: Counter[tuple[str, int]] = Counter()
     reasons: dict[tuple[str, int], Counter[str]] = {}
@@ -63,8 +63,8 @@ def sampled_lines(
 
 
 def lines_of_module(elf: bytes) -> dict[str, list[LineRow]]:
-    """The table of each function, in order of addresses. Empty: no lines, or a layout that is not
-    known."""
+    """Return the line table of each function, in order of addresses. Empty: no lines, or an unknown
+    layout."""
     try:
         return _tables(elf)
     except (
@@ -103,8 +103,8 @@ def _tables(elf: bytes) -> dict[str, list[LineRow]]:
 
 
 def sections_of(elf: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, start and size of each section of an ELF file. Raises struct.error, IndexError or
-    ValueError: it is damaged."""
+    """Yield name, start and size of each section of an ELF file. Raises struct.error, IndexError or
+    ValueError if it is damaged."""
     (at,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, texts = struct.unpack_from("<HHH", elf, 0x3A)
     heads = [_SECTION.unpack_from(elf, at + n * size) for n in range(count)]
@@ -127,7 +127,7 @@ def _programs(data: bytes, function_at: Mapping[int, str]) -> Iterator[tuple[str
 
 
 class _Program:
-    """One line-number program (DWARF 4, section 6.2)."""
+    """Interpreter of one line-number program (DWARF 4, section 6.2)."""
 
     def __init__(self, data: bytes, at: int, version: int) -> None:
         self.data = data
@@ -172,7 +172,7 @@ class _Program:
     def rows(
         self, at: int, end: int, function_at: Mapping[int, str]
     ) -> Iterator[tuple[str, LineRow]]:
-        """(function, row) where a line begins."""
+        """Yield (function, row) where a line begins."""
         self.at, function = at, ""
         address, file, line = 0, 1, 1
         while self.at < end:

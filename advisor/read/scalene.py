@@ -1,4 +1,4 @@
-"""Reads Scalene's JSON: the hot lines of Python code, from a pass of its own.
+"""Reader of Scalene's JSON: the hot lines of Python code, from a separate run.
 
 The file is untrusted, and Scalene is not imported (two seconds). Of a line only what it costs is
 read; unknown fields are ignored.
@@ -17,11 +17,11 @@ from advisor.core.files import open_regular
 from advisor.core.finding import HotLine
 
 MAX_BYTES = 16 << 20
-"""A pass without stacks writes about 60 KB; with stacks some MB. Decoded, a file that is written to
-do harm takes thirty times its size."""
+"""Largest profile, bytes: one without stacks has about 60 KB, with stacks some MB. Decoded, a
+malicious file takes thirty times its size."""
 MAX_LINES = 20
 MIN_SHARE = 0.01
-"""Lines below 1% of the samples are left out: a few samples each."""
+"""Least share of the samples of a line: below it are a few samples each."""
 MAX_TEXT = 200
 
 _TRAINING = re.compile(r"\.backward\(|\.step\(\s*\)|\bfor\b.+\bin\b.+(?:loader|enumerate\()")
@@ -52,7 +52,7 @@ class _Profile(Struct):
 
 
 def read_scalene(path: str | Path) -> list[HotLine]:
-    """The lines that take most samples, the largest first.
+    """Return the lines with the most samples, the largest first.
 
     Lines that run once are left out, because Scalene's samples cover the whole program: those at
     the top level of a module outside a loop, and those of a function that holds the training loop
@@ -115,5 +115,5 @@ def _of_file(name: str, file: _ScaleneFile) -> list[HotLine]:
 
 
 def _share(percent: float) -> float:
-    """0 to 1; anything else that a damaged file may hold is 0."""
+    """Convert a percentage to a share, 0 to 1; 0 for anything else that a damaged file may hold."""
     return percent / 100 if 0 <= percent <= 100 else 0.0

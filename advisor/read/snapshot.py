@@ -1,4 +1,4 @@
-"""A memory snapshot's pickle to tables: the layouts that PyTorch has written since 2.0.
+"""Reader of a memory snapshot's pickle, as tables: the layouts that PyTorch has written since 2.0.
 
 Blocks carried their stack in ``history`` first, then in ``frames``; segments had neither pool nor
 whether they are expandable; states, addresses of blocks, times, settings and annotations came one
@@ -28,14 +28,14 @@ from advisor.read.plain_pickle import PickledFields, read_plain
 from advisor.read.reader import memory_budget
 
 MAX_BYTES = 2 << 30
-"""Bytes of a snapshot."""
+"""Largest snapshot, bytes."""
 MEMORY = 8
-"""Bytes of memory that one of its bytes takes, decoded."""
+"""Memory per byte of the file, decoded, bytes."""
 MAX_DEVICES = 64
 MAX_DEPTH = 512
-"""Frames of a stack, the innermost."""
+"""Most frames of a stack, the innermost ones."""
 MAX_TEXT = 1024
-"""Characters of a label, a name or a setting."""
+"""Most characters of a label, a name or a setting."""
 LARGEST = 1 << 62
 _STATES = {
     "active_allocated": "allocated",
@@ -74,7 +74,7 @@ def _bounded(blocks: Iterable[bytes], path: str, max_bytes: int) -> Iterable[byt
 
 
 class _Columns:
-    """A table that grows row by row."""
+    """Table built row by row."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.schema = schema
@@ -93,8 +93,8 @@ class _Tables:
     def __init__(self, path: str, most: int) -> None:
         self._path = path
         self._left = most
-        """Entries that may still be taken: none stands in a file without a container of its own,
-        so that one which holds itself a million times is not read a million times."""
+        """Number of entries that may still be read. Each has a container of its own in the file, so
+        one that refers to itself a million times is not read a million times."""
         self._fields = PickledFields()
         self._segments = _Columns(SEGMENT_SCHEMA)
         self._blocks = _Columns(BLOCK_SCHEMA)
@@ -109,7 +109,7 @@ class _Tables:
         self._pools: dict[tuple[int, int], str] = {}
 
     def snapshot(self) -> MemorySnapshot:
-        """What was taken. Raises AdvisorError: nothing."""
+        """Return the snapshot. Raises AdvisorError if no memory is in it."""
         if not self._segments.columns["device"] and not self._events.columns["device"]:
             raise AdvisorError(
                 f"{self._path}: a snapshot with no memory in it: nothing was on a GPU when it was "
@@ -127,7 +127,7 @@ class _Tables:
         )
 
     def take(self, value: Any) -> None:
-        """The whole file. Raises AdvisorError: it is no snapshot."""
+        """Read the whole file. Raises AdvisorError if it is no snapshot."""
         whole = PickledFields().from_value(value)
         if whole is None or "segments" not in whole:
             old = type(value) is list and (
@@ -180,7 +180,7 @@ class _Tables:
             at += self._block(row, device, at, block)
 
     def _block(self, segment: int, device: int, at: int, value: Any) -> int:
-        """Take one; the bytes that it fills."""
+        """Add a block; return its size, bytes."""
         fields = self._record(value, "block")
         if fields is None:
             return 0
@@ -212,7 +212,7 @@ class _Tables:
     # -- the history ----------------------------------------------------------------------------
 
     def _trace(self, device: int, entries: list[Any]) -> None:
-        """A device's events. A loop over millions: values are taken by their places."""
+        """Add a device's events. A loop over millions, so values are read by index."""
         names = ("action", "addr", "size", "stream", "time_us", "frames", "pool_id",
                  "user_metadata", "device_free")  # fmt: skip
         columns = self._events.columns
@@ -268,8 +268,8 @@ class _Tables:
     # -- values ---------------------------------------------------------------------------------
 
     def _stack(self, frames: Any) -> int | None:
-        """Row of a stack; ``None``: none recorded. The same list is the same stack: a file holds
-        each once."""
+        """Return the row of a stack; ``None``: none recorded. The same list is the same stack: a
+        file holds each once."""
         if type(frames) is not list:
             return None
         key = id(frames)

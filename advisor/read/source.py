@@ -1,6 +1,5 @@
-"""Bytes of a trace, whatever they are packed in: a bounded, damage-tolerant stream. And of files
-that are read by nobody here, what they are and what to do instead.
-"""
+"""Source of a trace's bytes, whatever they are packed in: a bounded, damage-tolerant stream. Also
+descriptions of files that no reader knows, with advice."""
 
 from __future__ import annotations
 
@@ -18,24 +17,24 @@ from advisor.core.files import open_regular
 from advisor.read.plain_pickle import looks_like_pickle
 
 BLOCK = 1 << 20
-"""Uncompressed bytes handed over at once, at most."""
+"""Most uncompressed bytes of a block."""
 PACKED_BLOCK = 1 << 16
 """Compressed bytes unpacked at once. What a block leaves over is copied, so small is quick."""
 DEFAULT_LIMIT = 16 << 30
-"""Uncompressed bytes that one trace may have before reading stops (``--max-size``)."""
+"""Most uncompressed bytes of one trace before reading stops (``--max-size``)."""
 REMEMBER = 64 << 20
-"""Packed bytes of standard input that are kept for a second reading."""
+"""Most packed bytes of standard input kept for a second reading."""
 MAX_MEMBERS = 1_000_000
-"""Members of one gzip file. bgzip writes one for each 64 KiB; more than this is an attack."""
+"""Most members of one gzip file. bgzip writes one per 64 KiB; more than this is an attack."""
 
 PACKINGS = (".gz", ".zst", ".zstd")
-"""Suffixes of what is unpacked here."""
+"""Suffixes of the packings unpacked here."""
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_WINDOW = 1 << 27  # what the zstd tool accepts without being asked to take more memory
 _FIRST_NAME = 512
-"""Bytes of a zip archive in which its first member is named."""
+"""Bytes of a zip archive that contain its first member's name."""
 _GIVE = "give a PyTorch profiler trace"
 _OTHER_PACKINGS = (
     (b"PK\x03\x04", "a zip archive; unpack it and give the file or folder in it"),
@@ -49,7 +48,7 @@ _OTHER_PACKINGS = (
 
 @dataclass
 class ByteSource:
-    """A trace's uncompressed bytes in blocks of at most a megabyte.
+    """Source of a trace's uncompressed bytes, in blocks of at most a megabyte.
 
     ``truncated`` and ``damage`` are set while iterating: a stream that ends early or is corrupt
     yields what could be unpacked and says so, it does not raise.
@@ -61,17 +60,17 @@ class ByteSource:
     damage: str | None = None
     bytes_read: int = 0
     packed_read: int = 0
-    """The same before they were unpacked."""
+    """Number of packed bytes read."""
     data: bytes | None = field(default=None, repr=False)
-    """The packed bytes themselves, instead of a file of that name."""
+    """Packed bytes in memory, instead of a file of that name."""
     peek: Callable[[bytes], None] | None = field(default=None, repr=False)
-    """Called with each block before it is handed over."""
+    """Function called with each block before it is handed over."""
     _seen: list[bytes] | None = field(default=None, repr=False)
     _begun: tuple[bytes, Iterator[bytes]] | None = field(default=None, repr=False)
 
     def head(self) -> bytes:
-        """The first block, which :meth:`blocks` begins with all the same; empty: nothing could be
-        unpacked. Raises AdvisorError as that does."""
+        """Return the first block, which :meth:`blocks` yields again; empty: nothing could be
+        unpacked. Raises AdvisorError like :meth:`blocks`."""
         if self._begun is None:
             blocks = self._blocks()
             self._begun = next(blocks, b""), blocks
@@ -85,7 +84,7 @@ class ByteSource:
         return chain([first] if first else [], rest)
 
     def read_all(self, max_bytes: int, advice: str) -> bytes:
-        """All of it at once. Raises AdvisorError, with the advice: it has more bytes than that."""
+        """Return all bytes. Raises AdvisorError, with ``advice``, for more than ``max_bytes``."""
         data = bytearray()
         for block in self.blocks():
             data += block
@@ -130,7 +129,7 @@ class ByteSource:
                 file.close()
 
     def reopen(self) -> ByteSource | None:
-        """The same bytes from their start; ``None``: standard input that was too long to keep."""
+        """Return a source from the start; ``None`` for standard input too long to be kept."""
         if self.data is not None or self.path != "-":
             return ByteSource(self.path, limit=self.limit, data=self.data)
         if self._seen is None:
@@ -138,7 +137,7 @@ class ByteSource:
         return ByteSource(self.path, limit=self.limit, data=b"".join(self._seen))
 
     def expected_bytes(self) -> int:
-        """About how many uncompressed bytes there will be, without reading them; 0: not known."""
+        """Estimate the number of uncompressed bytes, without reading them; 0: unknown."""
         if self.data is not None:
             return len(self.data)
         try:
@@ -242,7 +241,7 @@ class ByteSource:
             self._damaged(f"damaged zstd ({error})")
 
     def stop(self, why: str) -> None:
-        """The reader has read enough: the rest is left out."""
+        """Stop reading: the rest is left out. ``why`` becomes the recorded damage."""
         self._damaged(why)
 
     def _damaged(self, how: str) -> None:
@@ -251,8 +250,8 @@ class ByteSource:
 
 
 def _joined(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes in blocks of about a megabyte: a packed file may come byte by byte, and what
-    follows looks at each block."""
+    """Join small blocks into blocks of about a megabyte: a packed file may come byte by byte, and
+    readers look at each block."""
     held: list[bytes] = []
     size = 0
     for block in blocks:
@@ -269,7 +268,7 @@ def _joined(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _Joined:
-    """The bytes already read, then the rest of the file, as one readable object."""
+    """File object of the bytes already read, then the rest of the file."""
 
     def __init__(self, head: bytes, read: Callable[[int], bytes]) -> None:
         self._head = head
@@ -283,18 +282,18 @@ class _Joined:
 
 
 def _is_zstd_skippable(head: bytes) -> bool:
-    """pzstd starts its files with a frame that holds no data."""
+    """Return whether zstd data begins with a skippable frame, as pzstd writes."""
     return head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
 
 
 def decimal_size(count: int) -> str:
-    """As disks are sold: ``1.2 GB``, ``3.4 MB``."""
+    """Format a size in decimal units, as disks are sold: ``1.2 GB``, ``3.4 MB``."""
     return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.3g} MB"
 
 
 _UTF16 = (b"{\0", b"[\0", b"\0{", b"\0[")
 _LOOK = 1 << 16
-"""Bytes in which a format's signs are looked for."""
+"""Number of bytes in which a format's signs are looked for."""
 PROFILE = "record with torch.profiler or nsys profile, and give that file"
 
 _SIGNS: tuple[tuple[str, str, str], ...] = (
@@ -348,13 +347,13 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
         "fetch the file itself: git lfs pull",
     ),
 )
-"""Pattern of how a file begins, what it is, what to do."""
+"""Patterns of how a file begins, each with what it is and what to do."""
 _KINDS = tuple((re.compile(p.encode(), re.DOTALL | re.I), what, cure) for p, what, cure in _SIGNS)
 
 
 def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
-    """What it is, and what to do about it when that is more than to give something else; ``None``:
-    it cannot be said. ``path``: for formats whose first bytes are those of others too."""
+    """Return what a file is, and what to do about it beyond giving another file (else ``None``).
+    ``None`` if it is unknown. ``path``: for formats whose first bytes others share."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or start[:2] in _UTF16:
         return "not UTF-8 text (UTF-16?)", "convert it to UTF-8"
     if start.startswith(b"SQLite format 3"):

@@ -1,4 +1,4 @@
-"""A stream of JSON cut between events, into pieces that can be decoded independently.
+"""Splitter of a JSON stream, between events, into pieces that can be decoded independently.
 
 Two ways to find the cuts. The fast one looks backwards for ``}, {"ph"`` and trusts it; a cut
 inside a nested list leaves both pieces unbalanced, so a wrong one cannot go unnoticed. The exact
@@ -21,15 +21,15 @@ from advisor.read.reader import PIECE
 from advisor.read.source import ByteSource, kind_of
 
 HEAD_LIMIT = 64 << 20
-"""Bytes before ``traceEvents`` that are searched for it."""
+"""Most bytes searched for ``traceEvents``."""
 TAIL_LIMIT = 16 << 20
-"""Bytes after the events that are looked at; what a longer tail says is left out."""
+"""Most bytes looked at after the events; a longer tail is left out."""
 EVENT_LIMIT = 8 << 20
-"""Bytes of one event; in what is longer the next event is searched for."""
+"""Most bytes of one event; in a longer one the next event is searched for."""
 MAX_HEADS = 16
-"""Places that look like the beginning of the events and are tried."""
+"""Most places tried that look like the beginning of the events."""
 VALUE_LIMIT = 1 << 20
-"""Bytes of one top-level value that is kept."""
+"""Most bytes kept of one top-level value."""
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _OWN = "advisor::events"  # our name for the list while the rest of the object is decoded
@@ -42,7 +42,7 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 
 @dataclass
 class Splitter:
-    """Cuts the ``traceEvents`` list of a source into pieces, each a JSON list of its own."""
+    """Splitter of a source's ``traceEvents`` list into pieces, each a JSON list of its own."""
 
     source: ByteSource
     exact: bool = False
@@ -54,9 +54,9 @@ class Splitter:
     cut_events: int = 0
     """Events lost at the cut of a truncated file (0 or 1)."""
     skipped: int = 0
-    """Stretches of text without a single event in them, left out."""
+    """Number of stretches of text without a single event in them, left out."""
     followed: bool = False
-    """Another trace follows in the same file (``cat a.json b.json``): it is left out."""
+    """True if another trace follows in the same file (``cat a.json b.json``), which is left out."""
 
     def pieces(self) -> Iterator[bytes]:
         """Yield pieces. Raises AdvisorError when there is no list of events at all."""
@@ -111,7 +111,7 @@ class Splitter:
     # -- the beginning ----------------------------------------------------------------------
 
     def _find_list(self, blocks: Iterator[bytes]) -> bytes:
-        """Read up to the opening bracket of the events; return what follows it."""
+        """Read up to the opening bracket of the events; return the text after it."""
         buffer = b""
         searched = tries = blank = 0
         for block in blocks:
@@ -143,7 +143,7 @@ class Splitter:
         raise AdvisorError(f"{self.source.path}: {self._no_list(buffer)}")
 
     def _check_list(self, inside: bytes) -> None:
-        """A bare list must be one of objects; raises AdvisorError otherwise."""
+        """Check that a bare list is one of objects; raises AdvisorError otherwise."""
         first = inside.lstrip(SPACE)[:1]
         if first in (b"{", b"]", b""):
             return
@@ -153,7 +153,7 @@ class Splitter:
         )
 
     def _no_list(self, buffer: bytes) -> str:
-        """What is wrong with a text that has no list of events."""
+        """Return what is wrong with a text that has no list of events."""
         again = "copy or record it again"
         if not buffer:
             if self.source.damage:
@@ -191,7 +191,7 @@ class Splitter:
     # -- the end ----------------------------------------------------------------------------
 
     def _last(self, rest: bytes) -> Iterator[bytes]:
-        """The end of the text: close the list, or keep what a cut file still holds."""
+        """Yield the last piece: close the list, or keep what a cut file still holds."""
         if not self.bare_list:
             whole = _decode_fields(_OPEN_LIST + rest)
             if whole is not None and _OWN in whole:  # the undamaged case: no search is needed
@@ -215,7 +215,7 @@ class Splitter:
             yield _listed([rest])
 
     def _read_tail(self, tail: bytes, blocks: Iterator[bytes]) -> None:
-        """The keys after the list of events."""
+        """Read the keys after the list of events."""
         parts = [tail]
         size = len(tail)
         for block in blocks:
@@ -234,7 +234,7 @@ class Splitter:
             self.truncated = True
 
     def _read_fields(self, before: bytes, after: bytes) -> bool:
-        """Keep the keys of an object given in two parts; False: it is none."""
+        """Keep the keys of an object given in two parts; return false if it is none."""
         whole = _decode_fields(before + after)
         if whole is None:
             return False
@@ -248,7 +248,7 @@ class Splitter:
 
 
 def _decode_fields(text: bytes, *, repair: bool = True) -> dict[str, Raw] | None:
-    """The members of a JSON object, undecoded; control characters and the like are repaired."""
+    """Return an object's members, undecoded, repaired if need be; ``None`` if it is none."""
     try:
         return _fields.decode(text)
     except REFUSED:
@@ -271,7 +271,7 @@ def _value(raw: Raw) -> Any:
 
 
 def _last_cut(rest: bytes) -> int:
-    """Position of the comma before the last event of a list that is cut off; -1: none."""
+    """Return the position of the comma before the last event of a cut-off list; -1: none."""
     commas, _, _ = scan_list(rest)
     cut = int(commas[-1]) if len(commas) else -1
     boundary = _at(last_boundary(rest))
@@ -296,7 +296,7 @@ def _is_event(text: bytes) -> bool:
 
 
 def _is_json(text: bytes) -> bool:
-    """Whether a text is one complete JSON value, repaired if need be."""
+    """Return whether a text is one complete JSON value, repaired if need be."""
     for attempt in (text, sanitise(text)):
         try:
             msgspec.json.decode(attempt, type=Raw)
@@ -307,7 +307,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _at_most(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in blocks of at most ``size``."""
+    """Yield the same bytes in blocks of at most ``size``."""
     for block in blocks:
         if len(block) <= size:
             yield block
@@ -320,7 +320,7 @@ def _listed(parts: list[bytes | memoryview]) -> bytes:
 
 
 def without_mark(text: bytes) -> bytes:
-    """Without the byte order mark and the white space that it may begin with."""
+    """Remove a leading byte order mark and white space."""
     text = text.removeprefix(_BOM)
     return text.lstrip(SPACE) if text[:1] in (b" ", b"\t", b"\r", b"\n") else text
 
@@ -334,14 +334,14 @@ def _shown(key: str) -> str:
 
 
 def _what_else(start: bytes) -> str:
-    """What a text is that begins like no JSON trace does, and what to do."""
+    """Return what a text that is no JSON trace is, and what to do."""
     what, cure = kind_of(start) or ("not JSON", f"{_GIVE} (.json, .json.gz or .json.zst)")
     return f"{what}; {cure or _GIVE}"
 
 
 def _scanned_end(rest: bytes, _bare: bool) -> int | None:
-    """Position of the bracket that closes the event list, by following all others. When quotes
-    are damaged the scan is misled: then more events follow what looks like the end."""
+    """Return the position of the bracket that closes the event list, by following all others.
+    Damaged quotes mislead the scan: then more events follow the apparent end."""
     end = scan_list(rest)[1]
     if end is None or not EVENT_BOUNDARY.search(rest, end):
         return end
@@ -349,7 +349,7 @@ def _scanned_end(rest: bytes, _bare: bool) -> int | None:
 
 
 def _list_end(rest: bytes, bare: bool) -> int | None:
-    """The same looked for from the end, for a text that is damaged somewhere."""
+    """Return the same position, searched from the end, for a text that is damaged somewhere."""
     position = len(rest)
     for attempt in range(64):
         position = rest.rfind(b"]", 0, position)
@@ -374,7 +374,7 @@ def _list_end(rest: bytes, bare: bool) -> int | None:
 
 
 def last_boundary(text: bytes) -> int | None:
-    """Position of the last comma that looks like one between two events."""
+    """Return the position of the last comma that looks like one between two events."""
     position = len(text)
     for _ in range(100_000):
         position = text.rfind(b"}", 0, position)

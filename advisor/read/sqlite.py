@@ -1,5 +1,5 @@
-"""SQLite files that somebody else wrote, as columns: read-only, bounded, nothing in them is run;
-and rows joined by the numbers that such files have."""
+"""Reader of foreign SQLite files, as columns: read-only, bounded, nothing in them is executed. Also
+joins of rows by the numbers that such files use."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ from advisor.read.source import ByteSource
 
 MAGIC = b"SQLite format 3\0"
 BATCH = 20_000
-"""Rows that are Python objects at once."""
+"""Most rows that are Python objects at once."""
 MAX_ROWS = 1 << 31
-"""Rows of one table: what 32-bit row numbers can count."""
+"""Most rows of one table: what 32-bit row numbers can count."""
 MAX_VALUE = 1 << 24
-"""Bytes of one text or blob. Longer ones are damage, or made to fill memory."""
+"""Most bytes of one text or blob. Longer ones are damage, or made to fill memory."""
 MAX_TEXT = 1 << 16
-"""Characters of a text that are kept."""
+"""Most characters kept of a text."""
 MAX_AT_ONCE = 1 << 24
-"""Bytes of texts that are Python objects at once, as far as SAMPLED rows tell."""
+"""Most bytes of texts that are Python objects at once, estimated from SAMPLED rows."""
 SAMPLED = 32
 MAX_TABLES = 100_000
 _STEPS = 1_000_000
-"""Instructions of SQLite's machine between two looks at how far it has come: some 10 ms."""
+"""Instructions of SQLite's machine between two checks of its progress: some 10 ms."""
 _STEPS_A_BYTE = 40
-"""Instructions that reading a file may take for each of its bytes: some tens of times what the
-tables of profilers take. Damaged pages may name each other in circles."""
+"""Most instructions that reading a file may take per byte: some tens of times what profilers'
+tables take. Damaged pages may refer to each other in circles."""
 _FEWEST_STEPS = 400
 
 Types = Mapping[str, Any]
-"""Column -> polars type."""
+"""Polars type of each column."""
 
 
 def quote_identifier(name: str) -> str:
-    """A table's or column's name, whatever it holds, as SQL writes it."""
+    """Quote a table's or column's name, whatever it holds, for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
 class Database:
-    """The plain tables of one file. What views, triggers and virtual tables would do is not done:
-    only tables that are stored as such are looked at, with plain selections of columns."""
+    """Stored tables of one file. Views, triggers and virtual tables are never used: only plain
+    columns of stored tables are selected."""
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
         self._path = path
         self.tables: dict[str, tuple[str, ...]] = {}
-        """Columns by table."""
+        """Columns of each table."""
         self.keys: dict[str, str] = {}
-        """Column by whose whole numbers a table's rows are stored, where it has one."""
+        """Integer primary key of each table that has one."""
         self.damaged: dict[str, str] = {}
-        """Tables that were not read to their end, and why."""
+        """Reason for each table that was not read completely."""
         self._room = memory_budget() // EVENT_BYTES
-        """Rows that there is still memory for."""
+        """Number of rows that there is still memory for."""
         names = self._rows(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0 "
             f"LIMIT {MAX_TABLES}"
@@ -81,12 +81,12 @@ class Database:
 
     @property
     def damage(self) -> str | None:
-        """What could not be read, in a line."""
+        """Description of what could not be read, in a line; ``None``: nothing."""
         lines = [f"table {table[:60]} {why}" for table, why in sorted(self.damaged.items())]
         return "; ".join(lines[:3]) or None
 
     def has_table(self, table: str, *columns: str) -> bool:
-        """Whether the table is there, with these columns."""
+        """Return whether the table exists, with these columns."""
         return set(columns) <= set(self.tables.get(table, ())) and table in self.tables
 
     def read(
@@ -96,11 +96,11 @@ class Database:
         where: str = "",
         each: Callable[[pl.DataFrame], pl.DataFrame] | None = None,
     ) -> pl.DataFrame:
-        """Those of the wanted columns that the table has, in the order of its rows; no columns
-        where it has none of them, or is not there. Values that are of another type are null.
-        ``where``: a condition of ours. ``each``: what to make of every batch of rows, so that not
-        all of a table is in memory as it stands there: columns whose width differs from batch to
-        batch become as wide as the widest. A damaged table is read up to there."""
+        """Read the wanted columns that the table has, in row order; no columns if it has none of
+        them or does not exist. Values of another type are null. ``where``: a condition of ours.
+        ``each``: function applied to every batch of rows, so that not all of a table is in memory
+        unreduced; columns whose width differs between batches become as wide as the widest. A
+        damaged table is read as far as possible."""
         have = set(self.tables.get(table, ()))
         wanted = {name: kind for name, kind in types.items() if name in have}
         if not wanted:
@@ -119,8 +119,8 @@ class Database:
         return pl.concat(parts, how="vertical_relaxed") if parts else pl.DataFrame(schema=wanted)
 
     def read_keys(self, table: str, types: Types, numbers: Sequence[int]) -> pl.DataFrame:
-        """As :meth:`read`, the rows whose key is one of these numbers, which are in order and
-        some thousands."""
+        """Read the rows whose key is one of ``numbers``, which are in order and some thousands.
+        Otherwise like :meth:`read`."""
         if not numbers:
             return pl.DataFrame(schema=types)
         key, first, last = quote_identifier(self.keys[table]), numbers[0], numbers[-1]
@@ -129,7 +129,7 @@ class Database:
         return self.read(table, types, f"{key} IN ({', '.join(map(str, numbers))})")
 
     def read_texts(self, table: str, key: str, value: str) -> dict[int, str]:
-        """A table of numbered texts as a dictionary; empty: it is not there."""
+        """Read a table of numbered texts as a dictionary; empty if it does not exist."""
         if not self.has_table(table, key, value):
             return {}
         names = [quote_identifier(each) for each in (key, value, table)]
@@ -171,7 +171,7 @@ class Database:
 
 
 def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
-    """Rows, fewer at a time where their texts are long."""
+    """Yield batches of rows, smaller ones if their texts are long."""
     count = 16
     while rows := cursor.fetchmany(count):
         seen = rows[:: max(1, len(rows) // SAMPLED)]
@@ -181,7 +181,7 @@ def _some_at_once(cursor: sqlite3.Cursor) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def typed_column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
-    """Values of any types as a column of one; what does not fit is null."""
+    """Return values of any types as a column of one type; what does not fit is null."""
     try:
         result = pl.Series(name, values, dtype=kind, strict=True)
         if kind == pl.String and (result.str.len_bytes().max() or 0) > MAX_TEXT:  # type: ignore[operator]
@@ -199,15 +199,15 @@ def typed_column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
 
 
 def narrow_integers(rows: pl.DataFrame) -> pl.DataFrame:
-    """The rows with their integers in as few bytes as these take: many rows wait for the last.
-    Starts stay as they are, since sums of narrow columns do not fit these."""
+    """Shrink integer columns to the fewest bytes: many rows are kept until the last is read. Starts
+    (``ts``) keep their width, since their sums with narrow columns would not fit."""
     narrow = rows.select(cs.signed_integer() - cs.by_name("ts", require_all=False))
     return rows.with_columns(column.shrink_dtype() for column in narrow.iter_columns())
 
 
 def table_names(head: bytes, path: str) -> frozenset[str]:
-    """Words of an SQLite file's list of tables, as far as it can be looked at before reading it;
-    empty: no such file. In a list that is longer than the head, the file itself is asked."""
+    """Return known words in an SQLite file's list of tables, before it is read; empty: no such
+    file. If the list is longer than the head, the file itself is queried."""
     if not head.startswith(MAGIC):
         return frozenset()
     result = {word for word in _KNOWN if word.encode() in head}
@@ -235,8 +235,8 @@ _KNOWN = (
 
 @contextmanager
 def open_database(source: ByteSource, options: ReadOptions) -> Iterator[Database]:
-    """A source's tables. A plain file is read where it lies; one that is packed or piped is
-    unpacked to a temporary file first. Raises AdvisorError: no database, or over the limit."""
+    """Open a source's tables. A plain file is read in place; a packed or piped one is unpacked to a
+    temporary file first. Raises AdvisorError: no database, or over the limit."""
     head = source.head()
     if source.data is None and source.path != "-" and _is_plain(source.path):
         size = Path(source.path).stat().st_size
@@ -283,8 +283,8 @@ def _reading(path: str, shown: str, size: int) -> Iterator[Database]:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Rows are tuples of numbers and texts, many and soon gone: looking for circles among them, and
-    among all that is imported, would take a third of the time."""
+    """Suspend garbage collection. Rows are tuples of numbers and texts, many and short-lived:
+    searching them, and all that is imported, for cycles would take a third of the time."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -296,7 +296,7 @@ def _no_collections() -> Iterator[None]:
 
 @contextmanager
 def _connected(path: str) -> Iterator[sqlite3.Connection]:
-    """A connection that writes nothing, not even a journal, and runs nothing of the file's."""
+    """Open a connection that writes nothing, not even a journal, and runs nothing in the file."""
     place = quote(str(Path(path).absolute()))
     # a statement may name thousands of rows, and none is asked twice: none is kept
     where = f"file:{place}?mode=ro&immutable=1"
@@ -341,7 +341,7 @@ def _how(error: Exception) -> str:
 
 
 class Numbered:
-    """Rows by a column of whole numbers: of those with the same number, the first."""
+    """Rows by an integer column; of those with the same number, the first."""
 
     def __init__(self, rows: pl.DataFrame, key: str) -> None:
         rows = rows.drop_nulls(key)
@@ -357,7 +357,7 @@ class Numbered:
         self._numbers: NDArray[np.int64] | None = None if gapless else numbers.astype(np.int64)
 
     def at(self, numbers: pl.Series, columns: Sequence[str] = ()) -> pl.DataFrame:
-        """A row for each of these numbers, of some columns or of all; nulls where there is none."""
+        """Return a row for each number, of some columns or of all; nulls if there is none."""
         rows = self._rows.select(columns) if columns else self._rows
         if not self._count:
             return rows.clear(len(numbers))
@@ -382,8 +382,8 @@ def read_numbered(
     each: Callable[[pl.DataFrame], pl.DataFrame] = lambda rows: rows,
     key: str = "id",
 ) -> Numbered:
-    """All rows of a table by their number, in as little room as what ``each`` makes of some
-    thousands of them takes. Columns that the table has not are null."""
+    """Read all rows of a table by number, keeping only what ``each`` returns for batches of some
+    thousands. Missing columns are null."""
 
     def made(rows: pl.DataFrame) -> pl.DataFrame:
         return narrow_integers(each(with_all(rows, types)))
@@ -393,8 +393,8 @@ def read_numbered(
 
 
 class KeyedTable:
-    """Rows of a stored table by their number: looked up in the file where that is the key by which
-    its rows are stored, else read once. Columns that the table has not are null."""
+    """Rows of a stored table by number: looked up in the file if that is the table's key, else read
+    once. Missing columns are null."""
 
     def __init__(self, db: Database, table: str, key: str, types: Types) -> None:
         self._db, self._table, self._key, self._types = db, table, key, types
@@ -403,7 +403,7 @@ class KeyedTable:
         self._whole = None if stored else read_numbered(db, table, self._read, key=key)
 
     def at(self, numbers: pl.Series) -> pl.DataFrame:
-        """A row for each of these numbers; nulls where there is none. Asked for some thousands at
+        """Return a row for each number; nulls if there is none. To be called with some thousands at
         once, as rows come."""
         if self._whole is not None:
             return self._whole.at(numbers).cast(pl.Schema(self._types))
@@ -413,15 +413,15 @@ class KeyedTable:
 
 
 class NameLookup:
-    """Numbered texts of which few are distinct: each is looked up once."""
+    """Lookup of numbered texts of which few are distinct: each is read once."""
 
     def __init__(self, db: Database, table: str, key: str, value: str) -> None:
         self.rows = KeyedTable(db, table, key, {value: pl.String})
-        """The table itself, for texts that are nearly all distinct."""
+        """Lookup of whole rows, for texts that are nearly all distinct."""
         self._known: dict[int, str | None] = {}
 
     def names_of(self, numbers: pl.Series) -> pl.Series:
-        """The text of each number; null where it has none."""
+        """Return the text of each number; null if it has none."""
         distinct = numbers.drop_nulls().unique().to_list()
         new = [number for number in distinct if number not in self._known]
         if new:
@@ -431,7 +431,7 @@ class NameLookup:
 
 
 def looked_up(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:
-    """The text of each number; null where it has none."""
+    """Return the text of each number; null if it has none."""
     known = {n: texts[n] for n in numbers.drop_nulls().unique().to_list() if n in texts}
     if not known:
         return pl.Series("text", [None], dtype=pl.String).new_from_index(0, len(numbers))
@@ -439,14 +439,14 @@ def looked_up(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:
 
 
 def stack_frames(parts: list[pl.DataFrame]) -> pl.DataFrame:
-    """All rows of these frames, which are let go of; without a column where there are none."""
+    """Concatenate the frames, whose list is emptied; a frame without columns if none has rows."""
     filled = [part for part in parts if part.height]
     parts.clear()
     return pl.concat(filled, how="diagonal_relaxed") if filled else pl.DataFrame()
 
 
 def with_all(rows: pl.DataFrame, types: Types) -> pl.DataFrame:
-    """The rows with all of these columns, null where they have them not."""
+    """Return the rows with all of these columns; missing ones are null."""
     lacking = [name for name in types if name not in rows.columns]
     if not lacking:
         return rows

@@ -1,4 +1,4 @@
-"""Clean columns to the frames of a Trace, each with the schema of ``advisor.core.trace``."""
+"""Conversion of clean columns to a Trace's frames, with the schemas of ``advisor.core.trace``."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _INT_LIMIT = 1 << 62
 
 
 def blank_column(count: int, value: float, dtype: Any) -> Array:
-    """A column of nothing but one value, which takes no memory: read-only."""
+    """Return a read-only column that repeats one value and takes no memory."""
     return np.broadcast_to(np.array(value, dtype=dtype), (count,))
 
 
 def is_blank(values: Any) -> bool:
-    """It is one of those."""
+    """Return whether a column was made by :func:`blank_column`."""
     return isinstance(values, np.ndarray) and len(values) > 1 and values.strides == (0,)
 
 
 def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
-    """``Trace.cpu`` from ordered, nested host columns, which are let go of one by one."""
+    """Return ``Trace.cpu`` from ordered, nested host columns, which are removed one by one."""
     made: dict[str, Callable[[Array], pl.Series]] = {
         "kind": lambda codes: _decode(codes, CPU_KINDS, CpuKind),
         "name": names.gather,
@@ -63,8 +63,8 @@ def cpu_frame(host: Columns, names: pl.Series) -> pl.DataFrame:
 def gpu_frame(
     device: dict[str, Any], names: pl.Series, texts: list[str], launch: Array, op: Array
 ) -> pl.DataFrame:
-    """``Trace.gpu`` from ordered device columns, which are let go of; ``texts`` are the names as a
-    list."""
+    """Return ``Trace.gpu`` from ordered device columns, which are removed one by one. ``texts``:
+    the names as a list."""
     ready = {key: device.pop(key) for key in _READY if isinstance(device.get(key), pl.Series)}
     columns = dict(zip(_READY, _copies(device, texts), strict=False)) if len(ready) < 3 else {}
     wholes = ("bytes", "blocks", "threads", "registers", "shared", "graph")
@@ -95,18 +95,18 @@ def gpu_frame(
 
 
 _READY = ("copy", "src", "dst", "limits")
-"""Texts of device rows that a file may tell: as series, they are taken as they are."""
+"""Text columns of device rows that a file may have: series are taken unchanged."""
 
 
 def _ordinals(numbers: pl.Series) -> pl.Series:
-    """0 for what numbers no device."""
+    """Return device numbers, with 0 for invalid ones."""
     numbers = numbers.cast(pl.Int32, strict=False)
     good = (numbers >= 0).fill_null(False)
     return numbers if good.all() else numbers.zip_with(good, pl.Series([0], dtype=pl.Int32))
 
 
 def _copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
-    """Direction and memories of copies; each distinct name is parsed once."""
+    """Return direction and memories of copies; each distinct name is parsed once."""
     rows = np.flatnonzero(device["kind"] == DEVICE_KINDS.index("memcpy"))
     codes, inverse = np.unique(device["name"][rows], return_inverse=True)
     parts = [copy_parts(texts[code]) for code in codes.tolist()]
@@ -120,7 +120,7 @@ def _copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl
 
 
 def sync_frame(sync: Columns, texts: list[str]) -> pl.DataFrame:
-    """``Trace.sync``: rows of a kind that is not known are left out."""
+    """Return ``Trace.sync``, without rows of an unknown kind."""
     if not sync:
         return pl.DataFrame(schema=SYNC_SCHEMA)
     codes, inverse = np.unique(sync["name"], return_inverse=True)
@@ -144,7 +144,7 @@ def sync_frame(sync: Columns, texts: list[str]) -> pl.DataFrame:
 
 
 def memory_frame(memory: Columns, threads: Array) -> pl.DataFrame:
-    """``Trace.memory``; ``threads`` gives the row of ``Trace.threads`` for a thread's code."""
+    """Return ``Trace.memory``. ``threads``: the row of ``Trace.threads`` by thread code."""
     if not memory:
         return pl.DataFrame(schema=MEMORY_SCHEMA)
     device = np.where(memory["device_type"] == 0, -1.0, memory["device_id"])
@@ -164,7 +164,7 @@ def memory_frame(memory: Columns, threads: Array) -> pl.DataFrame:
 
 
 def on_devices(memory: pl.DataFrame, gpu: pl.DataFrame) -> pl.DataFrame:
-    """``Trace.memory`` with the device numbers of ``Trace.gpu``.
+    """Return ``Trace.memory`` with the device numbers of ``Trace.gpu``.
 
     The allocator counts the devices that the program sees, the driver all there are: with
     ``HIP_VISIBLE_DEVICES=2`` the kernels are on 2 and the memory on 0. Where all kernels are on one
@@ -179,7 +179,7 @@ def on_devices(memory: pl.DataFrame, gpu: pl.DataFrame) -> pl.DataFrame:
 
 
 def counters_frame(counters: Columns, names: pl.Series) -> pl.DataFrame:
-    """``Trace.counters``."""
+    """Return ``Trace.counters``."""
     if not counters:
         return pl.DataFrame(schema=COUNTER_SCHEMA)
     frame = _conform(
@@ -196,13 +196,13 @@ def counters_frame(counters: Columns, names: pl.Series) -> pl.DataFrame:
 
 
 def inputs_frame(keys: list[bytes]) -> pl.DataFrame:
-    """``Trace.inputs`` from the joined texts."""
+    """Return ``Trace.inputs`` from texts joined by NUL."""
     rows = [[*key.decode("utf-8", "replace").split("\0"), "", ""][:4] for key in keys]
     return pl.DataFrame(rows, schema=INPUTS_SCHEMA, orient="row")
 
 
 def comms_frame(keys: list[bytes]) -> pl.DataFrame:
-    """``Trace.comms`` from the joined texts."""
+    """Return ``Trace.comms`` from texts joined by NUL."""
     columns = list(COMMS_SCHEMA.items())
     rows = [
         [
@@ -217,7 +217,7 @@ def comms_frame(keys: list[bytes]) -> pl.DataFrame:
 def threads_frame(
     threads: list[tuple[str, str]], names: dict[tuple[str, str], str]
 ) -> pl.DataFrame:
-    """``Trace.threads``."""
+    """Return ``Trace.threads``."""
     rows = [(pid, tid, names.get((pid, tid))) for pid, tid in threads]
     return pl.DataFrame(rows, schema=THREADS_SCHEMA, orient="row")
 
@@ -232,7 +232,7 @@ def _integer(part: bytes) -> int | None:
 
 
 def _string(part: bytes) -> str | None:
-    """A JSON string's content, or the JSON text of any other value."""
+    """Return a JSON string's content, or the JSON text of any other value; ``None`` for null."""
     if not part or part == b"null":
         return None
     try:
@@ -245,7 +245,7 @@ def _string(part: bytes) -> str | None:
 
 
 def _or_null(values: Array, missing: int = -1) -> pl.Series:
-    """Codes, rows and ids: ``missing`` and, unless another mark is given, all below 0 are null."""
+    """Return codes, rows or ids as a series: ``missing`` is null, by default all below 0."""
     if is_blank(values) and values[0] == missing:
         return _nothing(len(values), pl.Int64)
     none = values < 0 if missing == -1 else values == missing
@@ -254,7 +254,7 @@ def _or_null(values: Array, missing: int = -1) -> pl.Series:
 
 
 def _whole(values: Array | pl.Series) -> pl.Series:
-    """Floats that stand for integers, NaN for none; or a series of any numbers."""
+    """Return integers from floats (NaN: null), or from a series of any numbers."""
     if isinstance(values, pl.Series):
         if values.null_count() == len(values):
             return _nothing(len(values), pl.Int64)
@@ -272,7 +272,7 @@ def _whole(values: Array | pl.Series) -> pl.Series:
 
 
 def _nothing(count: int, dtype: Any) -> pl.Series:
-    """So many nulls, in memory that is never touched."""
+    """Return a column of nulls, in memory that is never touched."""
     return pl.Series([None], dtype=dtype).new_from_index(0, count)
 
 
@@ -289,12 +289,12 @@ def _real(values: Array | pl.Series) -> pl.Series:
 
 
 def _decode(codes: Array, values: tuple[str, ...], dtype: Any) -> pl.Series:
-    """Codes as an enumeration; -1 becomes null."""
+    """Return codes as an enumeration; -1 becomes null."""
     return _gather(pl.Series(values, dtype=dtype), codes)
 
 
 def _gather(table: pl.Series, codes: Array) -> pl.Series:
-    """Values of a small table by code, -1 to null."""
+    """Return values of a small table by code; -1 becomes null."""
     if not len(table) or (none := codes < 0).all():
         return _nothing(len(codes), table.dtype)
     if not none.any():
@@ -305,14 +305,14 @@ def _gather(table: pl.Series, codes: Array) -> pl.Series:
 
 
 class _Nothing:
-    """Columns of so many nulls, which share their memory."""
+    """Columns of nulls of one length, which share their memory."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._of: dict[Any, pl.Series] = {}
 
     def as_type(self, series: pl.Series, dtype: Any) -> pl.Series:
-        """The series as one of that type."""
+        """Cast a series to a type; one of nulls alone is replaced by the shared column."""
         if series.null_count() < self._count or not self._count:
             return series if series.dtype == dtype else series.cast(dtype, strict=False)
         if dtype not in self._of:

@@ -1,4 +1,4 @@
-"""Old, new and AMD spellings, brought to one vocabulary here and nowhere else.
+"""Vocabulary of trace events: old, new and AMD spellings are unified here and nowhere else.
 
 Imports nothing of the project: the decoding processes load it, and they do without polars.
 """
@@ -11,9 +11,9 @@ import re
 from msgspec import Raw, Struct, field
 
 HOST_KINDS = ("op", "annotation", "python", "runtime", "overhead")
-"""Codes of host events while columns are built; the same order as ``core.trace.CPU_KINDS``."""
+"""Kinds of host events, by code; the same order as ``core.trace.CPU_KINDS``."""
 DEVICE_KINDS = ("kernel", "memcpy", "memset")
-"""The same for device work and ``advisor.core.trace.GPU_KINDS``."""
+"""Kinds of device work, by code; the same order as ``advisor.core.trace.GPU_KINDS``."""
 
 # Where an event goes, by its category. Categories are compared in lower case, which also covers
 # the capitalised spelling that profilers wrote before 2022.
@@ -51,7 +51,7 @@ _RANGE = re.compile(
 
 
 def is_range(name: str) -> bool:
-    """Whether an event of an operator's category is a range around operators instead:
+    """Return whether an event in an operator's category is a range around operators:
     ``ProfilerStep#5``, ``Optimizer.step#Adam.step``, ``enumerate(DataLoader)#…``. Profilers before
     2022, and ``_RecordFunctionFast`` to this day, write both in one category."""
     return _RANGE.match(name) is not None
@@ -62,8 +62,8 @@ COUNTER_CATEGORY = "cuda_profiler_range"
 IGNORED_CATEGORIES = frozenset(
     {"advisor", "gpu_user_annotation", "trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "async_gpu"}
 )
-"""Device-side copies of annotations, the profiler's own span, flow arrows, and what we add to a
-trace ourselves (``advisor export``)."""
+"""Categories that are ignored: device-side copies of annotations, the profiler's own span, flow
+arrows, and additions of ``advisor export``."""
 
 # CUPTI's names of one call in several ABI versions: cudaLaunchKernel_ptsz_v7000.
 _ABI = re.compile(r"(_(ptsz|ptds|spt|v\d+))+$")
@@ -113,7 +113,7 @@ _CALLS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def call_class(name: str) -> str:
-    """Which of :data:`advisor.core.trace.CALLS` a CUDA or HIP runtime or driver call is."""
+    """Return the class of a CUDA or HIP call, one of :data:`advisor.core.trace.CALLS`."""
     plain = _ABI.sub("", name[:200])
     for pattern, call in _CALLS:
         if pattern.search(plain):
@@ -148,7 +148,7 @@ _MEMORIES = frozenset(
 
 
 def copy_parts(name: str) -> tuple[str, str | None, str | None]:
-    """Direction (one of COPIES), source and destination memory of a copy, from its name.
+    """Return direction (one of COPIES), source and destination memory of a copy, from its name.
 
     ``Memcpy HtoD (Pageable -> Device)`` -> HtoD, Pageable, Device. AMD's profiler writes
     ``CopyHostToDevice`` or ``Memcpy HtoD (Host -> Device)``: whether the host side was pinned is
@@ -183,25 +183,25 @@ _SYNC_NAMES = {
 
 
 def sync_kind(name: str) -> str | None:
-    """Which of SYNC_KINDS a ``cuda_sync`` row is; ``None``: none of them."""
+    """Return the kind of a ``cuda_sync`` row, one of SYNC_KINDS; ``None`` if unknown."""
     return _SYNC_NAMES.get(name.strip().lower())
 
 
 # -- events as they stand in the JSON --------------------------------------------------------------
 
 Whole = int | float | str | None
-"""An id. Profilers write numbers as numbers; some tools that rewrite traces, as strings."""
+"""Type of an id. Profilers write numbers as numbers; some tools that rewrite traces, as strings."""
 Real = float | str | None
-"""A quantity. msgspec makes floats of integers here, which become columns fastest."""
+"""Type of a quantity. msgspec makes floats of integers here, which become columns fastest."""
 
 ABSENT = Raw()
-"""The default of nested values, known by identity: ``args.dims is ABSENT``."""
+"""Default of nested values, known by identity: ``args.dims is ABSENT``."""
 _NAN = math.nan  # absent numbers become NaN in float columns without a look at each
 
 
 class EventArgs(Struct, gc=False):
-    """The arguments that analysis uses. Nested values stay undecoded: they repeat massively, so
-    the distinct ones are decoded once, later."""
+    """Arguments of an event that the analysis uses. Nested values stay undecoded: they repeat
+    massively, so the distinct ones are decoded once, later."""
 
     external: Whole = field(default=-1, name="External id")
     external_old: Whole = field(default=-1, name="external id")
@@ -253,11 +253,11 @@ class EventArgs(Struct, gc=False):
 COMM_FIELDS = tuple(
     name for name in EventArgs.__struct_fields__ if name == "collective" or name.startswith("comm_")
 )
-"""Of a collective, in the order of ``core.trace.COMMS_SCHEMA``."""
+"""Fields of a collective, in the order of ``core.trace.COMMS_SCHEMA``."""
 
 
 class TraceEvent(Struct, gc=False):
-    """One element of ``traceEvents``."""
+    """Element of ``traceEvents``."""
 
     ph: str = ""
     cat: str | None = None

@@ -1,5 +1,5 @@
-"""What Triton compiled, from its cache: a folder per kernel, with its settings in a ``.json``, and
-the module, the PTX and Triton's own code beside it.
+"""Reader of Triton's cache of compiled kernels: a folder per kernel, with its settings in a
+``.json``, and the module, the PTX and Triton's own code beside it.
 
 ``TRITON_CACHE_DIR`` says where the cache is, else it is ``~/.triton/cache``; ``torch.compile`` has
 its own in ``/tmp/torchinductor_<user>/triton``. Registers and local memory are those of the module:
@@ -29,21 +29,21 @@ from advisor.read.sampled_lines import MAX_NAME, SYMBOL, sections_of
 TRITON = "Triton"
 MAX_FOLDERS = 50_000
 MAX_KERNELS = 20_000
-"""That differ."""
+"""Most distinct kernels."""
 MAX_JSON = 1 << 20
 MAX_FILE = 64 << 20
 MAX_BYTES = 2 << 30
-"""Of all files that are read."""
+"""Most bytes read of all files."""
 MAX_SOURCE = 1 << 16
-"""Bytes of Triton's own code, at the beginning of which the function's line is."""
+"""Most bytes read of Triton's own code, whose beginning has the function's line."""
 _BESIDE = (".cubin", ".hsaco", ".ttir", ".ttgir")
-"""A ``.json`` is a kernel's where one of these is beside it."""
+"""Suffixes of which one stands beside a kernel's ``.json``."""
 _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
 _FUNCTION = 2
-"""Kind of a symbol."""
+"""Kind of a symbol that is a function."""
 _PLACE = re.compile(rb'^#loc = loc\("([^"\n]{1,4096})":(\d{1,7}):\d+\)', re.MULTILINE)
 _ARRAY = re.compile(rb"^\s*\.local\s+\.align\s+\d+\s+\.b8\s+\S+\[(\d{1,9})\]", re.MULTILINE)
-"""Local memory that the program declares in PTX: no spill."""
+"""Pattern for local memory that the program declares in PTX, which is no spill."""
 
 
 class _Metadata(msgspec.Struct):
@@ -52,10 +52,10 @@ class _Metadata(msgspec.Struct):
     num_stages: Annotated[int, msgspec.Meta(ge=0, le=1024)]
     shared: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
     target: Any = None
-    """An object since version 3, a list in 2.2."""
+    """Target: an object since version 3, a list in 2.2."""
     device_type: Any = None
     arch: Any = None
-    """These two in version 2.1."""
+    """Architecture, with ``device_type`` the target in version 2.1."""
 
 
 class _AmdKernel(msgspec.Struct):
@@ -70,15 +70,15 @@ class _AmdNote(msgspec.Struct):
 
 
 def kernels_in(files: Collection[str]) -> list[str]:
-    """Of the files of one folder the kernels that Triton has put there, by name."""
+    """Return the names of Triton's kernels among the files of one folder."""
     names = set(files)
     stems = (name[:-5] for name in sorted(names) if name.endswith(".json"))
     return [stem for stem in stems if any(stem + end in names for end in _BESIDE)]
 
 
 def read_triton_cache(path: str) -> tuple[KernelProfiles, int]:
-    """The kernels of a cache, and the bytes that were read. Raises AdvisorError: it holds none, or
-    none can be read."""
+    """Return the kernels of a cache, and the number of bytes read. Raises AdvisorError if it holds
+    none, or none can be read."""
     dropped: Counter[str] = Counter()
     found: dict[CompiledKernel, list[CompiledKernel]] = {}
     budget = _Budget()
@@ -96,7 +96,7 @@ def read_triton_cache(path: str) -> tuple[KernelProfiles, int]:
 
 
 def find_entries(path: str) -> Iterator[tuple[Path, str]]:
-    """Folder and name of each kernel in a cache. Links are not followed."""
+    """Yield folder and name of each kernel in a cache. Links are not followed."""
     for folder, folders, names in islice(os.walk(path), MAX_FOLDERS):
         folders.sort()
         for stem in kernels_in(names):
@@ -104,7 +104,7 @@ def find_entries(path: str) -> Iterator[tuple[Path, str]]:
 
 
 def _merged(same: list[CompiledKernel]) -> CompiledKernel:
-    """Compilations that differ in stages and place at most, as one."""
+    """Merge compilations that differ only in stages and place."""
     stages = {number for kernel in same for number in kernel.num_stages}
     places = {kernel.place for kernel in same}
     place = places.pop() if len(places) == 1 else None
@@ -112,13 +112,13 @@ def _merged(same: list[CompiledKernel]) -> CompiledKernel:
 
 
 class _Budget:
-    """Reads files, and counts their bytes."""
+    """Reader of files that counts down the bytes left."""
 
     def __init__(self) -> None:
         self.left = MAX_BYTES
 
     def read(self, file: Path, max_bytes: int) -> bytes:
-        """The first bytes of a regular file; empty: it is none, is a link, or cannot be read."""
+        """Return the first bytes of a regular file; empty if it is none, a link, or unreadable."""
         try:
             if file.is_symlink():
                 return b""
@@ -131,7 +131,7 @@ class _Budget:
 
 
 def _kernel(folder: Path, stem: str, budget: _Budget) -> CompiledKernel | None:
-    """``None``: what is there is damaged, or another program's."""
+    """Return a compiled kernel; ``None`` if its files are damaged, or another program's."""
     try:
         found = msgspec.json.decode(budget.read(folder / f"{stem}.json", MAX_JSON), type=_Metadata)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -165,8 +165,8 @@ def _kernel(folder: Path, stem: str, budget: _Budget) -> CompiledKernel | None:
 
 
 def _target(target: object) -> tuple[str, int]:
-    """The architecture as its vendor calls it, and threads per warp: ``{"backend": "cuda", "arch":
-    90, "warp_size": 32}`` or ``["cuda", 90]``."""
+    """Return the architecture by its vendor's name, and threads per warp, from ``{"backend":
+    "cuda", "arch": 90, "warp_size": 32}`` or ``["cuda", 90]``."""
     if isinstance(target, dict):
         backend, arch, warp = (target.get(key) for key in ("backend", "arch", "warp_size"))
     elif isinstance(target, list) and len(target) >= 2:
@@ -182,7 +182,7 @@ def _target(target: object) -> tuple[str, int]:
 
 
 def _of_cubin(elf: bytes, kernel: str) -> tuple[int | None, int | None]:
-    """Registers and bytes of local memory per thread; ``None``: not in it."""
+    """Return registers, and bytes of local memory, per thread; ``None``: not in the cubin."""
     try:
         sections = list(sections_of(elf))
         parts = {name: elf[start : start + size] for name, start, size in sections}
@@ -198,7 +198,7 @@ def _of_cubin(elf: bytes, kernel: str) -> tuple[int | None, int | None]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Those of ``.nv.info`` that are a number of a function: kind, symbol, value."""
+    """Yield kind, symbol and value of ``.nv.info`` attributes that are a function's number."""
     at = 0
     while at + 4 <= len(data):
         form, kind, size = struct.unpack_from("<BBH", data, at)
@@ -210,8 +210,8 @@ def _attributes(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _of_code_object(elf: bytes, kernel: str) -> tuple[int | None, int | None, int | None]:
-    """Vector registers, bytes of private memory, and bytes of spilled registers per thread;
-    ``None``: not in it."""
+    """Return vector registers, bytes of private memory and bytes of spilled registers per thread;
+    ``None``: not in the code object."""
     try:
         start, size = next((at, size) for name, at, size in sections_of(elf) if name == ".note")
         named, described, _ = struct.unpack_from("<III", elf, start)

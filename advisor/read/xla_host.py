@@ -1,4 +1,4 @@
-"""What the host events of TensorFlow, JAX and XLA are: calls, operators, waits for input, steps."""
+"""Meaning of the host events of TensorFlow, JAX and XLA: calls, operators, input waits, steps."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ STATS = frozenset(
         addr allocation_bytes allocator_name bytes_allocated correlation_id hlo_module hlo_op
         kernel_details memcpy_details memset_details step_num""".split()
 )
-"""What is read of host events beside their names and times."""
+"""Names of the stats read of host events, besides their names and times."""
 
 _WAIT = re.compile(r"^(?:MultiDevice)?IteratorGetNext\w*(?:Op)?::DoCompute$|^OwnedIterator::Get")
 _FRAME = re.compile(r"^\$(\S+):(\d+) (.+)$", re.DOTALL)
 _TF_OP = re.compile(r"^[\w.][\w.\-/>]*:[A-Z_]\w*$")
 _MARK = re.compile(r"^ThreadpoolListener::")
-"""Instants that tie the profiler's own bookkeeping together."""
+"""Pattern for instants of the profiler's own bookkeeping."""
 _RUNTIME_RANGES = re.compile(
     r"^(?:ExecutorState::Process$|Eager|TFE_|KernelAndDeviceFunc|PjitFunction\(|ParseArguments"
     r"|DevicePut|\w*PjRt\w*::Execute|\w*Executable::Execute|XlaCompile|Thunk)"
 )
-"""Ranges in which the framework itself is at work on the way to a launch."""
+"""Pattern for ranges of the framework's own work on the way to a launch."""
 _BLOCKED = re.compile(r"Buffer::Await|BlockHostUntilDone|BlockUntilReady|SynchronizeAllActivity")
 _API = re.compile(r"^(?:cu|cuda|hip)[A-Z]\w*$")
 _PROGRAM = re.compile(r"^(?:PjitFunction\(.+\)|FunctionRun|SessionRun|RunGraph|TfrtModelRun|"
                       r"EagerExecute: __inference_\w+)$")  # fmt: skip
-"""One call of a whole program: where no step is marked, its period is taken for one."""
+"""Pattern for calls of a whole program: if no step is marked, its period is taken as one."""
 _OP, _RUNTIME = CPU_KINDS.index("op"), CPU_KINDS.index("runtime")
 MIN_CALLS = 3
 REGULAR = 2 / 3
-"""Share of the periods that must be similar: a first one may compile, an epoch may end."""
+"""Least share of similar periods: a first one may compile, an epoch may end."""
 _TENSORFLOW = re.compile(
     r"^(?:ExecutorState::|FunctionRun$|EagerExecute|SessionRun$|TFE_|Iterator::)"
 )
@@ -56,24 +56,24 @@ class XlaHost:
     memory: list[pl.DataFrame] = field(default_factory=list)
     thread_names: dict[tuple[str, str], str] = field(default_factory=dict)
     waits: list[pl.DataFrame] = field(default_factory=list)
-    """``thread``, ``ts``, ``dur``: waits for the input pipeline."""
+    """Waits for the input pipeline: ``thread``, ``ts``, ``dur``."""
     marks: list[pl.DataFrame] = field(default_factory=list)
-    """``thread``, ``ts``, ``dur``, ``number``: steps that the program marked."""
+    """Steps marked by the program: ``thread``, ``ts``, ``dur``, ``number``."""
     calls: list[pl.DataFrame] = field(default_factory=list)
-    """``thread``, ``name``, ``ts``, ``dur``: calls of whole programs."""
+    """Calls of whole programs: ``thread``, ``name``, ``ts``, ``dur``."""
     modules: dict[str, int] = field(default_factory=dict)
-    """Time of XLA's modules, on the device or, without one, on the host; ns."""
+    """Time of XLA's modules by name, on the device or, without one, on the host; ns."""
     signs: set[str] = field(default_factory=set)
-    """Which frameworks left names of theirs."""
+    """Frameworks whose names occur."""
     step_marks: str | None = None
-    """As in ``TraceMeta``; ``None``: no steps are known."""
+    """Origin of the steps, as in ``TraceMeta``; ``None``: no steps are known."""
 
     def thread_names_by_id(self, main: str | None) -> dict[tuple[str, str], str]:
-        """Names of threads by process and thread, as :func:`all_rows` has them."""
+        """Return names of threads by process and thread, as in :func:`all_rows`."""
         return {(p, p if t == main else t): name for (p, t), name in self.thread_names.items()}
 
     def framework(self) -> str | None:
-        """What the program is written with, as far as names tell."""
+        """Return the program's framework, as far as names tell; ``None`` if unknown."""
         return next((item for item in (PYTORCH, JAX, TENSORFLOW) if item in self.signs), None)
 
 
@@ -88,7 +88,7 @@ def read_names(host: XlaHost, plane: Plane) -> None:
 
 
 def read_modules(host: XlaHost, names: object) -> None:
-    """The same among the names of XLA's modules."""
+    """Look for signs of a framework among the names of XLA's modules."""
     for name in names:  # type: ignore[attr-defined]
         if _JIT.match(name):
             host.signs.add(JAX)
@@ -99,7 +99,7 @@ def read_modules(host: XlaHost, names: object) -> None:
 def add_plane(
     host: XlaHost, plane: Plane, lines: list[XLine], events: Events, process: str
 ) -> None:
-    """The threads of a plane."""
+    """Add the threads of a plane."""
     if not len(events.ts):
         return
     threads = [f"{process}:{line.id}" for line in lines]
@@ -167,7 +167,7 @@ def add_plane(
 
 
 def _decoded(values: tuple[str, ...], codes: NDArray[Any]) -> pl.Series:
-    """Texts by their place, below 0: null."""
+    """Return texts by index; below 0: null."""
     table = pl.Series([*values, None], dtype=pl.String)
     return table.gather(np.where(codes < 0, len(values), codes).astype(np.uint32))
 
@@ -183,8 +183,8 @@ def _kind(name: str, has_display: bool) -> str:
 
 
 def _shown(name: str) -> str:
-    """A Python frame as other profilers write it: ``$train.py:31 step`` is ``train.py(31): step``,
-    and ``$time sleep``, which has no line, is built in."""
+    """Return a Python frame as other profilers write it: ``$train.py:31 step`` is ``train.py(31):
+    step``, and ``$time sleep``, which has no line, is built in."""
     if not name.startswith("$"):
         return name
     result = _FRAME.match(name)
@@ -209,7 +209,7 @@ _GPU_ALLOCATOR = re.compile(r"^(?:GPU|gpu)_(\d+)_")
 
 
 def _memory(events: Events, allocation: NDArray[np.bool_], plane: Plane) -> pl.DataFrame:
-    """What the framework's allocators took and gave back."""
+    """Return allocations and frees of the framework's allocators."""
     index = np.flatnonzero(allocation)
     if not len(index):
         return pl.DataFrame()
@@ -237,10 +237,10 @@ _CALLS_SCHEMA = {"thread": pl.String, "name": pl.String, "ts": pl.Int64, "dur": 
 
 
 def step_rows(host: XlaHost) -> tuple[pl.DataFrame, str | None]:
-    """Steps as annotations, and the thread that drives the loop. Marks of the program (JAX's
-    ``StepTraceAnnotation``, TensorFlow's ``Trace`` and Keras, which give a ``step_num``), else the
-    period of the program that runs longest and is called at least MIN_CALLS times. What the steps
-    are is said in ``Host.step_marks``."""
+    """Return steps as annotations, and the thread that drives the loop. Steps are the program's
+    marks (JAX's ``StepTraceAnnotation``, TensorFlow's ``Trace`` and Keras, with a ``step_num``),
+    else the periods of the program that runs longest of those called at least MIN_CALLS times.
+    Their origin is in ``XlaHost.step_marks``."""
     marks = pl.concat(host.marks) if host.marks else pl.DataFrame()
     if marks.height:
         spent = marks.group_by("thread", maintain_order=True).agg(pl.col("dur").sum())
@@ -259,8 +259,8 @@ def step_rows(host: XlaHost) -> tuple[pl.DataFrame, str | None]:
 
 
 def _longest_program(host: XlaHost) -> tuple[pl.DataFrame | None, str | None]:
-    """The calls that come evenly and whose program runs longest, and their thread; without such
-    calls, the thread that spends most time in one program."""
+    """Return the evenly spaced calls whose program runs longest, and their thread; without such
+    calls, ``None`` and the thread that spends most time in one program."""
     best: tuple[float, str, pl.DataFrame] | None = None
     busiest: tuple[float, str | None] = 0, None
     modules: dict[str, int] = {}
@@ -285,8 +285,8 @@ def _python_thread(host: XlaHost) -> str | None:
 
 
 def _regular(ts: Ints) -> bool:
-    """Whether calls come often and evenly enough for their period to be a loop's: nearly all of
-    the distances are within a factor of two of the median. One name may stand for calls of very
+    """Return whether calls come often and evenly enough for their period to be a loop's: nearly all
+    distances are within a factor of two of the median. One name may stand for calls of very
     different programs."""
     if len(ts) < MIN_CALLS:
         return False
@@ -297,7 +297,7 @@ def _regular(ts: Ints) -> bool:
 
 
 def _outermost(frame: pl.DataFrame) -> pl.DataFrame:
-    """Without those that lie inside an earlier one; ordered by start, longest first."""
+    """Drop ranges inside an earlier one; sort by start, longest first."""
     frame = frame.sort("ts", "dur", descending=[False, True])
     ts = frame["ts"].to_numpy()
     end = ts + frame["dur"].to_numpy()
@@ -318,8 +318,8 @@ def _as_steps(ts: Ints, dur: Ints, numbers: list[int], thread: str) -> pl.DataFr
 
 
 def wait_rows(host: XlaHost, main: str | None) -> pl.DataFrame:
-    """Waits for tf.data, as ranges of the thread that drives the loop: it is that thread which
-    cannot go on, whichever of TensorFlow's own asks for the batch. Overlapping ones are one."""
+    """Return waits for tf.data, as ranges of the thread that drives the loop: it is blocked,
+    whichever of TensorFlow's threads asks for the batch. Overlapping ones are merged."""
     asked = pl.concat(host.waits).sort("ts") if host.waits else pl.DataFrame()
     if not asked.height:
         return asked
@@ -333,9 +333,9 @@ def wait_rows(host: XlaHost, main: str | None) -> pl.DataFrame:
 
 
 def _once_free(host: XlaHost, thread: str, spans: Intervals) -> Ints:
-    """When a thread waits in each span: from its start on, or from the end of what the thread was
-    in then, if that ends inside (``FunctionRun`` hands the asking to another thread, and
-    returns)."""
+    """Return when the thread starts waiting in each span: at its start, or at the end of the call
+    the thread was in then, if inside the span (``FunctionRun`` hands the request to another thread,
+    and returns)."""
     own = [rows.filter(pl.col("thread") == thread).select("ts", "dur") for rows in host.rows]
     rows = pl.concat(own) if own else pl.DataFrame(schema={"ts": pl.Int64, "dur": pl.Int64})
     begin, end = rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy()
@@ -349,8 +349,8 @@ def _once_free(host: XlaHost, thread: str, spans: Intervals) -> Ints:
 def all_rows(
     host: XlaHost, steps: pl.DataFrame, waits: pl.DataFrame, main: str | None
 ) -> pl.DataFrame:
-    """Host rows of every kind. The thread that drives the loop gets its process's name, which is
-    how a trace says which thread that is (``Trace.main_thread``)."""
+    """Return host rows of every kind. The thread that drives the loop gets its process's name, by
+    which a trace knows it (``Trace.main_thread``)."""
     frames = [frame for frame in (*host.rows, steps, waits) if frame.height]
     if not frames:
         return pl.DataFrame(schema={"ts": pl.Int64})

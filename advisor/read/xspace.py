@@ -1,4 +1,4 @@
-"""XSpace, the profile of TensorFlow, JAX and PyTorch/XLA: planes, lines and events as columns.
+"""Reader of XSpace, TensorFlow's, JAX's and PyTorch/XLA's profile: planes, lines and events.
 
 A space holds planes (a host's threads, a device), a plane lines (a thread, a stream), and those
 events. Names of events and of their values ("stats") stand once a plane and are referred to by
@@ -30,11 +30,11 @@ from advisor.read.protobuf import (
 from advisor.read.reader import EVENT_BYTES, memory_budget
 
 MAX_EVENTS = 30_000_000
-"""Events of one file; beyond, lines are left out and counted. A profiler keeps fewer."""
+"""Most events of one file; beyond, lines are left out and counted. A profiler keeps fewer."""
 MAX_PLANES, MAX_LINES = 4_096, 100_000
-"""Of one file: hosts and devices, threads and streams."""
+"""Most planes (hosts and devices) and lines (threads and streams) of one file."""
 CHUNK = 250_000
-"""Events decoded at once: what is held besides the columns is of these."""
+"""Events decoded at once: what is kept besides the columns is of these."""
 
 _PLANES = 1
 _NAME, _LINES, _EVENTS_META, _STATS_META, _PLANE_STATS = 2, 3, 4, 5, 6
@@ -47,23 +47,23 @@ _STAT_META, _DOUBLE, _UNSIGNED, _SIGNED, _STRING, _RAW, _REFERENCE = 1, 2, 3, 4,
 
 @dataclass
 class Events:
-    """The events of one plane, line by line, those without a name left out."""
+    """Events of one plane, line by line, without nameless ones."""
 
     line: Ints
-    """Place of its line among those of the plane."""
+    """Index of the event's line in the plane."""
     meta: Ints
-    """Number of its name."""
+    """Number of the event's name."""
     ts: Ints
-    """ns, on the clock of the file."""
+    """Start, ns, on the clock of the file."""
     dur: Ints
-    """ns."""
+    """Duration, ns."""
     numbers: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)
-    """Of the stats that were asked for: rows and values, of those with a number."""
+    """Rows and values of the wanted stats with an integer."""
     texts: dict[str, tuple[Ints, list[str]]] = field(default_factory=dict)
-    """The same of those with a text."""
+    """Rows and values of the wanted stats with a text."""
 
     def number(self, name: str, missing: int = -1) -> Ints:
-        """A stat as a column."""
+        """Return a stat as a column."""
         result = np.full(len(self.ts), missing, dtype=np.int64)
         if name in self.numbers:
             rows, values = self.numbers[name]
@@ -71,7 +71,7 @@ class Events:
         return result
 
     def has_stat(self, name: str) -> NDArray[np.bool_]:
-        """Mask of the events that have this stat."""
+        """Return a mask of the events that have this stat."""
         result = np.zeros(len(self.ts), dtype=bool)
         for kept in (self.numbers, self.texts):
             if name in kept:
@@ -81,7 +81,7 @@ class Events:
 
 @dataclass
 class XLine:
-    """A thread, a stream, or what was derived from them."""
+    """Line of a plane: a thread, a stream, or something derived from them."""
 
     id: int
     name: str
@@ -89,32 +89,32 @@ class XLine:
 
 @dataclass
 class Plane:
-    """One host or device. ``lines`` are read by :meth:`XSpace.read`."""
+    """Plane of a host or device. :meth:`XSpace.read` reads its lines."""
 
     name: str
     names: dict[int, str]
-    """Of events, by their number."""
+    """Names of events by number."""
     shown: dict[int, str]
-    """Display names, where they have one."""
+    """Display names of events by number, if they have one."""
     stat_names: dict[int, str]
     stats: dict[str, int | float | str]
     spans: list[tuple[int, int]] = field(repr=False)
 
 
 class XSpace:
-    """A decoded file. ``data`` ends with ``wire.PADDING`` zero bytes, which are no part of it."""
+    """Decoded file. ``data`` ends with ``protobuf.PADDING`` zero bytes beyond its ``size``."""
 
     def __init__(self, data: bytes | bytearray, size: int) -> None:
         self._buffer = Buffer(data)
         self._room = min(MAX_EVENTS, memory_budget() // EVENT_BYTES)
-        """Events that may still be read."""
+        """Number of events that may still be read."""
         self._lines = 0
         self.broken = 0
-        """Messages that could not be read to their end."""
+        """Number of messages that could not be read completely."""
         self.left_out = 0
-        """Events, lines and planes beyond the most that is read."""
+        """Number of events, lines and planes beyond the limits."""
         self.nameless = 0
-        """Events that refer to no name."""
+        """Number of events that refer to no name."""
         starts, ends, others, sound = split_messages(data, 0, size, _PLANES)
         self.truncated = not sound
         spans = list(zip(starts, ends, strict=True))
@@ -154,7 +154,7 @@ class XSpace:
         return plane
 
     def _names(self, entries: list[tuple[int, int]]) -> tuple[dict[int, str], dict[int, str]]:
-        """Names and display names of a map's entries, by their key."""
+        """Return names and display names of a map's entries, by key."""
         start, end = _pair(entries)
         outer = self._fields(start, end)
         keys = outer.column(_KEY, len(start))
@@ -172,7 +172,7 @@ class XSpace:
         return values[0], values[1]
 
     def _fields(self, start: Ints, end: Ints) -> Fields:
-        """Of messages; what is broken is counted."""
+        """Return the fields of messages; damaged ones are counted."""
         result, broken = self._buffer.fields(start, end)
         self.broken += broken
         return result
@@ -183,7 +183,7 @@ class XSpace:
     def _stats(
         self, entries: list[tuple[int, int]], plane: Plane
     ) -> Iterator[tuple[str, int | float | str]]:
-        """Name and value of a plane's own stats."""
+        """Yield name and value of a plane's own stats."""
         for start, end in entries:
             name: str | None = None
             value: int | float | str | None = None
@@ -207,7 +207,7 @@ class XSpace:
                 yield name, value
 
     def read(self, plane: Plane, wanted: frozenset[str]) -> tuple[list[XLine], Events]:
-        """The lines of a plane, and their events with those stats that are wanted."""
+        """Return the lines of a plane, and their events with the wanted stats."""
         ids = {number: name for number, name in plane.stat_names.items() if name in wanted}
         room = MAX_LINES - self._lines
         self.left_out += max(len(plane.spans) - room, 0)
@@ -237,7 +237,7 @@ class XSpace:
         return lines, _joined(parts)
 
     def _line(self, start: int, end: int) -> tuple[XLine, int, list[int], list[int]]:
-        """A line, its time in ns, and where its events begin and end."""
+        """Return a line, its start in ns, and where its events begin and end."""
         starts, ends, others, sound = split_messages(self._buffer.data, start, end, _LINE_EVENTS)
         self.broken += not sound
         values: dict[int, int] = {}
@@ -310,7 +310,7 @@ class XSpace:
                 events.texts[name] = rows, values
 
     def _texts(self, own: Fields, plane: Plane) -> list[str | None]:
-        """Texts of stats, given or referred to; each distinct one is decoded once."""
+        """Return texts of stats, given or referred to; each distinct one is decoded once."""
         data, seen = self._buffer.data, {}
         values: list[str | None] = []
         for number, wire, value, start in zip(
@@ -330,7 +330,7 @@ class XSpace:
 
 
 def _cut_off(data: bytes | bytearray, at: int, end: int, number: int) -> tuple[int, int] | None:
-    """What is left of a message of a repeated field that runs beyond the end."""
+    """Return the span of a repeated field's message that is cut off; ``None`` if there is none."""
     try:
         key, at = varint(data, at, end)
         if key != number << 3 | BYTES:
@@ -357,7 +357,7 @@ def _appended(before: tuple[Ints, Ints] | None, rows: Ints, values: Ints) -> tup
 
 
 def _joined(parts: list[Events]) -> Events:
-    """The events of chunks as one."""
+    """Join the events of chunks."""
     if len(parts) == 1:
         return parts[0]
     whole = Events(

@@ -1,11 +1,11 @@
 """Profiled windows: a torch profiler that lives for a few steps, and its trace on disk.
 
-No profiler object exists outside a window (an idle one costs 39 µs per step). Opened and closed at
-step boundaries in the training thread, where that is at its outermost level (``level``; ``_safe``
-is the one place that decides), and nowhere else; exported, compressed and renamed in a thread of
-its own. Two profilers in one process crash it, so another one that is active is left alone, and one
-that starts during a window ends the window first. A session that somebody else took, or whose
-thread is gone, cannot be ended without a crash either: it is left as it is.
+No profiler object exists outside a window (an idle one costs 39 µs per step). It is opened and
+closed at step boundaries in the training thread, at its outermost call depth (``call_depth``;
+``_safe`` is the one place that decides), and nowhere else. The trace is exported, compressed and
+renamed in a thread of its own. Two profilers in one process crash it, so another one that is active
+is left alone, and one that starts during a window ends the window first. A session that somebody
+else took, or whose thread is gone, cannot be ended without a crash either: it is left as it is.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ from __future__ import annotations
 from advisor.testing.builder import TraceBuilder
 
 Examples = dict[str, TraceBuilder | tuple[TraceBuilder, str]]
-"""See ``Rule.examples``."""
+"""Example traces by name, as in ``Rule.examples``."""
 
 __all__ = ["Examples", "TraceBuilder"]

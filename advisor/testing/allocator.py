@@ -1,4 +1,4 @@
-"""Allocator: PyTorch's caching allocator as a program, and the snapshots that it would write.
+"""FakeAllocator: a simulation of PyTorch's caching allocator that writes its snapshots.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up to 512 bytes;
 up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else from
@@ -25,7 +25,7 @@ TORCH = "/opt/venv/lib/python3.12/site-packages/torch/"
 TRAIN, MODEL = "/home/ada/project/train.py", "/home/ada/project/model.py"
 
 Frames = tuple[tuple[str, int, str], ...]
-"""(file, line, function), outermost first, as one reads a traceback."""
+"""Stack of (file, line, function), outermost first, as in a traceback."""
 
 LOOP: Frames = ((TRAIN, 90, "<module>"), (TRAIN, 40, "main"))
 CALLED: Frames = (
@@ -52,7 +52,7 @@ MOVED: Frames = (
 
 
 class DeviceFull(Exception):
-    """A request that could not be met."""
+    """Error for a request that could not be met."""
 
 
 @dataclass
@@ -78,9 +78,9 @@ class _Segment:
 
 
 class FakeAllocator:
-    """One device.
+    """Caching allocator of one device.
 
-    >>> m = Allocator(total=80 * GIB)
+    >>> m = FakeAllocator(total=80 * GIB)
     >>> with m.at((TRAIN, 12, "main")):
     ...     x = m.alloc(100 * MIB)
     >>> m.free(x)
@@ -102,7 +102,7 @@ class FakeAllocator:
         self.history = history
         self.expandable = expandable
         self.label = ""
-        """User's metadata of what is allocated next."""
+        """User metadata of the next allocations."""
         self.segments: list[_Segment] = []
         self.events: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
@@ -116,7 +116,7 @@ class FakeAllocator:
 
     @contextmanager
     def at(self, *frames: tuple[str, int, str]) -> Iterator[None]:
-        """What is done inside happens under these frames too."""
+        """Add frames to the stack of what is done inside."""
         before, self._stack = self._stack, (*self._stack, *frames)
         try:
             yield
@@ -125,8 +125,8 @@ class FakeAllocator:
 
     @contextmanager
     def alone(self, *frames: tuple[str, int, str]) -> Iterator[None]:
-        """What is done inside happens under these frames only: another thread, such as
-        autograd's, which has none of Python's."""
+        """Replace the stack of what is done inside by these frames, for another thread, such as
+        autograd's, which has no Python frames."""
         before, self._stack = self._stack, frames
         try:
             yield
@@ -134,7 +134,7 @@ class FakeAllocator:
             self._stack = before
 
     def alloc(self, size: int, *, stream: int = 0, pool: tuple[int, int] = (0, 0)) -> int:
-        """A tensor's memory; its address. Raises DeviceFull."""
+        """Allocate a tensor's memory; return its address. Raises DeviceFull."""
         rounded = max(ROUND, -(-size // ROUND) * ROUND)
         large = rounded > SMALL
         result = self._fit(rounded, stream, large, pool)
@@ -155,7 +155,7 @@ class FakeAllocator:
         return block.address
 
     def free(self, address: int, *, pending: bool = False) -> None:
-        """Let go of it. ``pending``: another stream still uses it, until ``complete``."""
+        """Free a block. ``pending``: another stream still uses it, until ``complete``."""
         segment, block = self._of(address)
         self._event("free_requested", address, block.requested, segment.stream, segment.pool)
         block.state = "active_pending_free"
@@ -163,7 +163,7 @@ class FakeAllocator:
             self.complete(address)
 
     def complete(self, address: int) -> None:
-        """The other stream is done with it."""
+        """Complete a pending free: the other stream has finished with the block."""
         segment, block = self._of(address)
         self._event("free_completed", address, block.requested, segment.stream, segment.pool)
         block.state, block.requested, block.frames, block.label = "inactive", 0, None, ""
@@ -177,7 +177,7 @@ class FakeAllocator:
                 block, at = merged, first
 
     def annotate(self, name: str, stage: str) -> None:
-        """A mark, as ``record_function`` makes with ``global_record_annotations``."""
+        """Add a mark, like ``record_function`` with ``global_record_annotations``."""
         self.now += 5
         self.annotations.append(
             {"name": name, "stage": stage, "device": self.device, "time_us": self.now}
@@ -238,7 +238,7 @@ class FakeAllocator:
     # -- what is written --------------------------------------------------------------------
 
     def _frames_of_now(self) -> list[dict[str, Any]] | None:
-        """The stack, innermost first; the same one is the same list, as PyTorch has it."""
+        """Return the stack, innermost first; equal stacks are the same list, as in PyTorch."""
         if not self.history:
             return None
         if self._stack not in self._stacks:
@@ -269,20 +269,20 @@ class FakeAllocator:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """As ``torch.cuda.memory._snapshot()`` of PyTorch 2.10 gives it."""
+        """Return what ``torch.cuda.memory._snapshot()`` of PyTorch 2.10 returns."""
         return merged([self])
 
     def pickled(self, protocol: int = 4) -> bytes:
-        """As ``_dump_snapshot`` writes it."""
+        """Return the bytes that ``_dump_snapshot`` writes."""
         return pickle.dumps(self.snapshot(), protocol)
 
     def write(self, path: Path) -> Path:
-        """Write the file; returns its path."""
+        """Write the snapshot to a file; return its path."""
         path.write_bytes(self.pickled())
         return path
 
     def segment_dicts(self) -> list[dict[str, Any]]:
-        """The state."""
+        """Return the segments and their blocks."""
         result = []
         for s in self.segments:
             blocks = []
@@ -312,12 +312,12 @@ class FakeAllocator:
         return result
 
     def trace(self) -> list[dict[str, Any]]:
-        """The history: what the ring still holds of it."""
+        """Return the history: the events that the ring buffer still holds."""
         return self.events if self.max_entries is None else self.events[-self.max_entries :]
 
 
 def merged(devices: Sequence[FakeAllocator]) -> dict[str, Any]:
-    """One snapshot of several devices, in order of their numbers."""
+    """Merge the snapshots of several devices, in order of their numbers."""
     traces: list[list[dict[str, Any]]] = [[] for _ in range(max(d.device for d in devices) + 1)]
     for item in devices:
         traces[item.device] = item.trace()
@@ -346,8 +346,8 @@ LINEAR = (f"{TORCH}nn/modules/linear.py", 125, "forward")
 
 
 class Training:
-    """A small transformer that trains in an :class:`FakeAllocator`: who allocates what, where,
-    until when, as PyTorch's eager mode does.
+    """Training of a small transformer in a :class:`FakeAllocator`: allocations, their places and
+    lifetimes as in PyTorch's eager mode.
 
     ``leak``: each step's loss is kept with its graph's last ``leak`` bytes. ``kept_outputs``: the
     logits of a step are held until the next step ends. ``late_zero``: gradients are let go
@@ -379,7 +379,7 @@ class Training:
         self.steps = 0
 
     def step(self) -> None:
-        """One step. Raises DeviceFull where memory runs out, with everything held as it was."""
+        """Run one step. Raises DeviceFull if memory runs out; allocations then stay as they are."""
         m = self.m
         with m.at(*LOOP, (TRAIN, 45, "main")):
             batch = m.alloc(2 * MIB)
@@ -400,17 +400,17 @@ class Training:
         self.steps += 1
 
     def layer(self) -> list[int]:
-        """What the forward pass of one layer keeps: three activations."""
+        """Allocate the activations that the forward pass of one layer keeps: three."""
         with self.m.at((MODEL, 62, "forward"), *CALLED):
             return [self.block(line, share) for line, share in ((20, 4), (22, 4), (25, 1))]
 
     def block(self, line: int, quarters: int) -> int:
-        """One activation of so many quarters of the largest, made by a linear layer."""
+        """Allocate one activation of a linear layer, ``quarters`` of the largest one."""
         with self.m.at((MODEL, line, "forward"), *CALLED, LINEAR):
             return self.m.alloc(self.activation * quarters // 4)
 
     def forward(self) -> list[int]:
-        """Activations, in the order in which they were made; the logits and the loss last."""
+        """Allocate activations; return them in order, with the logits and the loss last."""
         m = self.m
         with m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward")):
             held = [address for _ in range(self.layers) for address in self.layer()]
@@ -428,7 +428,7 @@ class Training:
         return held
 
     def backward(self, held: list[int]) -> None:
-        """Gradients, by autograd's thread; activations are let go of on the way."""
+        """Allocate gradients, in autograd's thread, and free the activations on the way."""
         m = self.m
         with m.alone():
             upstream = None
@@ -452,7 +452,7 @@ class Training:
                 m.free(upstream)
 
     def update(self) -> None:
-        """The optimizer: its state in the first step, something for a moment in each."""
+        """Run the optimizer: allocate its state in the first step, temporaries in each."""
         m = self.m
         with m.at(*LOOP[:1], *OPTIMIZER):
             if not self.state:
@@ -463,7 +463,7 @@ class Training:
                     m.free(address)
 
     def zero(self) -> None:
-        """``zero_grad(set_to_none=True)``."""
+        """Free the gradients, like ``zero_grad(set_to_none=True)``."""
         with self.m.at(
             *LOOP[:1], (TRAIN, 54, "main"), (f"{TORCH}optim/optimizer.py", 1009, "zero_grad")
         ):

@@ -1,4 +1,4 @@
-"""TraceBuilder: a host, a few streams and a clock that write Kineto JSON.
+"""TraceBuilder: a simulated host, some streams and a clock that write Kineto JSON.
 
 It plays the program: host calls advance the host clock, device work starts when it is launched
 and its stream is free, a synchronising call waits. The result goes through the real reader, so
@@ -65,13 +65,13 @@ DEVICES: dict[str, dict[str, Any]] = {
 }
 
 MAIN = 1000
-"""Process and main thread id."""
+"""Number of the process and of the main thread."""
 GLOO = 1077
-"""Thread of gloo, where there is one."""
+"""Number of gloo's thread, if there is one."""
 
 
 class TraceBuilder:
-    """Write a small trace as a program. All times are microseconds.
+    """Builder of a small trace, written as a program. All times are microseconds.
 
     >>> b = TraceBuilder()
     >>> for _ in range(4):
@@ -93,7 +93,7 @@ class TraceBuilder:
         cuda_sync_rows: bool = False,
     ) -> None:
         self.now = 1000.0
-        """The clock of the current host thread."""
+        """Time on the clock of the current host thread, us."""
         self.events: list[dict[str, Any]] = []
         self.head: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": []}
         if gpu is not None:
@@ -105,9 +105,9 @@ class TraceBuilder:
                 "world_size": world_size or rank + 1,
             }
         self.launch_us = launch_us
-        """Host time of one launch call."""
+        """Host time of one launch call, us."""
         self.latency_us = latency_us
-        """From the end of a launch call to the start of its kernel on an idle stream."""
+        """Time from the end of a launch call to its kernel's start on an idle stream, us."""
         self.cuda_sync_rows = cuda_sync_rows
         self.tid = MAIN
         self._clocks: dict[int, float] = {}
@@ -126,21 +126,21 @@ class TraceBuilder:
 
     @contextmanager
     def step(self, number: int | None = None) -> Iterator[None]:
-        """A ``ProfilerStep#N`` range."""
+        """Add a ``ProfilerStep#N`` range."""
         number = self._steps if number is None else number
         self._steps = number + 1
         with self.range(f"ProfilerStep#{number}"):
             yield
 
     def steps(self, count: int = 4) -> Iterator[int]:
-        """So many steps: the body of a loop over them runs inside each."""
+        """Yield ``count`` step numbers: a loop over them runs its body inside each step."""
         for number in range(count):
             with self.step():
                 yield number
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """A user annotation."""
+        """Add a user annotation."""
         with self._span("user_annotation", name, {"External id": self._next()}):
             yield
 
@@ -156,7 +156,7 @@ class TraceBuilder:
         sequence: int | None = None,
         host_us: float = 2.0,
     ) -> Iterator[None]:
-        """An operator around what it launches; ``host_us`` is its own host time before that."""
+        """Add an op around what it launches; ``host_us``: its own host time before that."""
         args: dict[str, Any] = {"External id": self._next()}
         if shapes is not None:
             types = [dtypes] * len(shapes) if isinstance(dtypes, str) else list(dtypes)
@@ -173,43 +173,43 @@ class TraceBuilder:
             self.now += 0.5
 
     def on_host(self, op: str, us: float) -> None:
-        """An operator that computes on the host."""
+        """Add an operator that computes on the host."""
         with self.op(op, host_us=us):
             pass
 
     @contextmanager
     def python(self, frame: str) -> Iterator[None]:
-        """A Python frame as the profiler writes it: ``train.py(12): forward``."""
+        """Add a Python frame as the profiler writes it: ``train.py(12): forward``."""
         with self._span("python_function", frame, {"Python id": self._next()}):
             self.now += 0.5
             yield
             self.now += 0.5
 
     def host(self, us: float) -> None:
-        """Host time that nothing in the trace explains (unless inside a :meth:`python` frame)."""
+        """Add host time that the trace does not explain (unless inside a :meth:`python` frame)."""
         self.now += us
 
     def loader_wait(self, us: float, *, workers: int = 2) -> None:
-        """The training loop waits ``us`` for the next batch."""
+        """Add a wait of the training loop for the next batch, ``us`` long."""
         which = "_MultiProcessingDataLoaderIter" if workers else "_SingleProcessDataLoaderIter"
         with self.range(f"enumerate(DataLoader)#{which}.__next__"):
             self.now += us
 
     def call(self, name: str, us: float, correlation: int | None = None, **args: Any) -> None:
-        """Any runtime call."""
+        """Add any runtime call."""
         given = {"correlation": self._next() if correlation is None else correlation, **args}
         self._emit("cuda_runtime", name, self.now, us, MAIN, self.tid, given)
         self.now += us
 
     def overhead(self, name: str, us: float) -> None:
-        """Time the profiler itself takes from the host thread."""
+        """Add time that the profiler itself takes from the host thread."""
         self._emit("overhead", name, self.now, us, -1, 0, {})
         self.now += us
 
     @contextmanager
     def thread(self, tid: int) -> Iterator[None]:
-        """Another host thread, starting now; the caller goes on when it is done (as the main
-        thread does while autograd runs backward)."""
+        """Switch to another host thread, from now on; the caller continues when it is done (as the
+        main thread does while autograd runs backward)."""
         outer, self.tid = self.tid, tid
         try:
             yield
@@ -233,7 +233,7 @@ class TraceBuilder:
         comm: dict[str, Any] | None = None,
         after: float = 0.0,
     ) -> int:
-        """Launch a kernel that runs ``us``; returns its correlation id. ``after``: not before."""
+        """Launch a kernel of ``us``; return its correlation id. ``after``: its earliest start."""
         args: dict[str, Any] = {
             "registers per thread": registers,
             "shared memory": shared,
@@ -261,19 +261,19 @@ class TraceBuilder:
         host_us: float = 2.0,
         **launch: Any,
     ) -> None:
-        """An operator around one kernel, ``times`` over; ``launch``: see :meth:`launch`."""
+        """Add an op around one kernel, ``times`` over; ``launch``: arguments of :meth:`launch`."""
         for _ in range(times):
             with self.op(op, shapes, dtypes, host_us=host_us):
                 self.launch(kernel, us, **launch)
 
     def product(self, us: float, times: int = 1, *, wait: bool = False, **launch: Any) -> None:
-        """Matrix products in FP32; ``wait``: the host waits for them, as at the end of a step."""
+        """Add FP32 matrix products; ``wait``: the host waits for them, as at the end of a step."""
         self.run("aten::mm", "ampere_sgemm_128x64_nn", us, times=times, **launch)
         if wait:
             self.sync()
 
     def graph_launch(self, kernels: Sequence[tuple[str, float]], *, stream: int = 7) -> None:
-        """One ``cudaGraphLaunch`` with many kernels: (name, us) each."""
+        """Add a ``cudaGraphLaunch`` of many kernels, each as (name, us)."""
         correlation = self._next()
         self.call("cudaGraphLaunch", 2 * self.launch_us, correlation)
         args = {"grid": [256, 1, 1], "block": [256, 1, 1], "graph id": 1}
@@ -291,7 +291,7 @@ class TraceBuilder:
         stream: int = 7,
         op: str | None = "aten::copy_",
     ) -> None:
-        """A copy (``HtoD``, ``DtoH``, ``DtoD``); ``us``: by default 20 GB/s pinned, 6 pageable.
+        """Add a copy (``HtoD``, ``DtoH``, ``DtoD``); ``us``: by default 20 GB/s pinned, 6 pageable.
 
         A blocking copy is followed by ``cudaStreamSynchronize`` inside its op, as PyTorch does
         without ``non_blocking=True``.
@@ -317,20 +317,20 @@ class TraceBuilder:
                 act()
 
     def to(self, direction: str, size: int, **copy: Any) -> None:
-        """The same by ``tensor.to``."""
+        """Add a copy made by ``tensor.to``."""
         with self.op("aten::to"), self.op("aten::_to_copy"):
             self.copy(direction, size, **copy)
 
     def migrate(self, direction: str, size: int, us: float, *, cause: str = "page fault") -> None:
-        """Pages of unified memory that move (``HtoD``, ``DtoH``) beside the last kernel, as the
-        reader of Nsight Systems names them."""
+        """Add a migration of unified memory's pages (``HtoD``, ``DtoH``) beside the last kernel,
+        named like those from Nsight Systems."""
         ends = ("Managed", "Device") if direction == "HtoD" else ("Device", "Managed")
         name = f"Memcpy {direction} ({ends[0]} -> {ends[1]}) {cause}"
         stream = {"HtoD": 101, "DtoH": 102}[direction]
         self._device("gpu_memcpy", name, us, stream, self._next(), {"bytes": size})
 
     def memset(self, size: int, us: float, *, stream: int = 7) -> None:
-        """A ``cudaMemsetAsync``."""
+        """Add a ``cudaMemsetAsync``."""
         args = {"bytes": size, "memory bandwidth (GB/s)": size / us / 1e3}
         self._work("gpu_memset", "Memset (Device)", us, stream, "cudaMemsetAsync", args, 0.0)
 
@@ -349,10 +349,10 @@ class TraceBuilder:
         ranks: Sequence[int] = (),
         ends: tuple[int, int] | None = None,
     ) -> None:
-        """An NCCL collective (``allreduce``, ``_allgather_base``, ``all_to_all``, …) of ``size``
-        bytes that starts when the compute stream has got this far; ``wait``: the compute stream
-        waits for its end; ``ranks``: of the group, else the first ``group_size``; ``ends``: from
-        and to which rank (``send``, ``recv``)."""
+        """Add an NCCL collective (``allreduce``, ``_allgather_base``, ``all_to_all``, …) of
+        ``size`` bytes that starts when the compute stream has got this far. ``wait``: the compute
+        stream waits for its end; ``ranks``: of the group, else the first ``group_size``; ``ends``:
+        source and target rank (``send``, ``recv``)."""
         width = {"Float": 4, "BFloat16": 2, "Half": 2}.get(dtype, 4)
         args = {
             "Collective name": kind,
@@ -390,9 +390,9 @@ class TraceBuilder:
     def host_collective(
         self, kind: str, size: int, us: float, *, dtype: str = "float", wait: bool = False
     ) -> None:
-        """A collective of gloo (``allreduce``, ``barrier``, ``allgather``, …) that takes ``us`` in
-        a thread of its own, of ``size`` bytes on this rank; ``wait``: the caller goes on when it
-        has ended."""
+        """Add a gloo collective (``allreduce``, ``barrier``, ``allgather``, …) that takes ``us`` in
+        a thread of its own, of ``size`` bytes on this rank; ``wait``: the caller waits for its
+        end."""
         shape = [size // {"unsigned char": 1, "long int": 8}.get(dtype, 4)]
         with self.op(f"c10d::{kind}{'' if kind == 'barrier' else '_'}"):
             pass
@@ -407,18 +407,18 @@ class TraceBuilder:
             self.now = end
 
     def record(self, event: int, stream: int = 7) -> None:
-        """``cudaEventRecord``."""
+        """Add a ``cudaEventRecord``."""
         self._recorded[event] = self._free.get(stream, 0.0)
         self.call("cudaEventRecord", 1.0)
 
     def wait_stream(self, stream: int, on: int) -> None:
-        """``stream`` waits for all work now on stream ``on`` (record + wait event)."""
+        """Make ``stream`` wait for all work now on stream ``on`` (record + wait event)."""
         self.call("cudaEventRecord", 1.0)
         self.call("cudaStreamWaitEvent", 1.0)
         self._free[stream] = max(self._free.get(stream, 0.0), self._free.get(on, 0.0))
 
     def sync(self, name: str = "cudaDeviceSynchronize", *, stream: int | None = None) -> None:
-        """The host waits: for one stream, or for all when ``stream`` is None."""
+        """Make the host wait: for one stream, or for all if ``stream`` is None."""
         start = self.now
         busy = [self._free.get(stream, 0.0)] if stream is not None else [*self._free.values(), 0.0]
         self.now = max(self.now + 1.0, *busy)
@@ -438,7 +438,7 @@ class TraceBuilder:
     def memory(
         self, size: int, allocated: int, reserved: int, *, device: int = 0, address: int = 4096
     ) -> None:
-        """An allocator event (``profile_memory=True``)."""
+        """Add an allocator event (``profile_memory=True``)."""
         self.events.append(
             {
                 "ph": "i",
@@ -460,8 +460,8 @@ class TraceBuilder:
         )
 
     def record_of_run(self, **rank: Any) -> RecordBuilder:
-        """What the recorder wrote of the run around the window (a builder of it; the same one
-        every time). ``rank``: fields of ``run_directory.Rank``, on the first call."""
+        """Return the builder of the recorder's files about the run around the window, the same one
+        on every call. ``rank``: fields of ``run_directory.Rank``, on the first call."""
         from advisor.core.run_directory import Rank
         from advisor.testing.record import RecordBuilder
 
@@ -470,7 +470,7 @@ class TraceBuilder:
         return self._record
 
     def memory_snapshot(self, allocator: FakeAllocator) -> None:
-        """The allocator's snapshot, as it is now."""
+        """Add the allocator's snapshot, as it is now."""
         self._snapshot = allocator.pickled()
 
     def kernel_profile(
@@ -481,7 +481,7 @@ class TraceBuilder:
         block: tuple[int, int, int] | None,
         metrics: dict[str, float],
     ) -> None:
-        """Hardware counters of one kernel, as Nsight Compute gives them."""
+        """Add hardware counters of one kernel, as from Nsight Compute."""
         from advisor.core.kernel_profile import KernelProfile, Metric
 
         values = {key: Metric(float(value)) for key, value in metrics.items()}
@@ -489,7 +489,7 @@ class TraceBuilder:
         self._profiles.append(KernelProfile(name, grid, block, duration, values))
 
     def compiled_kernel(self, name: str, **figures: Any) -> None:
-        """A kernel in Triton's cache, compiled for an A100; ``figures``: of CompiledKernel."""
+        """Add a kernel in Triton's cache for an A100; ``figures``: fields of CompiledKernel."""
         from advisor.core.kernel_profile import CompiledKernel
 
         usual = {"target": "sm_80", "threads": 128, "num_warps": 4, "num_stages": (3,), "shared": 0}
@@ -502,8 +502,8 @@ class TraceBuilder:
         breaks: Mapping[tuple[str, int, str], list[str]] | None = None,
         **causes: Mapping[tuple[str, int, str], float],
     ) -> None:
-        """Logs of torch.compile: (file, line, reason) of graph breaks with the numbers of the
-        functions that follow, and of the other lists of ``CompileLog`` with their time, ns."""
+        """Add torch.compile's logs: graph breaks by (file, line, reason), with the functions that
+        follow, and ``causes``, the other lists of ``CompileLog``, with their time, ns."""
         from advisor.core.auxiliary_inputs import CompileCause, CompileLog, GraphBreak
 
         others = {
@@ -533,16 +533,16 @@ class TraceBuilder:
     # -- the result -------------------------------------------------------------------------
 
     def json(self) -> bytes:
-        """The trace as a Kineto file's text."""
+        """Return the trace as a Kineto file's text."""
         return msgspec.json.encode({**self.head, "traceEvents": self.events})
 
     def write(self, path: Path) -> Path:
-        """Write the file; returns its path."""
+        """Write the trace to a file; return its path."""
         path.write_bytes(self.json())
         return path
 
     def trace(self) -> Trace:
-        """The trace, read by the real reader; a blank one when nothing but a record was made."""
+        """Return the trace, read by the real reader; a blank one if only records were made."""
         from advisor.core.trace import blank_trace
         from advisor.read.registry import read_bytes
 
@@ -563,7 +563,7 @@ class TraceBuilder:
         return replace(trace, meta=replace(meta, **self.logs))
 
     def analysis(self) -> Analysis:
-        """The trace and the record, ready to be measured."""
+        """Return the trace and the record, ready to be measured."""
         from advisor.measure import Analysis
 
         record = None if self._record is None else self._record.build()

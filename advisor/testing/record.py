@@ -1,4 +1,4 @@
-"""RecordBuilder: what the recorder would have written of a run, as a program."""
+"""RecordBuilder: the recorder's files of a run, written as a program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MS = 1_000_000
 
 
 class RecordBuilder:
-    """Steps, samples and events of one rank on one clock. Durations are milliseconds.
+    """Builder of steps, samples and events of one rank on one clock. Durations are milliseconds.
 
     >>> r = RecordBuilder(Rank(cpus=8))
     >>> r.event("loader", id=1, workers=2, persistent_workers=False)
@@ -37,8 +37,8 @@ class RecordBuilder:
         fields: dict[str, Any] | None = None,
         **phases: float,
     ) -> None:
-        """One step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: more of
-        :class:`~advisor.core.run_directory.Step`."""
+        """Add a step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: other
+        fields of :class:`~advisor.core.run_directory.Step`."""
         dur = round(ms * MS)
         given = {name: round(part * MS) for name, part in phases.items()}
         given["other"] = dur - sum(given.values())
@@ -58,12 +58,12 @@ class RecordBuilder:
         self.now += dur
 
     def steps(self, count: int, ms: float, **same: Any) -> None:
-        """Several equal steps."""
+        """Add several equal steps."""
         for _ in range(count):
             self.step(ms, **same)
 
     def event(self, kind: str, **data: Any) -> None:
-        """Something that happens now."""
+        """Add an event at the current time."""
         self._events.append(Event(t=self.now, kind=kind, data=data))
 
     def watch(
@@ -71,8 +71,8 @@ class RecordBuilder:
         gpu: Gpu | Callable[[float], Gpu | None] | None = None,
         host: Host | Callable[[float], Host | None] | None = None,
     ) -> None:
-        """Telemetry over the whole run: one sample, or what a function of the share of the run
-        that has passed (0 to 1) gives."""
+        """Add telemetry over the whole run: one sample, or a function of the share of the run that
+        has passed (0 to 1)."""
         self._watch.append(
             (
                 gpu if callable(gpu) else lambda _: gpu,
@@ -81,7 +81,7 @@ class RecordBuilder:
         )
 
     def build(self, *, samples: int = 40) -> RankRecord:
-        """The record; telemetry at so many instants."""
+        """Return the record, with ``samples`` telemetry samples."""
         begin = self._steps[0].t if self._steps else self.now
         result = list(self._samples)
         for gpu, host in self._watch:

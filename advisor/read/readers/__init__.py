@@ -1,1 +1,1 @@
-"""Readers, one format a file. Whatever :class:`Reader` stands in a file here is found and used."""
+"""Readers, one format per file. Every :class:`Reader` in a file here is found and used."""

@@ -32,10 +32,10 @@ _KINDS = tuple(name.encode() for name in (_BREAK, _AGAIN, _METRICS, _GRAPH, _COD
 _CAUSES = ("recompilations", "not_compiled", "without_cuda_graphs")
 NAMES = "dedicated_log_torch_trace_*.log"
 MAX_LINE, MAX_PAYLOAD = 1 << 20, 2_000
-"""Characters of a record; lines of its payload."""
+"""Most characters of a record, and most lines of its payload."""
 MAX_FILES, MAX_CAUSES, MAX_TEXT = 1_024, 10_000, 300
 MAX_CODE, MAX_NODES, MAX_LINES = 200_000, 100_000, 20
-"""Lines of a graph or of generated code; nodes of all graphs; lines of the program of a kernel."""
+"""Most lines of a graph or of generated code; nodes of all graphs; program lines of a kernel."""
 
 _PLACE = re.compile(r"^Graph break (?:in user code at|from) (.+):(\d+)$")
 _STACK = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$')
@@ -52,7 +52,7 @@ _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
 
 
 class CompileLogReader(Reader):
-    """The log of one process."""
+    """Reader of one process's torch.compile log."""
 
     name = "torch-compile"
     meta_field = "compilation"
@@ -61,15 +61,15 @@ class CompileLogReader(Reader):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """As torch names them: other logs lie beside traces too."""
+        """Pattern of torch's own names: other logs also lie beside traces."""
         return (NAMES,)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """By its first record."""
+        """Recognise the log by its first record."""
         return ReaderClaim.NO if _RECORD.match(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds the log and nothing else."""
+        """Return a blank trace with the log."""
         from advisor.core.trace import blank_trace
 
         log, records = _read(source.blocks())
@@ -77,7 +77,7 @@ class CompileLogReader(Reader):
         return blank_trace(source.path, bytes_read=read, events_read=records, compilation=log)
 
     def merge(self, values: list[CompileLog]) -> CompileLog:
-        """Of several processes."""
+        """Merge the logs of several processes."""
         return merge_logs(values)
 
 
@@ -85,7 +85,7 @@ _NO_LOG = "{}: no log of torch.compile; record one with TORCH_TRACE=FOLDER"
 
 
 def log_files(path: Path) -> list[Path]:
-    """The logs in a folder, by their names; else the file. Raises AdvisorError: there is none."""
+    """Return a folder's logs, by their names, or the file. Raises AdvisorError if there is none."""
     paths = list(islice(path.glob(NAMES), MAX_FILES)) if path.is_dir() else [path]
     if not paths:
         raise AdvisorError(_NO_LOG.format(path))
@@ -93,7 +93,7 @@ def log_files(path: Path) -> list[Path]:
 
 
 def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
-    """What a log, or the logs in a folder, tell. Raises AdvisorError: there is none."""
+    """Read a log, or the logs in a folder, as one. Raises AdvisorError if there is none."""
     paths = log_files(path)
     logs = []
     given = options or ReadOptions()
@@ -107,7 +107,7 @@ def read_logs(path: Path, options: ReadOptions | None = None) -> CompileLog:
 
 
 def merge_logs(logs: list[CompileLog]) -> CompileLog:
-    """Logs of several processes as one: counts and times are the largest of any."""
+    """Merge logs of several processes: counts and times are the largest of any."""
     inductor = [log.inductor_ns for log in logs if log.inductor_ns is not None]
     # a number that stands for one function here and another there names neither
     users: dict[str, set[Any]] = {}
@@ -135,7 +135,7 @@ def merge_logs(logs: list[CompileLog]) -> CompileLog:
 
 
 def _kernels_of(logs: list[CompileLog]) -> list[FusedKernel]:
-    """A name may stand for several kernels: then with the operators and lines of them all."""
+    """Merge kernels of the same name: operators and lines of them all."""
     result: dict[str, FusedKernel] = {}
     for each in (kernel for log in logs for kernel in log.kernels):
         old = result.get(each.name, each)
@@ -152,7 +152,7 @@ def _key(cause: GraphBreak | CompileCause) -> tuple[Any, ...]:
 
 
 def _most(sides: list[list[Any]]) -> list[Any]:
-    """Causes of several processes: of each the one with the largest count, largest first."""
+    """Merge causes of several processes: of each the one with the largest count, largest first."""
     result: dict[Any, Any] = {}
     for side in sides:
         for cause in side:
@@ -170,7 +170,7 @@ Place = tuple[str | None, str | None, int | None]
 
 @dataclass
 class _Log:
-    """One process."""
+    """Data collected from one process's log; times in ns."""
 
     compilations: int = 0
     ns: float = 0.0
@@ -182,15 +182,15 @@ class _Log:
     guards: dict[str, str] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
     broken_at: dict[tuple[str, int], Any] = field(default_factory=dict)
-    """File and line of a break, and of the calls that led to it, -> its key in ``found``."""
+    """Keys in ``found`` by file and line of a break and of the calls that led to it."""
     lines: dict[str, dict[str, Location]] = field(default_factory=dict)
-    """Of each compilation, by its number: the line of each node of its graph."""
+    """Line of each node of the graph, by the number of the compilation."""
     nodes: int = 0
     kernels: dict[str, FusedKernel] = field(default_factory=dict)
     damaged: int = 0
 
     def breaks(self) -> list[GraphBreak]:
-        """With the numbers of the functions that follow them."""
+        """Return the graph breaks, with the numbers of the functions that resume after them."""
         following: dict[Any, list[str]] = {}
         for frame, (function, file, _) in self.places.items():
             resumed = _RESUMED.match(function or "")
@@ -204,7 +204,7 @@ class _Log:
 
 
 def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
-    """The log, and how many of its records were looked at."""
+    """Return the log, and the number of records looked at."""
     log, records = _Log(), 0
     for record, payload in _records(_lines(blocks), log):
         records += 1
@@ -234,7 +234,7 @@ def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines, cut to ``MAX_LINE``."""
+    """Yield lines, cut to ``MAX_LINE``."""
     rest = b""
     for block in blocks:
         *lines, last = block.split(b"\n")
@@ -247,7 +247,7 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _records(lines: Iterable[bytes], log: _Log) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """The records that are looked at, with their payload."""
+    """Yield the relevant records, with their payload."""
     record: dict[str, Any] | None = None
     payload: list[str] = []
     limit = MAX_PAYLOAD
@@ -277,7 +277,7 @@ def _records(lines: Iterable[bytes], log: _Log) -> Iterator[tuple[dict[str, Any]
 
 
 def _broken(log: _Log, payload: list[str]) -> None:
-    """A graph break: its place, the reason in a line, the explanation and the first hint."""
+    """Add a graph break: its place, the reason in a line, the explanation and the first hint."""
     lines = [line.strip() for line in payload]
     end = next(
         (i for i, line in enumerate(lines) if line.startswith("User code trace")), len(lines)
@@ -324,7 +324,7 @@ def _broken(log: _Log, payload: list[str]) -> None:
 
 
 def _drawn(log: _Log, number: str, payload: list[str]) -> None:
-    """A graph: which line each node is of."""
+    """Add a graph: the line of each node."""
     lines = log.lines.setdefault(number, {})
     place: Location | None = None
     for text in payload:
@@ -344,12 +344,12 @@ def _drawn(log: _Log, number: str, payload: list[str]) -> None:
 
 
 def _original(function: str) -> str:
-    """The function that a part of it, after a graph break, is of."""
+    """Return the function that was split by a graph break, from its resumed part's name."""
     return _cut(function.removeprefix("torch_dynamo_resume_in_").rpartition("_at_")[0])
 
 
 def _generated(log: _Log, lines: dict[str, Location], payload: list[str]) -> None:
-    """Generated code: which operators each kernel is made of, and from which lines."""
+    """Add generated code: the operators of each kernel, and their lines."""
     nodes: list[str] = []
     operators: list[str] = []
     for text in payload:
@@ -372,20 +372,20 @@ def _generated(log: _Log, lines: dict[str, Location], payload: list[str]) -> Non
 
 
 def _guard(payload: list[str]) -> str:
-    """The guard of the newest entry, which is the first one in the list."""
+    """Return the guard of the newest entry, which is the first one in the list."""
     lines = [line.strip().strip('"[],') for line in payload]
     text = next((line for line in lines if _GUARD.match(line)), "")
     return _plain(text)
 
 
 def _plain(guard: str) -> str:
-    """A guard without its number, the code it comes from and the stack."""
+    """Return a guard without its number, the code it comes from and the stack."""
     text = _GUARD.sub("", guard.partition("\n")[0].partition("\\n")[0])
     return _cut(re.split(r"\s{2,}# ", text)[0].strip())
 
 
 def _compiled(log: _Log, metrics: dict[str, Any]) -> None:
-    """A compilation: its time, and why it was one again, failed, or has no CUDA graph."""
+    """Add a compilation: its time, and why it was repeated, failed, or has no CUDA graph."""
     number = _text(metrics.get("compile_id"))
     frame = number.rpartition("/")[0]
     place = (

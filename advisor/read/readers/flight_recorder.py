@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(\d{1,7})$")
 
 
 class FlightRecorderReader(Reader):
-    """The dump of one rank."""
+    """Reader of one rank's flight-recorder dump."""
 
     name = "flight-recorder"
     description = "a flight-recorder dump"
@@ -44,16 +44,16 @@ class FlightRecorderReader(Reader):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """As torch names them; pickles and JSON of other names are looked at for other readers."""
+        """Pattern of torch's own names: other pickles and JSON may be of other formats."""
         return ("*trace_rank_*",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """A pickle, or JSON, with names that nothing else has."""
+        """Recognise a pickle or JSON with names that nothing else has."""
         form = looks_like_pickle(head) or _JSON.match(head) is not None
         return ReaderClaim.SURE if form and any(key in head for key in _KEYS) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds the dump and nothing else."""
+        """Return a blank trace with the dump."""
         from advisor.core.trace import blank_trace
 
         dump = _dump(source, min(MAX_BYTES, options.max_bytes))
@@ -66,7 +66,7 @@ class FlightRecorderReader(Reader):
         )
 
     def merge(self, values: list[tuple[FlightDump, ...]]) -> tuple[FlightDump, ...]:
-        """Of all ranks."""
+        """Join the dumps of all ranks."""
         return tuple(dump for dumps in values for dump in dumps)
 
 
@@ -105,7 +105,7 @@ def _dump(source: ByteSource, limit: int) -> FlightDump:
 
 
 def _call(entry: dict[str, Any]) -> FlightCall | None:
-    """An entry; ``None``: it is none."""
+    """Return the call of an entry; ``None`` if it is damaged."""
     name, group = entry.get("profiling_name"), entry.get("process_group")
     p2p = entry.get("is_p2p") is True
     sequence = _int(entry.get("p2p_seq_id" if p2p else "collective_seq_id"))
@@ -128,7 +128,7 @@ def _call(entry: dict[str, Any]) -> FlightCall | None:
 
 
 def _where(frames: Any) -> Location | None:
-    """The innermost frame outside of libraries, else the innermost."""
+    """Return the innermost frame outside of libraries, else the innermost."""
     found = None
     for each in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
         frame = _fields(each)
@@ -143,7 +143,7 @@ def _where(frames: Any) -> Location | None:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """A dict, of JSON or of a plain pickle; empty: it is none."""
+    """Return a dict, from JSON or a plain pickle; empty if it is none."""
     if isinstance(value, dict):
         return value
     return PickledFields().from_value(value) or {}
@@ -156,7 +156,7 @@ def _sizes(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
-    """``"[0, 1]"``, as torch writes them."""
+    """Parse ranks as torch writes them: ``"[0, 1]"``."""
     found = re.findall(r"\d{1,7}", value[: 1 << 20]) if isinstance(value, str) else []
     return tuple(sorted({int(each) for each in found if int(each) < MAX_RANK}))
 

@@ -1,4 +1,4 @@
-"""Reports of kernel profilers (``advisor/read/kernel_profiles.py``): a trace of counters alone."""
+"""Readers of kernel profilers' reports (``advisor/read/kernel_profiles.py``), without a trace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KERNELS = "KERN"
 
 
 def layout_of(head: bytes) -> Layout | None:
-    """What a file that begins like this is, behind lines of ncu's own log; ``None``: no report of
-    Nsight Compute and no table of rocprof (version 1 to 3, one row per launch)."""
+    """Return the layout of a report by its first bytes, after lines of ncu's own log. ``None``: no
+    report of Nsight Compute and no table of rocprof (version 1 to 3, one row per launch)."""
     if head.startswith(NCU_MAGIC):
         return "ncu-rep"
     if head[257:262] == b"ustar":
@@ -37,7 +37,7 @@ def layout_of(head: bytes) -> Layout | None:
 
 
 def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
-    """A trace that holds kernel profiles and nothing else."""
+    """Return a blank trace with kernel profiles."""
     from advisor.core.trace import blank_trace
 
     return blank_trace(
@@ -51,30 +51,30 @@ def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
 
 
 class _ProfileReader(Reader):
-    """Files of kernels without a trace."""
+    """Reader of kernel profiles without a trace."""
 
     meta_field = "kernel_profiles"
 
     def merge(self, values: list[KernelProfiles]) -> KernelProfiles:
-        """Times and counters of one kernel together."""
+        """Merge profiles, with times and counters of one kernel together."""
         from advisor.read.kernel_profiles import merge_profiles
 
         return merge_profiles(values)
 
 
 class KernelProfilerReader(_ProfileReader):
-    """CSV pages and ``.ncu-rep`` of Nsight Compute, CSV tables of rocprof."""
+    """Reader of Nsight Compute's CSV pages and ``.ncu-rep``, and rocprof's CSV tables."""
 
     name = "kernel-profiler"
     description = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
     suffixes = (".ncu-rep",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """By the container's magic, or the columns of the first line."""
+        """Recognise a report by the container's magic, or the columns of the first line."""
         return ReaderClaim.NO if layout_of(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds kernel profiles and nothing else."""
+        """Return a blank trace with the kernel profiles."""
         from advisor.read.kernel_profiles import MAX_BYTES, read_kernel_profiles
 
         layout = layout_of(source.head())
@@ -86,19 +86,19 @@ class KernelProfilerReader(_ProfileReader):
 
 
 class RocprofComputeReader(_ProfileReader):
-    """Analysis databases of rocprof-compute, and kernels of rocprof version 1 (SQLite)."""
+    """Reader of databases (SQLite) of rocprof-compute and of rocprof version 1."""
 
     name = "rocprof-compute"
     description = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """By its tables."""
+        """Recognise a database by its tables."""
         known = {_TABLE, f"TABLE {_KERNELS} ("} & table_names(head, path)
         return ReaderClaim.SURE if known else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds kernel profiles and nothing else."""
+        """Return a blank trace with the kernel profiles."""
         from advisor.read.kernel_profiles import read_rocprof_compute, read_rocprof_kernels
 
         with open_database(source, options) as database:

@@ -1,6 +1,5 @@
-"""PyTorch profiler (Kineto) traces, and what one says about itself: the keys beside its events, to
-a TraceMeta.
-"""
+"""Reader of PyTorch profiler (Kineto) traces, and of the metadata beside their events, as
+TraceMeta."""
 
 from __future__ import annotations
 
@@ -34,29 +33,29 @@ from advisor.read.source import PROFILE, ByteSource
 from advisor.read.split import Splitter, without_mark
 
 GIVE_UP = 256 << 20
-"""Uncompressed bytes without a single event after which a file is no trace."""
+"""Uncompressed size without a single event from which a file is no trace, bytes."""
 USELESS = 3_000_000
-"""Events without one that can be used after which a file is no trace."""
+"""Number of events without a usable one from which a file is no trace."""
 WORK_SECONDS, WORK_SECONDS_PER_MB = 10.0, 4.0
-"""CPU time that the reading thread may take, at least and for each megabyte as it is on disk: fifty
-times what traces take. A file that asks for more was made for that (or packed a thousandfold)."""
+"""CPU time that the reading thread may take, s: at least, and per megabyte on disk; fifty times
+what traces take. A file that asks for more was made for that (or packed a thousandfold)."""
 MAX_PROCESSES = 8
-"""More decoding processes wait for the one that unpacks the file."""
+"""Most decoding processes; more would wait for the one that unpacks the file."""
 
 _XLA = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
 _EVENTS = re.compile(rb'"(?:traceEvents|ph|deviceProperties|distributedInfo)"\s*:')
-"""Events, or what stands before them: the process groups of a large job fill many blocks."""
+"""Events, or keys that precede them: the process groups of a large job fill many blocks."""
 
 
 class Kineto(Reader):
-    """Traces of PyTorch's profiler, of any age: ``{"traceEvents": […], …}``, or the bare list."""
+    """Reader of PyTorch profiler traces, of any age: ``{"traceEvents": […], …}`` or a bare list."""
 
     name = KINETO
     description = "a PyTorch profiler trace (.json, .json.gz or .json.zst)"
     suffixes = (".json",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """JSON; for sure, if events or their header are in sight."""
+        """Recognise JSON; surely, if events or their header are in the first block."""
         text = without_mark(head)
         if text[:1] not in (b"{", b"[", b"") or b"\0" in text[:4]:
             return ReaderClaim.NO
@@ -65,7 +64,7 @@ class Kineto(Reader):
         return ReaderClaim.SURE if _EVENTS.search(head) else ReaderClaim.PERHAPS
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Read with quick cuts; if they went wrong, once more with exact ones."""
+        """Read with quick cuts; if they went wrong, again with exact ones."""
         began = time.thread_time()
         splitter, assembler = _collect(source, options, began, exact=False)
         if assembler.unsound or splitter.skipped:
@@ -79,7 +78,7 @@ class Kineto(Reader):
 
 
 def _quality(splitter: Splitter, assembler: Assembler) -> tuple[int, int]:
-    """How good a reading of a damaged file is: usable events first, then what was not lost."""
+    """Rate a reading of a damaged file: usable events first, then fewer lost ones."""
     return assembler.rows, -assembler.unsound - splitter.skipped
 
 
@@ -147,7 +146,7 @@ def _finish(splitter: Splitter, assembler: Assembler) -> Trace:
 
 
 def _nothing(splitter: Splitter, assembler: Assembler) -> str:
-    """Why there is no trace in a file that looked like one."""
+    """Return why there is no trace in a file that looked like one."""
     if splitter.truncated or splitter.source.truncated:
         return "cut off before its first usable event; copy or record it again"
     if "viztracer_metadata" in splitter.head:
@@ -166,7 +165,7 @@ def _nothing(splitter: Splitter, assembler: Assembler) -> str:
 
 
 OURS = "advisor"
-"""Key of a trace that we wrote from another profiler's file: which one's, and what it stated."""
+"""Key of a trace that ``advisor`` wrote from another profiler's file: its format and facts."""
 _UNIX = range(10**18, 4 * 10**18)  # 2001 to 2096
 _MOST = 1 << 53  # of anything that a device has: beyond that floats are not exact
 _AMD = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
@@ -175,13 +174,13 @@ _NVIDIA = re.compile(
 )
 
 MAX_CALLS = 10_000
-"""Names of calls that such a file may tell the class of."""
+"""Most calls whose class such a file may give."""
 
 
 def describe_trace(
     splitter: Splitter, assembler: Assembler, frames: dict[str, pl.DataFrame], facts: Facts
 ) -> TraceMeta:
-    """The facts of a trace that has been read."""
+    """Return the facts of a trace that has been read."""
     head = splitter.head
     stated = head.get("distributedInfo")
     distributed: dict[str, Any] = stated if isinstance(stated, dict) else {}
@@ -225,7 +224,7 @@ def describe_trace(
 
 
 def _written(ours: dict[str, Any]) -> dict[str, str | None]:
-    """What a file that we wrote says of the one that it was made from."""
+    """Return the facts that an exported file gives of its original."""
     return {
         "format": (_text(ours.get("format")) or KINETO)[:40],
         "framework": _one_of(ours, "framework", (PYTORCH, TENSORFLOW, JAX, CUDA)),
@@ -234,8 +233,8 @@ def _written(ours: dict[str, Any]) -> dict[str, str | None]:
 
 
 def given_calls(head: dict[str, Any]) -> dict[str, str]:
-    """Name -> class (one of CALLS) of the calls that are not known by their names, in a file that
-    we wrote."""
+    """Return the class (one of CALLS) by name of calls that their names do not classify, from a
+    file that ``advisor`` wrote."""
     ours = head.get(OURS)
     stated = ours.get("calls") if isinstance(ours, dict) else None
     pairs = stated[:MAX_CALLS] if isinstance(stated, list) else []
@@ -255,7 +254,7 @@ def _one_of(stated: Any, key: str, known: tuple[str, ...]) -> str | None:
 
 
 def _flag(stated: Any, seen: bool) -> bool:
-    """A recording option: what was recorded decides; the file's word counts only as a yes."""
+    """Return whether an option was on: by recorded data; the file's word counts only as yes."""
     return seen or stated in (1, True)
 
 
@@ -307,7 +306,7 @@ def _devices(properties: Any) -> Iterator[Device]:
 def _vendor(
     head: dict[str, Any], devices: tuple[Device, ...], runtime_calls: list[str]
 ) -> str | None:
-    """``amd``, ``nvidia`` or ``None``: by the profiler's keys, the device's name, the API used."""
+    """Return ``amd``, ``nvidia`` or ``None``, by the profiler's keys, device names or API calls."""
     if any(key.startswith(("hip_", "roctracer", "rocprofiler")) for key in head):
         return "amd"
     for device in devices:

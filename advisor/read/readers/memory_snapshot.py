@@ -1,5 +1,5 @@
-"""Memory alone: the allocator's snapshot (``torch.cuda.memory._dump_snapshot``), and the profiler's
-memory timeline (``export_memory_timeline``): categories over time."""
+"""Readers of memory alone: the allocator's snapshot (``torch.cuda.memory._dump_snapshot``), and the
+profiler's memory timeline (``export_memory_timeline``), categories over time."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from advisor.core.trace import Trace
 
 MAX_TIMELINE = 256 << 20
-"""Bytes of a memory timeline."""
+"""Largest memory timeline, bytes."""
 _TIMELINE = re.compile(rb"\s*\[\s*\[\s*-?\d+\s*[,\]]")
 CATEGORIES = ("weights", "optimizer state", "inputs", "not attributed", "activations", "gradients",
               "backward temporaries", "not attributed")  # fmt: skip
-"""In the order of ``torch/profiler/_memory_profiler.py``: its temporaries may be of any phase."""
+"""Categories in ``torch/profiler/_memory_profiler.py``'s order; its temporaries: of any phase."""
 LARGEST = 1 << 50
 LATEST = 1 << 63
-"""Bytes and ns from which on an entry makes no sense."""
+"""Bytes and ns from which an entry makes no sense."""
 NEW_VERSION = 3
-"""``Action.INCREMENT_VERSION``: bytes leave one category and enter another."""
+"""Number of ``Action.INCREMENT_VERSION``: bytes leave one category and enter another."""
 _Delta = tuple[int, int, int]
-"""Time (ns), bytes (negative: freed), place in CATEGORIES."""
+"""Change of memory: time (ns), bytes (negative: freed), index in CATEGORIES."""
 
 
 def _trace(source: ByteSource, made: MemorySnapshot) -> Trace:
@@ -48,21 +48,21 @@ def _trace(source: ByteSource, made: MemorySnapshot) -> Trace:
 
 
 class MemorySnapshotReader(Reader):
-    """A pickle of plain values, and nothing of it is run (``plain_pickle.py``)."""
+    """Reader of a memory snapshot, a pickle that is never executed (``plain_pickle.py``)."""
 
     name = "memory-snapshot"
     description = "a PyTorch memory snapshot (.pickle)"
     suffixes = (".pickle", ".pkl")
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """Any pickle; for sure, if a snapshot's own keys are in sight."""
+        """Recognise any pickle; surely, if a snapshot's own keys are in the first block."""
         if not looks_like_pickle(head):
             return ReaderClaim.NO
         own = b"segments" in head or b"device_traces" in head
         return ReaderClaim.SURE if own else ReaderClaim.PERHAPS
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds a snapshot and nothing else."""
+        """Return a blank trace with the snapshot."""
         from advisor.read.snapshot import read_snapshot
 
         made = read_snapshot(source.blocks(), source.path, max_bytes=options.max_bytes)
@@ -70,18 +70,18 @@ class MemorySnapshotReader(Reader):
 
 
 class MemoryTimelineReader(Reader):
-    """Lists of numbers alone: bytes by category over time."""
+    """Reader of a memory timeline, lists of numbers: bytes by category over time."""
 
     name = "memory-timeline"
     description = "a memory timeline (.raw.json.gz)"
     suffixes = ()  # given by name: in a folder it stands beside the trace of the same program
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """A list that begins with a list of whole numbers."""
+        """Recognise a list that begins with a list of integers."""
         return ReaderClaim.SURE if _TIMELINE.match(head) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds a snapshot and nothing else."""
+        """Return a blank trace with a snapshot made from the timeline."""
         most = min(MAX_TIMELINE, options.max_bytes)
         data = source.read_all(most, f"larger than {MAX_TIMELINE >> 20} MiB")
         return _trace(source, read_memory_timeline(data, source.path))
@@ -91,8 +91,8 @@ class MemoryTimelineReader(Reader):
 
 
 def read_memory_timeline(data: bytes, path: str) -> MemorySnapshot:
-    """Both layouts: events ``[time, action, bytes, category]`` (``.raw.json.gz``), and
-    ``[times, bytes by category]`` (``.json``). Raises AdvisorError: it is neither.
+    """Read a timeline: events ``[time, action, bytes, category]`` (``.raw.json.gz``), or ``[times,
+    bytes by category]`` (``.json``). Raises AdvisorError if it is neither.
 
     Which block an event frees is not in the file: one of its size and category does. So sums by
     category are exact at each event, and how long a single block lived is not known.
@@ -139,7 +139,7 @@ def read_memory_timeline(data: bytes, path: str) -> MemorySnapshot:
 
 
 def _deltas(data: bytes, path: str) -> tuple[list[_Delta], int]:
-    """Changes in order of time, and how many entries made no sense."""
+    """Return the changes in order of time, and the number of invalid entries."""
     try:
         raw = msgspec.json.decode(data, type=list[tuple[int, int, int, int]])
     except (msgspec.DecodeError, msgspec.ValidationError):

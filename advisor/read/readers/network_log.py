@@ -1,5 +1,5 @@
-"""The path between GPUs: logs of NCCL and RCCL (``NCCL_DEBUG=INFO``), and topologies of a node
-(``nvidia-smi topo -m``, ``rocm-smi --showtopo``), in files of their own or in a job's log.
+"""Reader of the path between GPUs: logs of NCCL and RCCL (``NCCL_DEBUG=INFO``), and topologies of a
+node (``nvidia-smi topo -m``, ``rocm-smi --showtopo``), in files of their own or in a job's log.
 
 The lines of NCCL 2.14 to 2.28 are known; what other versions say in other words is left out.
 """
@@ -54,7 +54,7 @@ DISTANCE = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 
 class NetworkLogReader(Reader):
-    """Any text with lines of NCCL, or with a matrix of links."""
+    """Reader of any text with lines of NCCL, or with a matrix of links."""
 
     name = "nccl-log"
     description = "an NCCL log or topology"
@@ -63,15 +63,15 @@ class NetworkLogReader(Reader):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Names that such files are usually given."""
+        """Patterns for the usual names of such files."""
         return (
             "*nccl*.log", "*nccl*.txt", "*rccl*.log", "*rccl*.txt", "nccl[._-]*", "nccldebug*",
             "*topo*.txt",
         )  # fmt: skip
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """By a line of NCCL, or the head of a matrix; an exception for lack of memory in the same
-        log says more."""
+        """Recognise a line of NCCL, or the head of a matrix. Less sure if an out-of-memory
+        exception is in the same log, which tells more."""
         del path
         matrix = b"GPU0" in head and (b"CPU Affinity" in head or b"Link Type between" in head)
         if b"\0" in head[:1024] or not (matrix or _LINE.search(head) or _VERSION.search(head)):
@@ -80,7 +80,7 @@ class NetworkLogReader(Reader):
         return ReaderClaim.PERHAPS if failed else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds the log and nothing else. Raises AdvisorError: nothing of NCCL."""
+        """Return a blank trace with the log. Raises AdvisorError if nothing of NCCL is in it."""
         from advisor.core.trace import blank_trace
 
         found = _Found()
@@ -96,13 +96,13 @@ class NetworkLogReader(Reader):
         )
 
     def merge(self, values: list[NetworkLog]) -> NetworkLog:
-        """Of several processes and hosts."""
+        """Merge the logs of several processes and hosts."""
         return merged_networks(values)
 
 
 def merged_networks(logs: list[NetworkLog]) -> NetworkLog:
-    """Files of several processes and hosts as one: counts add up, lists are joined, of the rest the
-    worst is kept."""
+    """Merge logs of several processes and hosts: counts add up, lists are joined, of other values
+    the worst is kept."""
     fields: dict[str, Any] = {}
     for name in NetworkLog.__struct_fields__:
         values = [getattr(log, name) for log in logs]
@@ -125,7 +125,7 @@ _MOST = ("ranks", "node_ranks", "gpus", "no_verbs")
 
 
 def _joined(name: str, known: list[Any]) -> Any:
-    """One value for all files; ``None``: none says it."""
+    """Return one value for all files; ``None`` if none is known."""
     if not known:
         return None
     if name in _LEAST:
@@ -135,26 +135,26 @@ def _joined(name: str, known: list[Any]) -> Any:
 
 @dataclass
 class _Found:
-    """What the lines of one file say."""
+    """Facts collected from the lines of one file."""
 
     lines: int = 0
     versions: dict[str, None] = field(default_factory=dict)
     hosts: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Host -> ranks of the largest communicator on it."""
+    """Ranks of the largest communicator on each host."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Other fields of NetworkLog that are one value."""
+    """Single values of NetworkLog's other fields."""
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     names: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     settings: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, float] = field(default_factory=dict)
     seen: set[tuple[str, str]] = field(default_factory=set)
-    """Of facts that count once a process."""
+    """Pairs of fact and process, for facts that count once per process."""
     columns: list[str] = field(default_factory=list)
     gpus: dict[str, dict[str, str]] = field(default_factory=dict)
     legend: dict[str, str] = field(default_factory=dict)
 
     def add(self, raw: bytes) -> None:
-        """A line of the file."""
+        """Add a line of the file."""
         if b"CCL version" in raw and (version := _VERSION.search(raw)) is not None:
             self.lines += 1
             self._name(self.versions, f"{version[1].decode()}CCL {version[2].decode()}")
@@ -214,7 +214,7 @@ class _Found:
                 self.hosts[host].add(found[1])
 
     def _ranks(self, ranks: int) -> None:
-        """The size of a communicator; what was known of smaller ones does not count."""
+        """Set the size of a communicator; facts about smaller ones are dropped."""
         if ranks > self.values.get("ranks", 0):
             self.values["ranks"] = ranks
             self.values.pop("node_ranks", None)
@@ -270,7 +270,7 @@ class _Found:
             self.values["p2p_disabled"] = self.values.get("p2p_disabled", 0) + 1
 
     def _matrix(self, text: str) -> None:
-        """A line of a matrix of links."""
+        """Add a line of a matrix of links."""
         if (name := _LEGEND.search(text)) is not None:
             self.legend[name[1]] = name[2]
             return
@@ -287,7 +287,7 @@ class _Found:
             self.gpus.setdefault(words[0], {}).update(named)
 
     def log(self) -> NetworkLog:
-        """All of it."""
+        """Return all facts as a NetworkLog."""
         links: Counter[str] = Counter()
         nearest: Counter[str] = Counter()
         index = {name: place for place, name in enumerate(self.columns)}
@@ -317,7 +317,7 @@ class _Found:
         )
 
     def _once(self, fact: str, process: str) -> bool:
-        """Whether a process says this for the first time."""
+        """Return whether a process logs this for the first time."""
         new = (fact, process) not in self.seen and len(self.seen) < MAX_PAIRS
         if new:
             self.seen.add((fact, process))
@@ -354,11 +354,11 @@ _READERS: tuple[tuple[str, Callable[[_Found, str, str, str], None]], ...] = (
     ("-> Algo ", _Found._algorithm),
     ("P2P is disabled between", _Found._peer),
 )
-"""What a line must contain, and what is then read of it."""
+"""Text that a line must contain, and the method that reads it."""
 
 
 def transport_name(text: str) -> str:
-    """``NET/IB/0(7)/GDRDMA/Shared`` as ``NET/IB/GDRDMA``, ``P2P/CUMEM/read`` as ``P2P/CUMEM``."""
+    """Shorten ``NET/IB/0(7)/GDRDMA/Shared`` to ``NET/IB/GDRDMA``, ``P2P/x/y`` to ``P2P/x``."""
     text = re.split(r" comm 0x| \[", text)[0].strip()
     kind, _, rest = text.partition("/")
     if kind == "NET":
@@ -370,7 +370,7 @@ def transport_name(text: str) -> str:
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines, cut to ``MAX_LINE``."""
+    """Yield lines, cut to ``MAX_LINE``."""
     rest = b""
     for block in blocks:
         *lines, last = (rest + block).split(b"\n")

@@ -1,4 +1,4 @@
-"""Nsight Systems: exports to SQLite, and reports through ``nsys export``."""
+"""Reader of Nsight Systems: exports to SQLite, and reports through ``nsys export``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _EXPORT_SECONDS = 3600.0
 
 
 class Nsys(Reader):
-    """Exports of Nsight Systems, 2020 to 2026 (``nsys export --type sqlite``), of any program that
-    uses CUDA; and its reports, where ``nsys`` is installed. Never read is what tells of the
-    machine's users and the process's environment."""
+    """Reader of Nsight Systems' exports, 2020 to 2026 (``nsys export --type sqlite``), of any CUDA
+    program; and of its reports, if ``nsys`` is installed. Never reads what tells of the machine's
+    users and the process's environment."""
 
     name = "nsys"
     description = "an Nsight Systems export or report (.sqlite, .nsys-rep or .qdrep)"
     suffixes = (".sqlite", *REPORTS)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """An SQLite file with Nsight Systems' tables; a report by its name, if it is no text."""
+        """Recognise SQLite with Nsight Systems' tables; a report by its name, if it is no text."""
         if head.startswith(MAGIC):
             names = table_names(head, path)
             nvprof = "CUPTI_ACTIVITY_KIND" in names and not names & {"StringIds", "TARGET_INFO"}
@@ -39,7 +39,7 @@ class Nsys(Reader):
         return ReaderClaim.SURE if report or (_is_report(path) and binary) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Tables that hold events, joined by the numbers of processes, threads and calls."""
+        """Read the tables with events, joined by the numbers of processes, threads and calls."""
         import polars as pl
 
         from advisor.read.build import build_trace
@@ -95,7 +95,7 @@ def _is_report(path: str) -> bool:
 
 
 def _exported(source: ByteSource, options: ReadOptions) -> Trace:
-    """A report, exported to a folder that is gone afterwards."""
+    """Export a report to a temporary folder and read it. Raises AdvisorError without ``nsys``."""
     command = shutil.which("nsys")
     shown = Path(source.path).name
     if command is None:

@@ -1,4 +1,4 @@
-"""The text of PyTorch's out-of-memory exception, alone or in a log."""
+"""Reader of the text of PyTorch's out-of-memory exception, alone or in a log."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _DEVICE = re.compile(r"GPU (\d{1,2})\b")
 
 
 class OutOfMemoryTextReader(Reader):
-    """The last such exception of a log: the figures in it, and no history."""
+    """Reader of the last such exception of a log: the figures in it, and no history."""
 
     name = "out-of-memory-text"
     description = "a log with an out-of-memory exception (.txt, .log)"
     suffixes = ()  # given by name: a folder's logs are no traces
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """By the exception's words; a log may have them only at its end."""
+        """Recognise the exception's words; a log may have them only at its end."""
         text = head.decode("utf-8", "replace")
         if _START.search(text):
             return ReaderClaim.SURE
@@ -47,7 +47,7 @@ class OutOfMemoryTextReader(Reader):
         return ReaderClaim.PERHAPS if log and plain else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """A trace that holds what stands for the exception. Raises AdvisorError: there is none."""
+        """Return a blank trace with the exception's figures. Raises AdvisorError without one."""
         from advisor.core.trace import blank_trace
 
         seen, text = 0, ""
@@ -68,8 +68,8 @@ class OutOfMemoryTextReader(Reader):
 def of_exception(
     text: str, path: str, known: Mapping[str, Any] | None = None
 ) -> MemorySnapshot | None:
-    """What stands for the last exception of a text; ``None``: there is none. ``known``: bytes that
-    the recorder noted beside it, by name, for what the text leaves out."""
+    """Return the figures of the last exception in a text; ``None`` if there is none. ``known``:
+    bytes that the recorder noted beside it, by name, for what the text leaves out."""
     from advisor.core.snapshot import OutOfMemoryText
 
     starts = [match.start() for match in _START.finditer(text)]

@@ -1,4 +1,4 @@
-"""ROCm: RPD and rocpd databases, and rocprofv3's JSON."""
+"""Readers of ROCm: RPD and rocpd databases, and rocprofv3's JSON."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from advisor.read.sqlite import MAGIC, Database, open_database, table_names
 
 MARK = b'"rocprofiler-sdk-tool"'
 MAX_JSON = 4 << 30
-"""Bytes of a JSON file: all of it is in memory at once."""
+"""Largest JSON file, bytes: all of it is in memory at once."""
 JSON_MEMORY = 8
-"""Bytes of memory that one of its bytes takes."""
+"""Memory per byte of such a file, bytes."""
 
 
 class RpdReader(Reader):
-    """rocmProfileData: ``runTracer.sh``, ``rpdTracerControl``."""
+    """Reader of rocmProfileData: ``runTracer.sh``, ``rpdTracerControl``."""
 
     name = "rpd"
     description = "an RPD profile of ROCm (.rpd)"
     suffixes = (".rpd",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """An SQLite file with tables of RPD, or of rocprofv3, which have similar names."""
+        """Recognise SQLite with tables of RPD, or of rocprofv3, which have similar names."""
         return _claim(head, path, split=False)
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Tables of calls and of device work."""
+        """Read the tables of calls and of device work."""
         from advisor.read.rocm import trace_of
         from advisor.read.rocm_tables import Rpd
 
@@ -43,35 +43,35 @@ class RpdReader(Reader):
 
 
 class RocpdReader(Reader):
-    """rocprofv3's database, of one process or of several."""
+    """Reader of rocprofv3's database, of one process or of several."""
 
     name = "rocpd"
     description = "a profile of rocprofv3 (.db, .json)"
     suffixes = (".db",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """An SQLite file whose tables are called after a process."""
+        """Recognise SQLite whose tables are named after a process."""
         return _claim(head, path, split=True)
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Tables of each process."""
+        """Read the tables of each process."""
         with open_database(source, options) as db:
             return _rocpd(source, db)
 
 
 class RocprofJson(Reader):
-    """``rocprofv3 --output-format json``."""
+    """Reader of ``rocprofv3 --output-format json``."""
 
     name = "rocprofv3"
     description = "a profile of rocprofv3 (.db, .json)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """JSON whose first key is the tool's."""
+        """Recognise JSON whose first key is the tool's."""
         return ReaderClaim.SURE if MARK in head[:4096] else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """All of it at once."""
+        """Read the whole file at once. Raises AdvisorError if memory does not suffice."""
         from advisor.read.rocm import trace_of
         from advisor.read.rocprof_json import Rows, decode_document
 

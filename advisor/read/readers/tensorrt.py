@@ -1,4 +1,4 @@
-"""What ``trtexec`` exports: layer times (``--exportProfile``), and what the layers are
+"""Reader of ``trtexec``'s exports: layer times (``--exportProfile``), and the layers' descriptions
 (``--exportLayerInfo``, ``--profilingVerbosity=detailed``) in the file beside it."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 MAX_LAYERS = 5_000
-"""Also the ns in which all of them are launched."""
+"""Most layers; also the ns in which all of them are launched."""
 _PROFILE = re.compile(rb'\s*\[\s*\{\s*"count"\s*:.{0,4000}"averageMs"', re.DOTALL)
 _LAYERS = re.compile(rb'\s*\{\s*"Layers"\s*:\s*\[')
 _BESIDE = (("profile", "graph"), ("profile", "layers"), ("profile", "layerinfo"),
@@ -35,19 +35,19 @@ _PRECISIONS = (
 
 
 class TensorRT(Reader):
-    """One inference, layer after layer, with the mean time of each."""
+    """Reader of one inference, layer after layer, with the mean time of each."""
 
     name = "tensorrt"
     description = "TensorRT layer times (.profile.json)"
     suffixes = ()
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """By the first keys of either file."""
+        """Recognise either file by its first keys."""
         known = _PROFILE.match(head) or _LAYERS.match(head)
         return ReaderClaim.SURE if known else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Layers as device work of one step. Raises AdvisorError: no times."""
+        """Return layers as device work of one step. Raises AdvisorError if there are no times."""
         import polars as pl
 
         from advisor.core.trace import CUDA, TraceMeta
@@ -86,7 +86,7 @@ class TensorRT(Reader):
 
 
 def _host(layers: int, ns: int) -> pl.DataFrame:
-    """One step whose launches come first and take no time, so that layers follow one another."""
+    """Return a step whose launches come first and take no time: layers follow one another."""
     import polars as pl
 
     calls = [("cudaLaunchKernel", at, 1, at + 1) for at in range(layers)]
@@ -113,7 +113,7 @@ def _decoded(data: bytes, path: str) -> Any:
 
 
 def _beside(path: str, part: str) -> Any:
-    """The file whose name differs in one part; ``None``: there is none that can be read."""
+    """Read the file whose name differs in one part; ``None`` if there is none, or it is damaged."""
     own = Path(path)
     other = own.with_name(own.name.replace("profile", part))
     if other == own or not other.is_file():
@@ -135,7 +135,7 @@ def _layers(path: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _kind(name: str, layer: dict[str, Any] | None) -> str:
-    """``CaskConvolution_int8``: what a layer is, and in which precision it computes."""
+    """Return a layer's kind and computing precision: ``CaskConvolution_int8``."""
     if layer is None:
         return "Reformat" if name.startswith("Reformatting CopyNode") else "Layer"
     kind = layer.get("LayerType")

@@ -1,4 +1,4 @@
-"""The timeline of TensorFlow's and JAX's profilers as JSON (``.trace.json.gz``)."""
+"""Reader of TensorFlow's and JAX's profiler timeline in JSON (``.trace.json.gz``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from advisor.read.xspace import Events, Plane, XLine
 
 MAX_BYTES = 1 << 30
-"""The profiler writes at most a million events, some 200 MB."""
+"""Largest file, bytes: the profiler writes at most a million events, some 200 MB."""
 
 _PLANE = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
 _NUMBERS = ("correlation_id", "step_num", "allocation_bytes", "bytes_allocated", "addr",
@@ -45,7 +45,7 @@ class _TimelineFile(msgspec.Struct):
 
 
 class XlaTimeline(Reader):
-    """What ``<host>.trace.json.gz`` of a log directory holds: the events of the XPlane file beside
+    """Reader of ``<host>.trace.json.gz`` in a log directory: the events of the XPlane file beside
     it, cut to a million. Processes are planes, threads are lines."""
 
     name = "xla-timeline"
@@ -53,13 +53,13 @@ class XlaTimeline(Reader):
     suffixes = (".trace.json",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """JSON whose processes are named as planes are."""
+        """Recognise JSON whose processes are named like planes."""
         text = without_mark(head)
         result = text[:1] in (b"{", b"[") and _PLANE.search(head)
         return ReaderClaim.SURE if result else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Whole: it is bounded."""
+        """Read the whole file, whose size is bounded."""
         advice = "longer than any such timeline; give .xplane.pb"
         events, broken = _decoded(source.read_all(MAX_BYTES, advice), source)
         return space_to_trace(_space(events, broken), source)
@@ -83,7 +83,7 @@ def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
 
 
 def _space(events: list[_Event], broken: int) -> Space:
-    """The same planes and lines that an XPlane file has."""
+    """Return the planes and lines that an XPlane file has."""
     from advisor.read.xspace import Plane, XLine
 
     processes: dict[Any, str] = {}
@@ -134,7 +134,7 @@ def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
 
 
 def _ns(own: list[_Event], what: str) -> Ints:
-    """Microseconds to ns; what is no sane time is below zero, or left out by its distance."""
+    """Convert microseconds to ns; an implausible time is negative, or dropped as too distant."""
     us = np.array([getattr(event, what) or 0.0 for event in own])
     result: Ints = np.rint(np.clip(np.nan_to_num(us, nan=-1e12), -1e12, 4e15) * 1000).astype(
         np.int64

@@ -1,4 +1,4 @@
-"""XPlane: what the profilers of TensorFlow, JAX and PyTorch/XLA write (``.xplane.pb``)."""
+"""Reader of XPlane files of TensorFlow's, JAX's and PyTorch/XLA's profilers (``.xplane.pb``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from advisor.read.xspace import Events, Plane, XLine, XSpace
 
 MAX_BYTES = 2 << 30
-"""No message of Protocol Buffers is longer."""
+"""Largest file, bytes: no message of Protocol Buffers is longer."""
 
 _GPU = re.compile(r"^/device:GPU:(\d+)")
 _TPU = re.compile(r"^/device:TPU:|^#?Chip|^/device:CUSTOM:")
@@ -38,33 +38,33 @@ _STATS = frozenset(
 )
 _ID_KEY, _NAME_KEY = 0x08, 0x12
 _PROCESS = "host"
-"""One a file. Its name and address are in the file and stay there."""
+"""Name of the one process in a file. The host's name and address stay in the file."""
 _DETAIL = re.compile(r"(\w+):(\S+)")
 
 
 @dataclass
 class Space:
-    """Planes with their lines, from whichever file."""
+    """Planes with their lines, from either file format."""
 
     planes: Iterable[tuple[Plane, list[XLine], Events]]
     truncated: bool = False
     undecodable_events: int = 0
-    """Events that could not be decoded."""
+    """Number of events that could not be decoded."""
 
 
 class XPlane(Reader):
-    """An ``XSpace`` message, packed or not. Reading it takes no TensorFlow and no protobuf."""
+    """Reader of an ``XSpace`` message, packed or not, without TensorFlow or protobuf."""
 
     name = "xplane"
     description = "one of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
     suffixes = (".xplane.pb",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
-        """A message whose first field is a plane, and that plane named as profilers name them."""
+        """Recognise a message whose first field is a plane with a profiler's name for it."""
         return ReaderClaim.SURE if _begins_with_plane(head) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Host threads, streams of the devices, and what ties them."""
+        """Read host threads, the devices' streams, and the numbers that join them."""
         from advisor.read.xla_host import STATS
         from advisor.read.xspace import XSpace
 
@@ -91,8 +91,8 @@ class XPlane(Reader):
 
 
 def _begins_with_plane(head: bytes) -> bool:
-    """Whether a message begins with a plane (field 1) whose first fields are a number (1) and a
-    name (2) such as ``/host:CPU``."""
+    """Return whether a message begins with a plane (field 1) whose first fields are a number (1)
+    and a name (2) such as ``/host:CPU``."""
     index = 0
     try:
         if head[:1] != b"\x0a":
@@ -111,7 +111,7 @@ def _begins_with_plane(head: bytes) -> bool:
 
 
 def space_to_trace(space: Space, source: ByteSource) -> Trace:
-    """The tables of a decoded space. Raises AdvisorError: there is nothing in it to be read."""
+    """Return the trace of a decoded space. Raises AdvisorError if nothing in it can be read."""
     from advisor.read import xla_host
 
     path = source.path
@@ -184,7 +184,7 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
 
 
 def _dropped(space: Space, others: int) -> dict[str, int]:
-    """What was left out, counted by reason."""
+    """Return the number of left-out items by reason."""
     counts = {
         "not used: planes of other devices": others,
         "not decodable": space.undecodable_events,
@@ -193,7 +193,7 @@ def _dropped(space: Space, others: int) -> dict[str, int]:
 
 
 def _more(trace: Trace, space: XSpace) -> dict[str, int]:
-    """The same with what the decoder left out."""
+    """Add what the decoder left out to the counts of dropped events."""
     counts = Counter(trace.meta.events_dropped)
     counts["without a name"] += space.nameless
     counts["not decodable"] += space.broken
@@ -202,8 +202,8 @@ def _more(trace: Trace, space: XSpace) -> dict[str, int]:
 
 
 def _start(facts: dict[str, Any], host: pl.DataFrame, device: pl.DataFrame | None) -> int:
-    """Unix time of the file's 0, ns. Newer profilers count from their start and tell it; 0: times
-    are absolute already, or nothing tells."""
+    """Return the Unix time of the file's 0, ns. Newer profilers count from their start and record
+    it; 0: times are absolute already, or it is unknown."""
     start = facts.get("profile_start_time")
     frames = [frame["ts"] for frame in (host, device) if frame is not None and frame.height]
     first = min((int(column.min()) for column in frames), default=0)  # type: ignore[arg-type]
@@ -211,8 +211,8 @@ def _start(facts: dict[str, Any], host: pl.DataFrame, device: pl.DataFrame | Non
 
 
 def _device(number: int, plane: Plane) -> Device:
-    """A GPU by its plane's stats. Its model is not written; it is named where what is written
-    (compute capability, multiprocessors, memory, clock) is true of a single known one."""
+    """Return a GPU from its plane's stats. Its model is not in the file; it is named if the
+    recorded compute capability, multiprocessors, memory and clock fit a single known one."""
     stats = plane.stats
 
     def whole(name: str) -> int | None:
@@ -255,7 +255,7 @@ def _vendor(plane: Plane) -> str | None:
 
 
 def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: Any) -> pl.DataFrame:
-    """The work of one device; ``streams``: the number of each line, -1: it is no stream."""
+    """Return the work of one device; ``streams``: the number of each line, -1: it is no stream."""
     if not len(events.ts):
         return pl.DataFrame(schema=_WORK_SCHEMA)
     stream = streams[events.line]
@@ -297,7 +297,7 @@ def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: An
 
 
 def _texts(events: Events, name: str) -> pl.Series:
-    """A stat that is a text as a column; null where it is not there."""
+    """Return a text stat as a column; null if missing."""
     column = pl.Series([None] * len(events.ts), dtype=pl.String)
     return column.scatter(*events.texts[name]) if name in events.texts else column
 
@@ -319,8 +319,8 @@ def _kind(name: str) -> str:
 
 
 def _details(details: tuple[Any, list[str]] | None, count: int, parse: Any) -> dict[str, pl.Series]:
-    """Columns from texts such as ``regs:38 shm:0 grid:160,1,1 block:1024,1,1``, each distinct one
-    parsed once."""
+    """Parse texts such as ``regs:38 shm:0 grid:160,1,1 block:1024,1,1`` into columns, each distinct
+    one once."""
     rows, texts = details if details is not None else (np.zeros(0, dtype=np.int64), [])
     frame = pl.DataFrame({"text": texts}, schema={"text": pl.String})
     seen = frame["text"].unique(maintain_order=True)
@@ -365,7 +365,7 @@ def _whole(text: str, most: int = 1 << 53) -> int | None:
 
 
 def _product(text: str, most: int = 1 << 53) -> int | None:
-    """Of a grid or a block: three numbers above 0."""
+    """Return the product of a grid's or block's sizes; ``None`` if one is missing or 0."""
     sizes = [_whole(part, 1 << 32) for part in text.split(",")]
     if len(sizes) > 3 or not all(sizes):
         return None
@@ -374,8 +374,8 @@ def _product(text: str, most: int = 1 << 53) -> int | None:
 
 
 def _with_ops(host: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
-    """The host rows, with an operator around each launch of which the device tells XLA's: it has
-    no range of its own on the host."""
+    """Return the host rows, with an op around each launch for which the device names XLA's op: it
+    has no range of its own on the host."""
     details = (
         device.filter(pl.col("hlo").is_not_null() & (pl.col("correlation") > 0))
         .group_by("correlation")

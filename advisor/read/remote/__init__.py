@@ -1,1 +1,1 @@
-"""Files where they are: object storage, web servers and archives, by any URL that fsspec knows."""
+"""Remote files: object storage, web servers and archives, by any URL that fsspec knows."""

@@ -1,5 +1,4 @@
-"""Members of an archive that lies elsewhere: zip and tar, read where they are and never unpacked to
-a folder.
+"""Reader of members of a remote archive: zip and tar, read in place and never unpacked to a folder.
 
 An archive is somebody else's. Its table of contents is bounded; a member is a stream of bytes whose
 name becomes part of no path; links are members that are not there.
@@ -26,25 +25,25 @@ from advisor.read.remote.urls import redact_url
 KINDS = ("zip", "tar")
 MAX_MEMBERS = 100_000
 MAX_AT_ONCE = 16 << 20
-"""Bytes that an archive's reader may ask for at once: those of a table of contents."""
+"""Most bytes that an archive's reader may ask for at once, for its table of contents."""
 _OTHER_METHODS = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma"}
 MAX_OFFSET = 1 << 40
-"""Bytes of an archive before a member."""
+"""Most bytes of an archive before a member."""
 _ZIP_BLOCK, _TAR_BLOCK, _UNPACKED = 1 << 20, 1 << 16, 4 << 20
 
 
 class Member(NamedTuple):
-    """A file in an archive."""
+    """Member of an archive."""
 
     name: str
     size: int
     offset: int | None
-    """Where its bytes begin in the archive, if they are there as they are."""
+    """Offset of its bytes in the archive, if they are stored unpacked there."""
 
 
 def split_url(url: str) -> tuple[str, str, str] | None:
-    """``zip://a/*.json::s3://b/c.zip`` as ``("zip", "a/*.json", "s3://b/c.zip")``; ``None``: not in
-    an archive."""
+    """Split ``zip://a/*.json::s3://b/c.zip`` into ``("zip", "a/*.json", "s3://b/c.zip")``; ``None``
+    if the URL is not in an archive."""
     first, sep, rest = url.partition("::")
     kind, mark, path = first.partition("://")
     if not sep or not mark or kind.lower() not in KINDS:
@@ -53,15 +52,15 @@ def split_url(url: str) -> tuple[str, str, str] | None:
 
 
 def list_members(kind: str, archive: str) -> list[Member]:
-    """The regular files of an archive. Raises AdvisorError: too many, or no such archive; and what
-    its file system raises."""
+    """Return the regular files of an archive. Raises AdvisorError if there are too many or the
+    archive cannot be read, and what its file system raises."""
     with _open(kind, archive) as opened:
         return list(opened.members.values())
 
 
 @contextmanager
 def open_member(kind: str, archive: str, name: str) -> Iterator[tuple[BinaryIO, int]]:
-    """A member's bytes, unpacked as they are read, and how many there are. Raises as above, and
+    """Open a member: yield a stream of its unpacked bytes, and their number. Raises as above, and
     FileNotFoundError."""
     with _open(kind, archive) as opened:
         if name not in opened.members:
@@ -71,7 +70,7 @@ def open_member(kind: str, archive: str, name: str) -> Iterator[tuple[BinaryIO, 
 
 
 class _Archive:
-    """An open archive: its table of contents is read once, a packed tar is unpacked once."""
+    """Open archive, whose table of contents is read once; a packed tar is unpacked once."""
 
     def __init__(self, kind: str, archive: str) -> None:
         self._archive = archive
@@ -116,7 +115,7 @@ class _Archive:
                 self.members[header.name] = Member(header.name, header.size, offset)
 
     def stream(self, name: str) -> BinaryIO:
-        """A member's bytes. Raises AdvisorError for what cannot be unpacked a little at a time."""
+        """Open a member. Raises AdvisorError for one that cannot be unpacked a little at a time."""
         info = self._infos[name]
         if isinstance(info, tarfile.TarInfo):
             return cast(BinaryIO, self._tar.extractfile(info))
@@ -135,12 +134,12 @@ class _Archive:
 
 
 _kept: dict[tuple[str, str], _Archive] = {}
-"""The archive that was read last, while nobody reads it."""
+"""Archive that was read last, while it is not in use."""
 
 
 @contextmanager
 def _open(kind: str, archive: str) -> Iterator[_Archive]:
-    """The archive: the one that was read last, if it is that and has not changed."""
+    """Open an archive, reusing the one read last if it is the same and unchanged."""
     with _sane(archive):
         opened = _kept.pop((kind, archive), None)
         if opened is not None and opened.version != _version(archive):
@@ -167,8 +166,8 @@ def _version(archive: str) -> tuple[object, ...]:
 
 
 def _unpack(packed: Any, plain: Any, archive: str) -> None:
-    """A packed tar as a plain one on the disk, where its members are found without unpacking those
-    before them again. Raises AdvisorError: there is no room for it."""
+    """Unpack a tar to the disk, so that members are found without unpacking those before them
+    again. Raises AdvisorError if there is no room for it."""
     folder = tempfile.gettempdir()
     while block := packed.read(_UNPACKED):
         if shutil.disk_usage(folder).free < ROOM_LEFT:
@@ -181,8 +180,8 @@ def _unpack(packed: Any, plain: Any, archive: str) -> None:
 
 
 class _Bounded:
-    """A file of which no reader asks for more at once than is sane: what an archive says of its
-    own lengths is not believed."""
+    """File that limits how much a reader may ask for at once: lengths stated in an archive are not
+    trusted."""
 
     def __init__(self, file: Any, archive: str) -> None:
         self._file = file
@@ -240,7 +239,7 @@ _DAMAGE = (
 
 @contextmanager
 def _sane(archive: str) -> Iterator[None]:
-    """Damage in one line."""
+    """Raise AdvisorError, with one line, for a damaged archive."""
     try:
         yield
     except _DAMAGE as error:

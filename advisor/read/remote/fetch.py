@@ -1,4 +1,4 @@
-"""A file elsewhere as a local one, for as long as it is read: in blocks, never whole in memory.
+"""Temporary local copy of a remote file, while it is read: in blocks, never whole in memory.
 
 What breaks off goes on where it was, where the other side can do that, and from the start where it
 cannot. A file counts as read when as many bytes came as were promised and it is still the same.
@@ -31,9 +31,9 @@ from advisor.read.remote.urls import RemoteFile, file_name, is_url, is_web
 from advisor.read.source import decimal_size
 
 BLOCK = 4 << 20
-"""Bytes that are asked for at once, and all that is in memory of a file."""
+"""Bytes requested at once, and the only part of a file in memory."""
 LIMIT = 64 << 30
-"""Bytes that one file may have."""
+"""Most bytes of one file."""
 
 
 @contextmanager
@@ -46,8 +46,8 @@ def open_locally(
     progress: Callable[[str, int], None] | None = None,
     check: Callable[[bytes, str], None] | None = None,
 ) -> Iterator[Path]:
-    """A local path to a file, for the time of the ``with`` block: its own if it is here, else a
-    copy of the same name in a folder of its own, gone afterwards.
+    """Open a local path to a file, for the time of the ``with`` block: its own if it is local, else
+    a copy of the same name in a temporary folder.
 
     ``folder``: for the copy; default: the system's for temporary files. ``max_bytes``: its
     size at most. ``timeout``: seconds that a block may take; default ``filesystem.TIMEOUT``.
@@ -71,7 +71,7 @@ def open_locally(
 
 @dataclass
 class _Copy:
-    """One file on its way here."""
+    """Download of one file."""
 
     _source: RemoteFile
     _path: Path
@@ -81,11 +81,11 @@ class _Copy:
     _check: Callable[[bytes, str], None] | None
     _stream_only: bool = False
     _goes_on: bool = False
-    """What is here already stays for the next attempt."""
+    """True if the bytes already here stay for the next attempt."""
     _same: tuple[object, ...] | None = None
 
     def make(self) -> None:
-        """Raises AdvisorError."""
+        """Download the file, in several attempts if needed. Raises AdvisorError."""
         failures = 0
         with self._path.open("wb") as out:
             while True:
@@ -111,7 +111,7 @@ class _Copy:
             self._member(*in_archive, out)
 
     def _plain(self, url: str, out: BinaryIO, offset: int = 0, size: int | None = None) -> None:
-        """A file, or so many of its bytes from an offset on."""
+        """Fetch a file, or ``size`` of its bytes from an offset on."""
         system, path = file_system(url)
         info = self._info(system, path)
         if info.get("type") == "directory":
@@ -140,7 +140,7 @@ class _Copy:
         self._same = now
 
     def _ranged(self, system: Any, path: str, offset: int, size: int, out: BinaryIO) -> None:
-        """The bytes that are not here yet, block by block."""
+        """Fetch the missing bytes, block by block."""
         self._refuse_large(size, size - out.tell())
         self._goes_on = True
         file = call_within(
@@ -167,7 +167,7 @@ class _Copy:
     def _streamed(
         self, system: Any, path: str, block_size: int, size: int | None, out: BinaryIO
     ) -> None:
-        """All of it, from the start. ``block_size``: 0 reads a web server's answer as it comes."""
+        """Fetch a file from its start. ``block_size``: 0 reads a web server's answer directly."""
         self._from_start(out)
         if size is not None:
             self._refuse_large(size, size)
@@ -203,8 +203,8 @@ class _Copy:
             self._write(out, block)
 
     def _block(self, file: Any, size: int) -> bytes:
-        """So many bytes, fewer only at the end, all of them in time: one that comes byte by byte
-        is as good as none."""
+        """Read ``size`` bytes, fewer only at the end, within the timeout for all of them: a file
+        that comes byte by byte is as good as none."""
 
         def read() -> bytes:
             parts: list[bytes] = []
@@ -251,6 +251,6 @@ class _Copy:
 
 
 def _close(file: Any) -> None:
-    """Without waiting for a server that does not answer."""
+    """Close a file, without waiting for a server that does not answer."""
     with suppress(Exception):
         call_within(1.0, file.close)

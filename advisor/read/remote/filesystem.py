@@ -1,5 +1,5 @@
-"""A URL's file system, by fsspec; an end to waiting, another attempt after what may pass, and one
-line for whatever a storage's library raises.
+"""File systems of URLs, by fsspec, with timeouts, retries of failures that may pass, and one line
+for whatever a storage's library raises.
 
 Kept beside what fsspec does, because each was seen to be needed (``tests/read/remote``): fsspec has
 no end to a call that hangs, does not try again what its libraries give up, and calls missing what
@@ -28,10 +28,10 @@ SCHEMES = frozenset(
         zip tar simplecache
     """.split()
 )
-"""What is read: storage, archives, a copy on this machine. fsspec knows others that run commands,
+"""Schemes that are read: storage, archives, local copies. fsspec knows others that run commands,
 follow what a file says, or ask a notebook's server."""
 CONNECT, ANSWER = 10.0, 60.0
-"""Seconds: until a connection stands; between two pieces of an answer."""
+"""Timeouts, s: for a connection; between two pieces of an answer."""
 ROOM_LEFT = 256 << 20
 """Bytes of the disk that are left free."""
 _SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
@@ -39,13 +39,13 @@ _SAME = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified
 
 
 def version_of(info: dict[str, Any]) -> tuple[object, ...]:
-    """What differs after a file was written again, of what its file system says of it."""
+    """Return facts of a file system's entry that change when the file is written again."""
     return info.get("size"), *(info.get(name) for name in _SAME)
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """An fsspec file system and the path in it. Who logs in is found as that storage's own tools
-    do: from the environment, their configuration, or the machine's role.
+    """Return an fsspec file system and the path in it. Credentials are found as by that storage's
+    own tools: in the environment, their configuration, or the machine's role.
 
     Raises AdvisorError: a URL that nobody reads, a package that is not installed.
     """
@@ -87,8 +87,8 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def _web() -> dict[str, Any]:
-    """Bytes as they are stored: what a server says is packed stays so, or ranges and sizes would
-    be of something else. Proxies and ``.netrc`` as other programs know them."""
+    """Return options for HTTP: bytes come as stored and stay packed, or ranges and sizes would not
+    match. Proxies and ``.netrc`` apply as in other programs."""
     from aiohttp import ClientTimeout
 
     return {
@@ -108,30 +108,30 @@ _PASSING = frozenset(
     IncompleteRead ProtocolError ChunkedEncodingError
     ServiceRequestError ServiceResponseError""".split()
 )
-"""Of Python and fsspec, aiohttp, botocore, http.client with urllib3 and requests, azure."""
+"""Errors of Python and fsspec, aiohttp, botocore, http.client with urllib3 and requests, azure."""
 _SLOW = frozenset({"TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "FSTimeoutError"})
 _NOBODY = frozenset(
     """NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound
     TokenRetrievalError DefaultCredentialsError RefreshError ClientAuthenticationError""".split()
 )
 MAX_CAUSES = 10
-"""Errors that led to an error, looked at."""
+"""Most causes looked at in an error's chain."""
 
 
 class CutOffError(Exception):
-    """Fewer bytes came than were promised."""
+    """Error for fewer bytes than were promised."""
 
 
 class ReadFailure(NamedTuple):
-    """What is wrong with a file elsewhere."""
+    """Failure to read a remote file."""
 
     message: str
     retryable: bool
-    """Another attempt may succeed."""
+    """True if another attempt may succeed."""
 
 
 def explain_error(error: BaseException, place: str) -> ReadFailure:
-    """What an error means. ``place``: the URL, of which only the scheme counts."""
+    """Return the meaning of an error. ``place``: the URL, of which only the scheme counts."""
     chain = list(_chain(error))
     names = {cls.__name__ for item in chain for cls in type(item).__mro__}
     status = next((found for item in chain if (found := _status(item)) is not None), None)
@@ -167,7 +167,7 @@ def explain_error(error: BaseException, place: str) -> ReadFailure:
 
 
 def _not_installed(name: str, error: ImportError) -> AdvisorError:
-    """What to install for a scheme: fsspec names the package, the cause the module."""
+    """Return an error with what to install for a scheme, named by fsspec or by the cause."""
     module = getattr(error.__cause__, "name", None) or ""
     if module and module in str(error):
         return AdvisorError(f"{name}:// needs {module}: pip install {module}")
@@ -183,7 +183,7 @@ def _check(place: str) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that led to it."""
+    """Yield an error, and the errors that led to it."""
     now: BaseException | None = error
     for _ in range(MAX_CAUSES):
         if now is None:
@@ -193,7 +193,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """What a server answered, as aiohttp, botocore, requests, gcsfs and azure say it."""
+    """Return a server's status, as aiohttp, botocore, requests, gcsfs or azure report it."""
     answer = getattr(error, "response", None)
     if isinstance(answer, dict):  # botocore
         meta = answer.get("ResponseMetadata")
@@ -209,15 +209,15 @@ def _status(error: BaseException) -> int | None:
 _T = TypeVar("_T")
 
 TIMEOUT = 60.0
-"""Seconds that one answer, of at most a block, may take."""
+"""Timeout of one answer, of at most a block, s."""
 ATTEMPTS = 4
-"""In a row that bring nothing, before it is given up."""
+"""Most attempts in a row that bring nothing."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 8.0
-"""Seconds before the second attempt; each later one doubles it."""
+"""Wait before the second attempt, s, doubled before each later one, and its maximum."""
 
 
 def can_seek(file: Any, place: int) -> bool:
-    """Move to a place, if that is possible: tried, because a server's stream says that it can."""
+    """Seek, and return whether it worked: tried, because a server's stream claims that it can."""
     try:
         file.seek(0, 2)
         file.seek(place)
@@ -227,8 +227,8 @@ def can_seek(file: Any, place: int) -> bool:
 
 
 def call_within(seconds: float, call: Callable[[], _T]) -> _T:
-    """What a call returns or raises. TimeoutError: not in time; it is left to itself, in a thread
-    that nobody waits for. Ctrl-C is heard meanwhile, whatever the call waits for."""
+    """Return what a call returns, or raise what it raises. Raises TimeoutError if it is late; it
+    then goes on in a thread that nobody waits for. Ctrl-C works meanwhile."""
     done = threading.Event()
     result: list[_T] = []
     failure: list[BaseException] = []
@@ -250,8 +250,8 @@ def call_within(seconds: float, call: Callable[[], _T]) -> _T:
 
 
 def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _T:
-    """What a call returns, after another attempt or more where a failure may pass. Raises
-    AdvisorError with one line."""
+    """Return what a call returns, retrying failures that may pass. Raises AdvisorError with one
+    line."""
     failures = 0
     while True:
         try:
@@ -264,7 +264,7 @@ def retry(place: str, call: Callable[[], _T], timeout: float | None = None) -> _
 
 
 def give_up_or_wait(error: Exception, place: str, failures: int) -> None:
-    """Wait before the next attempt. Raises AdvisorError: it cannot help, or there were enough."""
+    """Wait before the next attempt. Raises AdvisorError if retrying cannot help, or is used up."""
     what = explain_error(error, place)
     if not what.retryable:
         raise AdvisorError(f"{redact_url(place)}: {what.message}") from None

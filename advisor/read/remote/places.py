@@ -1,4 +1,4 @@
-"""URLs, of files, folders and globs, to the files that they stand for."""
+"""Search for the files that URLs stand for: files, folders and globs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from advisor.read.remote.filesystem import file_system, retry
 from advisor.read.remote.urls import RemoteFile, is_web, rank_in, redact_url
 
 MAX_LISTED = 200_000
-"""Files of a folder and those in it."""
+"""Most files below a folder."""
 MAX_FOLDERS, DEPTH = 2_000, 8
-"""Index pages of a web server that are looked at, and how far down."""
+"""Most index pages of a web server looked at, and their greatest depth."""
 LISTING = 300.0
-"""Seconds that a listing may take."""
+"""Timeout of a listing, s."""
 
 Choose = Callable[[list[str]], list[str]]
-"""Which of the names of a folder, relative to it, are wanted."""
+"""Function that selects wanted names from a folder's, relative to it."""
 
 
 def find_files(url: str, choose: Choose) -> list[RemoteFile]:
-    """The files that a URL stands for. A file is itself, whatever its name; of a folder and of a
+    """Return the files that a URL stands for: a file itself, whatever its name; of a folder or a
     glob those that ``choose`` wants, in the order of their names.
 
     One file that cannot be asked for is there, with its ``problem``. Raises AdvisorError: a folder
@@ -63,7 +63,7 @@ def _one_or_folder(system: Any, path: str, url: str, choose: Choose) -> list[Rem
 
 
 def _relative(listed: dict[str, Any], root: str) -> dict[str, int | None]:
-    """Names below a folder, with their sizes."""
+    """Return names below a folder, with their sizes, bytes."""
     start = root.strip("/")
     result = {}
     for name, info in listed.items():
@@ -74,7 +74,7 @@ def _relative(listed: dict[str, Any], root: str) -> dict[str, int | None]:
 
 
 def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[RemoteFile]:
-    """What is wanted below a folder's URL."""
+    """Return the wanted files below a folder's URL."""
     if len(sizes) > MAX_LISTED:
         raise AdvisorError(
             f"{redact_url(url)}: more than {MAX_LISTED:,} files; give a folder with fewer"
@@ -87,8 +87,8 @@ def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[Rem
 
 
 def _bearing(url: str) -> tuple[str, str, str]:
-    """The part of a chain that has the path, between what stands before and after it:
-    ``simplecache::s3://b/c`` as ``("simplecache::", "s3://b/c", "")``."""
+    """Split a chain of URLs into what stands before the part with the path, that part, and the
+    rest: ``simplecache::s3://b/c`` into ``("simplecache::", "s3://b/c", "")``."""
     parts = url.split("::")
     index = next((number for number, part in enumerate(parts) if "://" in part), 0)
     before, after = parts[:index], parts[index + 1 :]
@@ -100,7 +100,7 @@ def _bearing(url: str) -> tuple[str, str, str]:
 
 
 def _hidden(name: str) -> bool:
-    """Also what would lead out of its folder, or would be another URL in a chain."""
+    """Return whether a name is hidden, leads out of its folder, or is another URL in a chain."""
     return "::" in name or any(part.startswith(".") for part in name.split("/"))
 
 
@@ -114,13 +114,13 @@ def _magic(url: str) -> bool:
 
 
 def _root(bearing: str) -> str:
-    """The folder above the first part of a path that has a wildcard in it."""
+    """Return the folder above the first part of a path that has a wildcard."""
     first = re.search(r"[*?[]", bearing)
     return bearing if first is None else bearing[: bearing.rindex("/", 0, first.start()) + 1]
 
 
 def _globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
-    """Files that match, and those in folders that do."""
+    """Return matching files, and those in matching folders."""
     before, bearing, after = _bearing(url)
     root = _root(bearing)
     pattern = bearing[len(root) :].rstrip("/")
@@ -155,7 +155,7 @@ def _matching(sizes: dict[str, int | None], pattern: str) -> dict[str, int | Non
 
 
 def _web_listing(system: Any, url: str, deep: int | None = None) -> dict[str, int | None]:
-    """Files that index pages link to. Only what is below the folder counts, whatever they link."""
+    """Return files that index pages link to, without sizes; only those below the folder count."""
     result: dict[str, int | None] = {}
     seen = {url}
     level = [url]
@@ -217,6 +217,6 @@ def _size(info: dict[str, Any]) -> int | None:
 
 
 def _forget(system: Any) -> None:
-    """What was listed earlier in this process may have changed."""
+    """Drop a file system's cached listings, which may be outdated."""
     with suppress(Exception):  # not all file systems remember
         system.invalidate_cache()

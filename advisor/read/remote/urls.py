@@ -1,4 +1,4 @@
-"""What a URL says: that it is one, what of it may be shown, its file's name, its rank."""
+"""Parsing of URLs: recognition, redaction for display, the file's name, its rank."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ HIDDEN = "[redacted]"
 WEB = ("http", "https")
 LONGEST_URL = 8192
 LONGEST_NAME = 120
-"""Characters of a local file's name: its last ones."""
+"""Most characters of a local file's name, the last ones."""
 MAX_RANGES = 4096
 
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]{1,30}::){0,8}[A-Za-z][A-Za-z0-9+.-]{1,30}://")
-"""A scheme has two letters at least: ``C://`` is a drive."""
+"""Pattern of a URL. A scheme has two letters at least: ``C://`` is a drive."""
 _ACCOUNTS = ("abfs", "abfss", "az", "adl", "wasb", "wasbs")
-"""Schemes of Azure, in whose ``container@account`` nobody logs in."""
+"""Schemes of Azure, whose ``container@account`` is no login."""
 _RANK = re.compile(r"(?:(?<![A-Za-z])rank|Rank|RANK)[-_. =]?(\d{1,6})(?!\d)")
 _UNSAFE = re.compile(r"[^\w.+=-]")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def is_url(text: str) -> bool:
-    """Whether a place is a URL (``s3://…``, ``zip://*.json::https://…``), not a path."""
+    """Return whether a text is a URL (``s3://…``, ``zip://*.json::https://…``), not a path."""
     return _URL.match(text) is not None
 
 
 def scheme(url: str) -> str:
-    """Of its first part, in lower case: ``zip`` of ``zip://a.json::s3://bucket/a.zip``."""
+    """Return the first scheme, in lower case: ``zip`` of ``zip://a.json::s3://bucket/a.zip``."""
     return re.split("::|://", url, maxsplit=1)[0].lower()
 
 
 def is_web(url: str) -> bool:
-    """Whether it is read by HTTP."""
+    """Return whether a URL is read by HTTP."""
     return scheme(url) in WEB
 
 
 def local_path(url: str) -> str | None:
-    """The path of ``file://…``; ``None``: it is elsewhere."""
+    """Return the path of ``file://…``; ``None`` if it is remote."""
     if scheme(url) not in ("file", "local") or "::" in url:
         return None
     return url.partition("://")[2] or "/"
 
 
 def redact_url(url: str) -> str:
-    """A URL for everybody's eyes: without who logs in, and without its query, which holds the
-    signature of one that was signed. A path is shown as it is."""
+    """Return a URL for display: without credentials, and without its query, which holds the
+    signature of a signed one. A path stays unchanged."""
     return "::".join(map(_shown, url.split("::"))) if is_url(url) else url
 
 
@@ -70,12 +70,12 @@ def _shown(part: str) -> str:
 
 
 def location_of_url(url: str) -> str:
-    """A path that says where a URL's file lies: that of a member below its archive's."""
+    """Return a path for a URL's location: a member's is below its archive's."""
     return "/".join(reversed(redact_url(url).split("::"))) if is_url(url) else url
 
 
 def rank_in(place: str) -> int | None:
-    """The number behind ``rank`` in a file's name, else in the nearest folder that has one."""
+    """Return the number after ``rank`` in a file's name, else in the nearest folder's with one."""
     for part in reversed(Path(location_of_url(place)).parts):
         if found := _RANK.findall(part):
             return int(found[-1])
@@ -83,7 +83,7 @@ def rank_in(place: str) -> int | None:
 
 
 def file_name(url: str) -> str:
-    """A name for a local copy, with the suffixes of the original, and nothing that could lead out
+    """Return a name for a local copy, with the original's suffixes, and nothing that could lead out
     of a folder."""
     first = next((part for part in url.split("::") if "://" in part), url)
     path = _shown(first).partition("://")[2]
@@ -92,10 +92,10 @@ def file_name(url: str) -> str:
 
 
 class RankFilter:
-    """Ranks that were chosen: ``0-63,512``."""
+    """Set of chosen ranks: ``0-63,512``."""
 
     def __init__(self, text: str) -> None:
-        """Raises AdvisorError for what is no list of numbers and ranges."""
+        """Parse ranks. Raises AdvisorError if it is no list of numbers and ranges."""
         self.text = text
         self._ranges: list[range] = []
         parts = text.split(",")
@@ -114,20 +114,20 @@ class RankFilter:
 
 
 class RemoteFile(Struct, frozen=True):
-    """A file, here or elsewhere. Can be pickled."""
+    """File to read, local or remote. Can be pickled."""
 
     url: str
-    """For everybody's eyes: without credentials and without a query. A local path as it is."""
+    """Address for display, without credentials and query. A local path unchanged."""
     at: str
-    """What is opened: the URL as it was given, or a path. May hold a signature: not for showing."""
+    """Address to open: the URL as given, or a path. May hold a signature: not for display."""
     rank: int | None = None
-    """By its name or the nearest folder's; ``None``: neither has one."""
+    """Rank in its name or the nearest folder's; ``None``: neither has one."""
     size: int | None = None
-    """Bytes; ``None``: not known before it is read."""
+    """Size, bytes; ``None``: not known before it is read."""
     offset: int | None = None
-    """Of a member of a tar that is not packed: where its bytes begin in the archive."""
+    """Offset in the archive, of a member of an unpacked tar."""
     problem: str = ""
-    """Why it cannot be read, where that is known already."""
+    """Reason why it cannot be read, if that is known already; else empty."""
 
     def __repr__(self) -> str:
         return f"Source({self.url!r}, rank={self.rank}, size={self.size})"

@@ -1,1 +1,1 @@
-"""The engine: runs rules, prices their edits, arbitrates and ranks."""
+"""Advice: run the rules, estimate their gains, rank the findings and write the report."""

@@ -1,4 +1,4 @@
-"""Reports of an auxiliary input alone (``core/auxiliary_inputs.py``): their scope and verdict."""
+"""Scope and verdict of a report on an auxiliary input alone (``core/auxiliary_inputs.py``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Verdict = tuple[Status, str]
 
 
 def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
-    """Of such a source: its devices, as far as it names them."""
+    """Return the scope of an auxiliary input: its devices, as far as it names them."""
     devices = [post.device for post in a.post_mortems]
     profiles = a.trace.meta.kernel_profiles
     names = {k.device for k in profiles.kernels if k.device} if profiles is not None else set()
@@ -40,7 +40,7 @@ def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
 
 
 def source_verdict(report: Report, kind: AuxiliaryInput) -> Verdict:
-    """Status and a sentence or two; of a kind without its own, what the rules found."""
+    """Return status and verdict of an auxiliary input; without an own one, the first finding."""
     if kind.name in VERDICTS:
         return VERDICTS[kind.name](report)
     found = [note.title for note in report.notes]
@@ -51,7 +51,7 @@ def source_verdict(report: Report, kind: AuxiliaryInput) -> Verdict:
 
 
 def _compilation_verdict(report: Report) -> Verdict:
-    """Status and a sentence about logs of torch.compile alone."""
+    """Return status and verdict of torch.compile logs alone."""
     log = report.compilation
     if log is None:
         return "limited", ""
@@ -68,7 +68,7 @@ def _compilation_verdict(report: Report) -> Verdict:
 
 
 def flight_verdict(report: Report) -> Verdict:
-    """Status and a sentence or two about flight-recorder dumps."""
+    """Return status and verdict of flight-recorder dumps."""
     flight = report.flight
     if flight is None or not flight.calls:
         return "limited", "The flight-recorder dumps hold no collective."

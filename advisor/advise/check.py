@@ -1,4 +1,4 @@
-"""Runs the rules: on each rank's window, here or elsewhere, and across ranks."""
+"""Execution of the rules, on each rank's window and across ranks, and what they found."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ if TYPE_CHECKING:
 
 RULE_FAILED = "the rule failed"
 MANY_ROWS = 2_000_000
-"""From so many on, ranks are examined one after another: threads share one interpreter and gain a
-fifth of this part's time, and what each works with beside the trace is large."""
+"""Number of events from which ranks are examined one after another. Threads share one interpreter,
+gain a fifth of this part's time, and need much memory beside the trace."""
 Subject = TypeVar("Subject", "Analysis", "Study")
 
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What the rules say of one rank's window, or across ranks."""
+    """Findings, passed and skipped checks of one rank's window, or across ranks."""
 
     rank: int
     findings: list[Finding]
     passed: list[PassedCheck]
     skipped: list[SkippedCheck]
     estimator: GainEstimator | None = None
-    """What estimated the gains; ``None``: in another process, or across ranks."""
+    """Estimator of the gains; ``None``: in another process, or across ranks."""
     summary: RankSummary | None = None
-    """The rank for comparison with others; ``None``: it is alone, or was not profiled."""
+    """Figures of the rank for the comparison; ``None``: it is alone, or was not profiled."""
 
     def with_findings_across_ranks(self, across: RankFindings) -> RankFindings:
-        """With what the rules say across ranks."""
+        """Return a copy that also has what the rules found across ranks."""
         return replace(
             self,
             findings=self.findings + across.findings,
@@ -78,7 +78,7 @@ class RankFindings:
 def run_ranks(
     analyses: dict[int, Analysis], rules: list[Rule], executor: Executor | None
 ) -> dict[int, RankFindings]:
-    """Run the rules of each rank, and sum each up where there are several."""
+    """Run the rules on each rank, and summarise each rank if there are several."""
     if len(analyses) == 1:
         return {number: run_rules(number, a, rules) for number, a in analyses.items()}
     if executor is not None:
@@ -120,7 +120,7 @@ def _remote(
 
 
 def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankFindings:
-    """Run the per-rank rules on one window and, unless not asked for, estimate what they find."""
+    """Run the per-rank rules on one window; estimate the gains if ``prices`` is set."""
     outcomes: list[Outcome] = []
     unknown = lost_records(a)
     cut = a.trace.meta.truncated
@@ -151,7 +151,7 @@ def rank_rules(
 
 
 def estimate_findings(checked: RankFindings, a: Analysis, estimator: GainEstimator) -> RankFindings:
-    """The same with the gains of its findings."""
+    """Return a copy with estimated gains; a finding whose estimate fails is also skipped."""
     findings, skipped = [], list(checked.skipped)
     for finding in checked.findings:
         try:
@@ -167,8 +167,8 @@ def estimate_findings(checked: RankFindings, a: Analysis, estimator: GainEstimat
 def merge_ranks(
     results: dict[int, RankFindings], main: int, *, counted: bool = True
 ) -> RankFindings:
-    """What was found on the main rank; a finding of the other ranks is counted beside the same one
-    of the main rank, and added when new."""
+    """Return the main rank's findings, and those that only other ranks have. Each notes on how many
+    ranks its rule found it, if ``counted``."""
     findings = list(results[main].findings)
     seen = {finding.rule: {main} for finding in findings}
     for number, other in results.items():
@@ -185,8 +185,8 @@ def merge_ranks(
 def _without_idle(
     rule: Rule, outcomes: list[Outcome], why: str, *, of_idle: bool, cut: bool
 ) -> list[Outcome]:
-    """A rule's outcomes where ``lost_records`` says ``why``: one that looked at idle or exposed
-    time (``of_idle``) and had something to say abstains by name. ``cut``: the file is cut off."""
+    """Replace what a rule says of idle or exposed time by a skipped check. ``why``: from
+    ``lost_records``; ``of_idle``: the rule looked at such time; ``cut``: the file is cut off."""
     if not of_idle or not outcomes:
         return outcomes
     name = rule.title or rule.id
@@ -208,7 +208,7 @@ def _applies(rule: Rule, a: Analysis) -> bool:
 
 
 def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
-    """One line for all the rules that a trace alone, or a record alone, gives nothing to."""
+    """Return one skipped check for all rules for which an input is missing."""
     if a.only_input is not None:
         return [a.only_input.skipped]
     if a.record_only:
@@ -239,8 +239,8 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
 def _contained(
     rule: Rule, check: Callable[[Subject], Iterable[Outcome]], subject: Subject
 ) -> list[Outcome]:
-    """What a rule yields. A rule may be anybody's code, and one that fails must not take the
-    others with it: it counts as not checked, and says so."""
+    """Return what a rule yields, or one skipped check if it fails. A rule may be anybody's code,
+    and a failure must not stop the others."""
     try:
         said = list(check(subject))
         if not type(rule).__module__.startswith("advisor.rules."):
@@ -254,8 +254,8 @@ def _contained(
 
 
 def _sound(outcome: Outcome, rule: Rule) -> Outcome:
-    """What somebody else's rule yields, checked: nothing else looks at the types of its fields.
-    Raises TypeError or ValueError."""
+    """Check the field types of what a foreign rule yields; nothing else does. Raises TypeError or
+    ValueError."""
     if not isinstance(outcome, Finding | PassedCheck | SkippedCheck):
         raise TypeError(f"it yielded {type(outcome).__name__}, not a Finding")
     given = msgspec.to_builtins(outcome)
@@ -271,7 +271,7 @@ def _sound(outcome: Outcome, rule: Rule) -> Outcome:
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """All floats in plain data."""
+    """Yield all floats in plain data."""
     if isinstance(value, float):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -280,7 +280,7 @@ def _numbers(value: object) -> Iterator[float]:
 
 
 def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcome:
-    """An outcome with what its rule says of all of them."""
+    """Complete an outcome with the fields of its rule, its rank, device and lines of code."""
     if isinstance(outcome, PassedCheck):
         return structs.replace(outcome, rule=rule.id)
     if isinstance(outcome, SkippedCheck):
@@ -299,8 +299,8 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
 
 
 def _with_sampled_line(place: Location, a: Analysis, recorded: StepRecords) -> Location:
-    """The place of an operator with the line of the user's code in which as much of the training
-    thread's time was sampled outside windows as the operator takes in them."""
+    """Add the line of the user's code to an operator's place: the line that was sampled outside
+    windows for as large a share of the training thread's time as the operator takes in them."""
     if place.op is None or not a.span_ns or not recorded.stacks:
         return place
     cpu, main = a.trace.cpu, a.trace.main_thread
@@ -317,8 +317,8 @@ def _with_sampled_line(place: Location, a: Analysis, recorded: StepRecords) -> L
 
 
 def _with_line(place: Location, a: Analysis) -> Location:
-    """A generated kernel's place with the line that it was generated from, as far as logs of
-    torch.compile name one."""
+    """Add the line that a kernel was generated from to its place, if torch.compile's logs name
+    it."""
     name = place.kernel or place.op
     if place.file is not None or name not in a.fused_kernels:
         return place
@@ -332,7 +332,7 @@ def _with_line(place: Location, a: Analysis) -> Location:
 def _sorted(
     outcomes: Sequence[Outcome], number: int, a: Analysis, estimator: GainEstimator | None
 ) -> RankFindings:
-    """Outcomes by kind, the gains of findings estimated where ``estimator`` is given."""
+    """Sort outcomes by kind, and estimate the gains of findings if there is an ``estimator``."""
     checked = RankFindings(
         number,
         [outcome for outcome in outcomes if isinstance(outcome, Finding)],
@@ -345,16 +345,16 @@ def _sorted(
 # -- hot lines of Python, from Scalene -------------------------------------------------------------
 
 MAX_HOT_LINES = 3
-"""Lines that a finding gets."""
+"""Number of hot lines added to a finding."""
 _DATA = re.compile(
     r"__getitems?__|__iter__|__next__|collate|transform|augment|decode|load_|read_|preprocess"
     r"|tokeniz|\bforward_data\b|[Dd]ata[Ss]et|[Dd]ata[Ll]oader"
 )
-"""Functions that prepare data: their lines explain waits for it."""
+"""Pattern of functions that prepare data: their lines explain waits for it."""
 
 
 def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
-    """Lines from ``scalene.json`` of the rank's folder, and what was wrong with it."""
+    """Read the rank's ``scalene.json``: its hot lines, and the problems found in it."""
     if a.record is None or not a.record.folder:
         return [], []
     file = Path(a.record.folder) / SCALENE
@@ -371,8 +371,8 @@ def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
 def add_hot_lines(
     findings: Iterable[Finding], lines: Sequence[HotLine], rules: Iterable[Rule]
 ) -> list[Finding]:
-    """Findings about loading data and about Python in the loop (``Rule.is_python_time``) with the
-    hottest lines of Python. Those that already name a line of the user's code keep it in front."""
+    """Add the hottest lines of Python to findings on loading data and Python in the loop
+    (``Rule.is_python_time``). Lines of the user's code that a finding already names stay first."""
     python = {rule.id for rule in rules if rule.is_python_time}
     data = [line for line in lines if _DATA.search(line.function or "")]
     rest = [line for line in lines if line not in data]

@@ -1,5 +1,5 @@
-"""From traces to a Report: select the windows, check them with the rules, estimate and rank what
-they find, and write it down."""
+"""Analysis from traces to a Report: select windows, run the rules, estimate and rank their
+findings, and write the report."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnalysisResult:
-    """A report with what it was made from, for those who want to measure or price more."""
+    """A report with the run, measurements and estimator behind it."""
 
     run: Run
-    """What is held here: of ranks that were measured elsewhere, the first one alone."""
+    """Run with the traces held here; of ranks that were measured elsewhere, only the first."""
     report: Report
     analyses: dict[int, Analysis]
-    """By rank; the report is of the first."""
+    """Analyses by rank number; the report is of the first."""
     estimator: GainEstimator
-    """Of the first rank."""
+    """Estimator of the first rank's gains."""
 
     @property
     def main(self) -> Analysis:
-        """The rank that the report is about."""
+        """Analysis of the rank that the report is about."""
         return next(iter(self.analyses.values()))
 
 
@@ -98,8 +98,8 @@ def examine(
     options: Options | None = None,
     on_read: Callable[[], object] | None = None,
 ) -> AnalysisResult:
-    """Like :func:`analyze`, keeping the run, the measurements and what estimated the findings.
-    ``on_read``: called once all is read that is held here."""
+    """Analyse as :func:`analyze` does, but also return the run, measurements and estimator.
+    ``on_read`` is called once all that is held here is read."""
     options = options or Options()
     config = read_config() if options.config is None else options.config
     rules = load_rules(options.rules_folder, config)
@@ -150,8 +150,7 @@ def _advise(
     compared: Study | None,
     summaries: Sequence[RankSummary],
 ) -> tuple[Report, GainEstimator]:
-    """From what the rules found on each rank to the report of the first, and what its gains are
-    estimated by."""
+    """Return the report of the first rank, from what the rules found on each, and its estimator."""
     main, a = next(iter(analyses.items()))
     estimator = results[main].estimator or estimator_for(a, main)
     if compared is None:
@@ -172,7 +171,7 @@ def _advise(
 
 
 EXPOSED_COMMUNICATION = "exposed-communication"
-"""The rule whose finding says what all ranks have of it."""
+"""Identifier of the rule whose finding gets the exposed communication of all ranks."""
 
 
 def _saved_alone(
@@ -182,8 +181,8 @@ def _saved_alone(
     rank: int,
     edits: tuple[Edit, ...],
 ) -> float | None:
-    """What edits save on a rank by itself, ns per step; ``None``: its trace is not here.
-    ``made``: estimators of ranks that were measured in other processes."""
+    """Return what edits save on a rank by itself, ns per step; ``None``: its trace is not here.
+    ``made``: cache of estimators for ranks that were measured in other processes."""
     if rank not in analyses or analyses[rank].record_only:
         return None
     own = results[rank].estimator or made.get(rank)
@@ -200,8 +199,8 @@ def _of_all_ranks(
     rules: list[Rule],
     saving: Saving,
 ) -> tuple[RankFindings, GainEstimator]:
-    """What a rank's rules say, with what the other ranks and the comparison of all add: a finding
-    of single ranks gets the gain of the job, where the ranks can be replayed."""
+    """Add the findings of other ranks and of their comparison to those of one rank. Findings of
+    single ranks get the job's gain, if the ranks can be replayed. Also returns the estimator."""
     from advisor.advise.ranks.estimator import RanksEstimator
 
     estimator = RanksEstimator(own, study, checked.rank, checked.findings, saving)
@@ -227,7 +226,7 @@ def _of_all_ranks(
 
 
 def _tell_machine(analyses: dict[int, Analysis], options: Options) -> None:
-    """What options and the names of the files say of the machines."""
+    """Set the nodes and network of each analysis, from the options and the names of the files."""
     names = {number: host_of(a.trace.meta.path) for number, a in analyses.items()}
     hosts = {number: name for number, name in names.items() if name} if len(names) > 1 else {}
     for a in analyses.values():
@@ -235,7 +234,7 @@ def _tell_machine(analyses: dict[int, Analysis], options: Options) -> None:
 
 
 def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
-    """Communication by axis of the mesh, with the waits where other ranks are here."""
+    """Return the communication by mesh axis, with waits if other ranks are here."""
     if a.device_id is None or a.only_input:
         return []
     waits = None
@@ -248,7 +247,7 @@ def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
 
 
 def _compared(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]) -> Study | None:
-    """The ranks of a job, studied together; ``None``: there is one, or snapshots alone."""
+    """Study a job's ranks together; ``None``: one rank, or no steps. Raises AdvisorError."""
     if len(summaries) + len(unread) < 2 or not any(each.step_ns for each in summaries):
         return None
     from advisor.replay.ranks.study import study_ranks
@@ -261,7 +260,7 @@ def _compared(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]) ->
 
 
 def _with_capture(run: Run, options: Options) -> Run:
-    """The run with what the capture of its graphs names. Raises AdvisorError: none was captured."""
+    """Add the names of a graph capture to the run. Raises AdvisorError if nothing is captured."""
     recorded = open_run(str(options.capture), options.read).traces.values()
     capture = next((trace for trace in recorded if captured_launches(trace)), None)
     if capture is None:
@@ -271,7 +270,7 @@ def _with_capture(run: Run, options: Options) -> Run:
 
 
 def _with_own_capture(run: Run) -> Run:
-    """Where a capture lies beside what replays it, that is analysed, with the capture's names."""
+    """Add a capture's names to the replays recorded beside it, and analyse only those."""
     traces = dict(run.traces)
     for number in run.ranks:
         own = [key for key in sorted(traces) if key[0] == number]
@@ -290,17 +289,17 @@ def _places(source: str | Path | Sequence[str | Path]) -> list[str]:
 
 
 MAX_FILES = 6
-"""Names of files in a message."""
+"""Number of file names in a message."""
 MIN_SHARED_NAMES = 0.02
-"""Names of operators and kernels that two windows of one program share at least: its operators are
-the same, even where the kernels are chosen anew."""
+"""Smallest share of operator and kernel names common to two windows of one program. The operators
+are the same, even if the kernels are chosen anew."""
 MIN_NAMES = 20
-"""A recording with fewer names may be of anything."""
+"""Number of names below which a recording may be of anything."""
 MAX_COMPARED = 16
 
 
 def explain_unrelated(run: Run) -> list[str]:
-    """Why the traces cannot be of one run; empty: nothing speaks against it.
+    """Return the reasons why the traces cannot be of one run; empty if there is none.
 
     They ran on GPUs of different models, ranks were not recorded at one time, or two of them have
     next to no operator or kernel in common, or no file of the user's code.
@@ -338,7 +337,7 @@ def explain_unrelated(run: Run) -> list[str]:
 
 
 def refuse_unrelated(run: Run) -> None:
-    """Raise AdvisorError for files that cannot be of one run: why, and which there are."""
+    """Raise AdvisorError, with reasons and file names, if the files cannot be of one run."""
     if not (why := explain_unrelated(run)):
         return
     paths = [trace.meta.path for trace in run.traces.values()]
@@ -359,7 +358,7 @@ def _model(trace: Trace) -> str | None:
 
 
 def _own_files(source: Trace | MemorySnapshot) -> set[str]:
-    """Names of the files of the user's code in its stacks; empty: none was recorded."""
+    """Return the file names of the user's code in the stacks; empty if none was recorded."""
     if isinstance(source, MemorySnapshot):
         frames = {frame for stack in source.stacks for frame in stack}
         files = {frame.file for frame in frames if frame_owner(frame) == 2}
@@ -370,7 +369,7 @@ def _own_files(source: Trace | MemorySnapshot) -> set[str]:
 
 
 def _names(trace: Trace) -> set[str]:
-    """Names of operators and kernels."""
+    """Return the names of operators and kernels."""
     result: set[str] = set()
     for frame, kind in ((trace.cpu, "op"), (trace.gpu, "kernel")):
         result |= set(
@@ -380,7 +379,7 @@ def _names(trace: Trace) -> set[str]:
 
 
 def _strange(named: list[set[str]]) -> bool:
-    """Two of them, with enough names each, share next to none."""
+    """Tell whether two sets, with enough names each, have almost none in common."""
     return any(
         len(item & other) < MIN_SHARED_NAMES * min(len(item), len(other))
         for item, other in combinations(named, 2)

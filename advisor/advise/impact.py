@@ -1,5 +1,5 @@
-"""What a finding gains, within which range, how severe it is and how sure its cause: the one
-module that computes any of these.
+"""Gain of a finding, with its range, severity and confidence: the one module that computes any of
+these.
 
 A gain is a replay of the steps with the finding's edits in it. Where a window cannot be replayed
 well (``WindowReplayer.unusable_reason``), an upper bound stands in for it and says so: the exposed
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MIN_GAIN_SHARE = 0.01
-"""Findings that gain less than this share of the step are notes: measurement noise between two
-profiled runs is of that order."""
+"""Share of the step below whose gain a finding is a note: two profiled runs differ by about as
+much."""
 CRITICAL_SHARE, WARNING_SHARE = 0.20, 0.05
-"""XProf's bands for input (5 and 20% of the step), used for every cause."""
+"""Smallest gains of critical findings and warnings, as shares of the step (XProf's for input)."""
 UNSEEN_SHARE = 0.05
-"""Gains from this share of the step up may meet the pace of loader workers that keep up."""
+"""Share of the step from which a gain may make loader workers too slow that keep up now."""
 MAX_PROCESSES = 64
-"""Processes that are advised at most."""
+"""Largest number of processes that is advised."""
 UNPROVEN_CONFIDENCE = 0.7
-"""Of the confidence of a rule that was only ever seen right on synthetic examples; its range is as
-wide as the worst prediction so far was wrong. Such findings compete with the others."""
+"""Factor on the confidence of a rule proven on synthetic examples only. Its range is as wide as the
+worst prediction so far was wrong. Such findings compete with the others."""
 ATYPICAL_WINDOW_CONFIDENCE = 0.85
-"""What is left of the confidence in a finding from a window that is not like its run."""
+"""Factor on the confidence in a finding from a window that differs from its run."""
 
 # -- confidence ------------------------------------------------------------------------------------
 
 
 def lower_confidence(finding: Finding, factor: float, why: str) -> Finding:
-    """The finding with its confidence lowered, and why."""
+    """Return the finding with its confidence multiplied by ``factor``, and the reason noted."""
     return replace(
         finding,
         confidence=finding.confidence * factor,
@@ -62,7 +62,7 @@ def lower_confidence(finding: Finding, factor: float, why: str) -> Finding:
 
 
 def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
-    """The confidence of its rule, lowered by what the window allows."""
+    """Return the finding with its confidence lowered for its rule's and the window's weaknesses."""
     if rule.validation == "synthetic":
         why = "not proven on real traces, on synthetic examples only"
         finding = lower_confidence(finding, UNPROVEN_CONFIDENCE, why)
@@ -87,7 +87,7 @@ def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
 def note_rank_counts(
     findings: Iterable[Finding], counts: Mapping[str, int], ranks: int
 ) -> list[Finding]:
-    """Says of each finding on how many of the ranks its rule found it."""
+    """Note on each finding on how many of the ranks its rule found it."""
     return [
         replace(
             finding,
@@ -104,9 +104,8 @@ def note_rank_counts(
 
 
 def estimate_impact(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:
-    """The finding with what it gains: the rule's own figure (memory, risk), else what its edits
-    save. A rule that names a change of one rank may give a figure that stands in where that rank
-    cannot be replayed with the others."""
+    """Return the finding with its impact: the rule's own figure (memory, risk), or what its edits
+    save. The own figure of a rule that changes one rank is used if that rank is not replayed."""
     own = finding.impact
     if own is not None and own.currency == "step_time" and finding.edits:
         if all(edit.rank in estimator.ranks for edit in finding.edits):
@@ -129,7 +128,7 @@ def _not_estimated(finding: Finding, why: str) -> Finding:
 
 
 def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:
-    """The gain of a finding's edits, its range widened by what is known of past predictions."""
+    """Estimate the gain of a finding's edits, its range widened by errors of past predictions."""
     saved = estimator.gain_range(finding.edits)
     if finding.moved_ns is not None:
         hand_over = ready_batch_ns(a.trace, a.step_ns, "low")
@@ -165,7 +164,7 @@ def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Findin
 def with_gain(
     finding: Finding, saved: GainRange, a: Analysis, method: str, *, of_job: bool = False
 ) -> Finding:
-    """The finding with a gain per step, and how severe that makes it."""
+    """Return the finding with a gain per step, and the severity that follows from it."""
     share = saved.gain / a.step_ns if a.step_ns else None
     impact = Impact(
         currency="step_time",
@@ -186,14 +185,14 @@ def with_gain(
 
 
 def severity_of_share(share: float | None) -> Severity:
-    """critical, warning or info, by the share of the step that the fix gains."""
+    """Return critical, warning or info, by the share of the step that the fix saves."""
     if share is None or share < WARNING_SHARE:
         return "info"
     return "critical" if share >= CRITICAL_SHARE else "warning"
 
 
 def gain_may_be_zero(finding: Finding, floor: float) -> bool:
-    """Not proven, and by its own range perhaps no gain: no ground to call a run ill."""
+    """Tell whether a finding is unproven and may gain nothing: no ground to call a run slow."""
     impact = finding.impact
     return (
         finding.validation == "synthetic"
@@ -209,8 +208,8 @@ DEVICE_PARTS = ("compute", "communication")
 def without_gain(
     findings: Sequence[Finding], estimator: GainEstimator, a: Analysis, floor: float
 ) -> list[Finding]:
-    """Those that have the device waiting for ``floor`` (ns per step) or more by exposed time, with
-    what sets the step's pace instead. The others gain nothing by either estimate."""
+    """Return findings without replayed gain whose exposed time is ``floor`` (ns per step) or more.
+    Each says what sets the step's pace instead. Others gain nothing by either estimate."""
     path = estimator.critical_path() if findings else {}
     if not path:
         return []
@@ -238,8 +237,8 @@ def without_gain(
 
 
 def limit_to_cores(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
-    """Findings that move work to other processes, with how many of these keep up with the step that
-    all fixes leave; where there are fewer cores, with no more gain than these allow."""
+    """Set the number of worker processes in findings that move work to them: as many as the step
+    after all fixes needs. Fewer cores limit the gain."""
     cores = None if a.record is None else a.record.rank.cpus
     left = a.step_ns - sum(f.marginal_gain_ns or 0 for f in findings if not f.other_rank)
     result = []
@@ -265,7 +264,7 @@ def limit_to_cores(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
 
 
 def _bounded(finding: Finding, max_gain: float, step_ns: float) -> Finding:
-    """The finding with no end of its gain above ``max_gain``, ns per step."""
+    """Return the finding with its gain and range limited to ``max_gain``, ns per step."""
     impact = finding.impact
     if (
         impact is None
@@ -290,8 +289,8 @@ def _bounded(finding: Finding, max_gain: float, step_ns: float) -> Finding:
 
 
 def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> list[Finding]:
-    """Gains that were found in a window become gains of the run's own step. What a rule worked out
-    from the record is that already."""
+    """Scale gains found in a window to the run's own step. Findings that a rule derived from the
+    record are of that step already."""
     of_record = {rule.id for rule in rules if rule.reads_record}
     step = step_time(a)
     result = []
@@ -304,7 +303,7 @@ def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]
 
 
 def _share_of_reference(finding: Finding, step: StepTime | None) -> Finding:
-    """The finding with its gain as a share of the step that the report leads with."""
+    """Return the finding with its gain as a share of the step that the report leads with."""
     impact = finding.impact
     if step is None or impact is None or impact.currency != "step_time" or impact.gain_ns is None:
         return finding
@@ -314,7 +313,7 @@ def _share_of_reference(finding: Finding, step: StepTime | None) -> Finding:
 
 
 def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Finding:
-    """A gain that was found in a window, as one of the run's step: its share of the step stays.
+    """Convert a gain found in a window to the run's step: its share of the step stays.
 
     The range widens by what a share cannot know. What the profiler adds is host time, so a gain on
     the ``device`` may be as long without it as it was in the window; and steps that are longer than
@@ -356,21 +355,20 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
 
 
 def _marginal(finding: Finding, change: Callable[[int], int]) -> Finding:
-    """The finding with what it gains after others, and the range of that, changed."""
+    """Return the finding with ``change`` applied to its marginal gain and its range."""
     names = ("marginal_gain_ns", "marginal_low_ns", "marginal_high_ns")
     given = {name: getattr(finding, name) for name in names}
     return replace(finding, **{n: change(ns) for n, ns in given.items() if ns is not None})
 
 
 MORE_LOADING = 1.25
-"""How much more of their time the run's steps spend on getting data than those of the window, for
-the gain of a loader to be of the run's."""
+"""Ratio of the loading shares of the run's and the window's steps from which a loader's gain is of
+the run's."""
 
 
 def _match_loading(finding: Finding, a: Analysis) -> Finding:
-    """A fix of the loader saves of what the run's own steps spend on getting data, not of what the
-    few steps of a profiled window do: where those spend less of their time on it, its share of
-    that; and never more than all."""
+    """Limit a loader fix's gain to the time that the run's own steps spend on getting data. If they
+    spend clearly more than the window's steps, scale the gain up."""
     impact, recorded = finding.impact, a.recorded
     share = None if recorded is None else recorded.share("data")
     if recorded is None or share is None or not any(e.op == "parallelize" for e in finding.edits):
@@ -398,11 +396,11 @@ def _match_loading(finding: Finding, a: Analysis) -> Finding:
 
 
 MIN_RUN_STEPS = 20
-"""Steps of a run from which its mean loading says more than the window's."""
+"""Number of a run's steps from which its mean loading says more than the window's."""
 
 
 def _loading_share(a: Analysis) -> float:
-    """Share of the analysed steps that the main thread is in a loader."""
+    """Return the share of the analysed steps that the main thread spends in a loader."""
     loading = a.host.filter(
         (pl.col("thread") == a.trace.main_thread) & (pl.col("class") == "loader")
     )
@@ -410,7 +408,7 @@ def _loading_share(a: Analysis) -> float:
 
 
 def _scaled(finding: Finding, times: float) -> Finding:
-    """The finding with that many times the gain; the low end of its range stays."""
+    """Return the finding with its gain multiplied by ``times``; the low end of its range stays."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return finding
@@ -433,60 +431,60 @@ REPLAY, BOUND = "replay", "upper bound (exposed time)"
 
 
 class GainRange(NamedTuple):
-    """Time saved per step, ns."""
+    """Time saved per step, ns, and what decides the ends of its range."""
 
     gain: float
     low: float
     high: float
     max_gain: float = float("inf")
-    """What the edits touch: no end of a range is above."""
+    """Upper limit of the range: the time that the edits touch, ns."""
     low_by: RangeCause = ""
     high_by: RangeCause = ""
 
 
 class GainEstimator:
-    """Estimates what edits save in one window. All figures are ns per step."""
+    """Estimator of what edits save in one window. All figures are ns per step."""
 
     method: str
-    """How gains are estimated: REPLAY or BOUND."""
+    """Method of the estimates: REPLAY or BOUND."""
     reason: str = ""
-    """Why the steps are not replayed; empty: they are, or bounds were asked for."""
+    """Reason why the steps are not replayed; empty: they are, or bounds were asked for."""
     ranks: tuple[int, ...] = ()
-    """Ranks that are replayed together; empty: this one alone."""
+    """Numbers of the ranks that are replayed together; empty: this rank alone."""
 
     @cached_property
     def error(self) -> float:
-        """Gains below this are lost in the method's own error, ns per step."""
+        """Error of the method, ns per step: gains below it are meaningless."""
         return 0.0
 
     @cached_property
     def unseen_loader(self) -> bool:
-        """How fast the loader's workers could be is not known, and gains do not allow for it."""
+        """Whether the pace of the loader's workers is unknown, and gains do not allow for it."""
         return False
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        """What edits save alone, or once others are done, with the range."""
+        """Estimate what edits save, alone or after the ``applied`` ones, with the range."""
         raise NotImplementedError
 
     def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
-        """What they save once others are done."""
+        """Estimate what edits save after the ``applied`` ones, ns per step."""
         return self.gain_range(edits, applied).gain
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
-        """Their range is what predictions of that kind were measured to miss by."""
+        """Tell whether the range already is the measured error of predictions of this kind."""
         return False
 
     def critical_path(self) -> dict[str, float]:
-        """What limits the step, ns per step, largest first; empty: unknown."""
+        """Return what limits the step, ns per step by part, largest first; empty: unknown."""
         return {}
 
     def describe_replay(self, edits: Sequence[Edit]) -> Replay | None:
-        """The replay behind the gains, without and with these edits; ``None``: there is none."""
+        """Describe the replay behind the gains, with and without edits; ``None``: no replay."""
         return None
 
 
 def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
-    """The replay where it reproduces the measured steps, else the bound."""
+    """Return a replay estimator if it reproduces the measured steps, else a bound estimator."""
     if a.lost_records.reported:
         return BoundEstimator(a, "records of device work are lost")
     replay = ReplayEstimator(a, rank)
@@ -495,7 +493,7 @@ def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
 
 
 class ReplayEstimator(GainEstimator):
-    """Prices by replaying the steps' dependency graph with the edits in it."""
+    """Estimator that replays the steps' dependency graph with the edits in it."""
 
     method = REPLAY
 
@@ -504,7 +502,7 @@ class ReplayEstimator(GainEstimator):
 
     @cached_property
     def error(self) -> float:
-        """How far the replayed step is from the measured one, ns."""
+        """Difference between the replayed and the measured step, ns."""
         return abs(self.whatif.unedited.period - self.whatif.measured.period)
 
     @cached_property
@@ -542,7 +540,7 @@ class ReplayEstimator(GainEstimator):
 
 
 class BoundEstimator(GainEstimator):
-    """Prices by exposed time: what can be saved at most."""
+    """Estimator of upper bounds, by exposed time."""
 
     method = BOUND
 
@@ -551,8 +549,8 @@ class BoundEstimator(GainEstimator):
         self._exposed = ExposedTime(a)
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        """Instants that ``applied`` edits have claimed do not count again. The range is as wide as
-        predictions of such edits have been wrong."""
+        """Estimate what edits save, without the time that ``applied`` edits take. The range is as
+        wide as predictions of such edits have been wrong."""
         both = [*applied, *edits]
         saved, before = self._exposed.saved(both), self._exposed.saved(applied)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)

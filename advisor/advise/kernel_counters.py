@@ -1,5 +1,5 @@
-"""Hardware counters and compiled kernels in the report: their views, and the verdict where there is
-nothing else."""
+"""Hardware counters and compiled kernels in a report: their views, the verdict on them alone, and
+the command that collects them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MAX_KERNELS = 200
-"""Kernels of a report, those with most time first."""
+"""Number of kernels in a report, those with most time first."""
 MAX_REPLAYED = 40
-"""Kernels whose gain per step is replayed."""
+"""Number of kernels whose gain per step is replayed."""
 MAX_STALLS = 5
 
 
 def counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]:
-    """One per profiled kernel, by what it can gain per step; without a trace by its time."""
+    """Return a view of each profiled kernel, by gain per step; without a trace, by duration."""
     gpu = a.trace.gpu["dur"].to_numpy()
     per_step = {
         id(k): float(gpu[k.rows].sum()) / a.step_count if len(k.rows) else None
@@ -97,8 +97,8 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
 
 
 def triton_views(a: Analysis) -> list[TritonKernel]:
-    """One per compiled kernel: those first that spill and take time, then by time, then by what
-    they spill."""
+    """Return a view of each compiled kernel: those that spill and take time first, then by time and
+    spilled bytes."""
     gpu = a.trace.gpu["dur"].to_numpy()
     views = [
         _compiled(k, len(k.rows) / a.step_count, float(gpu[k.rows].sum()) / a.step_count)
@@ -136,8 +136,8 @@ def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> Tri
 
 
 def counters_verdict(report: Report) -> tuple[Status, str]:
-    """Status and a sentence or two about counters alone: what limits most kernels, the one that
-    takes longest, and the fix that saves most, or what would have to be collected."""
+    """Return status and verdict on counters alone: what limits most kernels, which takes longest,
+    and which fix saves most or what to collect."""
     views = report.kernel_counters
     limits = Counter(view.limit for view in views if view.limit != "unknown")
     text = f"{t.count_noun(len(views), 'kernel')}{_counters_of(views)}"
@@ -166,7 +166,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
 
 
 AT_LIMIT, MOST_TIME = 0.8, 0.5
-"""Use of a unit from which it is at its limit; share of all launches' time that one kernel has."""
+"""Use of a unit at its limit; share of all launches' time of a kernel that dominates."""
 RELIEVE: Final = {
     "L1": "It reads and writes too often for what it computes: keep tiles in registers or shared "
     "memory, and load several elements at once",
@@ -177,7 +177,7 @@ RELIEVE: Final = {
 
 
 def _relieve(views: Sequence[KernelCounters]) -> str:
-    """What relieves the unit at which the kernel that takes most of the time is at its limit."""
+    """Return advice for the unit that limits the dominant kernel; empty if none is at its limit."""
     timed = [view for view in views if view.duration_ns is not None]
     longest = max(timed, key=_total, default=None)
     if longest is None or _total(longest) < MOST_TIME * sum(map(_total, timed)):
@@ -187,12 +187,12 @@ def _relieve(views: Sequence[KernelCounters]) -> str:
 
 
 LOW_OCCUPANCY = 0.25
-"""Achieved, below which a kernel that waits is advised more resident warps."""
+"""Achieved occupancy below which a kernel that waits is advised more resident warps."""
 
 
 def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
-    """What to do about the kernel that takes most time, where it waits and few warps are resident,
-    and no rule knows why."""
+    """Return advice for the longest kernel if it waits with few resident warps; empty if it does
+    not."""
     timed = [view for view in views if view.duration_ns is not None]
     longest = max(timed, key=_total, default=None)
     if longest is None or longest.limit != "latency" or longest.occupancy is None:
@@ -207,7 +207,7 @@ def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
 
 
 def _counters_of(views: Sequence[KernelCounters]) -> str:
-    """What was collected of the kernels, behind their number."""
+    """Say what was collected of the kernels, to follow their number; empty: only names."""
     if any(view.use or view.occupancy is not None or view.stalls for view in views):
         return " with hardware counters"
     traffic = any(view.dram_bytes is not None for view in views)
@@ -218,8 +218,8 @@ def _counters_of(views: Sequence[KernelCounters]) -> str:
 
 
 def _longest(views: Sequence[KernelCounters]) -> str:
-    """A sentence about the kernel that takes most time in all profiled launches, else about the one
-    that moves most bytes."""
+    """Write a sentence on the kernel with most time in all profiled launches, or without times on
+    the one that moves most bytes."""
     short = label_kernels(view.short for view in views)
     timed = [view for view in views if view.duration_ns is not None]
     if not timed:
@@ -246,16 +246,16 @@ def _longest(views: Sequence[KernelCounters]) -> str:
 
 
 def _total(view: KernelCounters) -> float:
-    """Time of all its profiled launches, ns."""
+    """Return the time of all profiled launches of a kernel, ns."""
     return (view.duration_ns or 0.0) * view.profiled
 
 
 SMALL_FIX = 0.05
-"""Of the time of all launches, below which a fix is no lead."""
+"""Share of the time of all launches below which a fix is not named first."""
 
 
 def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
-    """What the first note names, in which kernel, and what its fix saves."""
+    """Say what the first note finds, in which kernel, and what its fix saves."""
     title = note.title[0].lower() + note.title[1:]
     saved = sum(float(each.value or 0) for each in note.evidence if each.label == ONE_LAUNCH)
     count = sum(int(e.value or 0) for e in note.evidence if e.label == "kernels with it")
@@ -271,7 +271,7 @@ def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
 
 
 def compiled_verdict(report: Report) -> tuple[Status, str]:
-    """Status and sentence for a cache of Triton that came without a trace."""
+    """Return status and verdict on a Triton cache without a trace."""
     views = report.triton_kernels
     text = f"{t.count_noun(len(views), 'kernel')} compiled by Triton"
     known = [view for view in views if view.spilled_bytes is not None]
@@ -293,11 +293,11 @@ def compiled_verdict(report: Report) -> tuple[Status, str]:
 # -- what to profile -------------------------------------------------------------------------------
 
 MIN_SHARE = 0.05
-"""Of kernel time, from which a kernel is profiled."""
+"""Share of kernel time from which a kernel is profiled."""
 FAST_KERNEL_SHARE = 0.8
-"""Share of the attainable rate from which a kernel's counters promise little."""
+"""Share of the attainable rate above which a kernel is not profiled."""
 MAX_NAMES = 2
-"""So that a line of the command fits a terminal: it is to be pasted."""
+"""Number of kernel names in the command, so that it fits a terminal line to paste."""
 MAX_LAUNCHES = 20
 NCU_SECTIONS = (
     "SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "SchedulerStats",
@@ -310,7 +310,7 @@ ENGINE_BENCHMARKS = {
     "vllm": "vllm bench latency --model MODEL",
     "sglang": "python -m sglang.bench_one_batch --model-path MODEL",
 }
-"""What an engine runs without its server, so that it ends and repeats the same work:
+"""Benchmark commands of engines, which end and repeat the same work, by engine:
 https://docs.vllm.ai/en/stable/cli/bench/latency.html,
 https://docs.sglang.io/developer_guide/benchmark_and_profiling.html."""
 
@@ -322,8 +322,8 @@ def _program(report: Report) -> str:
 
 
 def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | None:
-    """The command that collects the counters of the kernels that matter, and what it costs; of a
-    trace whose longest kernels are not at the attainable rates. ``None``: nothing to profile."""
+    """Return the command that collects counters of the longest kernels below their attainable rate,
+    and its cost. ``None`` if there is nothing to profile."""
     chosen: dict[str, float] = {}
     for row in report.rooflines:
         slow = row.efficiency is None or row.efficiency < FAST_KERNEL_SHARE
@@ -355,6 +355,6 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
 
 
 def _base(kernel: str) -> str:
-    """A kernel's name without return type, namespaces, templates and arguments."""
+    """Return a kernel's name without return type, namespaces, templates and arguments."""
     text = re.sub(r"^\s*(?:void|static)\s+", "", kernel)
     return re.split(r"[<(\s]", text)[0].rpartition("::")[2]

@@ -1,4 +1,4 @@
-"""What a recording cannot tell, and what was left out of it: a sentence each."""
+"""Limits of a recording: what it cannot show and what was left out, a sentence each."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 ONE_OFF_CALLS = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""
 MIN_START_UP_SHARE = 0.10
-"""A single one of them that takes this share of the window is start-up (loading modules, creating
-the context: seconds each in public traces of a first iteration)."""
+"""Share of the window from which one such call is start-up: loading modules or creating the
+context. These take seconds each in public traces of a first iteration."""
 UNEVEN_STEP_RATIO = 1.5
-"""Longest over shortest step from which the mean stands for neither."""
+"""Ratio of longest to shortest step from which the mean stands for neither."""
 MIN_ONE_OFF_SHARE = 0.02
-"""Part of what is analysed from which costs of first calls are reported."""
+"""Share of the analysed time from which costs of first calls are reported."""
 MIN_LEFT_OUT_SHARE = 0.01
-"""Part of a recording from which what lies before the first or after the last GPU work is said."""
+"""Share of a recording from which the time before the first or after the last GPU work is named."""
 POSSIBLE_SHARE = 0.5
-"""Part of the GPU's work that is launched in ranges that could be the step."""
+"""Share of the GPU's work launched in ranges that could be the step."""
 MAX_NAMED = 3
 ACTIVITIES = "activities=[CPU, CUDA]"
 MIN_EVENTS = 100
-"""A smaller file holds less than one step of a small network: its forward pass, backward pass and
-optimizer are some hundred operators, calls and kernels."""
+"""Number of events below which a file holds less than a small network's step. Its forward pass,
+backward pass and optimizer are some hundred operators, calls and kernels."""
 
 
 def list_limits(a: Analysis, run: Run) -> list[str]:
-    """What this trace cannot tell, and what was left out of it, a sentence each."""
+    """List what this trace cannot show and what was left out of it, a sentence each."""
     meta = a.trace.meta
     if a.record_only:
         own = [] if a.only_input else _record_limits(a)
@@ -100,7 +100,7 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
 
 
 def _profile_limits(a: Analysis) -> list[str]:
-    """What was left out of the kernel profiles."""
+    """Say what was left out of the kernel profiles."""
     profiles = a.trace.meta.kernel_profiles
     if profiles is None or not profiles.dropped:
         return []
@@ -109,7 +109,7 @@ def _profile_limits(a: Analysis) -> list[str]:
 
 
 def _possible_steps(trace: Trace) -> list[str]:
-    """Ranges of the file that hold much of the GPU's work and come again: one may be the step."""
+    """List ranges that repeat and hold much of the GPU's work: one of them may be the step."""
     groups = [g for g in range_groups(trace) if g.share >= POSSIBLE_SHARE]
     groups.sort(key=lambda g: (not g.is_step_range, -g.share, g.marks.height))
     named = [
@@ -122,7 +122,7 @@ def _possible_steps(trace: Trace) -> list[str]:
 
 
 def _unmarked(a: Analysis) -> str:
-    """What figures without steps are of, and what the recording has before and after that."""
+    """Say what figures without steps are of, and how much time is left out around it."""
     if a.device_id is None:
         return "the whole recording"
     start, end = recorded_extent(a.trace)
@@ -155,7 +155,7 @@ def _no_operators(trace: Trace) -> str:
 
 
 def schedule_of(meta: TraceMeta, before: str, arguments: str, after: str = "") -> str:
-    """How PyTorch's profiler gets the steps to record; empty: another tool recorded this."""
+    """Return PyTorch's profiler schedule within a text; empty if another tool recorded this."""
     return "" if tool_of(meta) is not None else f"{before}schedule({arguments}){after}"
 
 
@@ -184,7 +184,7 @@ def _no_device_work(trace: Trace) -> str:
 
 
 def _window_limits(a: Analysis) -> list[str]:
-    """A sentence for each thing that is the recording's and not the steps'."""
+    """List limits that come from the recording and not from the steps."""
     result = []
     if too_little(a):
         schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
@@ -253,8 +253,8 @@ def _earlier(a: Analysis) -> list[str]:
 
 
 def _behind(a: Analysis) -> list[str]:
-    """Steps of a loop that hands its work to other threads and does not wait for them, as JAX's
-    on a CPU: most of the work lies behind the last step."""
+    """Warn of steps that only hand work to other threads, as JAX's on a CPU. Most of the work is
+    then after the last step."""
     meta, last = a.trace.meta, a.spans.end.max(initial=0)
     if meta.step_marks is None or not a.trace.gpu.is_empty() or not a.span_ns:
         return []
@@ -277,7 +277,7 @@ def _behind(a: Analysis) -> list[str]:
 
 
 def _one_off(a: Analysis) -> list[str]:
-    """First calls inside the used steps that did something once."""
+    """Name the first calls within the used steps that cost time once."""
     table = a.one_off_costs
     ts = table["ts"].to_numpy()
     end = ts + table["dur"].to_numpy()
@@ -308,8 +308,8 @@ def _one_off(a: Analysis) -> list[str]:
 
 
 def one_off_costs(a: Analysis) -> tuple[float, str]:
-    """Part of what is analysed that first calls, captures of graphs and long calls into the driver
-    take, 0 to 1, and the longest of them."""
+    """Return the share of the analysed time, 0 to 1, in first calls, graph captures and long driver
+    calls; and the longest one."""
     tables = [
         table.select(pl.col("name").cast(pl.String), "ts", "dur")
         for table in (a.one_off_costs, _long_calls(a))
@@ -325,7 +325,7 @@ def one_off_costs(a: Analysis) -> tuple[float, str]:
 
 
 def _long_calls(a: Analysis) -> pl.DataFrame:
-    """Calls into the driver that are no wait and take a large part of the window, rows of
+    """Return driver calls that are no waits and take a large share of the window. They are rows of
     ``Trace.cpu``, the longest first."""
     cpu = a.trace.cpu
     once = (cpu["kind"] == "runtime") & cpu["call"].is_in(ONE_OFF_CALLS).fill_null(False)
@@ -359,13 +359,13 @@ def _start_up(a: Analysis) -> list[str]:
 
 
 def _extremes(a: Analysis) -> tuple[int, int]:
-    """The shortest and the longest used step, ns."""
+    """Return the shortest and the longest used step, ns."""
     dur = a.steps.used["dur"].to_numpy()
     return (int(dur.min()), int(dur.max())) if len(dur) else (0, 0)
 
 
 def _unknown_step(a: Analysis) -> list[str]:
-    """Where nothing says what the run's own steps take."""
+    """Say that the run's own step time is unknown, if it is."""
     recorded = a.recorded
     if recorded is None or recorded.median is not None or not recorded.host_is_ahead:
         return []
@@ -376,7 +376,7 @@ def _unknown_step(a: Analysis) -> list[str]:
 
 
 def _record_limits(a: Analysis) -> list[str]:
-    """What a record without a profiled window cannot tell."""
+    """List what a record without a profiled window cannot show."""
     recorded = a.recorded
     assert recorded is not None
     result = [
@@ -394,22 +394,22 @@ def _record_limits(a: Analysis) -> list[str]:
 
 
 def too_little(a: Analysis) -> bool:
-    """The file is so small that no advice can rest on it. Traces written as code are examples."""
+    """Tell whether a file is too small for any advice. Traces written as code are examples."""
     engine = a.trace.meta.format == "tensorrt"  # every layer of an inference, by its mean time
     return count_events(a) < MIN_EVENTS and not a.trace.meta.example and not engine
 
 
 def count_events(a: Analysis) -> int:
-    """Pieces of host and device work, whatever else stands in the file."""
+    """Return the number of host and device events."""
     return a.trace.cpu.height + a.trace.gpu.height
 
 
 MIN_COUNT_CHANGE = 0.25
-"""Relative difference of how often work runs from which a longer step is said to run more of it."""
+"""Relative difference of call counts from which longer steps are said to run more work."""
 
 
 def longer_steps(a: Analysis) -> str:
-    """A sentence or two for steps that differ."""
+    """Say in a sentence or two what makes some steps longer."""
     result, own = a.step_halves, a.trace.meta.framework
     if result is None:
         return "There are too few steps to say what makes one longer."
@@ -452,7 +452,7 @@ def _more_calls(part: StepDifference) -> bool:
 
 
 def window_lines(events: list[dict[str, Any]]) -> list[str]:
-    """The last state of each window: ``window 0: done``."""
+    """Return the last state of each window: ``window 0: done``."""
     last: dict[Any, dict[str, Any]] = {}
     for event in events:
         last[str(event.get("window"))] = event
@@ -471,7 +471,7 @@ def window_lines(events: list[dict[str, Any]]) -> list[str]:
 
 
 def lost_replays(a: Analysis) -> str:
-    """That records of graph replays are missing, and how to get them; empty: they are there."""
+    """Say that records of graph replays are lost, and what to record; empty if none is."""
     if not a.lost_records.has_lost_replays:
         return ""
     schedule = schedule_of(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
@@ -482,7 +482,7 @@ def lost_replays(a: Analysis) -> str:
 
 
 def lost_records(a: Analysis) -> str:
-    """Why idle time is unknown and no gain is estimated; empty: no records are lost."""
+    """Return why idle time and gains are unknown; empty if no records are lost."""
     if a.lost_records.truncated:
         return "the file is cut off, and GPU work may be missing from it"
     if a.lost_records.reported:
@@ -501,5 +501,5 @@ def lost_records(a: Analysis) -> str:
 
 
 def count_launches(trace: Trace) -> int:
-    """Calls that launch device work, whether that was recorded or not."""
+    """Count the calls that launch device work, whether that was recorded or not."""
     return int(trace.cpu["call"].is_in(["launch", "graph_launch"]).sum())

@@ -1,4 +1,4 @@
-"""A memory snapshot's part of the report: views, limits, and the verdict where there is no more."""
+"""Memory snapshots in a report: views, limits, and the verdict on a snapshot alone."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ MAX_DEVICES = 16
 MAX_LINES = 40
 MAX_MODULES = 400
 MIN_NAMED_SHARE = 0.1
-"""Of what is in tensors: a category or saving below it is not named in the verdict."""
+"""Share of the bytes in tensors below which the verdict names no category or saving."""
 UNATTRIBUTED = CATEGORIES[NOT_ATTRIBUTED]
 RECORD_HISTORY = "torch.cuda.memory._record_memory_history(max_entries=100_000)"
 MIN_UNUSED_SHARE = 0.25
-"""Of what is reserved: unused memory from which the verdict says so."""
+"""Share of the reserved bytes from which the verdict mentions unused memory."""
 
 
 def shown_histories(a: Analysis) -> list[PostMortem]:
-    """Of the GPUs; the host's memory only where no GPU's is recorded."""
+    """Return the memory histories of the GPUs; the host's only if no GPU's is recorded."""
     return [post for post in a.memory_histories if post.device >= 0] or a.memory_histories
 
 
 def memory_views(a: Analysis) -> list[MemoryView]:
-    """One a device, the fullest first; of a series of snapshots, with what grows over it."""
+    """Return a view of each device, the fullest first; of a series, also what grows over it."""
     views = [_view(post) for post in shown_histories(a)[:MAX_DEVICES]]
     if a.snapshot_series and views:
         posts = fullest_devices(a.snapshot_series)
@@ -57,12 +57,12 @@ def memory_views(a: Analysis) -> list[MemoryView]:
 
 
 def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
-    """The fullest device of a rank; ``None``: it has no snapshot."""
+    """Return the memory of a rank's fullest device; ``None`` if it has no snapshot."""
     return None if a.snapshot is None else sample_memory(a.post_mortems[0], f"rank {rank}")
 
 
 def sample_memory(post: PostMortem, name: str) -> MemorySample:
-    """What one device held at its moment."""
+    """Return what one device holds at the time of its snapshot or peak."""
     return MemorySample(
         name=name, allocated=post.allocated, reserved=post.reserved, categories=_categories(post)
     )
@@ -165,7 +165,7 @@ def _pool_name(row: dict[str, object]) -> str:
 
 
 def why_not_placed(placed: Placement) -> str:
-    """One or two sentences about a request that failed."""
+    """Explain in one or two sentences why a request failed."""
     driver = "" if placed.driver is None else f", the driver {t.format_bytes(placed.driver)}"
     if placed.scattered:
         return (
@@ -190,7 +190,7 @@ def why_not_placed(placed: Placement) -> str:
 def memory_verdict(
     report: Report,
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    """Status and a sentence or two about a snapshot alone."""
+    """Return status and verdict on a snapshot alone."""
     view = report.memory[0]
     known = [
         f"{t.format_bytes(each.bytes)} of {each.category}"
@@ -222,11 +222,11 @@ def memory_verdict(
 
 
 NEXT_TO_NONE = 0.05
-"""Of the unused memory: what is less is called almost none."""
+"""Share of the unused memory below which "almost none" of it is returned."""
 
 
 def _unused(view: MemoryView) -> str:
-    """What is reserved and in no tensor, and whether it can be given back."""
+    """Say how much memory is reserved and unused, and whether it can be returned."""
     unused = view.reserved - view.allocated
     text = f"{t.format_bytes(unused)} reserved and unused"
     given = "torch.cuda.empty_cache()"
@@ -240,7 +240,7 @@ def _unused(view: MemoryView) -> str:
 
 
 def _memory_action(view: MemoryView) -> str:
-    """The change that frees most; of a snapshot without a history, how to record one."""
+    """Name the change that frees most; without a history, say how to record one."""
     most = max(view.savings, key=lambda each: each.bytes, default=None)
     if most is not None and most.bytes >= MIN_NAMED_SHARE * view.allocated:
         amount = t.format_bytes(most.bytes)
@@ -252,7 +252,7 @@ def _memory_action(view: MemoryView) -> str:
 
 
 def memory_limits(a: Analysis) -> list[str]:
-    """What a snapshot does not tell, a sentence each."""
+    """List what a snapshot does not show, a sentence each."""
     if a.snapshot is None:
         return []
     result = []

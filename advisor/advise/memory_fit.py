@@ -1,4 +1,4 @@
-"""Whether a program fits a GPU's memory, and the cheapest changes that make it fit: in bytes by the
+"""Fit of a program in a GPU's memory: the cheapest changes that make it fit, in bytes by the
 snapshot's history, in time by the trace."""
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_r
 from advisor.rules.kernel.kernel_common import rows_launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
-"""Bytes of the GPU that the CUDA context and libraries take and the snapshot does not show."""
+"""GPU memory of the CUDA context and libraries, bytes; the snapshot does not show it."""
 MAX_CHANGES = 4
-"""Of a set that is looked for."""
+"""Largest number of changes in a set."""
 CHANGE_EFFORT = {
     "references": 0, "set_to_none": 0, "fused optimizer": 0, "share graph pools": 0,
     "16-bit weights": 1, "smaller logits": 1, "autocast without cache": 1, "ZeRO 1": 1, "ZeRO 2": 1,
     "16-bit optimizer state": 2, "8-bit optimizer": 2, "checkpointing": 2, "ZeRO 3": 2,
     "half the batch": 3, "offload optimizer state": 4, "offload activations": 4,
 }  # fmt: skip
-"""Of a change, where two cost the same time or none is known: a line, a dependency, other numbers,
+"""Effort of a change, to order those of equal or unknown time: a line, a dependency, other numbers,
 another loop, the link."""
 CHANGE_EXPLANATIONS = {
     "8-bit optimizer": "less is read and written; other numbers, so compare the loss",
@@ -48,67 +48,67 @@ CHANGE_EXPLANATIONS = {
 LARGEST_SCALE = 64.0
 MODULE_RANGE = r"^nn\.Module: "
 UNKNOWN_NS = 1e12
-"""What an unknown time counts as: more than any that is known."""
+"""Time that stands for an unknown one, ns: more than any known time."""
 
 
 class PhaseTimes(NamedTuple):
-    """Device time per step, ns, without communication; and the host's."""
+    """Time per step by phase, ns: on the device without communication, and on the host."""
 
     forward: float
     backward: float
     optimizer: float
     host: float
-    """Of the busiest thread, without its waits."""
+    """Host time of the busiest thread, without its waits."""
     step: float
 
 
 class RepeatedLayer(NamedTuple):
-    """One of the calls that checkpointing touches, in order of the forward pass."""
+    """A call that checkpointing repeats, in order of the forward pass."""
 
     bytes: int
-    """That it holds at the moment, without its output."""
+    """Bytes that the call holds at the peak, without its output."""
     ns: float | None
-    """Device time of its forward pass, which runs again; ``None``: no trace shows it."""
+    """Device time of its forward pass, which is repeated, ns; ``None``: no trace shows it."""
 
 
 class CostedChange(NamedTuple):
-    """A change with its price."""
+    """A change, the bytes that it frees and the time that it costs."""
 
     change: Change
     bytes: int
-    """By which it alone lowers the highest point."""
+    """Bytes by which this change alone lowers the peak."""
     ns: float | None
-    """Added per step; ``None``: unknown."""
+    """Time added per step, ns; ``None``: unknown."""
     cost_reason: str
-    """What the time is made of."""
+    """Description of what the time consists of."""
     layers: tuple[RepeatedLayer, ...] = ()
-    """Of checkpointing."""
+    """Repeated calls, if the change is checkpointing."""
 
 
 class MemoryFit(NamedTuple):
-    """Bytes of one device."""
+    """Memory needed on one device, bytes, and the changes that make it fit."""
 
     peak: int
-    """Most in tensors, with the batch that was asked for."""
+    """Largest number of bytes in tensors, with the requested batch."""
     reserved: int
-    """What the allocator reserves for that."""
+    """Bytes that the allocator reserves for that."""
     capacity: int
     available: int
-    """Of the capacity, what the allocator can have."""
+    """Bytes of the capacity that the allocator can use."""
     candidates: list[CostedChange]
-    """All that were found, the cheapest first."""
+    """All changes that were found, the cheapest first."""
     chosen: list[CostedChange]
-    """The cheapest set that fits; empty: none is needed, or none does."""
+    """Cheapest set of changes that fits; empty: none is needed, or none fits."""
     reserved_after: int
-    """Reserved with the chosen ones; without any that fits, with the best set."""
+    """Bytes reserved with the chosen changes; if no set fits, with the best one."""
     largest_batch: float
-    """Times today's batch that fit with the chosen ones; 0: none."""
+    """Largest batch that fits with the chosen changes, over the recorded one; 0: none."""
     phases: PhaseTimes | None
-    """``None``: no trace."""
+    """Times by phase; ``None``: no trace."""
 
     @property
     def fits(self) -> bool:
-        """As it is, or with the chosen changes."""
+        """Whether the program fits as it is, or with the chosen changes."""
         return self.reserved_after <= self.available
 
 
@@ -121,11 +121,11 @@ def find_fit(
     ranks: int = 1,
     scale: float = 1.0,
 ) -> MemoryFit:
-    """Look for the cheapest changes with which a device's history fits.
+    """Find the cheapest changes with which a device's history fits.
 
-    ``a``: a trace of the same program, which prices time. ``gpu``: where it will run. ``ranks``:
-    that can share the states. ``scale``: the batch that is asked for over the recorded one. What is
-    reserved beyond tensors stays the same share as at the recorded peak (none, where that is not
+    ``a``: trace of the same program, for the time of changes. ``gpu``: GPU to run on. ``ranks``:
+    number that can share the states. ``scale``: requested batch over the recorded one. The reserved
+    bytes beyond tensors stay the same share as at the recorded peak (none, if that is not
     recorded).
     """
     phases = None if a is None else phase_times(a)
@@ -172,7 +172,7 @@ def _cost(made: Sequence[CostedChange]) -> tuple[float, int, int]:
 
 
 def _sets(ways: list[CostedChange]) -> list[tuple[CostedChange, ...]]:
-    """Sets of changes that go together."""
+    """Return the sets of changes that can be combined."""
     made = []
     for count in range(1, MAX_CHANGES + 1):
         for each in combinations(ways, count):
@@ -188,7 +188,7 @@ def _checkpoint_fewest_calls(
     reserved: Callable[[Sequence[CostedChange]], int],
     available: int,
 ) -> CostedChange:
-    """Checkpointing of as few calls as suffice."""
+    """Return the change with as few checkpointed calls as fit; other changes stay as they are."""
     if way.change.forward_call is None:
         return way
     low, high = 0, int(way.change.forward_call.max()) + 1
@@ -213,7 +213,7 @@ def _checkpoint_fewest_calls(
 
 
 def _largest(post: PostMortem, chosen: Sequence[CostedChange], room: float) -> float:
-    """The largest batch that fits ``room`` with the chosen changes, times the recorded one."""
+    """Return the largest batch that fits ``room`` bytes with the changes, over the recorded one."""
     made = [way.change for way in chosen]
     low, high = 0.0, LARGEST_SCALE
     for _ in range(12):
@@ -228,7 +228,7 @@ def _largest(post: PostMortem, chosen: Sequence[CostedChange], room: float) -> f
 
 
 def phase_times(a: Analysis) -> PhaseTimes | None:
-    """Of the analysed steps; ``None``: no device work."""
+    """Return the times by phase of the analysed steps; ``None`` if there is no device work."""
     if a.trace.gpu.is_empty() or a.device_id is None:
         return None
     dur = a.trace.gpu["dur"].to_numpy()
@@ -244,7 +244,7 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
 
 
 def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
-    """What each call of a checkpointed line holds, and how long it runs."""
+    """Return what each call of a checkpointed line holds, and how long it runs."""
     if each.forward_call is None:
         return ()
     calls = int(each.forward_call.max()) + 1
@@ -262,10 +262,10 @@ def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[Repeate
 
 
 def module_times(a: Analysis, calls: int) -> list[float] | None:
-    """Device time per step of each of so many modules of one class that another module calls one
-    after the other, forward, ns; of several such classes the one with most time. One call more is
-    allowed: the last layer's backward pass begins at once. ``None``: the trace has no modules, or
-    none is called so often."""
+    """Return the device time per step, ns, of each of ``calls`` modules of one class, called in a
+    row in the forward pass. Of several such classes, the one with most time counts. One call more
+    is allowed: the last layer's backward pass begins at once. ``None`` if the trace has no modules,
+    or none is called so often."""
     cpu, parent = a.trace.cpu, parent_rows(a.trace)
     module = (cpu["kind"] == "python").to_numpy() & name_matches(
         cpu["name"], MODULE_RANGE
@@ -304,7 +304,7 @@ def _price(
     each: Change, post: PostMortem, phases: PhaseTimes | None, gpu: GpuSpec | None, ranks: int,
     scale: float,
 ) -> tuple[float | None, str]:  # fmt: skip
-    """Nanoseconds added per step, and what they are made of."""
+    """Return the time added per step, ns (``None``: unknown), and what it consists of."""
     lives = post.history.block_lifetimes
     here = each.rows[lives.at(post.event)[each.rows]]
     held = int(lives.size[np.unique(here)].sum())

@@ -1,4 +1,4 @@
-"""What to analyse and how, and how far it is."""
+"""Options of an analysis, and its progress."""
 
 from __future__ import annotations
 
@@ -14,63 +14,63 @@ from advisor.core.prices import Prices
 from advisor.read import ReadOptions
 
 RANK_TIMEOUT_SECONDS: Final = 1800.0
-"""What one file may take where ranks are measured one by one. A trace of 4 GB takes some 300 s on
-one core, without the network."""
+"""Time limit for one file where ranks are measured one by one, s. A trace of 4 GB takes some 300 s
+on one core, without the network."""
 
 
 class RanksDone(Struct):
-    """Progress of measuring the ranks of a job: counts of ranks."""
+    """Progress of measuring the ranks of a job, as numbers of ranks."""
 
     total: int
     read: int = 0
     unread: int = 0
     moved: int = 0
-    """Bytes of answers."""
+    """Bytes of the workers' answers."""
     dashboard: str = ""
-    """Address of Dask's; empty: there is none."""
+    """Address of Dask's dashboard; empty: there is none."""
 
     @property
     def ranks(self) -> int:
-        """That are done, one way or the other."""
+        """Number of ranks that are done, read or not."""
         return self.read + self.unread
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to analyse and how."""
+    """Options of an analysis: what to analyse and how."""
 
     rank: int | None = None
     window: int | None = None
     steps: tuple[int | None, int | None] | None = None
     rules_folder: Path | None = None
     config: dict[str, dict[str, Any]] | None = None
-    """``None``: from the nearest pyproject.toml."""
+    """Options of rules by id; ``None``: from the nearest pyproject.toml."""
     read: ReadOptions = field(default_factory=ReadOptions)
     executor: Executor | None = None
-    """Where the per-rank stage runs; ``None``: threads of this process."""
+    """Executor of the per-rank stage; ``None``: threads of this process."""
     workers: int | None = None
-    """Processes that measure a job rank by rank, each with one trace at once; ``None``: up to
-    MAX_RANKS_IN_MEMORY ranks in this process, more in a process a core."""
+    """Number of processes that measure a job rank by rank, one trace at a time each. ``None``: this
+    process up to MAX_RANKS_IN_MEMORY ranks, beyond that a process per core."""
     cluster: str | None = None
-    """Address of a Dask scheduler whose workers do that instead (``tcp://host:8786``)."""
+    """Address of a Dask scheduler whose workers measure the ranks instead (``tcp://host:8786``)."""
     seconds: float = RANK_TIMEOUT_SECONDS
-    """What one rank may take there."""
+    """Time limit for one rank there, s."""
     on_progress: Callable[[RanksDone], object] | None = None
-    """Called when that begins, and after each rank."""
+    """Callback at the start of that measurement and after each rank."""
     prices: Prices | None = None
-    """What an hour of a GPU costs; ``None``: from the nearest pyproject.toml."""
+    """Prices of a GPU hour; ``None``: from the nearest pyproject.toml."""
     gpus: int | None = None
-    """GPUs that are paid for; ``None``: one a rank."""
+    """Number of GPUs that are paid for; ``None``: one per rank."""
 
     node_size: int | None = None
-    """GPUs of a node; ``None``: from the ranks' hosts, or the devices that a trace lists."""
+    """Number of GPUs per node; ``None``: from the ranks' hosts, or a trace's list of devices."""
     network: float | None = None
-    """GB/s of a GPU across nodes in one direction; ``None``: unknown."""
+    """Bandwidth of a GPU across nodes in one direction, GB/s; ``None``: unknown."""
 
     capture: str | None = None
-    """A trace of the capture of the CUDA or HIP graphs that are replayed; ``None``: not given."""
+    """Path of a trace that captures the replayed CUDA or HIP graphs; ``None``: not given."""
 
     @property
     def window_to_read(self) -> int | Literal["first"]:
-        """The windows that need to be read."""
+        """Window that needs to be read: a number, or ``first``."""
         return "first" if self.window is None else self.window

@@ -1,5 +1,5 @@
-"""Which findings to show in which order: by marginal gain, symptoms and alternatives folded under
-what explains them; beside them risks, whose effect is no step time, and notes."""
+"""Order of the findings: by marginal gain, with symptoms and alternatives folded under what
+explains them. Risks, whose effect is no step time, and notes stand apart."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 FOLD_BELOW = 0.25
-"""A finding that keeps less than this share of its own gain after those before it is a symptom."""
+"""Share of its own gain that a finding must keep after those before it, else it is a symptom."""
 LEADS_FROM = 1 / 3
-"""Of the gain of a finding that knows idle time by its kind alone: a finding that names the code
-behind as much of it comes first. Its fix is the smaller change, and leaves less to the other."""
+"""Share of a general idle-time finding's gain from which one that names the code behind it comes
+first. Its fix is the smaller change, and leaves less to the other."""
 MOSTLY_BUSY = 0.5
-"""Of the step: where the GPU works for as long, slow work of its own comes first likewise."""
+"""GPU-busy share of the step from which slow GPU work of its own comes first likewise."""
 WAITS_LEAD_FROM = 0.10
-"""Of the step: waits for the GPU that gain as much come before launching less, where they are so
-frequent that no graph can hold them. Launching itself is reported from the same share on."""
+"""Share of the step from which frequent waits for the GPU come before launching less, since no
+graph can hold them. Launching itself is reported from the same share."""
 
 VAGUE_WEIGHT = 0.5
-"""Of a finding that names no place and may gain nothing: the middle of its range counts."""
+"""Weight of a finding that names no place and may gain nothing."""
 
 MAX_APART = 30
-"""Launches between two waits for the GPU that do not fill its queue."""
+"""Number of launches between two waits for the GPU that do not fill its queue."""
 
 
 @dataclass(frozen=True)
 class PrioritizedFindings:
-    """The findings of a report, each where it is shown."""
+    """Findings of a report by where they are shown."""
 
     findings: list[Finding]
-    """Ranked, then those that are folded under them."""
+    """Ranked findings, then those that are folded under them."""
     risks: list[Finding]
-    """What costs memory, time over the run, or is a risk; the most certain first."""
+    """Findings on memory, time over the run, or risks; the most certain first."""
     notes: list[Finding]
 
     def map_findings(self, change: Callable[[list[Finding]], list[Finding]]) -> PrioritizedFindings:
-        """The same with the findings and notes changed."""
+        """Return a copy with the findings and notes changed."""
         return PrioritizedFindings(change(self.findings), self.risks, change(self.notes))
 
     @property
     def advice(self) -> list[Finding]:
-        """Those of the analysed rank that are shown with a rank of their own: what to follow."""
+        """Ranked findings of the analysed rank: the fixes to follow."""
         return [f for f in self.findings if f.priority is not None and not f.other_rank]
 
 
 def _gain_per_launch(note: Finding) -> float:
-    """By what one launch of a profiled kernel saves, the largest first; others stay in order."""
+    """Return the negative saving of one launch of a profiled kernel, ns, to sort by; 0: none."""
     return -sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
 
 
 def prioritize(
     findings: Sequence[Finding], a: Analysis, estimator: GainEstimator
 ) -> PrioritizedFindings:
-    """The findings in the order to follow them; what gains nothing by a replay although the device
-    waits for it becomes a note, and what gains nothing by either reckoning is left out."""
+    """Return the findings in the order to follow them. One without replayed gain, although the
+    device waits for it, becomes a note. One without gain by either estimate is left out."""
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
     candidates, unknown, notes, risks = [], [], [], []
     for finding in findings:
@@ -104,7 +104,7 @@ def prioritize(
 
 
 def _counts_in_run(finding: Finding) -> bool:
-    """Whether it surely saves much of the run, though not of each step."""
+    """Tell whether a finding surely saves much of the run, though not of each step."""
     impact = finding.impact
     if impact is None or impact.currency != "run_time" or not impact.gain_ns:
         return False
@@ -112,8 +112,8 @@ def _counts_in_run(finding: Finding) -> bool:
 
 
 def _with_unknown(ordered: list[Finding], others: list[Finding]) -> list[Finding]:
-    """Ranked findings, with those that no replay orders: gains over the run by their share, and
-    gains that are not recorded ahead of the small ones."""
+    """Insert findings that no replay orders: gains over the run by their share, and unknown gains
+    ahead of the small ones."""
     if not others:
         return ordered
     placed = [f for f in ordered if f.priority is not None]
@@ -132,7 +132,7 @@ def _share(finding: Finding) -> float:
 def _order(
     findings: list[Finding], estimator: GainEstimator, floor: float, a: Analysis
 ) -> tuple[list[Finding], list[Finding]]:
-    """Findings by marginal gain x confidence, the largest first; and those that are left out.
+    """Return the findings by marginal gain × confidence, the largest first; and those left out.
 
     Each choice is made as if the findings chosen before were done. What then keeps almost nothing
     is folded under the one that took most of it, and so are alternatives of a chosen finding.
@@ -169,7 +169,7 @@ def _order(
 
 
 def by_kind_alone(finding: Finding) -> bool:
-    """It takes away idle time of some kind (launching, allocation), and names nothing behind it."""
+    """Tell whether a finding removes a kind of idle time (launching, allocation), with no cause."""
     return bool(finding.edits) and all(
         edit.select.on == "gap"
         and not (edit.select.under or edit.select.name)
@@ -186,8 +186,8 @@ def _named_cause(
     estimator: GainEstimator,
     a: Analysis,
 ) -> tuple[int, float]:
-    """The waiting finding that goes before a general one although that gains more, and its gain: it
-    names code whose fix takes away much. Else the general one itself."""
+    """Return the finding to choose before a general one that gains more, and its gain. It names
+    code whose fix saves much; if there is none, it is the general one."""
     result, most = general, 0.0
     idles = a.breakdown.busy.total < MOSTLY_BUSY * a.span_ns
     captures = any(edit.op == "drop_launch" for edit in findings[general[0]].edits)
@@ -208,8 +208,8 @@ def _named_cause(
 
 
 def _fills_queue(finding: Finding, a: Analysis) -> bool:
-    """Waits for the GPU are so frequent that the host never gets ahead, and no longer are once this
-    finding's are gone."""
+    """Tell whether only this finding's waits keep the host from getting ahead of the GPU and
+    filling its queue."""
     gone = [selected_host(a, edit.select) for edit in finding.edits if edit.op == "make_async"]
     if not gone or a.syncs.is_empty():
         return False
@@ -226,7 +226,7 @@ def _own_gain(finding: Finding) -> float:
 
 
 def _weight(finding: Finding) -> float:
-    """What its gain counts for the order: the confidence in the cause, less where it may gain
+    """Return the weight of a finding's gain in the order: its confidence, reduced if it may gain
     nothing and names no place."""
     impact = finding.impact
     is_vague = not finding.where and impact is not None and not impact.low_ns
@@ -240,7 +240,7 @@ def _best(
     chosen: list[Finding],
     estimator: GainEstimator,
 ) -> tuple[int, float]:
-    """Which waiting finding has the largest marginal gain x confidence, and that gain.
+    """Return the waiting finding with the largest marginal gain × confidence, and that gain.
 
     Gains mostly shrink as others are done, so each is looked at again only when its last gain
     could still win; what gained nothing is looked at again every time, because a fix may begin to
@@ -260,7 +260,7 @@ def _best(
 
 
 def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
-    """What a finding's fix saves once those of the chosen ones are done, ns per step."""
+    """Return what a finding's fix saves after those of the chosen ones, ns per step."""
     if not chosen or not finding.edits or finding.other_rank:
         return _own_gain(finding)
     applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
@@ -270,7 +270,7 @@ def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEs
 def _with_range(
     finding: Finding, gain: float, chosen: list[Finding], estimator: GainEstimator
 ) -> Finding:
-    """The finding with what it gains after the chosen ones, and what decides the range of that."""
+    """Return the finding with its gain after the chosen ones, and what decides its range."""
     finding = replace(finding, marginal_gain_ns=round(gain))
     applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
     if not applied or not finding.edits or finding.other_rank:
@@ -295,5 +295,5 @@ def _with_range(
 
 
 def _find_overlapping(finding: Finding, chosen: list[Finding], estimator: GainEstimator) -> Finding:
-    """The chosen finding after which this one gains least; the first of equals."""
+    """Return the chosen finding after which this one gains least; the first of equals."""
     return min(chosen, key=lambda c: marginal_gain(finding, [c], estimator))

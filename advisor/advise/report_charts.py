@@ -1,6 +1,6 @@
-"""What every renderer and the dashboard draw: the step's bar, the stairs of fixes, the ranks.
+"""Charts of a report: the step's bar, the stairs of fixes, and the table of ranks.
 
-Each is made here, once, as data with its words: whoever draws it folds, sums and rounds nothing.
+Each is built here, once, as data with its words; renderers fold, sum and round nothing.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 
 def build_views(report: Report) -> Views:
-    """All that there is to draw of a report."""
+    """Return all charts of a report."""
     return Views(build_step_bar(report), build_stairs(report), build_rank_table(report))
 
 
 # -- where the time goes ------------------------------------------------------------------------
 
 MAX_CAUSES = 5
-"""Causes with a segment of their own; smaller ones are summed."""
+"""Number of causes with a segment of their own; smaller ones are summed."""
 MIN_SEGMENT_SHARE = 0.005
 """Share of the step below which a cause has no segment of its own: it would be less than half a
 cell of a terminal wide."""
 
 
 def build_step_bar(report: Report) -> StepBar | None:
-    """The bar; ``None``: nothing is measured."""
+    """Return the bar of the step's time; ``None`` if nothing is measured."""
     work = _work(report) if report.time else _host(report)
     idle, total = _idle(report)
     if not work and not idle:
@@ -57,7 +57,7 @@ def build_step_bar(report: Report) -> StepBar | None:
 
 
 def _work(report: Report) -> list[Segment]:
-    """Classes of device work."""
+    """Return a segment for each class of device work."""
     return [
         Segment(
             "work",
@@ -73,7 +73,7 @@ def _work(report: Report) -> list[Segment]:
 
 
 def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
-    """Causes of idle time, and all of it."""
+    """Return a segment for each cause of idle time, and one for all of it."""
     part = next((part for part in report.time if part.name == "idle"), None)
     if part is None:
         return [], None
@@ -89,7 +89,7 @@ def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
 
 
 def _host(report: Report) -> list[Segment]:
-    """What the main thread did: the bar of a trace without device work."""
+    """Return the main thread's time by class, as segments for a trace without device work."""
     own = report.scope.framework
     parts = [(item.name, t.host_label(item.name, own), item.ns, item.share) for item in report.host]
     return _ranked("host", _in_ranges(report, parts), charts.host_look, "smaller parts")
@@ -98,8 +98,8 @@ def _host(report: Report) -> list[Segment]:
 def _in_ranges(
     report: Report, parts: list[tuple[str, str, float, float]]
 ) -> list[tuple[str, str, float, float]]:
-    """The parts with the program's own ranges in place of what lies outside operators, where that
-    is most of the time and the ranges fit in it."""
+    """Replace time outside operators by the program's own ranges, if it is most of the time and the
+    ranges fit in it."""
     largest = max(parts, key=lambda part: part[2], default=None)
     named = sum(item.ns for item in report.ranges)
     if largest is None or largest[0] != "unknown" or not 0 < named <= largest[2]:
@@ -114,7 +114,7 @@ def _in_ranges(
 
 
 def build_phase_segment(name: str, ns: float, share: float) -> Segment:
-    """A phase of the step that the recorder measured, as a part of a bar of phases."""
+    """Return the segment of a recorded phase of the step, for a bar of phases."""
     look = charts.PHASES.get(name, charts.OTHER_LOOK)
     return Segment("host", name, t.host_label(name), look, ns, share)
 
@@ -147,7 +147,7 @@ def _ranked(
 
 
 def build_stairs(report: Report) -> Stairs | None:
-    """What the step comes down to; ``None``: nothing is ranked, or no step is measured."""
+    """Return the step time left after each fix; ``None`` if nothing is ranked or measured."""
     result = report_text.ranked_findings(report)
     whole = report.step_ns
     if not result or whole <= 0:
@@ -166,8 +166,8 @@ def build_stairs(report: Report) -> Stairs | None:
 def build_stairs_of_chosen(
     report: Report, kept: Container[int], estimator: GainEstimator
 ) -> Stairs | None:
-    """The same with some of the fixes, by priority: each saves what it does after those of the kept
-    that come before it. One that is left out shows what it would save after all of them."""
+    """Return the stairs with only the kept fixes, by priority: each saves what it does after the
+    kept ones before it. A fix that is left out shows its saving after all kept ones."""
     full = build_stairs(report)
     if full is None:
         return None
@@ -200,11 +200,11 @@ RANK_HEAD: Final = [
     "others wait",
 ]
 EMPTY_CELL: Final = "–"
-"""A cell of what was not measured."""
+"""Text of a cell that was not measured."""
 
 
 def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
-    """Ranks side by side, the ``limit`` that the others wait for longest; ``None``: one rank."""
+    """Return the ranks, at most ``limit`` that others wait for longest; ``None``: one rank."""
     if report.ranks is None:
         return None
     lines = sorted(report.ranks.lines, key=_slowness, reverse=True)

@@ -1,4 +1,4 @@
-"""The parts of a Report that are measurements: inputs, scope, time, host, kernels, memory."""
+"""Measured fields of a Report: inputs, scope, time, host, kernels, memory, energy and cost."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 MAX_OPERATORS = 10
 MAX_DURATIONS = 5000
-"""Steps whose durations a report holds, the last ones: neighbours stay neighbours."""
+"""Number of steps whose durations a report holds: the last ones, so that neighbours stay so."""
 
 
 def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
-    """One entry a rank: the window that is analysed."""
+    """Return an entry for the analysed window of each rank."""
     result = []
     for number, a in analyses.items():
         meta = a.trace.meta
@@ -74,7 +74,7 @@ def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
 
 
 def measure_fields(a: Analysis) -> dict[str, Any]:
-    """The measured fields of a Report."""
+    """Return the measured fields of a Report by name."""
     if a.only_input is not None:
         return {"scope": source_scope(a, a.only_input)}
     if a.record_only:
@@ -102,7 +102,7 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
 
 
 def device_time(a: Analysis) -> dict[str, Any]:
-    """What the device does, by class, cause and family; empty: there is none."""
+    """Return device time by class, idle cause and kernel family; empty if there is no device."""
     if a.device_id is None:
         return {}
     if lost_replays(a):
@@ -145,7 +145,7 @@ def _scope(a: Analysis) -> Scope:
 
 
 def _recorded(a: Analysis) -> int | None:
-    """From the first to the last recorded work, where the figures are of a part of that."""
+    """Return the recorded time, ns, if the figures are of a part of it; else ``None``."""
     if a.per != "recording" or a.device_id is None:
         return None
     start, end = recorded_extent(a.trace)
@@ -153,7 +153,7 @@ def _recorded(a: Analysis) -> int | None:
 
 
 def _recorded_scope(a: Analysis) -> Scope:
-    """Of a run without a profiled window: the recorder's own steps."""
+    """Return the scope of a run without a profiled window: the recorder's own steps."""
     recorded = a.recorded
     assert recorded is not None
     dur = recorded.lengths
@@ -204,7 +204,7 @@ def _operators(a: Analysis) -> list[OperatorTime]:
 
 
 def _longest(a: Analysis, table: pl.DataFrame, whole: int) -> list[OperatorTime]:
-    """The first rows (name, ns, count), with their shares of so many ns."""
+    """Return the first rows (name, ns, count) per step, with their shares of ``whole`` ns."""
     return [
         OperatorTime(name, ns / a.step_count, ns / max(whole, 1), count / a.step_count)
         for name, ns, count in table.head(MAX_OPERATORS).iter_rows()
@@ -212,7 +212,7 @@ def _longest(a: Analysis, table: pl.DataFrame, whole: int) -> list[OperatorTime]
 
 
 def _families(a: Analysis) -> list[Family]:
-    """Shares are of all device work that is listed, so that they add up to 1."""
+    """Return kernel families, with shares of all listed device work, which add up to 1."""
     table = a.families.sort("dur", descending=True)
     whole = int(table["dur"].sum())
     rows = table.select("family", "dur", "count").iter_rows() if whole else ()
@@ -236,7 +236,7 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
 
 
 def recorded_view(a: Analysis) -> RecordedSteps | None:
-    """What the recorder measured of every step; ``None`` for a trace alone."""
+    """Return what the recorder measured of every step; ``None`` for a trace alone."""
     recorded = a.recorded
     if recorded is None:
         return None
@@ -270,7 +270,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
 
 
 def step_durations(a: Analysis) -> list[StepDurations]:
-    """Durations of the steps that count: as the recorder measured them, and in the trace."""
+    """Return the durations of the steps that count, from the recorder and from the trace."""
     result = []
     recorded = a.recorded
     if recorded is not None:
@@ -297,7 +297,7 @@ def _durations(
 
 
 def _numbers(a: Analysis) -> list[int]:
-    """Of the used steps of a trace, ascending; where they are not numbered, their places."""
+    """Return the ascending numbers of the used steps; their places if they are not numbered."""
     result = [re.search(r"(?:#|^step )(\d{1,12})$", str(name)) for name in a.steps.used["name"]]
     numbers = [int(match[1]) for match in result if match is not None]
     if len(numbers) != a.steps.used.height or sorted(set(numbers)) != numbers:
@@ -307,11 +307,11 @@ def _numbers(a: Analysis) -> list[int]:
 
 HOUR_NS = 3.6e12
 MAX_GPUS = 1_000_000
-"""A damaged record does not make a price."""
+"""Largest number of GPUs in a price, against damaged records."""
 
 
 def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
-    """Energy a step by rank and together; ``None``: not sampled on any."""
+    """Return the energy per step, by rank and in total; ``None`` if it was sampled on none."""
     rank_energies: list[RankEnergy] = []
     boards: dict[str, RankEnergy] = {}
     for number, a in analyses.items():
@@ -332,8 +332,8 @@ def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
 
 
 def cost_per_step(run: Run, report: Report, prices: Prices, gpus: int | None = None) -> Cost | None:
-    """What a step costs; ``None``: no price is known for this GPU, or no step. ``gpus``: that are
-    paid for; ``None``: one a rank."""
+    """Return the cost of a step; ``None`` without a price for this GPU, or without steps. ``gpus``:
+    number that is paid for; ``None``: one per rank."""
     price = prices.price_of(report.scope.device_name)
     if price is None or report.step_ns <= 0 or report.scope.has_no_step_time:
         return None
@@ -366,7 +366,7 @@ def _gpus(run: Run, report: Report) -> int:
 
 
 def _took(run: Run, report: Report) -> float | None:
-    """From the first step to the end of the last, of the reported rank, ns."""
+    """Return the time from the reported rank's first step to the end of its last, ns."""
     if run.recording is None:
         return None
     from advisor.measure.steps.step_records import StepRecords
@@ -379,11 +379,11 @@ def _took(run: Run, report: Report) -> float | None:
 
 
 FEW_RANKS = 16
-"""Up to which ranks are named one by one."""
+"""Number of ranks up to which they are named one by one."""
 
 
 def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
-    """Ranks side by side, those too of which steps alone were recorded; ``None`` for one rank."""
+    """Return the ranks side by side, unprofiled ones too; ``None`` if there is one rank."""
     if study is None:
         if len(analyses) < 2 or all(a.only_input for a in analyses.values()):
             return None
@@ -414,17 +414,17 @@ def _rank_line(number: int, a: Analysis) -> RankLine:
 
 
 MIN_STEPS = 5
-"""Unprofiled steps that a median is taken of, as around a window."""
+"""Number of unprofiled steps from which a median is taken, as around a window."""
 MIN_APART_SHARE = 0.10
-"""From here on two step times differ by more than the profiler usually costs: the bound of the
-rule ``observer-effect``."""
+"""Relative difference of two step times beyond the profiler's usual cost: the bound of the rule
+``observer-effect``."""
 MAX_SIMILAR_SHARE = 0.25
-"""Of the run's steps that must be as far from its median as those around the window: the quarter
-at either end is what is not usual in a run."""
+"""Share of the run's steps as far from its median as those around the window, below which these are
+not typical: the quarter at either end."""
 
 
 def step_time(a: Analysis) -> StepTime | None:
-    """What a step of the run takes; ``None``: a trace alone, one without steps, or too few."""
+    """Return the step time of the run; ``None`` for a trace alone, without steps, or too few."""
     recorded = a.recorded
     if recorded is None or not recorded.median:
         return None
@@ -461,7 +461,7 @@ def step_time(a: Analysis) -> StepTime | None:
 
 
 def steps_apart(a: Analysis) -> StepVariation | None:
-    """For the report; ``None``: steps are similar, or too few."""
+    """Return what differs between short and long steps; ``None`` if they are similar or too few."""
     result = None if a.record_only else a.step_halves
     if result is None:
         return None

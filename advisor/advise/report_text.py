@@ -1,4 +1,4 @@
-"""What the figures of a report are about, and those beside the bar: as words, for any renderer."""
+"""Texts of a report for any renderer: its scope, figures, gains, caveats and skipped checks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 MAX_NAMES = 6
 
 Line = tuple[str, list[str]]
-"""A label and the parts that follow it."""
+"""Label of a line, and the parts that follow it."""
 
 
 def describe_scope(report: Report) -> list[Line]:
-    """Which traces, device and steps; energy and cost per step."""
+    """Describe the traces, device and steps of a report, and energy and cost per step."""
     lines = [
         ("trace", _trace(report)),
         ("device", _device(report)),
@@ -109,13 +109,13 @@ def _steps(report: Report) -> list[str]:
 
 
 MIN_OUTSIDE_SHARE = 0.01
-"""Share of a run's time from which what lies between its steps is shown."""
+"""Share of a run's time from which the time between its steps is shown."""
 EQUAL_STEP_SHARE = 0.03
-"""Two step times that differ by less are called equal."""
+"""Relative difference below which two step times are called equal."""
 
 
 def compare_window_with_run(report: Report) -> list[str]:
-    """How the profiled steps compare with the run's own, and why they differ."""
+    """Say how the profiled steps compare with the run's own, and why they differ."""
     step = report.step
     if step is None or step.window_slowdown is None:
         return []
@@ -142,7 +142,7 @@ def compare_window_with_run(report: Report) -> list[str]:
 
 
 def longer_by(share: float) -> str:
-    """``12% longer``."""
+    """Format a relative difference of times: ``12% longer``."""
     return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'}"
 
 
@@ -151,8 +151,8 @@ def _share_of_steps(share: float | None) -> str:
 
 
 def time_heading(report: Report) -> tuple[str, str]:
-    """What the bar of the step's time is called, and the step that its figures add up to where
-    that is not the one that the report leads with."""
+    """Return the title of the step's bar, and the step that its figures add up to. That step is
+    empty if the report leads with it."""
     where = "on the GPU" if report.time else "on the host's main thread"
     title = f"Where the {report.per}'s time goes {where}"
     step = report.step
@@ -168,7 +168,7 @@ def time_heading(report: Report) -> tuple[str, str]:
 
 
 def describe_recorded_steps(report: Report) -> list[str]:
-    """What the recorder measured of every step, profiled or not."""
+    """Describe what the recorder measured of every step, profiled or not."""
     view = report.recorded
     if view is None:
         return []
@@ -207,7 +207,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
 
 
 def headline_numbers(report: Report) -> list[Line]:
-    """The figures beside the bar."""
+    """Return the lines of figures next to the step's bar."""
     lines: list[Line] = []
     if report.time:
         busy = [f"busy {t.format_share(report.busy_share)}"]
@@ -243,7 +243,7 @@ def headline_numbers(report: Report) -> list[Line]:
 
 
 def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
-    """Of a page, at its top: name, value, and a note on it."""
+    """Return the figures at the top of a page: name, value, and a note."""
     scope, unit = report.scope, report.per
     spread = ""
     if scope.steps_used > 1:
@@ -276,7 +276,7 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
 
 
 def describe_energy(report: Report) -> list[str]:
-    """Energy per step and how it was measured; empty: it was not."""
+    """Describe the energy per step and how it was measured; empty if it was not."""
     use = report.energy
     if use is None:
         return []
@@ -300,11 +300,11 @@ def describe_energy(report: Report) -> list[str]:
 
 
 COSTED_STEPS = 1000
-"""Steps whose cost is shown: that of one has many zeros."""
+"""Number of steps whose cost is shown: the cost of one has many zeros."""
 
 
 def describe_cost(report: Report) -> list[str]:
-    """What the steps cost, now and with the fixes; empty: no price was given."""
+    """Describe the cost of the steps, now and with the fixes; empty without a price."""
     paid = report.cost
     if paid is None:
         return []
@@ -324,7 +324,7 @@ def describe_cost(report: Report) -> list[str]:
 
 
 def _families(report: Report) -> list[str]:
-    """Device work by kind, as shares of all of it."""
+    """Describe the kinds of device work by their shares of all of it, and count it."""
     parts = sorted(report.families, key=lambda family: -family.ns)
     shown = [f"{labels.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_NAMES]]
     if shown:
@@ -335,7 +335,7 @@ def _families(report: Report) -> list[str]:
 
 
 def path_parts(critical: dict[str, float], framework: str | None = None) -> list[str]:
-    """What the critical path consists of, parts of less than 1% left out."""
+    """Describe the parts of the critical path; those of less than 1% are left out."""
     total = sum(critical.values()) or 1.0
     parts = [
         f"{t.path_label(name, framework)} {t.format_share(ns / total)}"
@@ -346,13 +346,13 @@ def path_parts(critical: dict[str, float], framework: str | None = None) -> list
 
 
 def held_at_peak(report: Report) -> int | None:
-    """Bytes in tensors of the analysed device, at their most."""
+    """Return the analysed device's largest number of bytes in tensors; ``None``: unknown."""
     of_device = (view for view in report.memory if view.device == report.scope.device)
     return next((view.allocated for view in of_device), None)
 
 
 def memory_peak(report: Report) -> str:
-    """The most memory that the allocator reserved; where that is not recorded, in tensors."""
+    """Format the peak of reserved memory; of memory in tensors if only that is recorded."""
     peak, capacity = report.memory_peak_bytes, report.memory_capacity_bytes
     if peak is None and (held := held_at_peak(report)) is not None:
         return f"{t.format_bytes(held)} in tensors"
@@ -362,27 +362,27 @@ def memory_peak(report: Report) -> str:
 
 
 def join_names(items: list[str], limit: int = 4) -> str:
-    """``a, b, c and 12 more``."""
+    """Join names, the last ones as a number: ``a, b, c and 12 more``."""
     shown = ", ".join(labels.shorten(labels.clean(item), 30) for item in items[:limit])
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
 def ranked_findings(report: Report) -> list[Finding]:
-    """The findings that count, the most valuable first."""
+    """Return the findings that are not folded under another, the most valuable first."""
     return [finding for finding in report.findings if finding.folded_under is None]
 
 
 def _is_replayed(finding: Finding) -> bool:
-    """Its gain was estimated by a replay of its edits."""
+    """Tell whether a finding's gain was estimated in a replay of its edits."""
     return bool(finding.edits) or (finding.impact is not None and "replay" in finding.impact.method)
 
 
 SMALL_SHARE: Final = 0.02
-"""Of the step: a gain below explains no step. Two runs of one program differ by as much."""
+"""Share of the step below which a gain is noise: two runs of one program differ by as much."""
 
 
 def is_small(finding: Finding) -> bool:
-    """It gains too little to be what to change first."""
+    """Tell whether a finding gains too little to be fixed first."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or finding.known_cost:
         return False
@@ -390,12 +390,12 @@ def is_small(finding: Finding) -> bool:
 
 
 def has_large_gain(report: Report) -> bool:
-    """Something that was found explains a part of the step."""
+    """Tell whether some finding explains a notable part of the step."""
     return any(not is_small(finding) for finding in ranked_findings(report))
 
 
 def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
-    """Where it is, worst first, places of the same name once."""
+    """Return where a finding is, worst first, without repeated names."""
     result: dict[object, Location] = {}
     for place in finding.where:
         result.setdefault(
@@ -405,8 +405,8 @@ def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
 
 
 def line_not_recorded(report: Report, finding: Finding) -> str:
-    """What would record the line of code of the first finding; ``""``: it is there, or this kind of
-    recording has none."""
+    """Say how to record the line of code of the first finding; empty if it has one, or this kind of
+    recording never has."""
     traced = report.inputs[0] if report.inputs else None
     if traced is None or traced.format != KINETO or traced.with_stack is not False:
         return ""
@@ -419,8 +419,8 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
 def named_places(
     finding: Finding, limit: int = 3, *, name_width: int = 48, path_width: int = 60
 ) -> list[tuple[Location, list[str]]]:
-    """The same with their names, as :func:`~advisor.core.text.location_names` has them: kernels and
-    operators of one finding stay apart however short they are."""
+    """Return distinct places with their names, see :func:`~advisor.core.text.location_names`.
+    Shortened names of kernels and operators stay distinct within a finding."""
     result = distinct_places(finding, limit)
     short = labels.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)
     return [
@@ -430,7 +430,7 @@ def named_places(
 
 
 def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
-    """(share of the samples, place, text) of the hottest lines."""
+    """Return (share of the samples, place, text) of the hottest lines."""
     return [
         (
             t.format_share(line.share),
@@ -442,13 +442,13 @@ def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
 
 
 def folded_findings(report: Report, finding: Finding) -> list[Finding]:
-    """Symptoms and alternatives that a finding already covers."""
+    """Return the symptoms and alternatives that a finding already covers."""
     return [other for other in report.findings if other.folded_under == finding.rule]
 
 
 def describe_gain(finding: Finding, *, alone: bool = False) -> str:
-    """What the fix gains, the same figure on every screen: ``about 5.4 ms (4.3–5.4 ms), 41%``.
-    Times are per step where nothing else is said; ``alone``: it is said always."""
+    """Describe what a fix gains, the same on every screen: ``about 5.4 ms (4.3–5.4 ms), 41%``. A
+    time without a unit is per step; with ``alone`` the unit is always named."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return t.format_gain(finding)
@@ -463,15 +463,15 @@ def describe_gain(finding: Finding, *, alone: bool = False) -> str:
 
 
 WIDE_LOW, WIDE_HIGH, NO_GAIN = 0.5, 2.0, 0.01
-"""Of the gain: ends of its range from which on it is said what decides them; a low end that is no
-gain at all."""
+"""Ends of the range, over the gain, beyond which their reasons are given; and the low end that
+counts as no gain."""
 MAX_BEYOND_EVIDENCE = 1.05
-"""Of the time that the evidence shows: a larger gain says where the rest comes from."""
+"""Ratio of gain to the time in the evidence above which the difference is explained."""
 
 
 def gain_conditions(finding: Finding, report: Report) -> list[str]:
-    """What the gain depends on: what decides its range, another fix, a rank; and where more than
-    the evidence shows comes from."""
+    """Say what a gain depends on: its range, other fixes, a rank; and why it exceeds the
+    evidence."""
     return [
         *range_reasons(finding),
         *beyond_evidence(finding, report),
@@ -480,7 +480,7 @@ def gain_conditions(finding: Finding, report: Report) -> list[str]:
 
 
 def range_reasons(finding: Finding) -> list[str]:
-    """What decides a wide range; empty: it is narrow."""
+    """Say what decides a wide range; empty if it is narrow."""
     impact = finding.impact
     if impact is None or not impact.gain_ns or impact.low_ns is None:
         return []
@@ -491,7 +491,7 @@ def range_reasons(finding: Finding) -> list[str]:
 def _reasons(
     finding: Finding, gain: int, range_ns: tuple[int, int], decided_by: tuple[str, str]
 ) -> list[str]:
-    """What decides the ends of the range of a gain that lie far from it."""
+    """Say what decides those ends of a range that lie far from the gain."""
     low, high = range_ns
     ends = []
     if low < WIDE_LOW * gain:
@@ -529,8 +529,8 @@ WHY_MORE: Final = {
 
 
 def beyond_evidence(finding: Finding, report: Report) -> list[str]:
-    """Why the gain is larger than the time that the evidence shows, or an upper bound far below it;
-    empty: neither."""
+    """Say why the gain is larger than the time in the evidence, or an upper bound far below it.
+    Empty if it is neither."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return []
@@ -556,7 +556,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:
-    """What the order of the findings does to this one's gain, and whose rank it is of."""
+    """Say how the fixes above change a finding's gain, and on which rank it is."""
     parts = []
     own = finding.impact.gain_ns if finding.impact is not None else None
     left = finding.marginal_gain_ns
@@ -580,7 +580,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
 
 
 def describe_marginal_gain(finding: Finding) -> str:
-    """What a finding gains after those before it: ``2.34 ms (1.9–2.5 ms)``."""
+    """Describe what a finding gains after those before it: ``2.34 ms (1.9–2.5 ms)``."""
     gain = t.format_duration(finding.marginal_gain_ns)
     if finding.marginal_low_ns is None or finding.marginal_high_ns is None:
         return gain
@@ -592,7 +592,7 @@ def describe_marginal_gain(finding: Finding) -> str:
 
 
 def describe_caveats(finding: Finding) -> list[str]:
-    """Why a finding may be wrong: what lowered its confidence, what it assumes."""
+    """List why a finding may be wrong: what lowered its confidence, what it assumes."""
     result = [*finding.confidence_notes]
     if finding.assumptions:
         result.append(f"assumes: {'; '.join(finding.assumptions)}")
@@ -602,7 +602,7 @@ def describe_caveats(finding: Finding) -> list[str]:
 
 
 def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
-    """How to name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
+    """Name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
     alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
     title = labels.clean(other.title)
     if alternative:
@@ -611,7 +611,7 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
 
 
 def why_note(finding: Finding) -> str:
-    """Why a finding is a note and not ranked."""
+    """Say why a finding is a note and not ranked."""
     impact = finding.impact
     if impact is not None and impact.currency == "unpriced":
         return labels.clean(impact.reason)
@@ -622,7 +622,7 @@ def why_note(finding: Finding) -> str:
 
 
 def note_gain(finding: Finding) -> str:
-    """What a note could gain: ``about 10.9 ms, 14%``; empty: unknown."""
+    """Describe what a note could gain: ``about 10.9 ms, 14%``; empty if unknown."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return ""
@@ -630,7 +630,7 @@ def note_gain(finding: Finding) -> str:
 
 
 def describe_skipped_checks(report: Report) -> list[tuple[str, str]]:
-    """What could not be checked: (what, why and what to record)."""
+    """List what could not be checked: (what, why and what to record)."""
     result = []
     for item in report.not_checked:
         why = labels.clean(item.why).rstrip(".")
@@ -640,7 +640,7 @@ def describe_skipped_checks(report: Report) -> list[tuple[str, str]]:
 
 
 def has_upper_bound(report: Report) -> bool:
-    """Some gain is an upper bound, not a replay."""
+    """Tell whether some gain is an upper bound and not replayed."""
     return any(
         finding.impact is not None and t.is_upper_bound(finding.impact)
         for finding in report.findings
@@ -648,8 +648,8 @@ def has_upper_bound(report: Report) -> bool:
 
 
 def describe_all_fixes(report: Report) -> str:
-    """What the step comes down to with every ranked fix, and what limits it then. Empty where the
-    replay has none of them: their gains come from the record."""
+    """Say what the step takes with every ranked fix, and what limits it then. Empty if the replay
+    has none of them, since their gains come from the record."""
     replay = report.replay
     if replay is None or not ranked_findings(report):
         return ""
@@ -681,7 +681,7 @@ def describe_all_fixes(report: Report) -> str:
 
 
 def _limited_by_profiled_host(report: Report) -> bool:
-    """The host limits the step after the fixes, and its times are those under a profiler."""
+    """Tell whether the host limits the step after the fixes, in times taken under a profiler."""
     after = report.replay.critical_after if report.replay is not None else {}
     if not report.host or after.get("host", 0.0) <= 0.5 * sum(after.values()):
         return False
@@ -690,7 +690,7 @@ def _limited_by_profiled_host(report: Report) -> bool:
 
 
 def describe_chosen_fixes(stairs: Stairs) -> str:
-    """What the step comes down to with some of the fixes."""
+    """Say what the step takes with the chosen fixes."""
     step, left = stairs.measured.left_ns, stairs.fixes[-1].left_ns
     if left >= step:
         return f"Without a fix: {t.format_duration(step)}."
@@ -700,7 +700,7 @@ def describe_chosen_fixes(stairs: Stairs) -> str:
 
 
 def _explained(replay: Replay) -> str:
-    """How much of the waiting the replay explains by what was waited for."""
+    """Say how much of the waiting the replay explains by what was waited for; may be empty."""
     parts = [
         f"{t.format_share(share)} of the time that {who}"
         for share, of, who in (
@@ -713,12 +713,12 @@ def _explained(replay: Replay) -> str:
 
 
 def replay_error(replay: Replay) -> str:
-    """How far the replay without edits is from what was measured, as a share of the step."""
+    """Format the difference of the replay without edits from the measurement, as a step's share."""
     return "0.1%" if replay.step_error < 0.001 else f"{replay.step_error:.1%}"
 
 
 def define_gains(report: Report) -> list[str]:
-    """How the gains of this report were got, and how far to trust them."""
+    """Say how the gains of this report were estimated, and how far to trust them."""
     result = []
     replay = report.replay
     if replay is not None and any(map(_is_replayed, report.findings)):

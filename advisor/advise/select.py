@@ -1,4 +1,4 @@
-"""What is analysed: of each rank one window, and the record where no window was reached."""
+"""Selection of what is analysed: a window of each rank, or its record; and of the rules."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def choose_windows(
     window: int | None,
     steps: tuple[int | None, int | None] | None,
 ) -> dict[int, Analysis]:
-    """What to look at of each rank, those with a trace first: the given window (default: each
-    rank's first) and steps.
+    """Return the analysis of each rank, those with a trace first, for the given window (default:
+    each rank's first) and steps.
 
     Raises AdvisorError: a window or steps that are not there.
     """
@@ -65,7 +65,7 @@ def choose_windows(
 
 
 def _windows(run: Run, window: int | None) -> dict[int, int]:
-    """The window to analyse of each rank."""
+    """Return the window to analyse of each rank. Raises AdvisorError if it is not there."""
     chosen = {}
     if not run.traces and run.unread and window is not None:
         raise _no_window(run, window, run.unread[0][0])
@@ -86,15 +86,15 @@ def _no_window(run: Run, window: int, rank: int) -> AdvisorError:
 
 
 def _record(run: Run, number: int) -> RankRecord | None:
-    """What the recorder wrote of a rank."""
+    """Return the recorder's record of a rank; ``None`` if there is none."""
     if run.recording is None:
         return None
     return run.recording.ranks.get(max(number, 0))
 
 
 def _untraced(run: Run, traced: dict[int, Analysis]) -> dict[int, Analysis]:
-    """The ranks of which there is a record but no trace: only some ranks were to be profiled, or
-    the window was never reached."""
+    """Return the analyses of ranks with a record but no trace: they were not to be profiled, or
+    never reached the window."""
     if run.recording is None:
         return {}
     return {
@@ -111,13 +111,13 @@ def _blank(run: Run, number: int, record: RankRecord) -> Trace:
 
 ENTRY_POINTS = "advisor.rules"
 MAX_RULE_BYTES = 4 << 20
-"""Of a file of rules."""
+"""Largest size of a file of rules, bytes."""
 
 
 def load_rules(
     folder: Path | None = None, config: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Rule]:
-    """Instances of all enabled rules, by id, with the user's thresholds set.
+    """Return an instance of every enabled rule, by id, with the user's thresholds set.
 
     ``folder``: more rules, every ``*.py`` in it. ``config``: rule id -> options, as in
     ``[tool.advisor.rules.<id>]``; ``enabled = false`` switches a rule off. Raises AdvisorError
@@ -192,7 +192,7 @@ def _from_folder(folder: Path) -> Iterator[ModuleType]:
 
 
 def _check_rule_file(file: Path) -> None:
-    """Raises AdvisorError for what the import system would wait for, or read without end."""
+    """Raise AdvisorError for a file that would block the import, or is too large for a rule."""
     try:
         with open_regular(file) as opened:
             long = os.fstat(opened.fileno()).st_size > MAX_RULE_BYTES
@@ -215,8 +215,8 @@ def _rules_in(module: ModuleType) -> Iterator[type[Rule]]:
 
 
 def _refuse_nonsense(cls: type[Rule]) -> None:
-    """Raise AdvisorError for a rule of somebody else's whose attributes are of other types than
-    those of :class:`Rule`: they are read long after it is loaded."""
+    """Raise AdvisorError if a foreign rule's id, category or attribute types are wrong: they are
+    read long after it is loaded."""
     where = f"{inspect.getfile(cls)}: rule {cls.__name__}"
     if not re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*", str(cls.id)) or str(cls.id).isdecimal():
         raise AdvisorError(f"{where}: its id must be lower-case words, such as 'slow-loader'")
@@ -259,7 +259,7 @@ def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
 
 
 def read_config(start: Path | None = None) -> dict[str, dict[str, Any]]:
-    """``[tool.advisor.rules]`` of the nearest ``pyproject.toml`` at or above ``start``."""
+    """Read ``[tool.advisor.rules]`` of the nearest ``pyproject.toml`` at or above ``start``."""
     file, rules = tool_section("rules", start)
     if not isinstance(rules, dict) or not all(isinstance(v, dict) for v in rules.values()):
         raise AdvisorError(f"{file}: [tool.advisor.rules.<id>] must be tables")

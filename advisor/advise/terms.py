@@ -1,4 +1,4 @@
-"""Which words fit the program: rules speak of PyTorch, its profiler and CUDA.
+"""Choice of words that fit the program: rules speak of PyTorch, its profiler and CUDA.
 
 Where a trace says that the program is not written with PyTorch, a rule of ours either has other
 words (``Rule.framework_advice``) or does not run: nobody who writes C++ is advised to set a switch
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
-"""Whose programs hear nothing of PyTorch at all."""
+"""Frameworks whose programs get no advice about PyTorch."""
 
 
 def is_foreign(meta: TraceMeta) -> bool:
-    """The trace is surely of no PyTorch program, or of none that is known to be one."""
+    """Tell whether the program is not known to use PyTorch."""
     return meta.framework != PYTORCH and (meta.framework is not None or meta.format != KINETO)
 
 
 def for_program(rule: Rule, a: Analysis) -> Rule:
-    """The rule with the words that fit the program."""
+    """Return the rule with the words that fit the program."""
     meta = a.trace.meta
     trains = not (rule.inference and a.forward_only)
     engine = a.engine
@@ -40,19 +40,19 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
 
 
 def _generates(a: Analysis) -> bool:
-    """Some pass reads a prompt or decodes tokens."""
+    """Tell whether some pass reads a prompt or decodes tokens."""
     return a.passes is not None and any(mark.phase != FORWARD for mark in a.passes.marks)
 
 
 def has_advice_for(rule: Rule, meta: TraceMeta) -> bool:
-    """Whether what the rule says is of use for such a program."""
+    """Tell whether a rule's advice is useful for such a program."""
     ours = type(rule).__module__.startswith("advisor.rules.")
     known = rule.advice_for(meta.framework) is not None
     return not is_foreign(meta) or not ours or rule.reads_record or known
 
 
 def skip_foreign_rules(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]:
-    """One line for all rules that only know PyTorch."""
+    """Return one skipped check for all rules that only know PyTorch; empty if there is none."""
     names = [rule.id for rule in rules if not has_advice_for(rule, meta)]
     if not names:
         return []
@@ -71,14 +71,14 @@ def skip_foreign_rules(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]
 
 
 class Tool(NamedTuple):
-    """What wrote a trace, where that was not PyTorch's profiler."""
+    """Recording tool other than PyTorch's profiler, and how to use it."""
 
     command: str
-    """Records everything."""
+    """Command or profiler that records everything."""
     step: str
-    """Marks a step."""
+    """Call or range that marks a step."""
     host: str
-    """Shows what the host does in a program without PyTorch."""
+    """Option or range that shows the host's work in a program without PyTorch."""
 
 
 _ROCTX = ("a ROCTX range around each iteration", "ROCTX ranges around the host's work")
@@ -102,18 +102,18 @@ _TOOLS["xla-timeline"] = _TOOLS["xplane"]
 
 
 _DEEP = frozenset(("with_stack", "profile_memory"))
-"""What ``advisor record --deep`` records besides."""
+"""Profiler options that ``advisor record --deep`` switches on."""
 
 
 def tool_of(meta: TraceMeta) -> Tool | None:
-    """What recorded a trace; ``None``: PyTorch's profiler, or something like it."""
+    """Return the tool that recorded a trace; ``None`` for PyTorch's profiler or a similar one."""
     return _TOOLS.get(meta.format)
 
 
 def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> str:
-    """An option of PyTorch's profiler (``record_shapes=True``) as the tool that recorded this has
-    it (``recorder``: it was our own); ``""`` where it cannot record such a thing. What is no option
-    stays as it is."""
+    """Translate a PyTorch profiler option (``record_shapes=True``) for the tool of a trace.
+    ``recorder``: it was advisor's own. ``""`` if the tool cannot record it; a text that is no
+    option is returned as it is."""
     tool = tool_of(meta)
     if tool is None:
         name = option.replace("(", "=").partition("=")[0]
@@ -136,7 +136,7 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
 
 
 def record_with(option: str, meta: TraceMeta, more: str = "") -> str:
-    """A sentence that asks to record so, ``more`` at its end; ``""`` where that cannot be."""
+    """Write a sentence that asks to record so, with ``more`` at its end; ``""`` if impossible."""
     how = how_to_record(option, meta)
     return f"{ask_to_record(how)}{more}." if how else ""
 
@@ -145,15 +145,15 @@ _RECORDING = re.compile(r"(?:an? (?!profiler that)|the |more |all |stacks )")
 
 
 def ask_to_record(how: str) -> str:
-    """A request to record: what (``more steps``), or with which option (``profile_memory=True``);
-    without a full stop."""
+    """Write a request to record something (``more steps``) or with an option
+    (``profile_memory=True``), without a full stop."""
     if how.startswith("with_stack"):
         return f"Record stacks ({how})"
     return f"Record {how}" if _RECORDING.match(how) else f"Record with {how}"
 
 
 def mark_steps(trace_format: str | None) -> str:
-    """How to have steps marked: ``call profiler.step() once an iteration``."""
+    """Say how to mark steps: ``call profiler.step() once an iteration``."""
     tool = _TOOLS.get(trace_format or "")
     if tool is None:
         return "call profiler.step() once an iteration"

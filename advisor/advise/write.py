@@ -1,4 +1,4 @@
-"""Findings and measurements written down: the Report, with its verdict."""
+"""Report from findings and measurements, and its verdict."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def write_report(
     ranks: Study | None = None,
     summaries: Sequence[RankSummary] = (),
 ) -> Report:
-    """The Report of the first rank, with what was found on the others and across them. ``hot``:
-    the hottest lines of Python; ``problems``: with files beside the traces; ``ranks``: all of them
-    compared; ``summaries``: of ranks that were measured elsewhere."""
+    """Write the report of the first rank, with findings on other ranks and across them. ``hot``:
+    hottest lines of Python. ``problems``: faults of files beside the traces. ``ranks``: comparison
+    of all ranks. ``summaries``: ranks that were measured elsewhere."""
     a = next(iter(analyses.values()))
     samples = {number: memory_of_rank(each, number) for number, each in analyses.items()}
     samples |= {each.rank: each.memory for each in summaries}
@@ -128,7 +128,7 @@ def write_report(
 
 
 def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]:
-    """What the rules of these findings say of themselves, by id."""
+    """Return what the rules of these findings say of themselves."""
     spoke = {finding.rule for finding in findings}
     return [
         RuleText(
@@ -140,14 +140,14 @@ def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]
 
 
 def _why_bounds(estimator: GainEstimator, findings: Sequence[Finding]) -> list[str]:
-    """Why gains are not replayed, where they are not."""
+    """Say why gains are not replayed; empty if they are, or there are no findings."""
     if not findings or not estimator.reason:
         return []
     return [f"Gains are exposed time, not replayed: {estimator.reason}."]
 
 
 def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
-    """The same abstention of several rules becomes one."""
+    """Merge skipped checks that have the same reason."""
     merged: dict[tuple[str, str], SkippedCheck] = {}
     for item in items:
         key = (item.why, item.record)
@@ -161,36 +161,36 @@ def _merged(items: Sequence[SkippedCheck]) -> list[SkippedCheck]:
 
 
 WIDE_LOW_END, WIDE_HIGH_END = 0.70, 2.0
-"""A gain whose lower end is below this part of it is shown with its range."""
+"""Ends of the range, over the gain, beyond which the verdict shows the range."""
 HEALTHY_BUSY_SHARE = 0.80
-"""Device-busy share from which a step without findings may be called healthy (gpu-idle: 80%)."""
+"""GPU-busy share from which a step without findings may be called healthy (gpu-idle: 80%)."""
 
 MIN_EXPOSED_SHARE = 0.2
-"""Part of the step from which communication, or copies, that nothing hides are said first."""
+"""Share of the step from which unhidden communication, or copies, are said first."""
 HIDDEN_SHARE = 0.05
-"""A note that may gain this much of the step: "healthy" would hide it."""
+"""Share of the step that a note may gain, from which "healthy" would hide it."""
 MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
-"""Part of kernel time, and of the attainable rate below which nothing is called healthy:
+"""Share of kernel time, and share of the attainable rate below which nothing is called healthy.
 FlashAttention reaches half and more, matrix products three quarters."""
 MIN_LEFT_SHARE = 0.05
-"""Of the step, below the attainable rates, from which a healthy one says where it is."""
+"""Share of the step lost to slow kernels from which a healthy verdict says where."""
 FAR_SHARE = 0.2
-"""The same from which a step is not called healthy."""
+"""Share of the step lost to slow kernels from which it is not called healthy."""
 MOSTLY_ONE_OFF_SHARE = 0.5
-"""Share of what is analysed from which a report without findings begins with one-off costs."""
+"""Share of the analysed time from which a report without findings begins with one-off costs."""
 MIN_IDLE_SHARE = 0.2
-"""Part of the step from which a second cause of idle time is named."""
+"""Share of the step from which a second cause of idle time is named."""
 LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
 """Arguments of the profiler's schedule that leave start-up out."""
 MIN_STEPS = 3
 MAX_HEALTHY_STEP_RATIO = 2.0
-"""Longest over shortest step from which a mean step cannot be called healthy."""
+"""Ratio of longest to shortest or median step above which a mean step is not called healthy."""
 
 
 def write_verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    """Status and a sentence or two; a crash comes before anything else."""
+    """Return status and verdict, a sentence or two; a crash comes before anything else."""
     if a.only_input is not None:
         return source_verdict(report, a.only_input)
     status, text = _verdict(report, a)
@@ -213,7 +213,7 @@ def write_verdict(
 
 
 def _memory_runs_out(report: Report) -> str:
-    """That memory grows, and when none is left; empty: it does not, or that is not known."""
+    """Say that memory grows, and when none is left; empty if it does not, or that is unknown."""
     for risk in report.risks:
         if risk.rule == "memory-leak" and risk.impact is not None and risk.impact.reason:
             return f"{risk.title}: {risk.impact.reason}."
@@ -221,7 +221,7 @@ def _memory_runs_out(report: Report) -> str:
 
 
 def _time_between_steps(report: Report) -> str:
-    """Where much of the run lies between its steps, and more than the first fix gains."""
+    """Say how much of the run lies between its steps, if it is more than the first fix gains."""
     share = None if report.recorded is None else report.recorded.outside_share
     if share is None or all(risk.rule != "time-between-steps" for risk in report.risks):
         return ""
@@ -233,11 +233,11 @@ def _time_between_steps(report: Report) -> str:
 
 
 MAX_BREAKS = 20
-"""Lines of graph breaks whose gain is replayed."""
+"""Number of graph breaks whose gain is replayed."""
 
 
 def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | None:
-    """Logs of torch.compile, with what each graph break costs in the trace's steps."""
+    """Return the logs of torch.compile, with the cost of each graph break in the trace's steps."""
     log = a.trace.meta.compilation
     if log is None or a.record_only or a.device_id is None:
         return log
@@ -267,7 +267,7 @@ def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | Non
 
 
 def _shortcoming(report: Report, a: Analysis) -> str | None:
-    """The verdict where the recording does not bear one; ``None``: it does."""
+    """Return the verdict for a recording that supports no other; ``None`` if it does."""
     if a.record_only:
         return None
     if why := lost_replays(a):
@@ -337,8 +337,8 @@ def _verdict(
 
 
 def _name_step(report: Report) -> str:
-    """The step that the shares of a verdict are of: ``a 77.5 ms step``. Where it is that of the
-    profiled window, or a mean far from the median, that is said, and the other beside it."""
+    """Name the step that a verdict's shares are of: ``a 77.5 ms step``. If it is profiled, or a
+    mean far from the median, both times are given."""
     unit: str = report.per
     if unit == "step" and report.recorded is not None and report.recorded.inference:
         unit = "inference step"
@@ -355,7 +355,7 @@ def _name_step(report: Report) -> str:
 
 
 def _name_mean_step(step: StepTime) -> str:
-    """The same of the recorder's phases, whose shares are of the mean of the run's own steps."""
+    """Name the step of the recorder's phases: the mean of the run's own steps."""
     if not step.varies:
         return f"a step of {t.format_duration(step.ns)}"
     return f"a mean step of {t.format_duration(step.mean_ns)} (median {t.format_duration(step.ns)})"
@@ -368,8 +368,8 @@ def _mean_and_median(step: StepTime) -> str:
 def _without_gpu(
     report: Report, a: Analysis, of_step: str
 ) -> tuple[Literal["bottlenecks", "limited"], str]:
-    """Status and verdict where no work of a GPU was recorded: what to record, and what the host
-    does most. ``of_step``: ``a 131 ms step``."""
+    """Return status and verdict without recorded GPU work: what to record, and what the host does
+    longest. ``of_step``: ``a 131 ms step``."""
     top = report.host[0] if report.host else None
     if top is None:
         what = "run" if report.scope.step_source == "record" else "trace"
@@ -411,7 +411,7 @@ CHECKED_ON_HOST = {
     "CPU limits": ("cpu-quota",),
     "slow steps": ("periodic-stalls", "regular-stalls", "step-jitter"),
 }
-"""What is looked at where the host computes the steps, and the rules that do."""
+"""Checks of steps that the host computes, and the rules that do them."""
 
 
 def _does(report: Report) -> str:
@@ -419,8 +419,8 @@ def _does(report: Report) -> str:
 
 
 def _nothing_on_host(report: Report, of_step: str) -> str:
-    """Where the host computes the steps and no fix gains much: what takes the time, and what was
-    looked at."""
+    """Write the verdict on steps that the host computes, without a large gain: what takes the time,
+    and what was checked."""
     top = report.host[0]
     label = t.host_label(top.name, report.scope.framework)
     its = of_step.split(" ", 1)[-1]
@@ -441,7 +441,7 @@ def _nothing_on_host(report: Report, of_step: str) -> str:
 
 
 def _largest_of_small(report: Report) -> str:
-    """The largest of the gains where all are small."""
+    """Name the largest gain where all are small; empty if there is none."""
     gains = [f.impact for f in report.findings if f.impact is not None and f.impact.share]
     if not gains:
         return ""
@@ -450,7 +450,7 @@ def _largest_of_small(report: Report) -> str:
 
 
 def _idle_without_fix(report: Report, a: Analysis) -> str:
-    """Why the GPU idles where no fix is known, and what recording would show more."""
+    """Say why the GPU idles without a known fix, and what recording would show more."""
     causes = [part for part in report.idle if part.share >= MIN_IDLE_SHARE][:2]
     causes = causes or list(report.idle[:1])
     if not causes:
@@ -478,8 +478,8 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
 
 
 def _unexplained(report: Report, a: Analysis) -> str:
-    """Where the step consists most of idle time whose cause was not recorded, and the first fix
-    gains less: what recording shows it."""
+    """Say what to record if unknown causes of idle time take more than the first fix gains and than
+    any work."""
     share = sum(part.share for part in report.idle if part.cause == "unknown")
     first = report.findings[0].impact
     gain = 0.0 if first is None else first.share or 0.0
@@ -489,15 +489,15 @@ def _unexplained(report: Report, a: Analysis) -> str:
 
 
 def _not_shown(report: Report, a: Analysis, share: float) -> str:
-    """That the trace does not show why the GPU idles for this share, and what to record."""
+    """Say that the trace does not show why the GPU idles for this share, and what to record."""
     idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
     how = record_with("with_stack=True" if report.host else ACTIVITIES, a.trace.meta)
     return " ".join(part for part in (f"{idle} of the {report.per}.", how) if part)
 
 
 def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
-    """What the host does most, with its share of the step; where the trace does not show it, by
-    recorded phase, by range, or the largest class that is known."""
+    """Name what the host does longest, with its share of the step. If the trace does not show it,
+    name the longest recorded phase, range or known class."""
     own, rest = report.scope.framework, ""
     label, share = t.host_label(top.name, own), top.share
     recorded = report.recorded
@@ -522,8 +522,8 @@ def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
 
 
 def _phase_says_more(report: Report) -> bool:
-    """The profiler lengthens the window's steps, and the run's own are mostly in one part of
-    training."""
+    """Tell whether the recorded phases say more: the profiler slows the window's steps, and the
+    run's own are mostly in a part of training."""
     step, recorded = report.step, report.recorded
     if step is None or recorded is None or not recorded.phases:
         return False
@@ -539,13 +539,12 @@ _PHASES = {
 
 
 def _name_phase(name: str) -> str:
-    """A phase of the recorder in a sentence."""
+    """Name a recorded phase in a sentence."""
     return _PHASES.get(name, t.host_label(name))
 
 
 def _alone(report: Report) -> str:
-    """Where much of the step is nothing but communication, or copies: how much, whatever is
-    advised first."""
+    """Say how much of the step is communication alone, or copies alone; empty if it is little."""
     for name, word in (("communication", "communication"), ("copies", "copies")):
         share = sum(part.share for part in report.time if part.name == name)
         if share >= MIN_EXPOSED_SHARE:
@@ -554,7 +553,7 @@ def _alone(report: Report) -> str:
 
 
 def _caveat(report: Report, a: Analysis) -> str:
-    """Why a busy GPU is not called healthy; ``""``: nothing speaks against it."""
+    """Say why a busy GPU is not called healthy; empty if nothing speaks against it."""
     scope = report.scope
     if slow := _below_rate(report):
         return slow
@@ -588,8 +587,8 @@ def _caveat(report: Report, a: Analysis) -> str:
 
 
 def _phases_behind(report: Report) -> str:
-    """Phases of a served model in which the GPU mostly waits for the host, where that is a notable
-    part of the step."""
+    """Name a served model's phases in which the GPU mostly waits for the host; empty if they take a
+    small share of the step."""
     if report.serving is None:
         return ""
     waits = {
@@ -610,8 +609,8 @@ def _phases_behind(report: Report) -> str:
 
 
 def _rates(report: Report) -> tuple[str, bool]:
-    """How near the kernels of a busy GPU come to its rates, and where the rest is; and whether they
-    are known to be near."""
+    """Say how close a busy GPU's kernels come to its rates, and where the rest is. Also return
+    whether they are known to be close."""
     judged = [each for each in report.rooflines if each.efficiency is not None]
     known = sum(each.share for each in judged)
     if known < MOSTLY_ONE_OFF_SHARE:
@@ -638,7 +637,7 @@ def _rates(report: Report) -> tuple[str, bool]:
 
 
 def _below_rate(report: Report) -> str:
-    """The family of kernels that takes much of the time far below its attainable rate."""
+    """Name the kernel family with much time far below its attainable rate; empty: none."""
     time: dict[str, list[tuple[float, float]]] = {}
     for operator in report.rooflines:
         if operator.family in MATRIX and operator.efficiency is not None:
@@ -655,7 +654,7 @@ def _below_rate(report: Report) -> str:
 
 
 def _lead(report: Report) -> str:
-    """The first finding and its gain: a point, with the range where that is wide."""
+    """Name the first finding and its gain, with the range if that is wide."""
     first = report.findings[0]
     impact = first.impact
     word = first.title.split(" ", 1)[0]
@@ -681,7 +680,7 @@ def _lead(report: Report) -> str:
 
 
 def find_crashes(run: Run) -> list[Crash]:
-    """Ranks that an exception ended, in the order of time; not those that somebody interrupted."""
+    """Return the crashes of ranks in order of time, without interrupted ones."""
     result = []
     for number, record in (run.recording.ranks if run.recording is not None else {}).items():
         ends = [event for event in record.events if event.kind == "end"]

@@ -1,1 +1,1 @@
-"""A job of many ranks: each is measured where its file is, and tells a bounded summary."""
+"""Analysis of a job of many ranks: each is measured where its file is, in a bounded summary."""

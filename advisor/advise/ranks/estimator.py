@@ -1,4 +1,4 @@
-"""What a finding gains the job: its saving on each rank, replayed by all ranks together."""
+"""Gain of a finding for the job: its saving on each rank, in a replay of all ranks together."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from advisor.replay.ranks.study import Study
 
 COMMUNICATION = ("distributed", "communication")
-"""Categories whose findings save transfers: what a rank waits for the others stays."""
+"""Categories of findings that save transfers; what a rank waits for the others remains."""
 Key = tuple["Edit", ...]
-"""All edits of one finding."""
+"""Edits of one finding, all of them."""
 Saving = Callable[[int, "Key"], float | None]
-"""What edits save on a rank by itself, ns per step; ``None``: its trace is not here."""
+"""Function of rank and edits: what they save on it alone, ns per step; ``None``: no trace here."""
 
 
 class RankSavings(NamedTuple):
-    """What is known of a finding of single ranks."""
+    """Savings of a finding on single ranks."""
 
     saved: dict[int, float]
-    """By place of a rank in the study: ns per step that it saves by itself."""
+    """Savings of the ranks alone, ns per step, by index of the rank in the study."""
     gain: GainRange
-    """Of the rank that it is shown for, alone."""
+    """Gain on the rank that the finding is shown for, alone."""
     reported_rank: bool
-    """That is the analysed rank."""
+    """Whether that is the analysed rank."""
     communication: bool
 
 
 class RanksEstimator(GainEstimator):
-    """Prices by replaying all ranks. What the analysed rank saves comes from its own replay, what
-    the others save by theirs; the job gains what is left of that where ranks wait for each other.
+    """Estimator that replays all ranks. The analysed rank's savings come from its own replay, those
+    of others from theirs. The job gains what waits between ranks leave of that.
 
     A change to a program is one on all ranks. Where a rule found nothing on a rank, what it looks
     for may be below its threshold there: then the rank saves what ``saving`` says, else nothing.
@@ -107,12 +107,12 @@ class RanksEstimator(GainEstimator):
             self._key_of.setdefault(edit, key)
 
     def is_estimated(self, finding: Finding) -> bool:
-        """It is of single ranks, and estimated."""
+        """Tell whether a finding is of single ranks, with an estimated gain."""
         return tuple(finding.edits) in self._known and _alone(finding) is not None
 
     def other_findings(self, rules: set[str]) -> list[Finding]:
-        """Findings of rules that found nothing on the analysed rank, each as the rank with the
-        median gain has it."""
+        """Return the findings of rules that found nothing on the analysed rank, each as on the rank
+        with the median gain."""
         result = []
         for (rule, number), saved in self._of_rule.items():
             if rule in rules or number:
@@ -128,11 +128,11 @@ class RanksEstimator(GainEstimator):
         return result
 
     def ranks_with(self, rule: str) -> int:
-        """Ranks on which a rule found something."""
+        """Return the number of ranks on which a rule found something."""
         return len(self._of_rule[rule, 0])
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        """After other fixes the range has the width, relative to the gain, that it had alone."""
+        """Estimate the job's gain by edits; after others the range keeps its relative width."""
         if applied:
             first, left = self.gain_range(edits), max(0.0, self.marginal(edits, applied))
             share = left / first.gain if first.gain > 0 else 0.0
@@ -181,7 +181,7 @@ class RanksEstimator(GainEstimator):
         return replace(result, step_after_ns=left)
 
     def _joint_gain(self, edits: Sequence[Edit]) -> float:
-        """What the job's step gains by all of these, ns."""
+        """Return what all these edits together save in the job's step, ns."""
         keys = tuple(dict.fromkeys(key for e in edits if (key := self._key_of.get(e)) is not None))
         if not keys:
             return 0.0
@@ -217,8 +217,8 @@ class RanksEstimator(GainEstimator):
         return changes
 
     def _without_collectives(self, key: Key) -> JobChange | None:
-        """The job without the collectives that all edits of a finding take away; ``None``: they
-        are about something else."""
+        """Return the job without the collectives that all edits of a finding remove; ``None`` if an
+        edit is of something else."""
         parts = [without_collectives(self.study.replay, edit) for edit in key]
         if not parts or None in parts:
             return None
@@ -226,7 +226,7 @@ class RanksEstimator(GainEstimator):
 
 
 def _alone(finding: Finding) -> GainRange | None:
-    """What a rank's own replay says of it; ``None``: it is not of time per step."""
+    """Return the gain in the rank's own replay; ``None`` if the finding gains no time per step."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not finding.edits:
         return None
@@ -241,7 +241,7 @@ def _alone(finding: Finding) -> GainRange | None:
 
 
 def _by_rule(study: Study) -> defaultdict[tuple[str, int], dict[int, float]]:
-    """What each rank saves by itself, by rule and the how many-th finding of it on that rank."""
+    """Return what each rank saves alone, by rule and by the finding's number within the rule."""
     result: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for place, summary in enumerate(study.job.summaries):
         counts: Counter[str] = Counter()

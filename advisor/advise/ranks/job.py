@@ -1,4 +1,4 @@
-"""A job of many ranks, measured rank by rank where its files are: in processes, or on Dask."""
+"""Measurement of a job of many ranks, one by one where the files are: in processes, or on Dask."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
     from advisor.core.pool import ProcessPool
 
 MAX_RANKS_IN_MEMORY: Final = 16
-"""Ranks up to which all traces are held at once. A trace of 20 MB takes some 0.15 GB while it is
-measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB: sixteen of them are what a machine
-with 16 GB has room for."""
+"""Number of ranks up to which all traces are held at once. A trace of 20 MB takes some 0.15 GB
+while it is measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB. A machine with 16 GB
+has room for sixteen of those."""
 
 
 def count_usable_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def files_summarised_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
-    """The files of a job whose ranks are measured one by one: because options ask for it, or
-    because there are more than are held at once. Empty: they are not.
+    """Return the files of a job whose ranks are measured one by one: on request, or because there
+    are more than are held at once. Empty otherwise.
 
     Raises AdvisorError: options ask for it, and there is nothing of the chosen ranks.
     """
@@ -71,7 +71,7 @@ def files_summarised_apart(places: Sequence[str], options: Options) -> list[Remo
 
 
 def _traces(sources: list[RemoteFile]) -> list[RemoteFile]:
-    """Without logs: they are no ranks."""
+    """Return the sources without logs, which are no ranks."""
     return [each for each in sources if not is_named_log(each.at)]
 
 
@@ -85,7 +85,7 @@ def summarise_apart(
     options: Options,
     config: dict[str, dict[str, Any]],
 ) -> tuple[list[RankSummary], list[UnreadRank]]:
-    """Measure each rank where its file is. ``places``: as they were given, for messages.
+    """Measure each rank where its file is. ``places``: paths as given, for messages.
 
     Raises AdvisorError: no cluster, or not one rank could be read.
     """
@@ -130,7 +130,7 @@ def summarise_apart(
 def first_rank(
     summaries: Sequence[RankSummary], sources: Sequence[RemoteFile], options: Options
 ) -> Run:
-    """The first rank of a job, read here: the report's figures are of it."""
+    """Read the first rank of a job in this process: the report's figures are of it."""
     first = select_main_run(summaries).summaries[0]
     own = [each for each in sources if each.rank == first.rank]
     source = next((each for each in sources if each.url == first.path), None) or own[0]
@@ -153,7 +153,7 @@ def first_rank(
 
 
 def _unsure(result: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """Names that several files share may count the ranks of each host: then the traces say it."""
+    """Remove the rank of local files that share one: the name may count per host."""
     names = Counter(source.rank for source in result)
     return [
         structs.replace(source, rank=None)
@@ -170,7 +170,7 @@ def _ranks(result: Sequence[RemoteFile]) -> int:
 
 
 def describe_places(places: Sequence[str]) -> str:
-    """What is analysed, without credentials."""
+    """Name what is analysed, without credentials."""
     first = redact_url(places[0]) if places else ""
     return f"{first} and {len(places) - 1} more" if len(places) > 1 else first
 
@@ -186,9 +186,9 @@ def _workers(
 
 
 def locate_traces(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
-    """The trace files that paths, folders, URLs and globs of URLs stand for, each once, by rank and
-    then by name. ``ranks``: only of these, such as ``0-63,512``, by the names of files and folders;
-    those whose names have no rank are among them.
+    """Return the trace files of paths, folders, URLs and globs of URLs, each once, by rank and then
+    name. ``ranks``: only of these, such as ``0-63,512``, by the names of files and folders; files
+    whose names have no rank are kept.
 
     Raises AdvisorError: a folder without traces, a path that is not there, a scheme that cannot be
     read, no file of these ranks. One URL that cannot be reached is a Source with its ``problem``.
@@ -216,7 +216,7 @@ def locate_traces(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
 
 
 def _recorded(place: str) -> list[RemoteFile]:
-    """The ranks of a run directory, of which one is read with all that was recorded of it."""
+    """Return a source for each rank of a run directory; empty if the path is none."""
     if is_url(place) or place == "-" or "\0" in place or not is_run(place):
         return []
     ranks = read_recording(Path(place)).ranks

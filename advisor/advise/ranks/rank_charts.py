@@ -1,4 +1,4 @@
-"""What is shown of a job: the ranks' steps as a histogram, ranks × classes as a heat map, lists.
+"""Charts and lists of a job: ranks by step time, a heat map of ranks × classes, and lists.
 
 Made here once, as data with its words, for every renderer and the dashboard.
 """
@@ -15,19 +15,19 @@ from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhat
 
 HISTOGRAM_BINS: Final = 8
 EQUAL_STEPS_SHARE: Final = 0.005
-"""Share of the median below which all steps are the same: half of what per step of one rank differs
-by from the next."""
+"""Share of the median step below which all steps count as equal: half the step-to-step variation of
+one rank."""
 MIN_SCALE: Final = 0.05
-"""Of the median step: the colour's full scale is at least this, so that a job of equal ranks looks
+"""Share of the median step that the colour scale spans at least, so that a job of equal ranks looks
 like one."""
 SCALE_QUANTILE: Final = 0.98
-"""The scale ends at this quantile of the differences; what is beyond has the last colour."""
+"""Quantile of the differences at which the colour scale ends; larger ones get the last colour."""
 FEW_RANKS: Final = 16
-"""Up to which a table of the ranks is all that a page needs."""
+"""Number of ranks up to which a page needs only their table."""
 MAX_NUMBERS: Final = 60
-"""Characters of the numbers of ranks in a line."""
+"""Length of a line's rank numbers, characters."""
 MAX_SHOWN_SIGNIFICANCE: Final = 0.99
-"""A significance beyond this is shown as more than it."""
+"""Significance beyond which it is shown as "more than"."""
 KINDS: Final = {
     "compute": "slower at the same compute",
     "input": "waits for its input",
@@ -37,11 +37,11 @@ KINDS: Final = {
     "pipeline": "its stage takes longer",
 }
 MAX_RANKS: Final = 2048
-"""In a heat map; of more, those whose step differs most."""
+"""Number of ranks in a heat map; of more, those whose step differs most."""
 
 
 class Bin(NamedTuple):
-    """Ranks whose mean step is from ``low`` to ``high``, ns."""
+    """A range of mean step times, from ``low`` to ``high`` in ns, and the number of ranks in it."""
 
     low: float
     high: float
@@ -49,13 +49,13 @@ class Bin(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The range, ``98.5 to 99.0 ms``."""
+        """Range of the bin, ``98.5 to 99.0 ms``."""
         return t.format_bin(self.low, self.high)
 
 
 def build_histogram(ranks: Ranks, bins: int = HISTOGRAM_BINS) -> list[Bin]:
-    """Ranks by their mean step, in some ``bins`` ranges of an equal and round width; one range
-    where they are all similar; empty: no rank has steps."""
+    """Count the ranks by mean step in about ``bins`` ranges of equal, round width. One range if all
+    are similar; empty if no rank has steps."""
     steps = [line.step_ns for line in ranks.lines if line.step_ns > 0]
     if not steps:
         return []
@@ -73,32 +73,32 @@ def build_histogram(ranks: Ranks, bins: int = HISTOGRAM_BINS) -> list[Bin]:
 
 
 def _round(width: float) -> float:
-    """The next of 1, 2, 5, 10 … that is not less."""
+    """Round up to the next of 1, 2, 5, 10 …"""
     ten: float = 10.0 ** math.floor(math.log10(width))
     return next(part * ten for part in (1, 2, 5, 10, 20) if part * ten >= width)
 
 
 class HeatMap(NamedTuple):
-    """Ranks × classes: by how much each differs from the median rank."""
+    """Heat map of ranks × classes: how much each rank differs from the median rank."""
 
     classes: list[str]
     lines: list[RankLine]
     medians: list[float]
-    """By class, ns per step."""
+    """Medians of the ranks by class, ns per step."""
     scale_ns: float
-    """Difference at which the colour ends."""
+    """Difference at which the colour scale ends, ns."""
     note: str
-    """What is left out; empty: nothing."""
+    """Note on what is left out; empty: nothing."""
 
     def tint(self, line: RankLine, place: int) -> float | None:
-        """-1 (less than the median by ``scale_ns`` or more) to 1 (more); ``None``: not measured."""
+        """Return -1 (``scale_ns`` or more below the median) to 1 (above); ``None``: unknown."""
         value = line.time[place]
         if value is None:
             return None
         return max(-1.0, min(1.0, (value - self.medians[place]) / self.scale_ns))
 
     def title(self, line: RankLine, place: int) -> str:
-        """``rank 7 · node-03 · idle 5.1 ms per step, 2.0 ms more than the median rank``."""
+        """Describe a cell: ``rank 7 · node-03 · idle 5.1 ms per step, 2.0 ms more than …``."""
         value = line.time[place]
         if value is None:
             return f"{describe_rank(line)} · {class_label(self.classes[place])} {t.NOT_MEASURED}"
@@ -111,7 +111,7 @@ class HeatMap(NamedTuple):
 
 
 def build_heat_map(ranks: Ranks, limit: int = MAX_RANKS) -> HeatMap | None:
-    """``None``: no rank, or no class that was measured."""
+    """Build the heat map; ``None`` if there is no rank, or no class was measured."""
     places = range(len(ranks.classes))
     lines = [line for line in ranks.lines if len(line.time) == len(ranks.classes)]
     if not lines or not places:
@@ -133,12 +133,12 @@ def build_heat_map(ranks: Ranks, limit: int = MAX_RANKS) -> HeatMap | None:
 
 
 def describe_rank(line: RankLine) -> str:
-    """``rank 7 · node-03``."""
+    """Name a rank with its host: ``rank 7 · node-03``."""
     return f"rank {line.rank} · {clean(line.host)}" if line.host else f"rank {line.rank}"
 
 
 def class_label(name: str) -> str:
-    """A class of time as words: of device time, of idle time by cause, of the host's."""
+    """Return the label of a time class: device time, idle time by cause, or host time."""
     for head, labels in (
         ("idle:", t.CAUSE_LABELS),
         ("idle.", t.CAUSE_LABELS),
@@ -151,11 +151,11 @@ def class_label(name: str) -> str:
 
 
 WHAT_IF = "What if"
-"""The title of the list of changes."""
+"""Title of the list of changes."""
 
 
 def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
-    """(title, aside, lines): what a change gains, what was not read, what was not compared."""
+    """Return (title, aside, lines): gains of changes, ranks not read, and what is not compared."""
     result = [
         (WHAT_IF, "in the ranks' replay", [describe_what_if(item) for item in ranks.what_if]),
         ("Ranks that were not read", "", [describe_missing(item) for item in ranks.missing]),
@@ -169,12 +169,12 @@ def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
 
 
 def describe_what_if(item: RanksWhatIf) -> str:
-    """``rank 7 as fast as the median: saves 5.1 ms per step (4.8 to 5.5 ms)``."""
+    """Describe a change: ``rank 7 as fast as the median: saves 5.1 ms per step (…)``."""
     return f"{clean(item.text)}: saves {describe_gain(item)}"
 
 
 def describe_gain(item: RanksWhatIf | Outlier) -> str:
-    """``5.1 ms per step (4.8 to 5.5 ms)``; empty: not estimated."""
+    """Describe a gain: ``5.1 ms per step (4.8 to 5.5 ms)``; empty if it is not estimated."""
     if item.gain_ns is None:
         return ""
     result = f"{t.format_duration(item.gain_ns)} per step"
@@ -184,7 +184,7 @@ def describe_gain(item: RanksWhatIf | Outlier) -> str:
 
 
 def format_spread(low: float, high: float) -> str:
-    """``97 to 104 ms``; one figure where both ends read the same."""
+    """Format a range of times: ``97 to 104 ms``, or one figure if both ends read the same."""
     return (
         t.format_duration(low)
         if t.format_duration(low) == t.format_duration(high)
@@ -193,18 +193,18 @@ def format_spread(low: float, high: float) -> str:
 
 
 def describe_missing(item: MissingRanks) -> str:
-    """``3 ranks (5, 9-10): access denied``."""
+    """Describe ranks that were not read: ``3 ranks (5, 9-10): access denied``."""
     names = f" ({shorten_numbers(item.ranks, 40)})" if item.ranks else ""
     return f"{t.count_noun(item.count, 'rank')}{names}: {clean(item.why)}"
 
 
 def shorten_numbers(numbers: str, max_length: int = MAX_NUMBERS) -> str:
-    """Numbers of ranks, not endless."""
+    """Shorten a list of rank numbers."""
     return shorten(clean(numbers), max_length)
 
 
 def outlier_name(outlier: Outlier) -> str:
-    """``rank 7``, ``host node-03 (ranks 24-31)``."""
+    """Name an outlier: ``rank 7``, ``host node-03 (ranks 24-31)``."""
     name = f"{clean(outlier.unit)} {clean(outlier.name)}"
     if outlier.unit == "rank" or not outlier.ranks:
         return name
@@ -212,13 +212,13 @@ def outlier_name(outlier: Outlier) -> str:
 
 
 def outlier_kind(outlier: Outlier) -> str:
-    """What is wrong with it."""
+    """Describe what is wrong with an outlier."""
     result = KINDS.get(outlier.kind, clean(outlier.kind))
     return f"{result}, a different one from step to step" if outlier.moves else result
 
 
 def format_significance(share: float | None) -> str:
-    """How certain it is that it is not chance."""
+    """Format how certain it is that a difference is not chance."""
     if share is None:
         return t.NOT_MEASURED
     more = "more than " if share > MAX_SHOWN_SIGNIFICANCE else ""
@@ -226,7 +226,7 @@ def format_significance(share: float | None) -> str:
 
 
 def describe_scope(ranks: Ranks) -> list[tuple[str, list[str]]]:
-    """What was read: (label, parts)."""
+    """Describe what was read of the job: (label, parts)."""
     read = len(ranks.lines)
     of = f" of {t.format_count(ranks.world)}" if ranks.world > read else ""
     parts = [f"{t.format_count(read)}{of} ranks read"]

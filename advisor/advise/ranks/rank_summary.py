@@ -1,4 +1,4 @@
-"""One rank's trace measured for the job: the numbers of the ordinary report, and its collectives.
+"""Summary of one rank's trace for the job: the figures of an ordinary report, and its collectives.
 
 Reads one trace and keeps nothing of it but the summary.
 """
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MAX_KERNELS = 40
-"""Kernels that are compared between ranks: those with most time, nearly all of a step's."""
+"""Number of kernels compared between ranks: those with most time, nearly all of a step's."""
 MAX_STEPS = 2_000
-"""Steps whose own figures are kept."""
+"""Number of steps whose own figures are kept."""
 MAX_FINDINGS = 60
 
 
 def summarise_rank(
     a: Analysis, rank: int, findings: Sequence[Finding], path: str = ""
 ) -> RankSummary:
-    """One rank, measured, and what the rules found on it with their gains on it alone."""
+    """Return the measurements of one rank, and its findings with their gains on it alone."""
     meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
     path = path or redact_url(meta.path)
     used = a.steps.used.head(MAX_STEPS)
@@ -100,8 +100,8 @@ def _kernels(a: Analysis) -> dict[str, KernelSummary]:
 
 
 def _operators(a: Analysis) -> dict[str, KernelSummary]:
-    """Outermost operators of ATen in the used steps, by name and shapes; empty: a device works, or
-    no shapes were recorded."""
+    """Return the outermost ATen operators in the used steps, by name and shapes. Empty if a device
+    works, or no shapes were recorded."""
     cpu = a.trace.cpu
     if a.device_id is not None:
         return {}
@@ -120,8 +120,8 @@ def _operators(a: Analysis) -> dict[str, KernelSummary]:
 
 
 def _by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, KernelSummary]:
-    """Rows of a name, what tells it from others of the same name, and count, sum and median of its
-    duration (ns, in all steps): the first ones."""
+    """Return the first rows by name and a digest that separates rows of one name. A row has name,
+    distinguishing columns, count, and summed and median duration (ns, in all steps)."""
     result = {}
     for name, *more, count, total, median in table.head(MAX_KERNELS).iter_rows():
         text = "|".join(map(str, [name, *more]))
@@ -174,8 +174,8 @@ def _damage(a: Analysis) -> str:
 
 
 def shrink_to_limit(summary: RankSummary) -> RankSummary:
-    """The summary within MAX_BYTES: the collectives of whole steps are left out, the last first,
-    then texts."""
+    """Shrink a summary to MAX_BYTES: drop the collectives of whole steps, the last first, then
+    texts."""
     from msgspec.structs import replace as changed
 
     data = len(encode(summary))
@@ -195,7 +195,7 @@ def shrink_to_limit(summary: RankSummary) -> RankSummary:
 
 
 def _fewer(result: Collectives, share: float) -> Collectives | None:
-    """About this share of it, in whole steps; ``None``: not one step is left."""
+    """Keep about this share of the collectives, in whole steps; ``None`` if no step is left."""
     from msgspec.structs import replace as changed
 
     from advisor.measure.ranks.summary import unpack

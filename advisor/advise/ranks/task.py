@@ -1,4 +1,4 @@
-"""What a worker does for one file: fetches it, measures it, and says what came of it."""
+"""Task of a worker for one file: fetch and measure it, and return its summary or the reason."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from advisor.measure.ranks.summary import RankSummary
 
 RETRY_PAUSES_S: Final = (0.5, 2.0)
-"""Seconds before each further try of what may have been the moment's fault: a file system that
-hung, memory that another task held."""
+"""Pauses before each retry of a perhaps transient failure, s: a file system that hung, memory that
+another task held."""
 MAX_REASON_CHARS: Final = 300
-"""Characters of a reason."""
+"""Length at which a reason is cut, characters."""
 
 
 def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
-    """What a worker is to do with each rank, which has nothing to do with the others: one process
-    reads, since there is a worker a core. ``config``: of the user's pyproject.toml; a worker's own
-    folder has another, or none. The folder of rules is one that every worker sees."""
+    """Return the options for a worker, which measures each rank alone. One process reads, since
+    there is a worker per core. ``config`` is the user's: a worker's folder has another
+    pyproject.toml, or none. Every worker must see the folder of rules."""
     rules = options.rules_folder
     read = replace(
         options.read, processes=1, progress=None, peek=None, ranks="",
@@ -46,24 +46,24 @@ def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
 
 
 class MeasureTask(Struct, frozen=True, kw_only=True):
-    """One file to measure."""
+    """Task to measure one file."""
 
     source: RemoteFile
     wanted: Options = field(default_factory=Options)
     version: str = __version__
-    """Of the advisor that asks."""
+    """Version of the advisor that sends the task."""
 
     @property
     def rank(self) -> int:
-        """As the file's name says; -1: it does not."""
+        """Rank in the file's name; -1: it has none."""
         return -1 if self.source.rank is None else self.source.rank
 
     def encoded(self) -> bytes:
-        """To be sent."""
+        """Return the task as bytes to send."""
         return msgspec.msgpack.encode(self, enc_hook=_plain)
 
     def failure(self, why: str) -> UnreadRank:
-        """That nothing came of it."""
+        """Return the answer that the file could not be measured, and why."""
         return UnreadRank(rank=self.rank, path=self.source.url, why=one_line(why))
 
 
@@ -80,13 +80,13 @@ def _unplain(kind: type, value: object) -> Path:
 
 
 def one_line(why: object) -> str:
-    """One line of it."""
+    """Return a reason as one line of limited length."""
     return " ".join(str(why).split())[:MAX_REASON_CHARS]
 
 
 def run_task(order: bytes) -> bytes:
-    """An encoded MeasureTask to an encoded Summary, or Unread with the reason: nothing is raised
-    but what ends a process."""
+    """Measure the file of an encoded MeasureTask; return an encoded RankSummary or UnreadRank.
+    Raises only what ends a process."""
     try:
         wanted = msgspec.msgpack.decode(order, type=MeasureTask, dec_hook=_unplain)
     except ValueError:
@@ -114,14 +114,14 @@ def run_task(order: bytes) -> bytes:
 
 
 def is_transient(error: BaseException) -> bool:
-    """It may not happen again."""
+    """Tell whether an error may not happen again."""
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
         return False
     return isinstance(error, OSError | MemoryError)
 
 
 def describe_error(error: BaseException) -> str:
-    """Why, for a person."""
+    """Describe an error for a person."""
     if isinstance(error, AdvisorError):
         return str(error)
     if isinstance(error, MemoryError):
@@ -153,15 +153,15 @@ def _measured(order: MeasureTask) -> bytes:
 
 
 def _without(why: str, path: str, url: str) -> str:
-    """The reason without the file's name, which stands beside it: the same reason for many."""
+    """Replace the file's name in a reason, so that the same reason is one for many files."""
     return why.removeprefix(f"{path}: ").replace(path, url)
 
 
 def summarise_file(
     path: str, rank: int | None = None, options: Options | None = None
 ) -> RankSummary:
-    """Read and measure one rank. ``rank``: the number that it is known by; ``None``: what the trace
-    or its name says, -1 where neither does. A file that several ranks were merged into needs it.
+    """Read and measure one rank. ``rank``: its number; ``None``: as in the trace or its name, else
+    -1. A file that several ranks were merged into needs it.
 
     Raises AdvisorError: no trace, no such rank in it, or several and none is asked for.
     """
@@ -181,14 +181,14 @@ def summarise_file(
 
 
 def _recorded(path: str, rank: int | None) -> int | None:
-    """The rank to read of a run directory, which holds all of them."""
+    """Return the rank to read of a run directory, which holds all; ``None`` for a file."""
     return rank if is_run(path) else None
 
 
 def one_rank(run: Run, path: str, rank: int | None) -> Run:
-    """The run with one rank in it: the one that was asked for where there are several.
+    """Return the run with one rank: the requested one if there are several.
 
-    Raises AdvisorError: none is asked for.
+    Raises AdvisorError if there are several and the requested one is not among them.
     """
     have = run.ranks or sorted(run.recording.ranks if run.recording is not None else ())
     if len(have) <= 1:

@@ -1,6 +1,5 @@
-"""Orders to answers: as many at once as there are workers, here or of a Dask cluster, each a
-bounded number of times.
-"""
+"""Distribution of tasks to workers, here or on a Dask cluster: as many at once as there are
+workers, each tried a limited number of times."""
 
 from __future__ import annotations
 
@@ -23,28 +22,28 @@ from advisor.core.pool import ProcessPool, Work, WorkerDied
 from advisor.measure.ranks.summary import MAX_DECODED, RankSummary, UnreadRank, decode
 
 RETRIES: Final = 2
-"""Further tries of a file whose worker died of it, or of something else."""
+"""Number of retries of a file whose worker died, because of it or something else."""
 FILES_PER_PROCESS: Final = 32
-"""Files that one process measures."""
+"""Number of files that one process measures."""
 POLL_SECONDS: Final = 0.5
-"""Seconds between two looks at what takes too long."""
+"""Interval between two checks for tasks that take too long, s."""
 
 
 class WorkerPool(Protocol):
-    """Those who perform orders: a ``ProcessPool``, or the ``Cluster`` of this package."""
+    """Workers that perform tasks: a ``ProcessPool``, or a ``Cluster``."""
 
     def slots(self) -> int:
-        """How many orders are performed at once now; 0: nobody is there any more."""
+        """Return the number of tasks performed at once now; 0: no worker is left."""
 
     def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:
-        """Hand out an order. The answer raises WorkerDied, or anything else that went wrong."""
+        """Start a task. Its answer raises WorkerDied, or anything else that went wrong."""
 
     def cancel(self, answer: Future[bytes]) -> None:
-        """It is waited for no longer; what performs it is ended if that can be."""
+        """Stop waiting for an answer, and end what computes it if that is possible."""
 
 
 def start_processes(count: int) -> ProcessPool:
-    """Workers on this machine, which share its cores and are replaced now and then."""
+    """Start workers on this machine, which share its cores and are replaced now and then."""
     threads = max(1, (os.cpu_count() or 1) // max(1, count))
     return ProcessPool(
         count, recycle=FILES_PER_PROCESS, environ={"POLARS_MAX_THREADS": str(threads)}
@@ -52,7 +51,7 @@ def start_processes(count: int) -> ProcessPool:
 
 
 class _PendingTask:
-    """An order that is being performed."""
+    """A task that is being performed."""
 
     def __init__(self, place: int, answer: Future[bytes]) -> None:
         self.place = place
@@ -67,8 +66,8 @@ def iterate_results(
     seconds: float = RANK_TIMEOUT_SECONDS,
     said: Callable[[int], object] | None = None,
 ) -> Iterator[RankSummary | UnreadRank]:
-    """What comes of each order, as it comes: one for each. ``seconds``: of one file. ``said`` is
-    called with the bytes of each answer.
+    """Yield the result of each task as it completes. ``seconds``: time limit for one file. ``said``
+    is called with the number of bytes of each answer.
 
     An order whose worker died is performed again ``RETRIES`` times, by itself when all others are
     done: a file which kills workers takes none with it. Where the workers themselves have tried
@@ -139,7 +138,7 @@ def iterate_results(
 
 
 def describe_death(why: str, times: int) -> str:
-    """Why nothing came of a file that workers died of."""
+    """Say why a file whose workers died has no result."""
     return one_line(f"{why}, {times} times: it may need more memory than a worker has")
 
 
@@ -153,10 +152,10 @@ def _decoded(order: MeasureTask, data: bytes) -> RankSummary | UnreadRank:
 
 
 SCHEDULER_TIMEOUT_S: Final = 60.0
-"""Seconds to wait for a scheduler to answer, and for its first worker; and for one to come back
-when all have gone: a job manager starts a new one within a minute or not at all."""
+"""Time limit for a scheduler to answer, its first worker to join, and one to return after all have
+left, s. A job manager starts a new one within a minute or not at all."""
 SLOTS_REFRESH_S: Final = 1.0
-"""Seconds that the number of workers is taken to be right."""
+"""Age up to which the number of workers is not asked for again, s."""
 
 
 def _version() -> str:
@@ -164,7 +163,7 @@ def _version() -> str:
 
 
 class Cluster:
-    """The workers of the scheduler at an address (``tcp://host:8786``). Used with ``with``.
+    """Workers of the Dask scheduler at an address (``tcp://host:8786``), a context manager.
 
     Raises AdvisorError: no such address, no answer, no worker, or workers with another advisor.
     """
@@ -203,7 +202,7 @@ class Cluster:
         return str(self._client.dashboard_link or "")
 
     def _check(self, address: str) -> None:
-        """There are workers, and they have this advisor."""
+        """Raise AdvisorError unless there are workers, all with this version of advisor."""
         try:
             self._client.wait_for_workers(1, timeout=self._patience)
         except OSError:  # a time-out, which is one, or a connection that closed
@@ -224,7 +223,7 @@ class Cluster:
             raise AdvisorError(f"--cluster {address}: {why}; install the same on all workers")
 
     def slots(self) -> int:
-        """Threads of all workers; 0 when none has been there for ``patience`` seconds."""
+        """Return the number of the workers' threads; 0 after ``patience`` seconds without any."""
         now = time.monotonic()
         if now - self._looked >= SLOTS_REFRESH_S:
             self._looked = now
@@ -238,7 +237,7 @@ class Cluster:
         return max(1, self._slots)
 
     def submit(self, fn: Work, data: bytes, /) -> Future[bytes]:
-        """To whichever worker is free. Dask itself tries again where a worker dies."""
+        """Send a task to whichever worker is free. Dask itself retries where a worker dies."""
         from distributed import KilledWorker
 
         answer: Future[bytes] = Future()
@@ -264,6 +263,6 @@ class Cluster:
         return made
 
     def cancel(self, answer: Future[bytes]) -> None:
-        """Forget it. A thread that has begun cannot be ended from here."""
+        """Forget an answer. A thread that has begun cannot be ended from here."""
         with suppress(Exception):
             self._theirs[answer].cancel()

@@ -253,8 +253,8 @@ def _speed_up_links(
 ) -> tuple[JobChange, JobChange | None]:
     """Make transfers of some ranks as fast as those of groups without them.
 
-    Groups with one of these ranks each lack a usual transfer: they get the others' factor, and
-    only the others are certain."""
+    If every group of a kind has one of these ranks, its usual transfers are unknown. It then gets
+    the others' factor, and only the others are certain."""
     share, known = _slower(job, replay, at)
     # what a rank without a file takes part in holds the wait for it, which may be of them
     took = np.fmin(replay.transfer * share, np.where(known, replay.usual_transfer, np.nan))

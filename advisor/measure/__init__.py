@@ -136,7 +136,7 @@ class Analysis:
         return StepRecords(self.record, self._busy_where_the_host_is_ahead)
 
     def _busy_where_the_host_is_ahead(self) -> float | None:
-        """Mean time that the device works in a step, ns; ``None``: the host waits for it."""
+        """Return the device's mean time per step, ns; ``None``: the host waits for it."""
         if self.steps.ahead_ns is None:
             return None
         return self.device_busy(self.in_window).total / self.step_count
@@ -291,7 +291,7 @@ class Analysis:
         return inside & own
 
     def device_busy(self, rows: NDArray[np.bool_]) -> Intervals:
-        """Union of the selected rows of ``trace.gpu``, clipped to ``spans``."""
+        """Return the union of the selected rows of ``trace.gpu``, clipped to ``spans``."""
         gpu = self.trace.gpu
         ts = gpu["ts"].to_numpy()[rows]
         return intersect(union(ts, ts + gpu["dur"].to_numpy()[rows]), self.spans)
@@ -425,5 +425,5 @@ class Analysis:
     """Aligned with ``trace.cpu``: the user's frame around each row's forward operator."""
 
     def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
-        """(file, line, function) of the user's code around a host row; Nones: no stacks."""
+        """Return (file, line, function) of the user's code around a host row; Nones: no stacks."""
         return locate_row(self, host_row)

@@ -46,7 +46,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def find_collectives(a: Analysis) -> pl.DataFrame:
-    """Collectives inside ``spans``; columns as in :data:`SCHEMA`.
+    """Find collectives inside ``spans``; columns as in :data:`SCHEMA`.
 
     Without a device they are gloo's, in threads of the host (``comm/host.py``).
 
@@ -167,7 +167,7 @@ def _ordered(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def sum_collectives(a: Analysis) -> pl.DataFrame:
-    """Collectives inside ``spans`` of one kind, message size, group size, dtype and annotation:
+    """Sum collectives inside ``spans`` by kind, message size, group size, dtype and annotation:
     ``collective``, ``bytes``, ``group_size``, ``dtype``, ``annotation``, ``count``, ``dur`` and
     ``exposed`` (ns summed over the window), ``bus_gbps`` (median; null: not known); largest
     ``exposed``, then ``dur`` first."""
@@ -185,10 +185,10 @@ def sum_collectives(a: Analysis) -> pl.DataFrame:
 
 
 def sum_skew(skew: Skew) -> pl.DataFrame:
-    """Arrivals at collectives of one kind, message size and annotation: ``collective``, ``bytes``,
-    ``annotation``, ``count``, ``skew_ns`` (mean of last - first arrival), ``worst_ns``,
-    ``wait_ns`` (mean wait of the others, summed, a step), ``last`` (the rank that is last most
-    often; null: none is) and ``last_count``; largest ``wait_ns`` first."""
+    """Sum arrivals at collectives by kind, message size and annotation: ``collective``, ``bytes``,
+    ``annotation``, ``count``, ``skew_ns`` (mean of last - first arrival), ``worst_ns``, ``wait_ns``
+    (mean wait of the others, summed, per step), ``last`` (the rank that is last most often; null:
+    none is) and ``last_count``; largest ``wait_ns`` first."""
     return (
         skew.collectives.with_columns(pl.col("collective").cast(pl.String))
         .group_by("collective", "bytes", "annotation")

@@ -59,8 +59,8 @@ def find_node_size(a: Analysis, machine: NodeLinks) -> int | None:
 def find_link(
     a: Analysis, ranks: Sequence[int], size: int | None, machine: NodeLinks
 ) -> AxisLink | None:
-    """The link of a group; ``None``: unknown which of its ranks share a node. Ranks are numbered
-    node by node, as torchrun does, where their hosts are not known."""
+    """Find the link of a group; ``None``: unknown which of its ranks share a node. Ranks are
+    numbered node by node, as torchrun does, where their hosts are not known."""
     crosses = _crosses(a, ranks, size, machine)
     if crosses is None:
         return None

@@ -98,11 +98,11 @@ def message_elements(
 
 
 def bus_factor(kind: str, group_size: int | None) -> float | None:
-    """Bus bandwidth over algorithm bandwidth (S / t), as nccl-tests define it.
+    """Return bus bandwidth over algorithm bandwidth (S / t), as nccl-tests define it.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md: all-reduce 2(n-1)/n; reduce-scatter, all-gather
-    and all-to-all (n-1)/n; broadcast and reduce 1 (so is one transfer). ``None``: n not known,
-    a group of one, or no such figure.
+    and all-to-all (n-1)/n; broadcast and reduce 1 (so is one transfer). ``None``: n not known, a
+    group of one, or no such figure.
     """
     if group_size is None or group_size < 2:
         return None

@@ -56,7 +56,7 @@ class PlacementChange(NamedTuple):
     factor: float
     """Time after the change over the time now; waits stay."""
     factor_without_waits: float
-    """The same if there are no more waits."""
+    """Time after the change, without waits, over the time now."""
 
 
 class TensorPlacement(NamedTuple):

@@ -75,7 +75,7 @@ LABEL_WIDTH = 34
 
 
 class ProfiledKernel(NamedTuple):
-    """One kernel with its counters. Shares are percent of a peak; ``None``: not collected."""
+    """Counters of one kernel. Shares are percent of a peak; ``None``: not collected."""
 
     profile: KernelProfile
     label: str
@@ -188,7 +188,7 @@ class MatchedKernel(NamedTuple):
     occupancy: float | None
     """Theoretical occupancy, percent; ``None``: registers or the GPU's limits are not known."""
     limiter: str | None
-    """``registers``, ``shared memory`` or ``block sizes``; ``None``: as above, or at 100%."""
+    """Limit: ``registers``, ``shared memory``, ``block sizes``; ``None``: as above, or 100%."""
     rows: NDArray[np.int64]
     """Rows of ``trace.gpu`` in the used steps; empty: none, no trace, or another compilation that
     nothing in the trace distinguishes."""

@@ -69,12 +69,12 @@ class LayerTable:
     source: SourceName
     """Name of the source that recorded the modules."""
     nodes: pl.DataFrame
-    """One row for each module by its path, parents before children: ``node``, ``parent`` (null:
-    outermost), ``name``, ``kind`` (the name without its number), ``calls`` (inside ``spans``; null:
-    not recorded), ``kernels`` (pieces of work), ``own`` (ns of work outside its children), ``ns``
-    (with them), ``backward`` (the part of ``ns`` in the backward pass), ``flops`` and ``moved``
-    (bytes; null: known for less than ``MIN_KNOWN_SHARE`` of the time that they are of). Sums over
-    the window; without device work ``ns`` is own host time of operators."""
+    """Modules by their path, parents before children: ``node``, ``parent`` (null: outermost),
+    ``name``, ``kind`` (the name without its number), ``calls`` (inside ``spans``; null: not
+    recorded), ``kernels`` (pieces of work), ``own`` (ns of work outside its children), ``ns`` (with
+    them), ``backward`` (the part of ``ns`` in the backward pass), ``flops`` and ``moved`` (bytes;
+    null: known for less than ``MIN_KNOWN_SHARE`` of the time that they are of). Sums over the
+    window; without device work ``ns`` is own host time of operators."""
     total_ns: int
     """Time of all work inside ``spans``, ns."""
     pieces: int

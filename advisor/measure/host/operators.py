@@ -73,7 +73,7 @@ def attainable_roofs(hardware: GpuSpec | None) -> Roofs:
 
 
 def measure_operators(a: Analysis) -> pl.DataFrame:
-    """Operators by shape against what the device attains, one row an operator and inputs, inside
+    """Compare operators by shape with attainable rates: one row per operator and inputs, inside
     ``spans``, without communication: ``op`` (null: of a graph, or not linked), ``inputs`` (row of
     ``trace.inputs``; null: not recorded), ``family``, ``dtype``, ``tensor_core`` and ``kernel`` (of
     its longest kernel), ``calls``, ``kernels``, ``dur`` (ns), ``share`` (of kernel time without

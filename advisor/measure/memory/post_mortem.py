@@ -59,7 +59,7 @@ MIN_SHARE = 0.8
 
 
 class PostMortem:
-    """One device of a snapshot, measured at the moment that matters: when memory ran out, else at
+    """Memory of one device of a snapshot at the moment that matters: when memory ran out, else at
     the peak."""
 
     def __init__(self, snapshot: MemorySnapshot, device: int) -> None:

@@ -62,7 +62,7 @@ class Members(NamedTuple):
     """Ranks that deviate together."""
 
     unit: str
-    """``rank``, ``host``, ``rack`` or ``stage``."""
+    """Level: ``rank``, ``host``, ``rack`` or ``stage``."""
     name: str
     rank_indices: tuple[int, ...]
     p_value: float
@@ -262,8 +262,8 @@ def _components(rank: Ints, row: Ints, ranks: int) -> Ints:
 NORMAL_MAD = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 MAX_DEGREES = 30.0
-"""Of freedom: tails of measured times are heavier than the normal distribution's, and a thousand
-ranks reach far into them. Student's t of 30 leaves six deviations to one of a million."""
+"""Degrees of freedom, at most: measured times have heavier tails than the normal distribution.
+Student's t of 30 leaves six deviations to one of a million."""
 MAD_EFFICIENCY = 0.37
 """Efficiency of the median absolute deviation in normal scatter (Huber, Robust Statistics)."""
 LATE_SHARE = 0.05

@@ -174,8 +174,8 @@ def in_used_steps(joined: JoinedCollectives, analyses: Sequence[Analysis]) -> Bo
 
 
 def exposed_by_rank(ranks: Mapping[int, Analysis]) -> pl.DataFrame:
-    """Communication a rank and step, ns: ``rank``, ``step`` (name), ``step_ns``, ``exposed`` (not
-    under compute), ``communication`` (all). Ranks without device work are left out."""
+    """Measure communication per rank and step, ns: ``rank``, ``step`` (name), ``step_ns``,
+    ``exposed`` (not under compute), ``communication`` (all). Ranks without device work are out."""
     parts = []
     for number, a in ranks.items():
         if a.device_id is None:

@@ -368,8 +368,8 @@ LABELS = {
 def find_clusters(
     summaries: Sequence[RankSummary], values: Floats, classes: Sequence[str], stage: Ints
 ) -> list[RankCluster]:
-    """At most LIMIT groups, the largest first. ``values``: ns per step, ranks x ``classes``; ranks
-    of two stages of a pipeline are in two groups where their times differ at all."""
+    """Group ranks into at most MAX_CLUSTERS clusters, the largest first. ``values``: ns per step,
+    ranks x ``classes``. Pipeline stages whose times differ at all are in different clusters."""
     known = np.flatnonzero(np.isfinite(values).all(axis=1))
     if not len(known):
         return []

@@ -1,4 +1,4 @@
-"""Marks that inference engines put around a step, and what they tell of it.
+"""Marks that inference engines put around a step, and the phase, requests and tokens in them.
 
 One entry of ``PATTERNS`` a spelling, with where the engine writes it. A mark may carry sums over
 its requests: ``sq`` of new tokens (queries), ``sk`` of tokens attended to (keys), ``sqsq`` and
@@ -39,13 +39,13 @@ class Sums(NamedTuple):
 
 
 class StepMark(NamedTuple):
-    """One step, as its engine names it."""
+    """Engine, phase, requests and tokens of a step, read from its mark."""
 
     engine: str | None
-    """``None``: a range of the user's own."""
+    """Name of the engine; ``None``: a range of the user's own."""
     phase: str
-    """``prefill``, ``decode``, ``mixed``, ``draft``, ``image`` (a whole picture); ``forward``:
-    not recorded."""
+    """Phase: ``prefill``, ``decode``, ``mixed``, ``draft``, ``image`` (a whole picture);
+    ``forward``: not recorded."""
     requests: int | None = None
     tokens: int | None = None
     """New tokens that are computed; ``None``: not recorded."""
@@ -60,13 +60,13 @@ def _phase(prefills: int, decodes: int) -> str:
 
 
 _N = r"(\d{1,15})"
-"""A number: longer ones are damage."""
+"""Pattern of a number: longer ones are damage."""
 _GROUP = rf"\((?:sq{_N}sk{_N}sqsq{_N}sqsk{_N}|{_N}(?:_{_N})?)\)"
 
 
 def _sums(values: tuple[str | None, ...]) -> tuple[int, Sums | None]:
-    """New tokens of a group of ``_GROUP``, and its sums. An older vLLM writes the tokens with the
-    sum of their squares, which are prompts from their beginning."""
+    """Return the new tokens of a group of ``_GROUP``, and its sums. An older vLLM writes the tokens
+    with the sum of their squares, which are prompts from their beginning."""
     if values[0] is not None:
         q, k, qq, qk = (int(value or 0) for value in values[:4])
         return q, Sums(q, k, qq, qk)
@@ -158,12 +158,12 @@ def _own(match: re.Match[str]) -> StepMark:
 
 
 class MarkPattern(NamedTuple):
-    """One spelling of a mark."""
+    """Pattern of one spelling of a mark, and the function that reads it."""
 
     regex: re.Pattern[str]
     read: Callable[[re.Match[str]], StepMark | None]
     source: str
-    """Where the engine writes it."""
+    """File and function in which the engine writes it."""
 
 
 _VLLM_WORKER = "vllm/v1/worker/gpu_worker.py, annotate_profile"
@@ -208,11 +208,11 @@ PLAIN = (
         "a range of the program's own",
     ),
 )
-"""Looked for where none of the others is there: they tell less."""
+"""Patterns tried where none of the others matches: they tell less."""
 
 
 def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> StepMark | None:
-    """What a name tells as a mark of an engine; ``None``: it is none."""
+    """Read a name as the mark of an engine; ``None``: it is none."""
     for pattern in patterns:
         match = pattern.regex.search(name)
         if match is not None:
@@ -221,9 +221,9 @@ def parse_mark(name: str, patterns: tuple[MarkPattern, ...] = PATTERNS) -> StepM
 
 
 def engine_marks(trace: Trace) -> tuple[pl.DataFrame, list[StepMark]]:
-    """The marks of an engine's steps on the thread that has the first of them: ``name``, ``ts``,
-    ``dur`` (ns), in time's order, and what each tells. Of marks inside each other the innermost
-    counts, with the sums of the one around it. Empty: there are none."""
+    """Find the marks of an engine's steps on the thread that has the first of them: ``name``,
+    ``ts``, ``dur`` (ns), in time's order, and what each tells. Of marks inside each other the
+    innermost counts, with the sums of the one around it. Empty: there are none."""
     ranges = trace.cpu.filter(pl.col("kind") == "annotation")
     for patterns in (PATTERNS, PLAIN):
         unique = ranges["name"].unique().cast(pl.String).drop_nulls()
@@ -262,7 +262,7 @@ def _innermost(rows: pl.DataFrame, marks: list[StepMark]) -> tuple[pl.DataFrame,
 
 
 def _holds_the_work(trace: Trace, rows: pl.DataFrame) -> bool:
-    """Nearly all work is done in ranges of such names: ``decode`` may be a video's."""
+    """Return whether ranges of such names hold nearly all work: ``decode`` may be a video's."""
     spans = union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
     gpu, cpu = trace.gpu, trace.cpu
     if gpu.is_empty():

@@ -24,40 +24,40 @@ from advisor.measure.host.stacks import climb_stack
 
 HOLE_NS, USUAL_NS = 1_000, 2_000
 HOLE = 20
-"""Idle time in a replay is a hole in its records when it takes longer than ``HOLE_NS`` and than
-``HOLE`` times what lies between its kernels (median, at most ``USUAL_NS``): nothing on the host
+"""Limits of idle time in a replay, from which records are missing: longer than ``HOLE_NS`` and than
+``HOLE`` times the usual gap between its kernels (median, at most ``USUAL_NS``). Nothing on the host
 can hold a graph up. In public traces its kernels are 0 to 1 µs apart (median), on MI300X 0 ns, and
 a hundredth of the gaps takes 26 times as long."""
 EDGE_NS = 50_000
-"""The same before and after a replay: a graph takes some 10 µs to start on an MI300X."""
+"""Limit before and after a replay: a graph takes some 10 µs to start on an MI300X."""
 BACK_TO_BACK_NS = 100
-"""Gaps below which every hole counts; else their time must be ``HOLE_SHARE``."""
+"""Usual gap below which every hole counts; else their time must be ``HOLE_SHARE``."""
 HOLE_SHARE = 0.1
-"""Of a replay's time. Complete ones of four public traces idle for up to 7%."""
+"""Share of a replay's time. Complete ones of four public traces idle for up to 7%."""
 KEPT = 0.5
-"""Part of the time of kernels that a shorter replay lacks by which it must not be shorter, for them
-to have run."""
+"""Part of the missing kernels' time that the shorter replay must still take, for them to have run.
+"""
 
 Numbers = NDArray[np.int64]
 
 
 class GraphReplay(NamedTuple):
-    """One call that launched a graph."""
+    """A call that launched a graph, and its device work."""
 
     row: int
-    """Of ``trace.cpu``."""
+    """Row of the call in ``trace.cpu``."""
     rows: Numbers
-    """Of ``trace.gpu``, in time's order."""
+    """Rows of its work in ``trace.gpu``, in time's order."""
     names: Numbers
-    """Code of the name of each."""
+    """Code of the name of each piece of work."""
     span: int
-    """From the first start to the last end, ns."""
+    """Time from the first start to the last end, ns."""
     busy: int
-    """Of them, in which any of its work runs, ns."""
+    """Part of ``span`` in which any of its work runs, ns."""
 
 
 def find_replays(trace: Trace) -> list[GraphReplay]:
-    """Every replay in the order of the calls, those without records too."""
+    """Find every replay in the order of the calls, those without records too."""
     cpu, gpu = trace.cpu, trace.gpu
     calls = np.flatnonzero((cpu["call"] == "graph_launch").fill_null(False).to_numpy())
     if not len(calls) or gpu.is_empty():
@@ -80,12 +80,12 @@ def find_replays(trace: Trace) -> list[GraphReplay]:
 
 
 def missing_records(trace: Trace) -> tuple[int, int]:
-    """Device work that replays must have run, and how much of it is not in the recording.
+    """Count device work that replays must have run, and how much of it is not in the recording.
 
     A replay lacks what another replay of its graph has in the same order, if it takes about as
     long. One that is compared with none lacks something where it idles: as many kernels of mean
-    length as fit there. Calls after the last one that is recorded with its work may have been
-    cut off by the end of the recording.
+    length as fit there. Calls after the last one that is recorded with its work may have been cut
+    off by the end of the recording.
     """
     found = find_replays(trace)
     called, recorded = trace.cpu["ts"], trace.gpu["launch"].drop_nulls()
@@ -118,8 +118,8 @@ def missing_records(trace: Trace) -> tuple[int, int]:
 
 
 def _lacks(short: GraphReplay, whole: GraphReplay) -> bool:
-    """The shorter replay is of the same graph, and some of its records are lost: its work comes in
-    the same order, and without the rest it would have taken less time than it did."""
+    """Return whether the shorter replay is of the same graph and has lost records: its work comes
+    in the same order, and without the rest it would have taken less time than it did."""
     if not 0 < len(short.rows) < len(whole.rows):
         return False
     if short.span < whole.span - (1 - KEPT) * (whole.busy - short.busy):
@@ -129,8 +129,8 @@ def _lacks(short: GraphReplay, whole: GraphReplay) -> bool:
 
 
 def _holes(trace: Trace, replay: GraphReplay) -> int:
-    """How many kernels of mean length fit where a replay idles; before its first one and after its
-    last one only while work was waiting in the queue of its stream."""
+    """Count the kernels of mean length that fit where a replay idles. Before its first and after
+    its last kernel, only time with work waiting in the queue of its stream counts."""
     cpu, gpu = trace.cpu, trace.gpu
     ts = gpu["ts"].to_numpy()
     end = ts + gpu["dur"].to_numpy()
@@ -158,7 +158,7 @@ def _holes(trace: Trace, replay: GraphReplay) -> int:
 
 
 def captured_launches(capture: Trace) -> list[Numbers]:
-    """Rows of ``capture.cpu`` that went into each captured graph, in order of time."""
+    """Return rows of ``capture.cpu`` that went into each captured graph, in order of time."""
     cpu = capture.cpu
     marks = np.flatnonzero((cpu["call"] == "graph_capture").fill_null(False).to_numpy())
     texts = cpu["name"].gather(marks).cast(pl.String)
@@ -183,7 +183,7 @@ def captured_launches(capture: Trace) -> list[Numbers]:
 
 
 def attach_capture(trace: Trace, capture: Trace) -> Trace:
-    """The trace with the operators and frames around the launches of the capture, as rows of no
+    """Add the operators and frames around the launches of the capture to the trace, as rows of no
     length on a thread of their own; replayed work has the operator of its launch. Work and launches
     are paired in order; where their counts differ, by the longest runs of the same kinds of work.
     """
@@ -230,8 +230,8 @@ def attach_capture(trace: Trace, capture: Trace) -> Trace:
 def _stacks(
     trace: Trace, capture: Trace, launched: Numbers
 ) -> tuple[pl.DataFrame, pl.DataFrame, Numbers]:
-    """The host rows of both: of the capture the launches and all that they lie in; these alone,
-    with rows of theirs as parents; and the place of each row of the capture among them."""
+    """Merge the host rows of both: of the capture the launches and all that they lie in; these
+    alone, with rows of theirs as parents; and the place of each row of the capture among them."""
     parent = capture.cpu["parent"].fill_null(-1).cast(pl.Int64).to_numpy()
     wanted = np.zeros(capture.cpu.height, dtype=np.bool_)
     row = np.unique(launched)
@@ -260,13 +260,13 @@ def _stacks(
 
 
 def _work_kinds(names: pl.Series) -> list[str]:
-    """Family of each kernel, by its name; copies by theirs."""
+    """Return the family of each kernel, by its name; copies by theirs."""
     described = describe_kernels(names)
     return [str(family) for family in described["family"].cast(pl.String)]
 
 
 def _launch_kinds(capture: Trace, rows: Numbers) -> list[str]:
-    """Family of what each captured launch does, by the operators around it."""
+    """Return the family of each captured launch's work, by the operators around it."""
     cpu = capture.cpu
     parent = cpu["parent"].fill_null(-1).cast(pl.Int64).to_numpy()
     ops = np.flatnonzero((cpu["kind"] == "op").to_numpy())
@@ -287,7 +287,7 @@ def _launch_kinds(capture: Trace, rows: Numbers) -> list[str]:
 def _best(
     work: list[str], graphs: list[Numbers], kinds: list[list[str]]
 ) -> tuple[Numbers, Numbers]:
-    """Places in a replay and the launches that are theirs, of the graph that fits it best."""
+    """Find the graph that fits a replay best: places in the replay, and the launches there."""
     best: tuple[float, Numbers, Numbers] = (0.0, np.zeros(0, np.int64), np.zeros(0, np.int64))
     for rows, described in zip(graphs, kinds, strict=True):
         if len(rows) == len(work):

@@ -1,5 +1,5 @@
-"""Passes of a model that is used and not trained: an engine's steps, else calls of the outermost
-module, else what lies between two look-ups in the vocabulary. And the device work of each.
+"""Forward passes of a model that is not trained, with their device work: an engine's steps, else
+calls of the outermost module, else what lies between two look-ups in the vocabulary.
 
 Attention: with q new tokens of a request that attends to k tokens, causal, the i-th new token
 attends to k - q + i, together qk - q(q - 1)/2 pairs, each of which takes 2 FLOPs for the score and
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 ENGINE, MODULES, LOOKUPS = "engine", "module calls", "vocabulary look-ups"
 MIN_CALLS = 3
-"""Of one model, or look-ups in the vocabulary; fewer are no loop."""
+"""Calls of one model, or look-ups in the vocabulary, that make a loop, at least."""
 MAX_INSTANCES = 2
-"""Of the class that takes most time among outermost modules: more are layers of a model that is
+"""Modules, at most, of the outermost class that takes most time: more are layers of a model that is
 called piece by piece."""
 ATTENTION = r"scaled_dot_product_|flash_attn.*forward|unified_attention|_attention_forward"
 LOOKUP = "aten::embedding"
@@ -63,27 +63,27 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ForwardPasses:
-    """``table``, in time's order: ``name``, ``ts``, ``end`` (ns, on the host); ``first``, ``last``
-    (ns, of the device work that the pass launched; null: none), ``ahead`` (ns that its first work
-    waited for others; null: none)."""
+    """Forward passes. ``table``, in time's order: ``name``, ``ts``, ``end`` (ns, on the host);
+    ``first``, ``last`` (ns, of the device work that the pass launched; null: none), ``ahead`` (ns
+    that its first work waited for others; null: none)."""
 
     table: pl.DataFrame
     marks: list[StepMark]
-    """What is known of each."""
+    """Phase, requests and tokens of each pass, as far as known."""
     source: str
-    """``engine``, ``module calls`` or ``vocabulary look-ups``."""
+    """Source of the passes: ``engine``, ``module calls`` or ``vocabulary look-ups``."""
     owner: Numbers
-    """Aligned with ``trace.gpu``: the pass that launched it, -1: none."""
+    """Pass that launched each piece of work, aligned with ``trace.gpu``; -1: none."""
 
     @property
     def engine(self) -> str | None:
-        """The engine that wrote the marks."""
+        """Engine that wrote the marks; ``None``: none did."""
         return next((mark.engine for mark in self.marks if mark.engine), None)
 
     @property
     def in_loop(self) -> NDArray[np.bool_]:
-        """Which of them are steps of the loop: an engine's are, else the calls of the model that is
-        called most often."""
+        """Whether each pass is a step of the loop: an engine's are, else the calls of the model
+        that is called most often."""
         names = self.table["name"]
         if self.source == ENGINE or names.n_unique() == 1:
             return np.ones(self.table.height, dtype=np.bool_)
@@ -91,7 +91,7 @@ class ForwardPasses:
 
     @property
     def loop(self) -> bool:
-        """They are the loop of the program: the same model again and again."""
+        """Whether the passes are the loop of the program: the same model again and again."""
         return int(self.in_loop.sum()) >= MIN_CALLS
 
     @cached_property
@@ -109,7 +109,7 @@ class ForwardPasses:
 
 
 def has_training_rows(trace: Trace) -> bool:
-    """There are rows of a backward pass or of an optimizer."""
+    """Return whether there are rows of a backward pass or of an optimizer."""
     cpu = trace.cpu  # frames tell nothing: ``get_backward_compatible_…``
     return bool((name_matches(cpu["name"], LEARNING) & (cpu["kind"] != "python")).any())
 
@@ -121,11 +121,11 @@ FRAMES = (
     (XDIT, r"(^|/)xfuser/"),
     (TRANSFORMERS, r"(^|/)transformers/models/"),
 )
-"""Engine -> frames of its code, the first that is there."""
+"""Engine -> pattern of frames of its code; the first that is there counts."""
 
 
 def find_engine(trace: Trace, passes: ForwardPasses | None) -> str | None:
-    """By the marks, else by the frames of what does not learn."""
+    """Find the engine by its marks, else by frames where nothing trains; ``None``: unknown."""
     if passes is None or passes.engine:
         return None if passes is None else passes.engine
     cpu = trace.cpu
@@ -134,7 +134,7 @@ def find_engine(trace: Trace, passes: ForwardPasses | None) -> str | None:
 
 
 def find_passes(trace: Trace) -> ForwardPasses | None:
-    """The passes; ``None``: nothing marks them, or the model learns."""
+    """Find the passes; ``None``: nothing marks them, or the model learns."""
     rows, marks = engine_marks(trace)
     source = ENGINE
     if marks and all(mark.phase == IMAGE for mark in marks):
@@ -158,7 +158,7 @@ def find_passes(trace: Trace) -> ForwardPasses | None:
 
 
 def _module_calls(trace: Trace) -> pl.DataFrame:
-    """Calls of modules that lie in no other module, by class. Empty: none of them is the model."""
+    """Find calls of modules in no other module, by class. Empty: none of them is the model."""
     cpu = trace.cpu
     module = name_matches(cpu["name"], r"^nn\.Module: ") & (cpu["kind"] == "python")
     rows = cpu.with_row_index("row").filter(module & (pl.col("thread") == trace.main_thread))
@@ -187,7 +187,7 @@ class _Lookup(NamedTuple):
 
 
 def _lookups(trace: Trace) -> tuple[pl.DataFrame, list[_Lookup]]:
-    """Look-ups in the largest table that is looked up more than once, and their shapes."""
+    """Find look-ups in the largest table that is looked up more than once, and their shapes."""
     cpu = trace.cpu
     rows = cpu.filter((cpu["name"].cast(pl.String) == LOOKUP) & cpu["inputs"].is_not_null())
     rows = rows.filter(pl.col("thread") == trace.main_thread).select("ts", "dur", "inputs")
@@ -227,7 +227,7 @@ def _between_lookups(trace: Trace) -> pl.DataFrame:
 
 
 def _from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[StepMark]) -> list[StepMark]:
-    """Phase, requests and tokens of passes by the shapes of look-ups and of attention: a sequence
+    """Infer phase, requests and tokens of passes by shapes of look-ups and attention: a sequence
     with one new token decodes. Where none does, longer ones are prompts if attention is causal."""
     start = rows["ts"].to_numpy()
     end = start + rows["dur"].to_numpy()
@@ -263,14 +263,14 @@ def _from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[StepMark]) -> lis
 
 
 def _place(ts: Numbers, start: Numbers, end: Numbers) -> Numbers:
-    """Which of the passes each instant lies in, -1: none."""
+    """Return the pass that each instant lies in, -1: none."""
     place = np.searchsorted(start, ts, side="right") - 1
     inside = (place >= 0) & (ts < end[np.maximum(place, 0)])
     return np.where(inside, place, -1).astype(np.int64)
 
 
 def _query(trace: Trace, row: int) -> tuple[int, int, bool] | None:
-    """New tokens of a sequence, tokens attended to, and whether attention is causal."""
+    """Return a sequence's new tokens, tokens attended to, and whether attention is causal."""
     inputs = _inputs(trace, row)
     query, key = inputs.tensor(0), inputs.tensor(1)
     if query is None or key is None or len(query.shape) != 4 or len(key.shape) != 4:
@@ -309,8 +309,8 @@ def _described(
 def _with_work(
     trace: Trace, rows: pl.DataFrame, marks: list[StepMark], source: str
 ) -> ForwardPasses:
-    """With the device work that each pass launched. What the host launches after a pass belongs to
-    it for as long as the pass itself took: sampling, and copies of tokens to the host."""
+    """Add the device work that each pass launched. Launches after a pass belong to it for as long
+    as the pass itself took: sampling, and copies of tokens to the host."""
     gpu = trace.gpu
     start = rows["ts"].to_numpy()
     end = start + rows["dur"].to_numpy()
@@ -339,32 +339,32 @@ def _with_work(
 
 
 WINDOWED = r"[Ss]liding|[Cc]hunked|[Ww]indow|[Ll]ocal|[Ss]parse|[Tt]opk"
-"""Kernels that attend to less than all tokens: by how much is not recorded."""
+"""Kernels that attend to fewer than all tokens: to how many is not recorded."""
 HELPERS = r"reduce|[Mm]erge|combine|metadata|prepare|quant"
 NARROW = r"(?i)e4m3|e5m2|fp8|float8|f8_"
-"""Keys and values in one byte, whatever the operator's inputs are in."""
+"""Kernels with keys and values in one byte, whatever the operator's inputs are in."""
 LATENT = 576
 """Elements of a token's cache in DeepSeek's latent attention: 512 of keys and values and 64 that
 carry positions (https://arxiv.org/abs/2412.19437, section 4.2)."""
 
 
 class Heads(NamedTuple):
-    """Shape of one attention operator."""
+    """Heads of one attention operator: number and size."""
 
     queries: int
     keys: int
-    """Heads of keys and values."""
+    """Number of heads of keys and values."""
     size: int
     """Elements of a head of queries and keys."""
     value: int
-    """Of values."""
+    """Elements of a head of values."""
     width: int
-    """Bytes an element."""
+    """Size of an element, bytes."""
 
 
 def read_heads(trace: Trace, row: int) -> Heads | None:
-    """Heads of an operator whose inputs are (tokens, heads, size): queries, keys, values. ``None``:
-    not recorded so."""
+    """Read the heads of an operator whose inputs are (tokens, heads, size): queries, keys, values.
+    ``None``: not recorded so."""
     inputs = trace.cpu["inputs"][row]
     if inputs is None:
         return None
@@ -381,12 +381,12 @@ def read_heads(trace: Trace, row: int) -> Heads | None:
 
 
 def count_pairs(sums: Sums) -> float:
-    """Pairs of a new token and one that it attends to, of all requests."""
+    """Count pairs of a new token and one that it attends to, of all requests."""
     return sums.qk - (sums.qq - sums.q) / 2
 
 
 def attention_cost(mark: StepMark, shape: Heads, *, narrow: bool) -> tuple[float, float] | None:
-    """FLOPs and bytes of one attention operator in a step; ``None``: the mark has no sums."""
+    """Count FLOPs and bytes of one attention operator in a step; ``None``: the mark has no sums."""
     kinds = [sums for sums in (mark.prefill, mark.decode) if sums is not None]
     if not kinds:
         return None
@@ -401,7 +401,7 @@ def attention_cost(mark: StepMark, shape: Heads, *, narrow: bool) -> tuple[float
 
 
 def with_attention(a: Analysis, measured: pl.DataFrame) -> pl.DataFrame:
-    """``Analysis.kernels`` with FLOPs and bytes of attention that shapes alone do not tell. Where
+    """Add FLOPs and bytes of attention that shapes alone do not tell to ``Analysis.kernels``. Where
     the bytes are more than the memory can deliver, the kernel reads less than all tokens, and
     nothing is known of it."""
     trace, passes = a.trace, a.passes

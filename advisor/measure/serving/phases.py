@@ -1,4 +1,4 @@
-"""Steps of inference by phase: time, tokens, what limits them, and what they could take."""
+"""Steps of inference by phase: time, tokens, limits, and attainable time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 MIN_P90, MIN_P99 = 10, 100
 """Durations below which these percentiles say no more than the longest does."""
 MIN_KNOWN = 0.5
-"""Part of kernel time whose work must be known to say what a step could take."""
+"""Part of kernel time whose work must be known to estimate a step's attainable time."""
 JITTER = 1.2
-"""How much longer than the median the 90th percentile must be to be explained."""
+"""Ratio of the 90th percentile to the median from which it is explained."""
 FP4_FLOPS_PER_BYTE = 4
-"""Of a weight in 4 bits that one token uses: a product and a sum, by half a byte."""
+"""FLOPs per byte of a 4-bit weight that one token uses: a product and a sum, by half a byte."""
 MOVING = ("elementwise", "normalisation", "reduction", "softmax", "copy", "layout", "embedding")
 """Families that memory limits, however little is known of their shapes."""
 
@@ -37,7 +37,7 @@ Numbers = NDArray[np.int64]
 
 
 def measure_serving(a: Analysis) -> Serving | None:
-    """See ``Report.serving``: of the passes that begin in the used steps."""
+    """Measure ``Report.serving``: the passes that begin in the used steps."""
     passes = a.passes
     if passes is None:
         return None
@@ -93,7 +93,7 @@ def _mean(values: list[int | None]) -> float | None:
 def _phase(
     label: str, rows: Numbers, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool
 ) -> ServingPhase:
-    """``whole``: the records of the device are complete."""
+    """Summarise one phase. ``whole``: the records of the device are complete."""
     start, end = (times[rows] for times in passes.pass_intervals)
     dur = end - start
     total = float(dur.sum())
@@ -124,7 +124,7 @@ def _phase(
 
 
 def _jitter(dur: Numbers, busy: Numbers) -> str:
-    """What the longest tenth of the steps has more of than the middle one."""
+    """Explain why the longest tenth of the steps exceeds the median; empty: no need."""
     if len(dur) < MIN_P90:
         return ""
     middle, high = np.percentile(dur, [50, 90])
@@ -139,7 +139,7 @@ def _jitter(dur: Numbers, busy: Numbers) -> str:
 
 
 class _Sums(NamedTuple):
-    """Of the steps of one phase, ns."""
+    """Sums over the steps of one phase, ns."""
 
     busy: float
     busy_each: Numbers
@@ -150,7 +150,7 @@ class _Sums(NamedTuple):
 
 
 class _Kernels:
-    """The device work of passes: what limits each piece, and the least time it could take."""
+    """Device work of passes: what limits each piece, and the least time it could take."""
 
     def __init__(self, a: Analysis, passes: ForwardPasses) -> None:
         gpu, measured = a.trace.gpu, a.kernels
@@ -187,7 +187,7 @@ class _Kernels:
         self.bound = np.where(self.communication, 3, bound)
 
     def sums(self, rows: Numbers, start: Numbers, end: Numbers) -> _Sums:
-        """Of the passes ``rows``, whose own time is [start, end)."""
+        """Sum the work of the passes ``rows``, whose own time is [start, end)."""
         each = covered_length(start, end, self.busy)
         mine = np.isin(self.owner, rows)
         work = [float(self.dur[mine & (self.bound == code)].sum()) for code in range(4)]
@@ -212,7 +212,7 @@ class _Kernels:
 
 
 def _most_reuse(mark: StepMark) -> float:
-    """Tokens that may share one read of a weight; infinite: not recorded."""
+    """Return how many tokens may share one read of a weight; infinite: not recorded."""
     return float(mark.tokens) if mark.tokens is not None else np.inf
 
 
@@ -284,8 +284,8 @@ def _by_name(names: pl.Series) -> pl.DataFrame:
 
 
 def find_roles(a: Analysis) -> pl.Series:
-    """Aligned with ``trace.gpu``: the part of a layer, by the kernel's name, then its operator's,
-    then its family. Matrix products that are no expert's are ``dense gemm``."""
+    """Find the role of each row of ``trace.gpu`` in a layer, by the kernel's name, then its
+    operator's, then its family. Matrix products that are no expert's are ``dense gemm``."""
     measured = a.kernels
     family = measured["family"].cast(pl.String)
     names = [

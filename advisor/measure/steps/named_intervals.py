@@ -1,5 +1,5 @@
-"""Stretches of the step that selectors and rules call by name; and what runs inside given host
-ranges, a loader's fetches say: the calls that take their time.
+"""Intervals of the step that selectors and rules name; and the calls that take the time of given
+host ranges, such as a loader's fetches.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ GRAPH_CODE = r"^(?:## )?Call CompiledFxGraph|^CompiledFxGraph"
 """The code of one compiled graph, without the way into it."""
 BACKWARD_GRAPH = r"^autograd::engine::evaluate_function: \w*CompiledFunctionBackward"
 RESUME = r"torch_dynamo_resume_in_"
-"""Python frames of what follows a break; their line is where the graph broke."""
+"""Python frames of the function after a break; their line is where the graph broke."""
 
 
 GRAPH_BREAK_CAUSES = ("dispatch", "launch", "python", "unknown")
-"""Of the idle gaps that a graph break may cause."""
+"""Causes of the idle gaps that a graph break may cause."""
 
 
 def remove_breaks(region: tuple[str, ...] = ()) -> Edit:
-    """No idle time at graph breaks, or at those that lead into some compiled functions."""
+    """Return the edit that removes idle time at graph breaks, or at those into some functions."""
     where = Select(on="gap", cause=GRAPH_BREAK_CAUSES, at="graph_break", region=region)
     return Edit(op="remove", select=where)
 
 
 def step_starts(a: Analysis) -> Intervals:
-    """From the start of each used step to the first device work that was launched in it.
+    """Return intervals from each used step's start to the first device work launched in it.
 
     A step that launches nothing has none; neither has a window without steps.
     """
@@ -78,7 +78,7 @@ def step_starts(a: Analysis) -> Intervals:
 
 
 def broken_regions(a: Analysis) -> NDArray[np.int64]:
-    """Rows of ``trace.cpu``: compiled regions inside another one, which follow a graph break."""
+    """Return rows of ``trace.cpu``: compiled regions in another one, which follow a graph break."""
     region = name_matches(a.trace.cpu["name"], REGION).to_numpy()
     if not region.any():
         return np.zeros(0, dtype=np.int64)
@@ -89,7 +89,7 @@ def broken_regions(a: Analysis) -> NDArray[np.int64]:
 
 
 def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
-    """Host time from the end of one compiled graph to the start of the next across a break.
+    """Find host time from the end of one compiled graph to the start of the next across a break.
 
     That is the code at which the graph broke, guards, and the way in and out of the two functions.
     ``regions``: only before functions with these numbers (``1`` of ``Torch-Compiled Region: 1/0``).
@@ -123,8 +123,8 @@ def graph_breaks(a: Analysis, regions: tuple[str, ...] = ()) -> Intervals:
 
 
 def graph_entries(a: Analysis) -> Intervals:
-    """Host time of functions whose graph breaks, forward and backward, outside the code of their
-    compiled graphs: guards, the ways in and out of each graph, and what runs between them."""
+    """Find host time of functions whose graph breaks, forward and backward, outside the code of
+    their compiled graphs: guards, the ways in and out of each graph, and what runs between them."""
     rows = broken_regions(a)
     if not len(rows):
         return EMPTY
@@ -142,8 +142,8 @@ def graph_entries(a: Analysis) -> Intervals:
 
 
 def between_steps(a: Analysis) -> Intervals:
-    """From the last device work of an engine's step to the first of the next, where the next one
-    follows: an engine that waits for requests pauses for longer than half a period."""
+    """Return intervals from an engine step's last device work to the next step's first. Only if the
+    next one follows: an engine that waits for requests pauses for longer than half a period."""
     passes = a.passes
     if passes is None or passes.source != ENGINE:
         return EMPTY
@@ -156,7 +156,7 @@ def between_steps(a: Analysis) -> Intervals:
 
 
 def select_instants(a: Analysis, select: Select) -> Intervals:
-    """The instants that ``Select.at`` names, as intervals."""
+    """Return the instants that ``Select.at`` names, as intervals."""
     if select.at == "graph_break":
         return graph_breaks(a, select.region)
     return _INSTANTS[select.at](a)
@@ -172,7 +172,7 @@ _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "second_forward": attrgetter("second_forwards"),
     "graph_entry": graph_entries,
 }
-"""Those that edits of one finding ask for again and again are measured once."""
+"""Name -> intervals; those that edits of one finding use repeatedly are cached."""
 
 
 CONTENTS_SCHEMA: dict[str, Any] = {
@@ -185,19 +185,19 @@ CONTENTS_SCHEMA: dict[str, Any] = {
 }
 LIMIT = 50
 HOLDS = 0.5
-"""A call is followed into the one below it while that holds at least half of its time."""
+"""Share of a call's time from which the call below it is followed."""
 
 
 def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
-    """What takes the time of some host rows: the columns of CONTENTS_SCHEMA, most ``ns`` first.
+    """Find the calls that take the time of host rows: CONTENTS_SCHEMA's columns, most ``ns`` first.
 
     Each instant of the ranges belongs to the innermost frame of the user's code that runs inside
     the range then, and to what that frame has called: a library's function, a built-in, an
     operator, or itself (``callee`` = ``frame``). Where no user code is recorded inside, it belongs
     to the outermost installed library's frame, without stacks to the outermost operator. Instants
     in which nothing inside is recorded are not in the table. ``ns`` counts what lies inside the
-    used steps; rows are the longest calls of their kind; at most LIMIT kinds are listed, and
-    their times add up to no more than the ranges'.
+    used steps; rows are the longest calls of their kind; at most LIMIT kinds are listed, and their
+    times add up to no more than the ranges'.
     """
     cpu = a.trace.cpu
     empty = pl.DataFrame(schema=CONTENTS_SCHEMA)
@@ -259,14 +259,14 @@ def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
 
 
 def _names(names: pl.Series) -> pl.Series:
-    """Without the addresses of objects: a method of two tensors is one thing."""
+    """Remove the addresses of objects from names: a method of two tensors is one thing."""
     return names.cast(pl.String).str.replace(r" object at 0x[0-9a-fA-F]+", "")
 
 
 def _called(
     a: Analysis, parent: Rows, frame: Rows, rank: NDArray[np.int8], below: NDArray[np.bool_]
 ) -> Rows:
-    """For each row what the user's frame around it has called; see :func:`measure_contents`."""
+    """Return the call of the user's frame around each row; see :func:`measure_contents`."""
     here = np.arange(len(parent), dtype=np.int32)
     direct = (frame >= 0) & ((frame == here) | (frame == parent))
     alone = outermost_ancestor(parent, is_operator(a.trace) & below)
@@ -277,7 +277,7 @@ def _called(
 
 
 def _leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> tuple[int, int]:
-    """Below some calls of one kind: the deepest call that holds at least HOLDS of their time,
+    """Find, below some calls of one kind, the deepest call that holds at least HOLDS of their time,
     going down by the heaviest name each time, and its time (its user frame stays the same)."""
     cpu = a.trace.cpu
     dur = cpu["dur"].to_numpy()

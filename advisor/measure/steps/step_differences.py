@@ -1,4 +1,4 @@
-"""What makes steps differ: costs that a recording has once (code loaded, algorithms searched,
+"""Differences between steps: one-off costs of a recording (code loaded, algorithms searched,
 kernels compiled, at a first call), and the longer half of the steps beside the shorter one.
 """
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 TIMES_LATER = 10.0
-"""A first call this many times as long as the median of the later ones did something else besides:
+"""Ratio of a first call to the median of the later ones, from which it did something else besides:
 first calls that only warm caches take two or three times as long."""
 MIN_EXCESS_NS = 1_000_000
-"""Loading a module, searching an algorithm or compiling takes milliseconds to seconds."""
+"""Excess of a first call that counts, ns: loading a module, searching or compiling takes longer."""
 MAX_BUSY = 0.2
 """Part of the call during which the device may be at work: a call that waits for it is no cost."""
 MIN_SHARE = 0.05
 """Part of what is analysed below which a call distorts no figure, and may be slow by chance."""
 LONE_SHARE = 0.5
-"""Part of what is analysed that a call without another one takes by itself, where no other step
-shows that it does not come again."""
+"""Part of what is analysed from which a call without a later one counts, where no other step shows
+that it does not come again."""
 NO_FUNCTION = r"::|#|Backward\d*$|^cu[A-Z]|^hip[A-Z]"
-"""Operators, marks and nodes of autograd. What else is an operator by its category is a function
-that was compiled: by TorchScript under its own name."""
+"""Operators, marks and nodes of autograd. Anything else in the operators' category is a function
+compiled by TorchScript, under its own name."""
 CALLS = ("launch", "graph_launch", "module_load", "malloc", "host_alloc", "free", "other")
 
 ONE_OFF_SCHEMA: dict[str, Any] = {
@@ -46,15 +46,15 @@ CAPTURE = "capture of a CUDA graph"
 
 
 def one_off(a: Analysis) -> pl.DataFrame:
-    """Host rows that did something once, columns of ONE_OFF_SCHEMA, outermost first.
+    """Find host rows that did something once, columns of ONE_OFF_SCHEMA, outermost first.
 
-    Captures of graphs, unless the steps capture. An operator's first call with given inputs, and
-    a runtime call at the first of its name, or within such an operator, that took TIMES_LATER as
-    long as the median of the later ones while the device idled. Of operators inside each other
-    the innermost that holds nearly all of it is named. A call that has no later one may be slow
-    every time. It is judged where it is a compiled function (TorchScript) whose time nothing
-    recorded inside explains: when other steps do without it, or when it takes LONE_SHARE of what
-    is analysed.
+    Captures of graphs, unless the steps capture. An operator's first call with given inputs, and a
+    runtime call at the first of its name, or within such an operator, that took TIMES_LATER as long
+    as the median of the later ones while the device idled. Of operators inside each other the
+    innermost that holds nearly all of it is named. A call that has no later one may be slow every
+    time. It is judged where it is a compiled function (TorchScript) whose time nothing recorded
+    inside explains: when other steps do without it, or when it takes LONE_SHARE of what is
+    analysed.
     """
     cpu = a.trace.cpu
     if cpu.is_empty() or a.device_id is None:
@@ -93,8 +93,8 @@ def one_off(a: Analysis) -> pl.DataFrame:
 
 
 def _captures(a: Analysis) -> pl.DataFrame:
-    """From the begin of each capture of a graph to its end on the same thread, those that are long;
-    none where more than half of the steps capture."""
+    """Find long captures of graphs, each from its begin to its end on the same thread; empty where
+    more than half of the steps capture."""
     marks = a.trace.cpu.with_row_index("host").filter(pl.col("call") == "graph_capture")
     marks = marks.select(
         "host",
@@ -127,7 +127,7 @@ def _span(rows: pl.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _own_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
-    """Time of host rows outside what was recorded inside them, ns."""
+    """Return the self time of host rows, outside what was recorded inside them, ns."""
     cpu = a.trace.cpu
     inside = cpu.select("ts", "dur", host="parent").join(rows.select("host"), on="host", how="semi")
     ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
@@ -139,7 +139,7 @@ def _own_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
 
 
 def _innermost(result: pl.DataFrame) -> pl.DataFrame:
-    """Without rows that hold another one of nearly their length."""
+    """Drop rows that hold another one of nearly their length."""
     result = result.sort("ts", "dur", descending=[False, True])
     ts, dur, thread = (result[c].to_numpy() for c in ("ts", "dur", "thread"))
     keep = np.ones(len(ts), dtype=np.bool_)
@@ -151,33 +151,33 @@ def _innermost(result: pl.DataFrame) -> pl.DataFrame:
 
 
 MIN_STEPS = 4
-"""Fewer have no halves: one step's accident would stand for all."""
+"""Steps that are needed for halves: one step's accident would stand for all."""
 MIN_SPREAD = 1.3
-"""Longest over shortest step from which the halves are compared."""
+"""Ratio of the longest to the shortest step from which the halves are compared."""
 NAMED_SHARE = 0.15
 """Part of the difference from which a class or a piece of work is listed."""
 LIMIT = 4
 
 
 class StepDifference(NamedTuple):
-    """One class of the step's time, or one kind of work."""
+    """Difference between the halves in one class of the step's time, or one kind of work."""
 
     name: str
     ns: float
-    """How much more of it the longer steps have, mean a step."""
+    """Mean excess of the longer steps, ns per step."""
     short_count: float | None = None
-    """Of work: how often it runs in a shorter step, mean."""
+    """Mean count of the work in a shorter step; ``None``: a class."""
     long_count: float | None = None
-    """In a longer one."""
+    """Mean count in a longer step."""
 
 
 class StepHalves(NamedTuple):
-    """The mean of the longer half of the steps less that of the shorter half.
+    """Mean of the longer half of the steps less that of the shorter half.
 
     A median step is in neither. ``classes`` are exclusive (those of ``Breakdown``, idle by its
-    cause), so that all of them would add up to ``difference_ns``; those
-    that hold NAMED_SHARE of it are listed. ``work`` is device work by name in the same way, not
-    exclusive: hidden work is in it too.
+    cause), so that all of them would add up to ``difference_ns``; those that hold NAMED_SHARE of it
+    are listed. ``work`` is device work by name in the same way, not exclusive: hidden work is in it
+    too.
     """
 
     short_ns: float
@@ -187,14 +187,14 @@ class StepHalves(NamedTuple):
 
     @property
     def difference_ns(self) -> float:
-        """How much longer the mean step of the longer half is, ns."""
+        """Difference of the mean step between the longer half and the shorter one, ns."""
         return self.long_ns - self.short_ns
 
 
 def compare_halves(a: Analysis) -> StepHalves | None:
-    """What the longer half of the used steps has more of than the shorter one. ``None``: the steps
-    are similar, or too few. Without device work it
-    is the main thread's time, by its classes, and operators by the time in them alone."""
+    """Compare the longer half of the used steps with the shorter one. ``None``: the steps are
+    similar, or too few. Without device work it compares the main thread's time by its classes, and
+    operators by their self time."""
     used = a.steps.used
     if used.height < MIN_STEPS or (a.device_id is None and a.trace.main_thread is None):
         return None
@@ -231,7 +231,7 @@ def compare_halves(a: Analysis) -> StepHalves | None:
 
 
 def _idle(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(cause, starts, ends) of idle time."""
+    """Return (cause, starts, ends) of idle time."""
     parts = a.gaps.select("cause", "ts", "dur").with_columns(pl.col("cause").cast(pl.String))
     return [
         (
@@ -252,7 +252,7 @@ class _Work(NamedTuple):
 
 
 def _host(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """(class, starts, ends) of the main thread's time."""
+    """Return (class, starts, ends) of the main thread's time."""
     line = a.timeline
     own = line.thread == a.trace.main_thread
     start, end, code = line.start[own], line.end[own], line.code[own]
@@ -263,7 +263,7 @@ def _host(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def _operators(a: Analysis) -> _Work:
-    """Operators of the main thread, each piece in which nothing runs below it."""
+    """Return operators of the main thread, each piece in which nothing runs below it."""
     line = a.timeline
     own = (line.thread == a.trace.main_thread) & (line.code == HOST.index("dispatch"))
     own &= line.row >= 0
@@ -276,7 +276,7 @@ def _operators(a: Analysis) -> _Work:
 
 
 def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> list[StepDifference]:
-    """Time by name inside the steps of each half, a piece in the step where it starts."""
+    """Sum time by name inside the steps of each half, a piece in the step where it starts."""
     used = a.steps.used
     ts = work.ts.to_numpy()
     order = np.argsort(used["ts"].to_numpy(), kind="stable")

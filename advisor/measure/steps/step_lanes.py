@@ -1,4 +1,4 @@
-"""A step as strips: one lane a stream, its time in a bounded number of cells."""
+"""A step as lanes of strips, one lane per stream, its time in a bounded number of cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 CELLS = 900
-"""Across the step; a screen shows no more of them."""
+"""Number of cells across the step; a screen shows no more of them."""
 MAX_STREAMS = 8
 CLASSES = ("compute", "communication", "copies", "memset")
 
@@ -23,11 +23,11 @@ class Stretch(NamedTuple):
     kind: str
     first: int
     last: int
-    """Not included."""
+    """Cell after the last one."""
 
 
 class Lane(NamedTuple):
-    """One row of the picture."""
+    """Row of the picture: a stream, or idle time."""
 
     label: str
     runs: list[Stretch]
@@ -36,19 +36,19 @@ class Lane(NamedTuple):
 
 
 class StepLanes(NamedTuple):
-    """A representative step."""
+    """Lanes of a representative step."""
 
     step: str
-    """Its name."""
+    """Name of the step."""
     dur_ns: int
     lanes: list[Lane]
-    """Streams, those with most work first, then idle time by cause."""
+    """Lanes of streams, those with most work first, then of idle time by cause."""
     omitted_streams: int
-    """Streams with work that are left out."""
+    """Number of streams with work that are left out."""
 
 
 def build_step_lanes(a: Analysis) -> StepLanes | None:
-    """The used step that is closest to their median; ``None``: no device work in it."""
+    """Build the lanes of the used step closest to the median; ``None``: no device work in it."""
     used = a.steps.used
     if used.is_empty() or a.device_id is None:
         return None
@@ -79,7 +79,7 @@ def build_step_lanes(a: Analysis) -> StepLanes | None:
 
 
 def _kinds(a: Analysis, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Index of CLASSES."""
+    """Return the index of each row in CLASSES."""
     kind = a.trace.gpu["kind"].gather(rows)
     result = np.zeros(len(rows), dtype=np.int64)
     result[(kind == "memcpy").to_numpy()] = 2
@@ -108,7 +108,7 @@ def _grid(
     end: int,
     kinds: int,
 ) -> NDArray[np.float64]:
-    """Time of each kind in each cell, ns: a row a kind."""
+    """Return the time of each kind (row) in each cell (column), ns."""
     width = (end - begin) / CELLS
     low = (np.clip(start, begin, end) - begin) / width
     high = (np.clip(stop, begin, end) - begin) / width
@@ -125,7 +125,7 @@ def _grid(
 
 
 def _ramp(at: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum of max(0, at - corner) over all corners."""
+    """Sum max(0, at - corner) over all corners."""
     before = np.searchsorted(corners, at)
     total = np.append(0.0, np.cumsum(corners))
     result: NDArray[np.float64] = at * before - total[before]
@@ -135,8 +135,8 @@ def _ramp(at: NDArray[np.int64], corners: NDArray[np.float64]) -> NDArray[np.flo
 def _lane(
     label: str, grid: NDArray[np.float64], names: tuple[str, ...], begin: int, end: int
 ) -> Lane:
-    """Each cell shows the kind that takes most of it, if anything takes a tenth of it; a lone
-    short event still shows, in the cell it is in."""
+    """Draw a lane: each cell shows the kind that takes most of it, if anything takes a tenth of it;
+    a lone short event still shows, in the cell it is in."""
     width = (end - begin) / CELLS
     filled = np.minimum(grid.sum(axis=0), width)
     top = grid.argmax(axis=0)

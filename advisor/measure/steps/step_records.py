@@ -1,4 +1,4 @@
-"""What the recorder wrote of every step, as columns: which steps count, and what they took."""
+"""Recorded steps as columns: those that count, and their times."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ a fifth (as ``advisor compare`` does it)."""
 MIN_USED = 5
 """Steps that count, at least, where a run has more than twice as many."""
 START_UP = 3
-"""Steps that are no measure even of what is around a window that comes early."""
+"""First steps that are not compared even with a window that comes early."""
 NEAR, MIN_AROUND = 20, 5
-"""Unprofiled steps so close to a profiled one are compared with it; and how many there must be."""
+"""Largest distance of unprofiled steps compared with a profiled one; fewest such steps."""
 MIN_SAMPLES = 3
-"""Samples from which a mean use of the cores says something."""
+"""Samples from which the mean use of the cores is reported."""
 MOSTLY = 0.9
-"""Of the steps of a loop that does not train hold a forward that was seen: where less do, what is
-not seen (a compiled step) may train."""
+"""Share of steps with a recorded forward from which a loop counts as inference: in fewer, what is
+not recorded (a compiled step) may train."""
 MIN_PROFILED = 2
-"""Profiled steps from which their median says something."""
+"""Profiled steps from which their median is reported."""
 MIN_DEVICE_TIMED = 3
-"""Steps whose device time was recorded, from which these stand for the others."""
+"""Steps with a recorded device time from which they stand for the others."""
 SAME_SHARE, SAME_NS = 0.05, 100_000
-"""A step's host and device times differ by no more than this share, or by so little, where the host
-waits for the device in it …"""
+"""Differences of host and device time, as a share and in ns, up to which the host waits for the
+device in a step."""
 MAX_AHEAD = 0.1
-"""… which it does in all but so many of the steps, or else it runs ahead."""
+"""Share of the steps in which the host may not wait; with more, it runs ahead."""
 FAR_BELOW = 0.9
-"""Of what the device works in a step: a host that takes less does not wait for it."""
+"""Share of the device's time per step below which the host's time shows that it does not wait."""
 
 
 class StepRecords:
-    """The steps and samples of one rank. All times ns; missing is NaN in columns of floats."""
+    """Steps and samples of one rank. All times ns; missing is NaN in columns of floats."""
 
     def __init__(
         self, record: RankRecord, ahead_of: Callable[[], float | None] | None = None
     ) -> None:
-        """``ahead_of``: how long the device works in the mean step of a trace of this rank in
-        which the host runs ahead of it, ns; ``None``: it does not, or there is no trace."""
+        """Read a record. ``ahead_of``: device time in the mean step of a trace of this rank in
+        which the host runs ahead, ns; ``None``: it does not, or there is no trace."""
         self.record = record
         self._ahead_of = ahead_of
         self.steps: list[Step] = [step for step in record.steps if is_sane(step)]
@@ -75,8 +75,8 @@ class StepRecords:
 
     @cached_property
     def host_is_ahead(self) -> bool:
-        """The host launches steps before the device has run those before: the time from one step
-        to the next on the host says nothing about a step."""
+        """Whether the host launches steps before the device has run those before: the time from one
+        step to the next on the host says nothing about a step."""
         timed = self.used & ~np.isnan(self.device_dur)
         device, host = self.device_dur[timed], self.dur[timed]
         if len(device):
@@ -87,7 +87,7 @@ class StepRecords:
 
     @cached_property
     def length(self) -> Floats:
-        """What each step takes: on the device where the host runs ahead of it, else on the host.
+        """Length of each step: its device time where the host runs ahead, else its host time, ns.
         NaN: unknown."""
         if not self.host_is_ahead:
             return self.dur.astype(np.float64)
@@ -97,13 +97,13 @@ class StepRecords:
 
     @cached_property
     def timed(self) -> Mask:
-        """Steps that count and of which it is known what they take."""
+        """Steps that count and whose length is known."""
         result: Mask = self.used & ~np.isnan(self.length)
         return result
 
     @cached_property
     def lengths(self) -> Floats:
-        """What those take, ns."""
+        """Lengths of the ``timed`` steps, ns."""
         return self.length[self.timed]
 
     @cached_property
@@ -141,8 +141,8 @@ class StepRecords:
 
     @cached_property
     def inference(self) -> bool:
-        """The loop does not train: the recorder said so, or its steps were marked by hand and hold
-        forwards and nothing learnt."""
+        """Whether the loop does not train: the recorder said so, or its steps were marked by hand
+        and hold forwards and nothing learnt."""
         if self.record.inference:
             return True
         kinds = [step.phases.keys() for step in self.steps]
@@ -166,16 +166,16 @@ class StepRecords:
 
     @cached_property
     def median(self) -> float | None:
-        """Median of the steps that count; ``None``: there are none, or it is not known."""
+        """Median length of the steps that count; ``None``: there are none, or it is not known."""
         return float(np.median(self.lengths)) if self.count else None
 
     @cached_property
     def mean(self) -> float | None:
-        """Mean of the steps that count."""
+        """Mean length of the steps that count."""
         return float(self.lengths.mean()) if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """A quantile of the steps that count."""
+        """Return a quantile of the lengths of the steps that count."""
         return float(np.quantile(self.lengths, share)) if self.count else None
 
     @cached_property
@@ -198,25 +198,25 @@ class StepRecords:
 
     @cached_property
     def profiled_median(self) -> float | None:
-        """Median of the steps that windows kept; ``None``: fewer than two."""
+        """Median length of the steps that windows kept; ``None``: fewer than two."""
         inside = _known(self.length[self.active])
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
     @cached_property
     def unprofiled_median(self) -> float | None:
-        """Median of the unprofiled steps within 20 of a kept one, so that a run whose speed drifts
-        is compared with itself; ``None``: fewer than five."""
+        """Median length of the unprofiled steps within 20 of a kept one, so that a run whose speed
+        drifts is compared with itself; ``None``: fewer than five."""
         result = self.lengths_around(self.active)
         return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
     def kept_by_window(self, window: int) -> Mask:
-        """Steps that one window kept."""
+        """Return which steps one window kept."""
         result: Mask = self.active & (self.column("window") == window)
         return result
 
     def lengths_around(self, steps: Mask) -> Floats:
-        """Lengths of the unprofiled steps within 20 of some, where they are known, without the
-        first three and the one after a window."""
+        """Return lengths of the unprofiled steps within 20 of some, where they are known, without
+        the first three and the one after a window."""
         some = np.flatnonzero(steps)
         if not len(some):
             return np.zeros(0)
@@ -233,8 +233,8 @@ class StepRecords:
 
     @cached_property
     def observer_effect(self) -> float | None:
-        """How much longer profiled steps are, as a share of those around them; ``None``: one kind
-        is missing. Negative where noise outweighs it."""
+        """Excess length of profiled steps, as a share of those around them; ``None``: one kind is
+        missing. Negative where noise outweighs it."""
         if self.profiled_median is None or not self.unprofiled_median:
             return None
         return self.profiled_median / self.unprofiled_median - 1
@@ -250,19 +250,19 @@ class StepRecords:
         return dict(sorted(result.items(), key=lambda item: -item[1][self.used].sum()))
 
     def phase(self, name: str) -> Floats | None:
-        """Host time of one phase in the steps that count; ``None``: not measured."""
+        """Return the host time of one phase in the steps that count; ``None``: not measured."""
         result = self.phases.get(name)
         return None if result is None or not self.used.any() else result[self.used]
 
     def share(self, name: str) -> float | None:
-        """Share of a phase in the time of the steps that count; ``None``: not measured."""
+        """Return a phase's share of the time of the steps that count; ``None``: not measured."""
         result, total = self.phase(name), float(self.dur[self.used].sum())
         return None if result is None or total <= 0 else float(result.sum()) / total
 
     # -- the other columns --------------------------------------------------------------------
 
     def column(self, name: str) -> Floats:
-        """A field of every step; NaN where it was not measured."""
+        """Return a field of every step; NaN where it was not measured."""
         return np.array(
             [finite_or_nan(getattr(step, name)) for step in self.steps], dtype=np.float64
         )
@@ -317,7 +317,7 @@ class StepRecords:
         ]
 
     def host(self, name: str) -> Floats:
-        """A field of the host's samples, where it was measured."""
+        """Return a field of the host's samples, where it was measured."""
         return _known([getattr(sample, name) for _, sample in self.hosts])
 
     @cached_property
@@ -327,7 +327,7 @@ class StepRecords:
 
     @cached_property
     def timed_gpu_samples(self) -> list[tuple[int, Gpu]]:
-        """The same with their times."""
+        """Samples of ``gpus``, each with its time."""
         first, last = self.span
         wanted = self.uuid
         return [
@@ -350,7 +350,7 @@ class StepRecords:
         return seen[0] if len(seen) == 1 else None
 
     def gpu(self, name: str) -> Floats:
-        """A field of the GPU's samples, where it was measured."""
+        """Return a field of the GPU's samples, where it was measured."""
         return _known([getattr(sample, name) for sample in self.gpus])
 
     @cached_property
@@ -362,8 +362,8 @@ class StepRecords:
 
     @cached_property
     def loop_share(self) -> float | None:
-        """Of the sampled time outside loading, forward, backward and optimizer: the part in the
-        loop's own code and not in collectives that it calls; ``None``: too little was sampled."""
+        """Share of the loop's own code in sampled time outside loading, forward, backward and
+        optimizer; the rest is collectives that it calls. ``None``: too little was sampled."""
         from advisor.measure.host.stacks import COMMUNICATION, LOOP, MIN_SAMPLES
 
         seen = {LOOP: 0, COMMUNICATION: 0}
@@ -374,8 +374,8 @@ class StepRecords:
         return seen[LOOP] / total if total >= MIN_SAMPLES else None
 
     def hottest_line(self, part: str) -> HottestLine | None:
-        """The line of the user's code behind a part of the step (``data``, ``loop`` …); ``None``:
-        not sampled, or too rarely."""
+        """Find the line of the user's code behind a part of the step (``data``, ``loop`` …);
+        ``None``: not sampled, or too rarely."""
         from advisor.measure.host.stacks import hottest_line
 
         return hottest_line([stack for stack in self.stacks if stack.part == part])
@@ -383,7 +383,7 @@ class StepRecords:
     # -- what is reported once --------------------------------------------------------------------
 
     def flag(self, name: str) -> Any:
-        """A framework flag; ``None``: not recorded."""
+        """Return a framework flag; ``None``: not recorded."""
         return self.record.rank.flags.get(name)
 
     @cached_property
@@ -405,8 +405,8 @@ class StepRecords:
 
     @cached_property
     def free_cores(self) -> float | None:
-        """Cores that this process may use and nobody does, on average; ``None``: not sampled. Of
-        ranks that share a machine, each has its part."""
+        """Cores that this process may use and nobody does, on average; ``None``: not sampled. Ranks
+        that share a machine each get their part."""
         rank = self.record.rank
         if rank.cpus is None or self.used_cores is None:
             return None
@@ -415,20 +415,20 @@ class StepRecords:
         return max(0.0, rank.cpus - self.used_cores - (self.other_programs_cores or 0.0))
 
     def computing_share(self, loading: float, *, on_host: bool) -> float | None:
-        """The largest share of the main thread's loading that can be computing, by the CPU time of
-        the process; the rest was waited for (storage, a sleep). ``loading``: its share of the step.
-        ``on_host``: the step computes on the CPU as well, on one core at least. ``None``: not
-        sampled."""
+        """Estimate the largest share of the main thread's loading that can be computing, by the CPU
+        time of the process; the rest was waited for (storage, a sleep). ``loading``: its share of
+        the step. ``on_host``: the step computes on the CPU as well, on one core at least. ``None``:
+        not sampled."""
         if self.used_cores is None:
             return None
         rest = 1 - loading if on_host else 0.0
         return min(1.0, max(0.0, self.used_cores - rest) / max(loading, 1e-9))
 
     def remaining_loading_share(self, loading: float, computed: float) -> float | None:
-        """Share of the main thread's loading that a step which computes on the CPU goes on to take
-        with workers, since they need cores that it computes on: threads that share out an operator
-        wait for the one whose core a worker has. Cores that are idle, workers have. Where use was
-        not sampled PyTorch's threads are taken to be at work; ``None``: neither is known."""
+        """Estimate the share of the main thread's loading that remains with workers. Workers need
+        cores that the step computes on: threads that share out an operator wait for the one whose
+        core a worker has. Cores that are idle, workers have. Where use was not sampled PyTorch's
+        threads are taken to be at work; ``None``: neither is known."""
         cores, threads = self.record.rank.cpus, self.flag("num_threads")
         if not cores or (self.used_cores is None and not isinstance(threads, int)):
             return None
@@ -457,7 +457,7 @@ class StepRecords:
 
 
 def finite_or_nan(value: float | None) -> float:
-    """A figure as a column has it: NaN where it is missing, or larger than any that is written."""
+    """Return a figure as a column has it: NaN where it is missing, or too large to be true."""
     return float(value) if value is not None and -MAX_VALUE < value < MAX_VALUE else np.nan
 
 
@@ -467,20 +467,20 @@ def _known(values: Sequence[float | None] | Floats) -> Floats:
 
 
 class RunSummary(NamedTuple):
-    """What the records of a run say of it, without an analysis."""
+    """Summary of a run by its records, without an analysis."""
 
     started_unix_ns: int
     command: str
     commit: str
-    """Of the working directory's repository; with ``+`` where it had changes."""
+    """Commit of the working directory's repository; with ``+`` where it had changes."""
     ranks: int
     steps: int
     median_ns: float | None
-    """Of the first rank's steps that count; ``None``: there are none."""
+    """Median length of the first rank's steps that count, ns; ``None``: there are none."""
 
     @classmethod
     def read(cls, path: str) -> RunSummary:
-        """Raises AdvisorError: the run cannot be read."""
+        """Read a run. Raises AdvisorError: the run cannot be read."""
         recording = read_recording(path)
         manifest = recording.manifest
         steps = next((StepRecords(record) for record in recording.ranks.values()), None)

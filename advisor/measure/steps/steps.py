@@ -1,4 +1,4 @@
-"""Steps: which spans of time the analysis is about, and how they were found."""
+"""Steps: the spans of time that are analysed, and how they were found."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 MIN_OPTIMIZER_STEPS = 3
 OUTLIER_FACTOR = 1.5
-"""A step longer than this many medians, and more than 5 median absolute deviations away, is
-measured but set aside; gpuprof calls a first step an outlier at 3x, Hampel's test uses 3 MAD."""
+"""Medians above which a step, also more than 5 median absolute deviations away, is measured but set
+aside; gpuprof calls a first step an outlier at 3x, Hampel's test uses 3 MAD."""
 OUTLIER_MADS = 5.0
 MIN_STEPS_LEFT = 3
 MAX_RHYTHM = 16
-"""Longest distance of long steps that come back; few loops have more loader workers a rank."""
+"""Longest distance of recurring long steps, in steps; few loops have more loader workers a rank."""
 RHYTHM_SPREAD = 2.5
-"""How much longer than the shortest of them the longest may be."""
+"""Ratio of the longest to the shortest of them, at most."""
 HOLE_NS = 1_000_000
 """Longest time that queued work of an idle device may wait for nothing that is recorded; launch
 latency is some 10 us."""
@@ -59,13 +59,13 @@ STEPS_SCHEMA = {
 
 @dataclass(frozen=True)
 class Steps:
-    """``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step was taken to be:
+    """Steps of a trace. ``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step is:
     ``ProfilerStep`` (or what other frameworks call their marks, ``TraceMeta.step_marks``),
     ``engine``, ``recorder``, ``optimizer``, ``module calls``, ``vocabulary look-ups``, ``ranges``,
     one of ``GUESSED_STEP_SOURCES`` or ``whole trace``.
 
-    Where the host runs ahead of the device, a step is the device's period, from the first work of
-    a step to the first of the next (``launches.py``): ``ahead_ns`` is the time that the work of a
+    Where the host runs ahead of the device, a step is the device's period, from the first work of a
+    step to the first of the next (``launches.py``): ``ahead_ns`` is the time that the work of a
     step waits in the queue, and ``host_ns`` the mean step by the host's own marks."""
 
     table: pl.DataFrame
@@ -73,45 +73,45 @@ class Steps:
     ahead_ns: float | None = None
     host_ns: float | None = None
     launched: pl.DataFrame | None = None
-    """The same rows as the host marked them (``ts``, ``end``, ``dur``), where it runs ahead."""
+    """Rows of ``table`` as the host marked them (``ts``, ``end``, ``dur``), where it runs ahead."""
 
     @property
     def marks(self) -> pl.DataFrame:
-        """``table`` with the times of the host: what it launched in them is a step's work."""
+        """Rows of ``table`` with the host's times: what it launched in them is a step's work."""
         if self.launched is None:
             return self.table
         return self.table.with_columns(self.launched.get_columns())
 
     @property
     def are_numbered(self) -> bool:
-        """The program marked them: a step of that name is the same one on other ranks."""
+        """Whether the program marked the steps: one of the same name is the same on other ranks."""
         return self.source in ("ProfilerStep", "recorder", *STEP_MARKS[:2])
 
     @cached_property
     def used(self) -> pl.DataFrame:
-        """The steps that count."""
+        """Steps that count."""
         return self.table.filter("used")
 
     @cached_property
     def spans(self) -> Intervals:
-        """The instants that count, ns."""
+        """Instants that count, ns."""
         return union(self.used["ts"].to_numpy(), self.used["end"].to_numpy())
 
     @cached_property
     def host_spans(self) -> Intervals:
-        """The same by the times of the host, ns."""
+        """Instants that count, by the host's times, ns."""
         used = self.marks.filter("used")
         return union(used["ts"].to_numpy(), used["end"].to_numpy())
 
 
 def plain_step(name: str) -> str:
-    """What a mark is called where it is none of PyTorch's (``TraceMeta.step_marks``)."""
+    """Rename a mark that is none of PyTorch's to ``step N`` (``TraceMeta.step_marks``)."""
     return re.sub(r"^(?:step #|ProfilerStep\s*#?)(?=\d+$)", "step ", name)
 
 
 def require_used_steps(steps: Steps, path: str, rank: int, *, selected: bool) -> None:
-    """Raises AdvisorError for steps none of which counts: those ``selected`` by hand are others,
-    or the marks have no length."""
+    """Check that a step counts. Raises AdvisorError: the steps ``selected`` by hand are others, or
+    the marks have no length."""
     if steps.used.height or not steps.table.height:
         return
     count = steps.table.height
@@ -123,8 +123,8 @@ def require_used_steps(steps: Steps, path: str, rank: int, *, selected: bool) ->
 
 
 def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> pl.Series:
-    """Index of the first used step that each interval [start, end) touches; null: none. Without
-    ``end``, of the step that each instant lies in."""
+    """Return the index of the first used step that each interval [start, end) touches; null: none.
+    Without ``end``, of the step that each instant lies in."""
     used = steps.used
     begin, finish = used["ts"].to_numpy(), used["end"].to_numpy()
     if not len(begin) or not len(start):
@@ -192,8 +192,8 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
 
 
 def recorded_extent(trace: Trace) -> tuple[int, int]:
-    """First start and last end of the work in the trace, ns, without the profiler's overhead
-    rows."""
+    """Return the first start and last end of the work in the trace, ns, without the profiler's
+    overhead rows."""
     frames = [
         trace.cpu.filter(pl.col("kind") != "overhead").select("ts", "dur"),
         trace.gpu.select("ts", "dur"),
@@ -206,8 +206,8 @@ def recorded_extent(trace: Trace) -> tuple[int, int]:
 
 
 def own_span(trace: Trace) -> tuple[int, int]:
-    """From the first work of the analysed device to the end of its last, ns; without device work
-    the ``recorded_extent``.
+    """Return start and end of the analysed device's work, ns; without device work the
+    ``recorded_extent``.
 
     The device is not idle before and after it: the recording only began earlier or ended later.
     Work launched before the recording is not in it. Neither is what little work comes before a
@@ -238,7 +238,7 @@ def own_span(trace: Trace) -> tuple[int, int]:
 
 
 def _named_steps(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
-    """The ranges of that name on the thread that has the first of them, without those inside
+    """Find the ranges of that name on the thread that has the first of them, without those inside
     others, and what to call them."""
     try:
         marks = _marks(trace, pattern)
@@ -270,8 +270,8 @@ def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
 
 
 def _one_name(marks: pl.DataFrame) -> pl.DataFrame:
-    """Only the most frequent name (the first of equals): a loop with several optimizers, or with
-    one that wraps another, has as many steps as one of them."""
+    """Keep only the most frequent name (the first of equals): a loop with several optimizers, or
+    with one that wraps another, has as many steps as one of them."""
     if not marks.height:
         return marks
     counts = marks.group_by("name", maintain_order=True).len()
@@ -325,15 +325,15 @@ def _finish(
 def _steps_table(
     names: pl.Series, ts: np.ndarray, end: np.ndarray, outlier: np.ndarray, chosen: np.ndarray
 ) -> pl.DataFrame:
-    """The columns of STEPS_SCHEMA; steps of no length are not used."""
+    """Build the columns of STEPS_SCHEMA; steps of no length are not used."""
     columns = {"index": np.arange(len(ts)), "name": names, "ts": ts, "end": end, "dur": end - ts}
     flags = {"outlier": outlier, "used": chosen & (end > ts)}
     return pl.DataFrame(columns | flags, schema_overrides=STEPS_SCHEMA)
 
 
 def _of_passes(passes: ForwardPasses, select: tuple[int | None, int | None] | None) -> Steps:
-    """Steps of inference, each with the time to the next one. None is an outlier: a prompt takes
-    longer than a token. Other calls than those of the loop are no steps."""
+    """Build steps of inference, each with the time to the next one. None is an outlier: a prompt
+    takes longer than a token. Other calls than those of the loop are no steps."""
     rows = np.flatnonzero(passes.in_loop)
     table = passes.table[rows]
     ts, end = (times[rows] for times in passes.pass_intervals)
@@ -353,7 +353,7 @@ def _of_passes(passes: ForwardPasses, select: tuple[int | None, int | None] | No
 
 
 def _last_device_end(trace: Trace, start: int, end: int) -> int | None:
-    """End of the last device work whose launch lies in [start, end)."""
+    """Return the end of the last device work whose launch lies in [start, end)."""
     work = trace.gpu.filter(pl.col("launch").is_not_null())
     if not work.height:
         inside = trace.gpu.filter(pl.col("ts").is_between(start, end))
@@ -364,7 +364,7 @@ def _last_device_end(trace: Trace, start: int, end: int) -> int | None:
 
 
 def _loader_waits(trace: Trace, ts: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Time in calls for the next batch that began in each step, ns."""
+    """Return the time in calls for the next batch that began in each step, ns."""
     calls = trace.cpu.filter(
         (pl.col("kind") == "annotation") & name_matches(trace.cpu["name"], LOADER)
     ).sort("ts")
@@ -374,8 +374,8 @@ def _loader_waits(trace: Trace, ts: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndarray:
-    """Long steps among the chosen, most extreme first, as long as three steps are left; not those
-    that belong to the loop: which come back evenly, or wait for the loader more than once."""
+    """Find long steps among the chosen, most extreme first, as long as three steps are left. Those
+    that belong to the loop stay: they come back evenly, or wait for the loader more than once."""
     outlier = np.zeros(len(dur), dtype=bool)
     values = dur[chosen]
     if len(values) <= MIN_STEPS_LEFT:
@@ -395,11 +395,11 @@ def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndar
 
 
 def find_rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
-    """Every how many steps a long one comes, ``None`` if they do not come back evenly.
+    """Return the period of long steps, in steps; ``None`` if they do not come back evenly.
 
-    Long steps (places in ``dur``) at even distances all through the window, all about as long,
-    are the loop's own pace: with n loader workers that cannot keep up, every n-th step waits for
-    all of them.
+    Long steps (places in ``dur``) at even distances all through the window, all about as long, are
+    the loop's own pace: with n loader workers that cannot keep up, every n-th step waits for all of
+    them.
     """
     if len(long) < 2:
         return None
@@ -416,9 +416,9 @@ def find_rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
 
 
 def forward_only(a: Analysis) -> bool:
-    """Whether the loop does not train, as far as is recorded: the recorder saw forwards and nothing
-    learnt, or a trace has operators and neither a backward nor an optimizer's step. What holds no
-    operators does not tell."""
+    """Return whether the loop does not train, as far as is recorded: the recorder saw forwards and
+    nothing learnt, or a trace has operators and neither a backward nor an optimizer's step. A trace
+    without operators does not tell."""
     recorded = a.recorded
     if recorded is not None:
         if recorded.inference:

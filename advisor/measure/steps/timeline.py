@@ -1,4 +1,4 @@
-"""What each host thread was doing at each instant: exclusive segments of its call tree."""
+"""Timeline of host threads: exclusive segments of each one's call tree, by class."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ _BLOCKING = (
     r"^<built-in (?:function|method) (?:_(?:cuda|xpu|hip|mps)_(?:synchronize|deviceSynchronize)\b"
     r"|synchronize of torch\.|(?:item|tolist|cpu|nonzero) of Tensor )"
 )
-"""Built-ins that return when the device is through: what of them no call below explains is waiting
-all the same, and no Python that could be written better."""
+"""Built-ins that return when the device is through: their self time is waiting all the same, and no
+Python that could be written better."""
 _AWAITS = (
     r"(?:^|/)(?:api|array)\.py\(\d+\): (?:_?block_until_ready|_value)$|^np\.asarray\(jax\.Array\)$"
 )
-"""JAX's the same; without a device it is the threads of XLA that compute."""
+"""JAX's blocking functions; without a device the threads of XLA compute meanwhile."""
 _COMPILED = (
     r"^Torch-Compiled Region|^TorchDynamo Cache Lookup|^## Call CompiledFxGraph|^Pregraph bytecode"
     r"|^AOTDispatcher Runtime|^CompiledFunction"
@@ -104,8 +104,8 @@ LOADING = r"(?i)loading|driver compiler"
 
 
 class HostClasses(NamedTuple):
-    """Aligned with ``trace.cpu``. ``row``: the event that says what the innermost instants of
-    each row are (itself or an ancestor, -1: none); ``code``: its class, index of CLASSES."""
+    """Class of each host row, aligned with ``trace.cpu``. ``row``: the event that classifies its
+    innermost instants (itself or an ancestor, -1: none); ``code``: index of CLASSES."""
 
     row: NDArray[np.int32]
     code: NDArray[np.int8]
@@ -114,8 +114,8 @@ class HostClasses(NamedTuple):
 
 
 class HostPieces(NamedTuple):
-    """Parts of asked intervals, consecutive and complete: ``interval`` of the asked ones, from
-    ``start`` to ``end`` (ns), ``row`` of cpu that explains it (-1: none), ``code`` of CLASSES."""
+    """Pieces of given intervals, consecutive and complete: ``interval``, its index, from ``start``
+    to ``end`` (ns), ``row`` of cpu that explains it (-1: none), ``code`` of CLASSES."""
 
     interval: NDArray[np.int64]
     start: Ints
@@ -154,8 +154,8 @@ class Timeline(NamedTuple):
         return following - self.thread * self.stride + self.origin
 
     def pieces_within(self, thread: ArrayLike, start: ArrayLike, end: ArrayLike) -> HostPieces:
-        """What the given threads did in the given intervals. Intervals of no length give no
-        piece; a thread that is not here (-1) did nothing recorded."""
+        """Return the activity of the given threads in the given intervals. Intervals of no length
+        give no piece; a thread that is not here (-1) did nothing recorded."""
         begin = np.asarray(start, dtype=np.int64)
         finish = np.asarray(end, dtype=np.int64)
         owner = np.broadcast_to(np.asarray(thread, dtype=np.int64), begin.shape)
@@ -193,10 +193,10 @@ def cut_at_points(
 
 
 def classify(trace: Trace) -> HostClasses:
-    """What each host row stands for.
+    """Classify each host row.
 
-    The innermost event that tells something decides, except that everything below the
-    DataLoader's ``__next__``, a compilation and the profiler's own code is theirs.
+    The innermost event that tells something decides, except that everything below the DataLoader's
+    ``__next__``, a compilation and the profiler's own code is theirs.
     """
     cpu = trace.cpu
     kind = cpu["kind"]
@@ -254,7 +254,7 @@ def classify(trace: Trace) -> HostClasses:
 
 
 def build_timeline(a: Analysis) -> Timeline:
-    """Exclusive segments of all host threads, classified. See :class:`Timeline`.
+    """Build the exclusive segments of all host threads, classified. See :class:`Timeline`.
 
     An unexplained instant inside annotations has the innermost annotation as its row.
     """
@@ -295,8 +295,8 @@ def build_timeline(a: Analysis) -> Timeline:
 
 
 def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
-    """Starts, ends and threads of host rows; an annotation that outlasts what is around it is
-    cut there, so that the tree's ends nest."""
+    """Return starts, ends and threads of host rows; an annotation that outlasts what is around it
+    is cut there, so that the tree's ends nest."""
     cpu = trace.cpu
     ts = cpu["ts"].to_numpy()
     end = ts + cpu["dur"].to_numpy()
@@ -311,6 +311,6 @@ def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
 
 
 def _match_names(names: pl.Series, *patterns: str) -> list[NDArray[np.bool_]]:
-    """One mask a pattern; the distinct names are collected once for all of them."""
+    """Match each pattern, one mask per pattern; the distinct names are collected once for all."""
     texts, which = distinct_names(names)
     return [np.append(texts.str.contains(p).to_numpy(), False)[which] for p in patterns]

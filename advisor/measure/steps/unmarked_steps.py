@@ -16,23 +16,23 @@ from advisor.core.trace import JAX, TENSORFLOW, Trace
 from advisor.measure.host.launches import analysed_device
 
 MIN_REPEATS = 3
-"""Fewer are no repetition: two may be start and end."""
+"""Repeats that are needed: two may be start and end."""
 LAUNCHED_INSIDE = 0.9
 """Part of the device's time whose launches must lie in a range for it to be the step."""
 SIMILAR = 0.9
-"""How much of their work two periods must share: a few kernels depend on shapes and data."""
+"""Share of work that two periods must have in common: some kernels depend on the data."""
 SIMILAR_TIME = 0.8
-"""The same for the time of each kind of work: clocks change, and collectives wait for others."""
+"""Share of the time of each kind of work: clocks change, and collectives wait for others."""
 COVERED = 0.8
 """Part of the device's rows that must lie in similar periods."""
 AS_GOOD = 0.98
-"""Of what the best period covers. Of equally good ones the shortest is the step: whatever repeats
-also repeats twice as slowly, while layers inside a step leave out what lies between two steps."""
+"""Share of the best period's coverage that is as good. Of equals the shortest is the step: what
+repeats also repeats twice as slowly, while layers leave out the time between steps."""
 MAX_LEFT_OUT = 20
-"""Ranges before the first round: a recording begins anywhere."""
+"""Ranges before the first round, at most: a recording begins anywhere."""
 MAX_CANDIDATES = 300
 MAX_TABLE = 8_000_000
-"""Cells of the table of one candidate: periods by kinds of work."""
+"""Cells of the table of one candidate, at most: periods by kinds of work."""
 _NAMED = r"(?i)\b(?:train_?)?(?:step|iter(?:ation)?|batch)s?(?:\b|_|\d)"
 
 Numbers = NDArray[np.int64]
@@ -43,20 +43,20 @@ class RangeGroup(NamedTuple):
     Numbers in names (``step 7``) do not tell ranges apart."""
 
     name: str
-    """Of the first."""
+    """Name of the first range."""
     marks: pl.DataFrame
-    """``name``, ``ts``, ``dur``, ``depth``, in time's order."""
+    """Ranges in time's order: ``name``, ``ts``, ``dur``, ``depth``."""
     share: float
     """Part of the device's time that is launched in them."""
 
     @property
     def is_step_range(self) -> bool:
-        """The program calls them steps."""
+        """Whether the program calls the ranges steps."""
         return bool(self.marks["name"].str.contains(_NAMED).any())
 
 
 def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
-    """Marks of the steps (``name``, ``ts``, ``dur``, in time's order) and what they are: ``ranges``
+    """Find the steps' marks (``name``, ``ts``, ``dur``, in time's order) and their kind: ``ranges``
     that are called steps, or one of ``GUESSED_STEP_SOURCES``. ``None``: nothing repeats."""
     device = analysed_device(trace)
     if device is None:
@@ -76,7 +76,7 @@ def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
 
 
 def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:
-    """When each piece of device work was launched, or began where its launch is not known, ns."""
+    """Return the launch time of each piece of device work, ns; its start if that is not known."""
     launch = rows["launch"].fill_null(-1).to_numpy().astype(np.int64)
     ts = rows["ts"].to_numpy()
     if not trace.cpu.height:
@@ -85,7 +85,7 @@ def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:
 
 
 def range_groups(trace: Trace) -> Iterator[RangeGroup]:
-    """Ranges that could be the step: of each name that comes MIN_REPEATS times."""
+    """Yield ranges that could be the step: of each name that comes MIN_REPEATS times."""
     device = analysed_device(trace)
     if device is None:
         return
@@ -114,8 +114,8 @@ def range_groups(trace: Trace) -> Iterator[RangeGroup]:
 
 
 def _cycle(trace: Trace) -> pl.DataFrame | None:
-    """Without device work: rounds of a thread's outermost ranges, which come in one order again and
-    again (``load``, ``solve``, ``write``). Frameworks' own ranges are no rounds of a program."""
+    """Find rounds of a thread's outermost ranges, which recur in one order (``load``, ``solve``,
+    ``write``), without device work. Frameworks' own ranges are no rounds of a program."""
     if trace.meta.framework in (JAX, TENSORFLOW):
         return None
     result = trace.cpu.filter((pl.col("kind") == "annotation") & (pl.col("dur") > 0))
@@ -145,8 +145,8 @@ def _cycle(trace: Trace) -> pl.DataFrame | None:
 
 
 def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
-    """Periods of the device's work, in the order of its launches. Each kind of work may begin one;
-    of those whose periods are similar, the ones that cover most of all work count."""
+    """Find periods of the device's work, in the order of its launches. Each kind of work may begin
+    one; of those whose periods are similar, the ones that cover most of all work count."""
     order = np.argsort(called, kind="stable")
     names = rows.select(pl.struct("kind", "name").rank("dense").cast(pl.Int64) - 1).to_series()
     codes = names.to_numpy()[order]
@@ -189,8 +189,8 @@ def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
 
 
 def without_fragments(good: NDArray[np.bool_]) -> Numbers:
-    """From the first to the last of the good periods: what is before and after them is start-up, or
-    what the recording began or ended in."""
+    """Return the range from the first to the last good period: what is before and after them is
+    start-up, or what the recording began or ended in."""
     there = np.flatnonzero(good)
     return np.arange(there[0], there[-1] + 1) if len(there) else there
 
@@ -198,8 +198,8 @@ def without_fragments(good: NDArray[np.bool_]) -> Numbers:
 def _shared(
     codes: Numbers, work: Numbers, at: Numbers, kinds: int
 ) -> tuple[float, NDArray[np.bool_]]:
-    """Part of all work that lies in periods, each beginning ``at`` one place, that hold the same
-    pieces as most of them do, and as much time of each kind; and which periods do."""
+    """Return the part of all work that lies in periods, each beginning ``at`` one place, that hold
+    the same pieces as most of them do, and as much time of each kind; and which periods do."""
     place = np.arange(at[0], len(codes))
     cell = (np.searchsorted(at, place, side="right") - 1) * kinds + codes[place]
     similar = np.ones(len(at), dtype=np.bool_)
@@ -217,7 +217,7 @@ def _shared(
 
 
 def _from_the_first(at: Numbers, count: int) -> Numbers:
-    """Periods from the first piece of work on, where all are equally long: a step begins where the
+    """Move periods to the first piece of work, where all are equally long: a step begins where the
     recording does, not at whichever kind of work was counted."""
     length = np.diff(at)
     whole = len(length) and (length == length[0]).all() and at[0] < length[0]

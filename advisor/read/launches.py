@@ -17,7 +17,7 @@ _OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
 _SLACK_NS = 10_000  # device times are converted to the host's clock
 _OTHER = CALLS.index("other")
 MAX_PROCESSES = 64
-"""Most processes whose calls are told apart when they used the same ids."""
+"""Most processes whose calls are distinguished when they used the same ids."""
 # Calls that carry a correlation id of their own, but launch nothing.
 _WAITS = [
     CALLS.index(call)

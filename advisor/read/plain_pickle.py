@@ -6,9 +6,9 @@ remember them. Those that import, call or build anything (GLOBAL, REDUCE, BUILD,
 EXT, PERSID …) end the reading with one line, wherever they stand.
 
 Dicts are read as lists of keys and values: no key of a stranger is ever hashed, so that neither
-colliding numbers nor tuples of tuples of tuples can keep a reader busy. :class:`PickledFields` reads such
-a list as the record that it was. Memory is bounded by the bytes that are read and the containers by
-``MAX_CONTAINERS``; nothing here recurses.
+colliding numbers nor tuples of tuples of tuples can keep a reader busy. :class:`PickledFields`
+reads such a list as the record that it was. Memory is bounded by the bytes that are read and the
+containers by ``MAX_CONTAINERS``; nothing here recurses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Serving: waitress on a free port, the browser opened on it; who may look, and what a page may do:
-Host check, token, content security policy, read-only.
-"""
+"""Serving: waitress on a free port with the browser opened on it; access, by Host check and token;
+limits of a page, by content security policy; read-only."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ from advisor.core.errors import AdvisorError
 
 LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 COOKIE = "advisor_access"
-"""Begin of the cookies' names; the port follows, because a browser keeps one jar for all ports of
-a host."""
+"""Beginning of the cookies' names; the port follows, as a browser keeps one jar for all ports of a
+host."""
 ARRIVED = "advisor_arrived"
 CALLBACKS = "/_dash-update-component"
 """The only address that takes a POST: Dash's callbacks, which read."""
 MAX_REQUEST_BYTES = 4 << 20
-"""A callback's body holds the inputs of one callback: figures' zoom states, not files."""
+"""Size of a callback's body, bytes: its inputs are figures' zoom states, not files."""
 MIN_TOKEN = 16
-"""Characters of a token that somebody chose."""
+"""Length of a token that a user chose, characters at least."""
 
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -61,13 +60,13 @@ _TOKEN = re.compile(rf"[A-Za-z0-9._~-]{{{MIN_TOKEN},512}}", re.ASCII)
 
 @dataclass(frozen=True)
 class Access:
-    """Where the dashboard listens and what it asks of those who come."""
+    """Address that the dashboard listens on, and what it asks of visitors."""
 
     host: str = "127.0.0.1"
-    """Address it is bound to."""
+    """Address that the server is bound to."""
     token: str | None = field(default=None, repr=False)
-    """Required in the first request (``?token=``), for which a signed cookie is given; ``None``:
-    not asked, so everybody who reaches the address may look."""
+    """Token of the first request (``?token=``), for which a signed cookie is given; ``None``: none
+    is asked for, so everybody who reaches the address may look."""
     names: frozenset[str] = field(default=LOCAL)
     """Values of the Host header, without port, that are answered besides IP addresses of
     ``host``'s kind: a page elsewhere that resolves its own name to this machine is not."""
@@ -76,14 +75,14 @@ class Access:
         repr=False,
         compare=False,
     )
-    """Signs cookies; its key lives as long as the process."""
+    """Signer of cookies; its key lives as long as the process."""
     admitted: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
-    """Set once somebody has come with the token."""
+    """Event that is set once a visitor has come with the token."""
 
     @classmethod
     def for_host(cls, host: str = "127.0.0.1", token: str | None = None) -> Access:
-        """For an address: with this token, or a new one. Other users of this machine reach
-        127.0.0.1 as well, so one is asked for there too."""
+        """Make the access for an address, with this token or a new one. Other users of this machine
+        reach 127.0.0.1 as well, so a token is asked for there too."""
         names = {host, socket.gethostname(), socket.getfqdn()} if host not in LOCAL else {host}
         return cls(
             host=host,
@@ -120,7 +119,7 @@ class Access:
         return token is not None and hmac.compare_digest(_bytes(token), _bytes(self.token))
 
     def make_cookie(self) -> str:
-        """What a cookie holds for one who had the token: random, and signed."""
+        """Make a cookie for a visitor who had the token: random, and signed."""
         return self.signer.sign(secrets.token_urlsafe(12)).decode()
 
     def is_valid_cookie(self, cookie: str | None) -> bool:
@@ -140,8 +139,8 @@ def is_usable_token(token: str) -> bool:
 
 
 def cookie_name(header: str | None, begin: str = COOKIE) -> str:
-    """The cookie's name for a Host header that was found to be ours: with the port the browser
-    knows us by."""
+    """Return the cookie's name for a Host header found to be ours: with the port the browser knows
+    us by."""
     match = _HOST.fullmatch(header or "")
     return f"{begin}_{int(match['port'] or 80) if match is not None else 80}"
 
@@ -179,8 +178,8 @@ def protect(app: dash.Dash, access: Access) -> None:
 
 
 def _let_in(access: Access) -> flask.typing.ResponseReturnValue | None:
-    """Let in who has the token or the cookie that was given for it; a token in the address always
-    goes out of it."""
+    """Let in a visitor with the token or the cookie that was given for it; a token in the address
+    always goes out of it."""
     request = flask.request
     header = request.headers.get("Host")
     cookie = request.cookies.get(cookie_name(header))
@@ -206,7 +205,7 @@ def _let_in(access: Access) -> flask.typing.ResponseReturnValue | None:
 
 
 def _without_token(access: Access, *, fresh: bool) -> flask.Response:
-    """To the same address without the token, on this host whatever the address says."""
+    """Redirect to the same address without the token, always on this host."""
     request = flask.request
     response = flask.Response(status=302)
     response.headers["Location"] = local_address(request.path, request.query_string)
@@ -228,8 +227,8 @@ def _mark(response: Response) -> None:
 
 
 def local_address(path: str, query: bytes) -> str:
-    """An address on this very host: the path, percent-encoded again and with one slash at its
-    start, and the query without ``token``.
+    """Return an address on this very host: the path, percent-encoded again and with one slash at
+    its start, and the query without ``token``.
 
     A browser takes ``//host``, ``/\\host`` and both with tabs between for another host.
     """
@@ -262,7 +261,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _policy(app: dash.Dash, response: Response) -> str:
-    """Only what comes from here runs: no eval, no inline script but Dash's own, by hash.
+    """Return the content security policy: no eval, no inline script but Dash's own, by hash.
 
     The hashes are taken when a page is sent, not before: Dash adds inline scripts at its first
     request.
@@ -289,8 +288,8 @@ def _policy(app: dash.Dash, response: Response) -> str:
 THREADS = 8
 MAX_CONNECTIONS = 2000
 IDLE_SECONDS, LOOK_SECONDS = 15, 3
-"""A connection on which nothing is said for so long is closed, and how often that is looked at:
-beyond MAX_CONNECTIONS nobody else is let in before."""
+"""Time after which a silent connection is closed, and time between two looks at that, s: beyond
+MAX_CONNECTIONS nobody else is let in before."""
 TRIES = 50
 """Ports tried after the one that was asked for."""
 
@@ -305,12 +304,12 @@ class DashboardServer:
 
     @property
     def address(self) -> str:
-        """What to open in a browser; with the token where one is needed."""
+        """Address to open in a browser; with the token where one is needed."""
         return self.base + (f"?token={self.access.token}" if self.access.token else "")
 
     @property
     def base(self) -> str:
-        """The same without the token."""
+        """Address without the token."""
         host = self.access.host
         if host in ("0.0.0.0", "::", ""):
             host = socket.gethostname()
@@ -350,7 +349,7 @@ def bind(application: Callable[..., Any], access: Access, port: int) -> Dashboar
 
 
 def _connections() -> int:
-    """How many connections there may be: not all that the process may have open."""
+    """Return how many connections there may be: not all that the process may have open."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows
@@ -362,7 +361,7 @@ def _connections() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the port or one of the next; 0: any."""
+    """Open a socket bound to the port or one of the next; 0: any."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     last = port if port == 0 else min(port + TRIES, 65535)
     for number in range(port, last + 1):
@@ -382,7 +381,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 WAIT_SECONDS = 90.0
-"""How long the file waits for a browser that starts slowly."""
+"""Time that the file waits for a browser that starts slowly, s."""
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>advisor</title>
@@ -420,7 +419,7 @@ def open_browser(
 
 
 def redirect_file(address: str) -> Path:
-    """A page that leads to the address, in a folder of its own; both are the user's alone."""
+    """Write a page that leads to the address, in a folder of its own; both are the user's alone."""
     folder = Path(tempfile.mkdtemp(prefix="advisor-"))  # 0700
     file = folder / "open.html"
     try:

@@ -90,9 +90,9 @@ def _add(app: dash.Dash, session: DashboardSession, page: MenuPage, order: int) 
 
 
 class MenuPage(NamedTuple):
-    """One page: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; if it has
-    callbacks, ``register(app, session)``; if its tables take long, ``warm(loaded)``; if it may be
-    empty, ``has_content(view)``, without which it is always in the navigation."""
+    """Page of the menu: its module in ``advisor.dashboard.pages`` has ``layout(**query)``; with
+    callbacks ``register(app, session)``; with slow tables ``warm(loaded)``; if it may be empty,
+    ``has_content(view)``, without which it is always in the navigation."""
 
     module: str
     path: str
@@ -121,7 +121,7 @@ Layout = Callable[..., Any]
 
 
 def layout() -> Any:
-    """The application's layout: the provider of the theme, and the place of the page."""
+    """Build the application's layout: the provider of the theme, and the place of the page."""
     return dmc.MantineProvider(
         id="theme",
         theme={"primaryColor": "indigo", "fontFamily": "inherit", "defaultRadius": "md"},
@@ -130,8 +130,7 @@ def layout() -> Any:
 
 
 def on_error(error: Exception) -> Any:
-    """A page that fails says so in its place; what happened is for the terminal, not for the
-    browser."""
+    """Say in a page's place that it failed; the details are for the terminal, not the browser."""
     print(f"advisor dashboard: {labels.clean(describe_failure(error))}", file=sys.stderr)
     outputs = dash.ctx.outputs_list
     if isinstance(outputs, list) and outputs and outputs[0].get("id") == "_pages_content":
@@ -157,7 +156,7 @@ def _not_found(**_query: object) -> Any:
 
 
 def _message(title: str, text: str) -> Any:
-    """A page that says one thing."""
+    """Build a page with one message."""
     back = element("P", link("Back to the overview", href="/"))
     body = element(
         "Section", element("H1", title), element("P", text, role="alert"), back, cls="card centred"
@@ -166,7 +165,7 @@ def _message(title: str, text: str) -> Any:
 
 
 def _unknown_path_is_404(response: flask.Response) -> flask.Response:
-    """Dash answers every address with its document: those that are no page get status 404."""
+    """Set status 404 for addresses without a page: Dash answers every address with its document."""
     path = flask.request.path.rstrip("/") or "/"
     if response.mimetype == "text/html" and path not in {page.path for page in PAGES}:
         response.status_code = 404 if response.status_code == 200 else response.status_code
@@ -174,7 +173,7 @@ def _unknown_path_is_404(response: flask.Response) -> flask.Response:
 
 
 def with_frame(page: MenuPage, inner: Layout) -> Layout:
-    """A page with the frame around it. While the run is being read there is only the frame."""
+    """Put the frame around a page. While the run is being read there is only the frame."""
 
     def show(**given: object) -> Any:
         query: dict[str, Any] = clean_query(given)
@@ -193,7 +192,7 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
 
 
 def page_frame(page: MenuPage, view: PageView, body: Any) -> Any:
-    """Header, navigation, and the body."""
+    """Build header, navigation, and the body."""
     return element(
         "Div",
         element("A", "Skip to the content", href="#content", cls="skip"),
@@ -227,7 +226,7 @@ def _header(view: PageView) -> Any:
 
 
 def _runs(view: PageView) -> list[Any]:
-    """The runs to choose from, as links; only the name when there is one."""
+    """Build links to the runs to choose from; only the name when there is one."""
     entries = view.session.entries
     if len(entries) == 1 or view.session.folder:
         more = link(f"All {len(entries)} runs", href="/runs", cls="run-name")
@@ -246,7 +245,7 @@ def _runs(view: PageView) -> list[Any]:
 
 
 def _navigation(page: MenuPage, view: PageView) -> Any:
-    """Links to the pages that have something to show."""
+    """Build links to the pages that have something to show."""
     links = []
     for item in PAGES:
         is_current = item.module == page.module
@@ -260,7 +259,7 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
 
 
 def has_content(page: MenuPage, view: PageView) -> bool:
-    """Whether a page has something to show of a run."""
+    """Return whether a page has something to show of a run."""
     if view.entry.state == "loading":
         return True
     check = getattr(import_module(_module(page)), "has_content", None)
@@ -272,7 +271,7 @@ def _module(page: MenuPage) -> str:
 
 
 def _loading(view: PageView) -> Any:
-    """Shown until the run is read; assets/shell.js keeps it current and then reloads."""
+    """Show progress until the run is read; assets/shell.js keeps it current and then reloads."""
     return element(
         "Section",
         element("H1", "Reading the trace"),
@@ -296,7 +295,7 @@ def _failed(view: PageView) -> Any:
 
 
 def status_routes(session: DashboardSession) -> flask.Blueprint:
-    """``/_advisor/status``: how far each path is, as JSON."""
+    """Add ``/_advisor/status``: how far each path is, as JSON."""
     blueprint = flask.Blueprint("advisor_status", "advisor.dashboard", url_prefix="/_advisor")
 
     @blueprint.get("/status")
@@ -331,7 +330,7 @@ HEAD = """<!DOCTYPE html>
 
 
 class Application(dash.Dash):
-    """Dash, with this document around its pages."""
+    """Dash application with this document around its pages."""
 
     def interpolate_index(
         self,
@@ -344,7 +343,7 @@ class Application(dash.Dash):
         favicon: str = "",
         renderer: str = "",
     ) -> str:
-        """The document, of the parts that Dash made."""
+        """Build the document from the parts that Dash made."""
         parts = {"metas": metas, "title": title, "css": css, "config": config}
         parts |= {"scripts": scripts, "app_entry": app_entry, "renderer": renderer}
         timeline = flask.request.path.rstrip("/").endswith(TIMELINE)
@@ -352,7 +351,7 @@ class Application(dash.Dash):
 
 
 def build_document(parts: dict[str, str], *, picture_first: bool) -> str:
-    """The HTML. ``parts``: what Dash gives ``interpolate_index``. ``picture_first``: Dash's scripts
+    """Build the HTML of ``parts`` that ``interpolate_index`` got. ``picture_first``: Dash's scripts
     lie in a template, from which ``timeline/last.js`` takes them when there is a picture."""
     fields = {key: parts[key] for key in ("metas", "title", "css", "app_entry", "config")}
     scripts = f"{parts['scripts']}{parts['renderer']}"
@@ -362,6 +361,6 @@ def build_document(parts: dict[str, str], *, picture_first: bool) -> str:
 
 
 def module_scripts() -> str:
-    """The timeline's scripts: run in the order of their imports, once the document is read."""
+    """Link the timeline's scripts: run in import order, once the document is read."""
     ahead = [f'<link rel="modulepreload" href="{MODULES}/{name}">' for name in FILES]
     return "\n".join([*ahead, f'<script type="module" src="{MODULES}/main.js"></script>'])

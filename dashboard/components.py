@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def page(*parts: Any) -> list[Any]:
-    """What a page returns: its parts below each other."""
+    """Return the parts of a page below each other; ``None`` is left out."""
     return [element("Div", *[part for part in parts if part is not None], cls="stack")]
 
 
 def head(title: str, lead: Any = None, *below: Any) -> Any:
-    """A page's heading and the sentence under it."""
+    """Build a page's heading and the sentence under it."""
     return element(
         "Div",
         element("H1", title),
@@ -38,18 +38,18 @@ def head(title: str, lead: Any = None, *below: Any) -> Any:
 
 
 MAX_VERDICT = 180
-"""Characters of a verdict that are a heading: three lines of a page."""
+"""Length of a verdict as heading, characters: three lines of a page."""
 
 
 def verdict_head(verdict: str) -> list[Any]:
-    """A verdict as heading: its first sentence, with those after it that have room. The others
+    """Build a verdict's heading: its first sentence, with those after it that have room. The others
     are the paragraph under it."""
     first, rest = t.split_sentences(verdict, MAX_VERDICT)
     return [element("H1", first), element("P", rest, cls="lead") if rest else None]
 
 
 def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = "") -> Any:
-    """A box with a heading."""
+    """Build a box with a heading."""
     return element(
         "Section",
         element(
@@ -65,7 +65,7 @@ def card(title: str, *body: Any, aside: str = "", tools: Any = None, cls: str = 
 
 
 def png_button(name: str) -> Any:
-    """A button that saves the card it is in as a PNG (assets/picture.js)."""
+    """Build a button that saves the card it is in as a PNG (assets/picture.js)."""
     return element(
         "Button",
         icon("image"),
@@ -78,12 +78,12 @@ def png_button(name: str) -> Any:
 
 
 def remark(text: str) -> Any:
-    """A remark below a figure or a table; ``None`` without one."""
+    """Build a remark below a figure or a table; ``None`` without one."""
     return element("P", text, cls="note-line") if text else None
 
 
 def empty_state(title: str, why: str, how: str = "", *more: Any) -> Any:
-    """In place of what was not recorded: what is missing, why, and how to get it."""
+    """Build the notice of what was not recorded: what is missing, why, and how to get it."""
     return element(
         "Section",
         element("H2", title),
@@ -95,7 +95,7 @@ def empty_state(title: str, why: str, how: str = "", *more: Any) -> Any:
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
-    """Figures of merit: (name, value, what to know about it)."""
+    """Build figures of merit: (name, value, what to know about it)."""
     items = []
     for name, value, below in figures:
         none = value == t.NOT_MEASURED
@@ -125,7 +125,7 @@ def table(
     chosen: int | None = None,
     stacked: bool = False,
 ) -> Any:
-    """A table; the columns in ``numbers`` are right-aligned, those in ``names`` may break.
+    """Build a table; columns in ``numbers`` are right-aligned, those in ``names`` may break.
 
     ``stacked``: in a narrow window each row is a block, its cells below each other with their
     column's title, in place of a table to scroll sideways.
@@ -173,7 +173,7 @@ def table(
 
 
 def draw_grid(grid: d.Grid, rows: Sequence[Sequence[Any]] | None = None) -> Any:
-    """A table of a document, ``rows`` in place of its own. Spaces before a name are its depth."""
+    """Draw a document's table, ``rows`` in place of its own. Spaces before a name are its depth."""
     head = [name if name[:2].isupper() else name.capitalize() for name in grid.head]
     drawn = [[_cell(cell) for cell in row] for row in (grid.rows if rows is None else rows)]
     numbers = [column for column, side in enumerate(grid.sides) if side == "r"]
@@ -193,7 +193,7 @@ def _cell(cell: Any) -> Any:
 
 
 def draw_section(section: d.Section) -> Any:
-    """A card of a document's section; of cards, these under its heading."""
+    """Draw a document's section as a card; of cards, these under its heading."""
     parts = map(draw_block, section.blocks)
     if any(isinstance(block, d.Card) for block in section.blocks):
         return element("Div", element("H2", section.title), *parts, cls="stack")
@@ -201,11 +201,11 @@ def draw_section(section: d.Section) -> Any:
 
 
 MARKS = {"✓": "mark good", "?": "mark"}
-"""Before the items of a list: how they look."""
+"""Classes of the marks before the items of a list."""
 
 
 def draw_block(block: d.Block) -> Any:
-    """A block of a document. Not a figure: pages have pictures of their own."""
+    """Draw a block of a document. Not a figure: pages have pictures of their own."""
     match block:
         case d.Section():
             return draw_section(block)
@@ -243,13 +243,13 @@ def _inline(text: d.Inline) -> Any:
 
 
 def scrolling(made: Any, label: str) -> Any:
-    """Around a table that may be wider than its place. A region that scrolls must be reachable with
+    """Wrap a table that may be wider than its place. A region that scrolls must be reachable with
     the keyboard, and then have a name."""
     return element("Div", made, cls="scroll", tabIndex="0", role="region", aria_label=label)
 
 
 def fact_list(rows: Iterable[tuple[str, Any]]) -> Any:
-    """Names and values."""
+    """Build a list of names and values."""
     items: list[Any] = []
     for name, value in rows:
         items += [element("Dt", name), element("Dd", value)]
@@ -257,12 +257,12 @@ def fact_list(rows: Iterable[tuple[str, Any]]) -> Any:
 
 
 def foldable(summary: str, *body: Any) -> Any:
-    """What is shown after a click on its summary."""
+    """Build a body that is shown after a click on its summary."""
     return element("Details", element("Summary", summary), *body, cls="fold")
 
 
 def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
-    """Links of which one is chosen: (text, address, chosen)."""
+    """Build links of which one is chosen: (text, address, chosen)."""
     links = [
         link(text, href=href, cls="chosen" if chosen else "") for text, href, chosen in options
     ]
@@ -270,20 +270,19 @@ def choices(label: str, options: Iterable[tuple[str, str, bool]]) -> Any:
 
 
 def abbreviation(label: str, full: str) -> Any:
-    """A name in little room: the whole of it is the tooltip, and what is copied
-    (assets/shell.js)."""
+    """Shorten a name: the whole of it is the tooltip, and what is copied (assets/shell.js)."""
     if label == full:
         return label
     return element("Span", label, title=full, data_full=full)
 
 
 def swatch(colour: str) -> Any:
-    """A square of a colour, beside the name of what it stands for."""
+    """Draw a square of a colour, beside the name of what it stands for."""
     return element("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
 
 
 def share_bar(share: float, colour: str) -> Any:
-    """A bar as long as a share of its cell."""
+    """Draw a bar as long as a share of its cell."""
     width = f"{max(0.0, min(share, 1.0)) * 100:.2f}%"
     return element(
         "Span", cls="spark", style={"width": width, "background": colour}, aria_hidden="true"
@@ -291,7 +290,7 @@ def share_bar(share: float, colour: str) -> Any:
 
 
 def banner(lines: Sequence[str]) -> Any:
-    """What to know before believing the page; ``None`` when there is nothing."""
+    """Build the caveats of a page, a line each; ``None`` when there is nothing."""
     if not lines:
         return None
     items = [element("Li", labels.clean(line)) for line in lines]
@@ -310,7 +309,7 @@ _TOKENS = {
 
 
 def code(text: str) -> Any:
-    """Python, coloured, with a button that copies it."""
+    """Build Python code, coloured, with a button that copies it."""
     from pygments.lexers.python import PythonLexer
 
     parts: list[Any] = []
@@ -340,7 +339,7 @@ def code(text: str) -> Any:
 
 
 def figure(made: Any, name: str, *, height: int, description: str, id: Any = None) -> Any:  # noqa: A002
-    """A plotly figure with what it shows in words, and its PNG under a button."""
+    """Build a plotly figure with what it shows in words, and its PNG under a button."""
     graph: Any = dcc.Graph
     extra = {} if id is None else {"id": id}
     return element(
@@ -364,8 +363,8 @@ def figure(made: Any, name: str, *, height: int, description: str, id: Any = Non
 
 
 def element(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:
-    """A ``dash.html`` element. Children that are None are left out; ``aria_label`` and ``data_x``
-    become ``aria-label`` and ``data-x``."""
+    """Build a ``dash.html`` element. Children that are None are left out; ``aria_label`` and
+    ``data_x`` become ``aria-label`` and ``data-x``."""
     make: Any = getattr(html, kind)
     named = {
         key.replace("_", "-") if key.startswith(("aria_", "data_")) else key: value
@@ -379,7 +378,7 @@ def element(kind: str, /, *children: Any, cls: str = "", **props: Any) -> Any:
 
 
 def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
-    """A link within the dashboard: goes there without loading everything again."""
+    """Build a link within the dashboard: goes there without loading everything again."""
     content = [child for child in children if child is not None]
     make: Any = dcc.Link
     if cls:
@@ -388,17 +387,17 @@ def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
 
 
 def external_link(*children: Any, href: str, cls: str = "") -> Any:
-    """A link to elsewhere, which learns nothing of where it was followed."""
+    """Build a link to elsewhere, which learns nothing of where it was followed."""
     return element("A", *children, href=href, cls=cls, target="_blank", rel="noopener noreferrer")
 
 
 def icon(name: str) -> Any:
-    """An icon of assets/icons.css; decoration only, so hidden from screen readers."""
+    """Build an icon of assets/icons.css; decoration only, so hidden from screen readers."""
     return element("Span", cls=f"icon icon-{name}", aria_hidden="true")
 
 
 def editor_href(template: str, place: Location) -> str | None:
-    """The address that opens a place in the editor; ``None``: its file is not on this machine."""
+    """Return the address that opens a place in the editor; ``None``: its file is not here."""
     if not template or not place.file or place.line is None or "\0" in place.file:
         return None
     file = Path(place.file).absolute()
@@ -408,7 +407,7 @@ def editor_href(template: str, place: Location) -> str | None:
 
 
 def draw_bar(shown: StepBar, links: Mapping[str, str] | None = None) -> Any:
-    """The bar and its legend. ``links``: where a part leads, by its key."""
+    """Draw the bar and its legend. ``links``: where a part leads, by its key."""
     working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work)]
     return element(
         "Div",
@@ -423,7 +422,7 @@ def draw_bar(shown: StepBar, links: Mapping[str, str] | None = None) -> Any:
 
 
 def two_columns(parts: Sequence[Segment]) -> list[Any]:
-    """The legend of parts of one kind, in two columns."""
+    """Draw the legend of parts of one kind, in two columns."""
     middle = (len(parts) + 1) // 2
     return [bar_legend("", half) for half in (parts[:middle], parts[middle:]) if half]
 
@@ -435,8 +434,8 @@ def draw_strip(
     thin: bool = False,
     links: Mapping[str, str] | None = None,
 ) -> Any:
-    """Only the bar. Read out as one picture with its figures, or link by link. Its part and the
-    line of the legend light up together (assets/shell.js)."""
+    """Draw only the bar. It is read out as one picture with its figures, or link by link. Its part
+    and the line of the legend light up together (assets/shell.js)."""
     description = ", ".join(f"{part.label} {part.share_text}" for part in parts)
     made = []
     for part in parts:
@@ -462,7 +461,7 @@ def draw_strip(
 
 
 def bar_legend(title: str, parts: Sequence[Segment]) -> Any:
-    """The parts with their figures."""
+    """Draw the parts with their figures."""
     rows = [
         element(
             "Tr",
@@ -481,7 +480,7 @@ SELECT = "rank-select"
 
 
 def rank_choice(view: PageView, path: str) -> Any:
-    """The ranks to choose from; ``None`` when there is one."""
+    """Build the ranks to choose from; ``None`` when there is one."""
     numbers = list(view.loaded.analyses)
     if len(numbers) < 2:
         return None
@@ -504,7 +503,7 @@ def rank_choice(view: PageView, path: str) -> Any:
 
 
 def register_rank_choice(app: dash.Dash) -> None:
-    """A rank that is chosen from the list goes into the address, in the browser."""
+    """Put a rank that is chosen from the list into the address, in the browser."""
     app.clientside_callback(
         ClientsideFunction("advisor", "chooseRank"),
         Output("_pages_location", "search"),

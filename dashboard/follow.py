@@ -1,4 +1,4 @@
-"""A recorded run that is going on: reads only what was appended since the last look."""
+"""Follower of a recorded run that goes on: reads only what was appended since the last look."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from advisor.core.run_directory import (
 )
 
 MAX_AT_ONCE = 64 << 20
-"""Bytes read of a file in one look; the rest is read in the next."""
+"""Bytes that one look reads of a file; the rest is read in the next."""
 MAX_KEPT = 200_000
 """Lines kept of a file: the oldest go."""
 
 
 class _Tail:
-    """One file of JSON lines, read as it grows."""
+    """Reader of a file of JSON lines that grows."""
 
     def __init__(self, file: Path, kind: type[Any]) -> None:
         self.file = file
@@ -48,7 +48,7 @@ class _Tail:
         self._torn = b""
 
     def read(self) -> list[Any]:
-        """All lines so far. A file that became shorter is read from its start again."""
+        """Return all lines so far. A file that became shorter is read from its start again."""
         try:
             with open_regular(self.file) as stream:
                 if stream.seek(0, 2) < self._at:
@@ -90,7 +90,7 @@ class _Tail:
 
 
 class Follower:
-    """The ranks of a run directory. Safe to be used by several threads."""
+    """Reader of the ranks of a run directory. Safe to be used by several threads."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -99,14 +99,14 @@ class Follower:
         self._lock = threading.Lock()
 
     def ranks(self) -> list[int]:
-        """Ranks that have a folder."""
+        """List the ranks that have a folder."""
         try:
             return sorted(number for number, _ in rank_folders(self.path))
         except AdvisorError:  # gone, or not to be looked into
             return []
 
     def read(self, rank: int) -> RankRecord | None:
-        """What a rank has written so far; ``None``: there is no such rank."""
+        """Read what a rank has written so far; ``None``: there is no such rank."""
         if rank not in self.ranks():
             return None
         folder = self.path / f"rank{rank}"

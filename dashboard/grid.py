@@ -21,15 +21,15 @@ PARAMS = """{
     headerFontSize: 12.5, wrapperBorderRadius: 9, cellHorizontalPadding: 11, rowBorder: true,
     headerColumnResizeHandleColor: 'transparent', wrapperBorder: true, browserColorScheme: 'inherit'
 }"""
-"""The grid's looks, by the page's own colours: they follow the theme."""
+"""Looks of the grid, by the page's own colours: they follow the theme."""
 
 
 LENGTHS: Final = (14, 30, 44, 66)
-"""Characters of the labels of a name; assets/parts.css shows the longest that fits the column."""
+"""Lengths of a name's labels, characters; assets/parts.css shows the longest that fits."""
 
 
 NARROW: Final = 76
-"""Pixels that a duration needs."""
+"""Width that a duration needs, pixels."""
 
 Formatter = Callable[[float | None], str]
 
@@ -43,7 +43,7 @@ class Column(NamedTuple):
     width: int | None = None
     flex: int | None = None
     number: Formatter | bool = False
-    """Numbers, and how they are written; ``True``: the rows have the texts."""
+    """Format of numbers in the column; ``True``: the rows have the texts."""
     names: bool = False
     csv: str | None = None
     """Head of the column in the CSV, where numbers have no unit of their own: ``Time, ns``;
@@ -51,20 +51,20 @@ class Column(NamedTuple):
 
 
 def duration_column(field: str, title: str, width: int) -> Column:
-    """A column of durations, ns."""
+    """Return a column of durations, ns."""
     return Column(field, title, width, number=t.format_duration, csv=f"{title}, ns")
 
 
 def share_column(field: str, title: str, width: int) -> Column:
-    """A column of shares."""
+    """Return a column of shares."""
     return Column(field, title, width, number=t.format_share, csv=f"{title}, 0 to 1")
 
 
 def grid_rows(
     columns: Sequence[Column], values: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Rows of a grid: each number with its text, a dash where it was not measured, and names with
-    their labels."""
+    """Build rows of a grid: each number with its text, a dash where it was not measured, and names
+    with their labels."""
     rows: list[dict[str, Any]] = []
     for number, record in enumerate(values):
         row: dict[str, Any] = {"id": str(number)}
@@ -84,7 +84,7 @@ def grid_rows(
 
 
 def add_labels(rows: list[dict[str, Any]], field: str) -> None:
-    """Labels of the names in a column, ``field_short``: no two names of the table under one."""
+    """Add labels of a column's names, ``field_short``: no two names of the table under one."""
     names = [row[field] for row in rows]
     for row, *labels in zip(rows, *(distinct_labels(names, size) for size in LENGTHS), strict=True):
         row[f"{field}_short"] = labels
@@ -98,7 +98,7 @@ def grid(
     height: int,
     label: str,
 ) -> Any:
-    """A grid of which one row can be selected (click, or space on the focused row)."""
+    """Build a grid of which one row can be selected (click, or space on the focused row)."""
     make: Any = dash_ag_grid.AgGrid
     search: Any = dcc.Input
     fixed = any(column.flex is not None for column in columns)  # else all share the room
@@ -177,7 +177,7 @@ def register_search(app: dash.Dash, id: str) -> None:  # noqa: A002
 
 
 def _definition(column: Column, *, fixed: bool) -> dict[str, Any]:
-    """``fixed``: a column with a width keeps it, because others take what is left."""
+    """Define a column. ``fixed``: one with a width keeps it, because others take what is left."""
     made: dict[str, Any] = {"field": column.field, "headerName": column.title}
     if column.flex is not None:  # shares what the others leave
         made |= {"width": 130 * column.flex, "minWidth": 125 * column.flex}

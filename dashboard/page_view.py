@@ -1,4 +1,4 @@
-"""What a page is about: the entry and the rank that its address names."""
+"""View of a page: the entry and the rank that its address names."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ KEY = "ADVISOR_SESSION"
 
 
 def session() -> DashboardSession:
-    """The session of the application that answers this request."""
+    """Return the session of the application that answers this request."""
     session_: DashboardSession = flask.current_app.config[KEY]
     return session_
 
 
 @dataclass(frozen=True)
 class PageView:
-    """An entry, a rank, and the query they came from. Nothing in it was taken from a request
-    without being looked up among what there is."""
+    """Entry, rank, and the query they came from. Nothing in it was taken from a request without
+    being looked up among what there is."""
 
     session: DashboardSession
     entry: OpenedPath
     rank: int | None
-    """A rank that is there; ``None``: the reported one."""
+    """Number of a rank that is there; ``None``: the reported one."""
 
     @property
     def loaded(self) -> LoadedRun:
-        """The loaded run; only for entries that are ready."""
+        """Loaded run; only for entries that are ready."""
         if self.entry.loaded is None:
             raise LookupError(self.entry.key)
         return self.entry.loaded
 
     @property
     def analysis(self) -> Analysis:
-        """The measurements of the rank."""
+        """Measurements of the rank."""
         return self.loaded.analysis(self.rank)
 
     def href(self, path: str, **query: object) -> str:
-        """An address within the dashboard that keeps the run (and the rank, if it is given)."""
+        """Return an address within the dashboard that keeps the run (and a given rank)."""
         arguments = {key: str(value) for key, value in query.items() if value not in (None, "")}
         if self.entry.key != "0":
             arguments.setdefault("run", self.entry.key)
@@ -52,7 +52,7 @@ class PageView:
 
 
 def view(run: object = None, rank: object = None, **_: object) -> PageView:
-    """What the query of a request asks for; what is not there becomes the default."""
+    """Return what the query of a request asks for; what is not there becomes the default."""
     current_session = session()
     entry = current_session.entry(str(run) if run is not None else None)
     return PageView(current_session, entry, _rank(entry, rank))
@@ -69,12 +69,12 @@ def _rank(entry: OpenedPath, rank: object) -> int | None:
 MAX_NAMES = 40
 MAX_NAME = 40
 MAX_TEXT = 64 << 10
-"""Characters of a value, and of a query string, that are looked at."""
+"""Length of a value, and of a query string, that is read, characters."""
 
 
 def clean_query(given: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments as a server or Dash parsed them: of a repeated one the first that is text; what
-    is no text or too long is left out, as if it had not been sent."""
+    """Return arguments as a server or Dash parsed them: of a repeated one the first that is text;
+    what is no text or too long is left out, as if it had not been sent."""
     arguments: dict[str, str] = {}
     for name, value in given.items():
         first = value[0] if isinstance(value, list | tuple) and value else value
@@ -89,7 +89,7 @@ def clean_query(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parse_query(search: object) -> dict[str, str]:
-    """The same of the query of an address: ``?run=1&rank=0``."""
+    """Return the arguments in the query of an address: ``?run=1&rank=0``."""
     if not isinstance(search, str):
         return {}
     given: dict[str, list[str]] = {}

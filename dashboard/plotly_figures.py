@@ -1,4 +1,4 @@
-"""Figures drawn by plotly: quiet, with units on the axes, readable on light and dark.
+"""Figures drawn by plotly: plain, with units on the axes, readable on light and dark.
 
 Colours of text and lines on the page come from assets/parts.css; those set here are what a saved
 PNG has, on white.
@@ -22,7 +22,7 @@ from advisor.dashboard import theme
 INK, GRID = "#4a4a52", "#e6e5e1"
 FONT = 'Inter, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'
 BAR = "#6366d4"
-"""Of bars and lines that stand for no class of time."""
+"""Colour of bars and lines that stand for no class of time."""
 NO_COMMIT = "no commit"
 SEQUENTIAL = ((0.0, "#eceaf9"), (0.5, "#9d97e0"), (1.0, "#4a3fb0"))
 DIVERGING = (
@@ -33,11 +33,11 @@ DIVERGING = (
     (1.0, "#a83214"),
 )
 DECADES = 1e5
-"""A roofline reaches this far below its roof: slower kernels than that are idle in all but name."""
+"""Decades that a roofline shows below its roof: slower kernels are idle in all but name."""
 
 
 def empty_figure(height: int, **layout: Any) -> Any:
-    """An empty figure in the house style."""
+    """Return an empty figure in the house style."""
     made = go.Figure()
     made.update_layout(
         template="none",
@@ -67,7 +67,7 @@ def empty_figure(height: int, **layout: Any) -> Any:
 
 
 def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[str]) -> Any:
-    """The median step of runs, in their order. ``values``: ms."""
+    """Draw the median step of runs, in their order. ``values``: ms."""
     made = empty_figure(280)
     made.add_trace(
         go.Scatter(
@@ -97,7 +97,7 @@ def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[s
 
 
 def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
-    """Kernels by arithmetic intensity and rate, under the device's roofs; area is time.
+    """Draw kernels by arithmetic intensity and rate, under the device's roofs; area is time.
 
     ``kernels``: rows of ``Analysis.hot_kernels`` with both rates known. ``work_ns``: all GPU work.
     """
@@ -172,7 +172,7 @@ ROOFS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
 
 def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
-    """The memory roof, and a flat one for each peak that the device has (equal ones once)."""
+    """Draw the memory roof, and a flat one for each peak that the device has (equal ones once)."""
     peaks: dict[float, list[str]] = {}
     for name in ROOFS:
         if name != "int8" and (peak := hardware.peak(name)):
@@ -229,7 +229,7 @@ def _roof(made: Any, intensity: list[float], flops_per_s: list[float]) -> None:
 
 
 def icicle(tree: pl.DataFrame, root: str) -> Any:
-    """The tree of modules and operators (``optree.op_tree``), outermost on top."""
+    """Draw the tree of modules and operators (``optree.op_tree``), outermost on top."""
     made = empty_figure(460)
     total = int(tree.filter(pl.col("parent").is_null())["ns"].sum())
     ids = [str(node) for node in tree["node"]]
@@ -278,12 +278,12 @@ def _containing(tree: pl.DataFrame, total: int) -> list[int]:
 
 
 def _bare(name: str) -> str:
-    """A label without what every other has too."""
+    """Remove from a label what every other has too."""
     return name.removeprefix("autograd::engine::evaluate_function: ").strip("# ")
 
 
 def _shade(name: str) -> str:
-    """A pale colour by kind: operators, what autograd runs, ranges, modules."""
+    """Return a pale colour by kind: operators, what autograd runs, ranges, modules."""
     if name.startswith("(rest)"):
         return "#e4e3df"
     if "Backward" in name or name.startswith("autograd::"):
@@ -305,7 +305,7 @@ def line_chart(
     step: bool = False,
     floor: float | None = 0,
 ) -> Any:
-    """Series over time: (name, x, y, colour) each."""
+    """Draw series over time: (name, x, y, colour) each."""
     made = empty_figure(height)
     for name, positions, values, colour in series:
         made.add_trace(
@@ -331,7 +331,7 @@ def line_chart(
 def rank_step_heatmap(
     values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], unit: str
 ) -> Any:
-    """A value a rank and step; what is missing stays blank."""
+    """Draw a value a rank and step; what is missing stays blank."""
     made = empty_figure(max(150, 60 + 26 * len(rows)))
     made.add_trace(
         go.Heatmap(
@@ -353,17 +353,17 @@ def rank_step_heatmap(
 
 
 def escape_markup(text: str) -> str:
-    """Text for plotly, which reads a few tags: none of it is one."""
+    """Escape text for plotly, which reads a few tags: none of it is one."""
     text = clean(text)
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 MAX_POINTS = 3_000
-"""Points of a line: more are not seen, and cost the browser time."""
+"""Number of points of a line: more are not visible, and cost the browser time."""
 
 
 def downsample(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[Any]]:
-    """At most ``MAX_POINTS`` of them: of each stretch its lowest and its highest value, so that
+    """Return at most ``MAX_POINTS`` points: the lowest and highest value of each stretch, so that
     no spike is lost. Missing values (``None``) stay where a stretch has nothing else."""
     if len(x) <= MAX_POINTS:
         return list(x), list(y)
@@ -388,7 +388,7 @@ def rank_class_heatmap(
     scale: float,
     height: int,
 ) -> Any:
-    """Ranks × classes, in strips below each other: less than the median blue, more red.
+    """Draw ranks × classes, in strips below each other: less than the median blue, more red.
 
     ``values``: ms apart from the median, at most ``scale``. ``about``: each cell in words.
     ``ranks``: names of the columns, where there is one strip. ``keys``: of each cell, which a click
@@ -429,7 +429,7 @@ def rank_class_heatmap(
 
 
 def histogram(labels: Sequence[str], values: Sequence[float], unit: str) -> Any:
-    """A bar per label, below each other: how many there are in a range, or how long each takes."""
+    """Draw a bar per label, below each other: how many are in a range, or how long each takes."""
     counts = all(isinstance(value, int) for value in values)
     made = empty_figure(60 + 24 * len(labels))
     made.add_trace(

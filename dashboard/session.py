@@ -1,4 +1,4 @@
-"""Session: what the dashboard shows. Paths are read and analysed once, in a thread, and then only
+"""Session: content of the dashboard. Paths are read and analysed once, in a thread, and then only
 looked at."""
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ WARM_MEASUREMENTS = (
 )
 """Measurements that every page needs, made before the first page is shown."""
 STEPS_BYTES = 256 << 10
-"""A run without a window is looked at again when its steps grew by this much: some thousand."""
+"""Growth of the steps, bytes, at which a run without a window is read again: some thousand."""
 MAX_OPENED = 6
-"""Ranks of jobs, and runs of a folder, that are kept open: a trace of 100 MB takes a GB or two."""
+"""Number of ranks of jobs, and runs of a folder, kept open: a trace of 100 MB takes a GB or two."""
 MAX_RUNS = 200
-"""Runs of a folder that are listed, the newest."""
+"""Number of runs of a folder that are listed, the newest."""
 WATCH_SECONDS = 2.0
-"""How often a live run's folder is looked at for new windows."""
+"""Time between two looks at a live run's folder for new windows, s."""
 
 
 class LoadedRun:
-    """One path, read and analysed. Read-only, and safe to be read by several threads."""
+    """Path that was read and analysed. Read-only, and safe to be read by several threads."""
 
     def __init__(self, path: str, examined: AnalysisResult) -> None:
         self.path = path
@@ -63,30 +63,30 @@ class LoadedRun:
 
     @property
     def report(self) -> Report:
-        """The same object that ``advisor analyze`` shows."""
+        """Report, the same object that ``advisor analyze`` shows."""
         return self.examined.report
 
     @property
     def run(self) -> Run:
-        """Traces by (rank, window), and what the recorder wrote."""
+        """Run: traces by (rank, window), and what the recorder wrote."""
         return self.examined.run
 
     @property
     def analyses(self) -> dict[int, Analysis]:
-        """By rank number (-1: the trace does not tell); the report is of the first."""
+        """Analyses by rank number (-1: the trace does not tell); the report is of the first."""
         return self.examined.analyses
 
     @property
     def main(self) -> Analysis:
-        """The rank that the report is of."""
+        """Analysis of the rank that the report is of."""
         return self.examined.main
 
     def analysis(self, rank: int | None) -> Analysis:
-        """A rank's measurements; the reported rank's when there is no such rank."""
+        """Return a rank's measurements; the reported rank's when there is no such rank."""
         return self.main if rank is None else self.analyses.get(rank, self.main)
 
     def cached(self, key: Any, make: Callable[[], T]) -> T:
-        """What ``make`` returns, made once for each key: for tables that a page draws from."""
+        """Return what ``make`` returned, called once per key: for tables that a page draws."""
         with self._lock:
             if key not in self._views:
                 self._views[key] = make()
@@ -99,7 +99,7 @@ _KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 
 
 def saved_report(path: str) -> Report | None:
-    """The report of several ranks that a file holds; ``None``: it is something else.
+    """Read the report of several ranks that a file holds; ``None``: it is something else.
 
     Raises AdvisorError: it is one, and damaged.
     """
@@ -108,52 +108,52 @@ def saved_report(path: str) -> Report | None:
 
 
 def key_of(job: str, place: int) -> str:
-    """The key of an entry that is a rank of a job: ``0.7`` is the eighth row of entry 0."""
+    """Return the key of an entry that is a rank of a job: ``0.7`` is the eighth row of entry 0."""
     return f"{job}.{place}"
 
 
 def split_key(key: str) -> tuple[str, int] | None:
-    """The job and the row of such a key; ``None``: it is none."""
+    """Return the job and the row of such a key; ``None``: it is none."""
     result = _KEY.fullmatch(key)
     return (result[1], int(result[2])) if result else None
 
 
 @dataclass
 class OpenedPath:
-    """One path that the dashboard was opened with, and how far it is."""
+    """Path that the dashboard was opened with, and the state of its loading."""
 
     key: str
-    """Its number as text: what the URL says (``?run=1``), so that no path comes from a request."""
+    """Number of the path as text: the URL's ``?run=1``, so that no path comes from a request."""
     path: str
     state: LoadState = "loading"
     progress: str = "waiting"
-    """What is going on, for the progress page."""
+    """Current activity, for the progress page."""
     failure_reason: str = ""
-    """``failed``: the reason, in one line."""
+    """Reason in one line why it is ``failed``."""
     loaded: LoadedRun | None = None
-    """Set when ``ready``; replaced as a whole when a live run's next window was analysed."""
+    """Loaded run when ``ready``; replaced as a whole when a live run's next window was analysed."""
     job: Report | None = None
-    """Set when ``ready`` where the path is a job some of whose ranks are not read here: one of many
-    ranks, or a saved report."""
+    """Report when ``ready``, if the path is a job some of whose ranks are not read here: one of
+    many ranks, or a saved report."""
     label: str = ""
-    """What it is called; empty: by its path."""
+    """Name for the reader; empty: by its path."""
     version: int = 0
-    """Goes up with each such replacement."""
+    """Number of times that ``loaded`` was replaced."""
     summary: RunSummary | None = None
-    """Of a run in a folder of runs, once its records were read."""
+    """Summary of a run in a folder of runs, once its records were read."""
     verdict: str = ""
-    """Of its report, also once the run was closed again."""
+    """Verdict of the report, also once the run was closed again."""
     gains: dict[str, float] = field(default_factory=dict)
-    """Likewise: the findings that count by title, with their gain per step in ns, where known."""
+    """Gain per step, ns, where known, by a finding's title; also once the run was closed again."""
 
     @property
     def report(self) -> Report | None:
-        """What is said of it, once it is ready."""
+        """Report on the path, once it is ready."""
         return self.job if self.loaded is None else self.loaded.report
 
     @property
     def name(self) -> str:
-        """The label, else the last part of the path."""
+        """Name for the reader: the label, else the last part of the path."""
         if self.label:
             return self.label
         return "standard input" if self.path == "-" else Path(self.path).name or self.path
@@ -161,19 +161,19 @@ class OpenedPath:
 
 @dataclass
 class DashboardSession:
-    """All that the dashboard shows: entries that load one after another in a thread."""
+    """Session of a dashboard: entries that load one after another in a thread."""
 
     paths: Sequence[str]
     options: Options = field(default_factory=Options)
     live: bool = False
-    """The first path is a run that is going on: look for new windows."""
+    """Whether the first path is a run that goes on, whose folder is watched for new windows."""
     perfetto: str | None = None
     """Address of the Perfetto UI that a trace can be handed to; ``None``: none."""
     editor: str = ""
     """Address that opens a source in an editor, with ``{file}`` and ``{line}``; empty: none."""
     folder: str = ""
-    """The paths are the runs of this folder, the newest first: the newest ones are read, the others
-    when they are asked for."""
+    """Folder whose runs the paths are, the newest first: the newest ones are read, the others when
+    they are asked for."""
 
     def __post_init__(self) -> None:
         self.entries = [OpenedPath(str(i), str(path)) for i, path in enumerate(self.paths)]
@@ -187,12 +187,12 @@ class DashboardSession:
         self._first = threading.Event()
         self._seen: object = None
         self.warmers: list[Callable[[LoadedRun], None]] = []
-        """Called with what was read, before it is shown: pages make their large tables then, and
-        not while somebody waits for them."""
+        """Functions called with what was read, before it is shown: pages make their large tables
+        then, and not while somebody waits for them."""
         self.closers: list[Callable[[], None]] = []
-        """Called when the session is closed: what was made for it goes."""
+        """Functions called when the session is closed: what was made for it goes."""
         self.follower = Follower(self.entries[0].path) if self.live else None
-        """What the first path has recorded so far; ``None``: nothing is followed."""
+        """Follower of what the first path has recorded so far; ``None``: nothing is followed."""
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class DashboardSession:
         threading.Thread(target=self._read_rank, args=(entry,), daemon=True).start()
 
     def _open(self, key: str) -> OpenedPath | None:
-        """A rank of a job, by the row of its report; ``None``: there is none."""
+        """Open a rank of a job, by the row of its report; ``None``: there is none."""
         asked = split_key(key)
         with self._opening:
             job = next((item for item in self.entries if asked and item.key == asked[0]), None)
@@ -272,14 +272,14 @@ class DashboardSession:
                     )
 
     def comparison(self, before: str, after: str) -> Comparison | str | None:
-        """Two entries compared; a text: why not; ``None``: not (yet) made."""
+        """Return two entries compared; a text: why not; ``None``: not (yet) made."""
         return self._comparisons.get((before, after))
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The comparisons that are made, as (before, after): the first path with each of the
-        others. In a folder the first is the newest run, and so the one after. Jobs, and ranks that
-        were opened of one, are not compared."""
+        """Comparisons that are made, as (before, after): the first path with each of the others. In
+        a folder the first is the newest run, and so the one after. Jobs, and ranks that were opened
+        of one, are not compared."""
         first, *others = self.entries
         if first.job is not None:
             return []
@@ -294,7 +294,7 @@ class DashboardSession:
         return (other, first) if self.folder else (first, other)
 
     def status(self) -> dict[str, Any]:
-        """How far each entry is, as the progress page asks for it."""
+        """Return the state and progress of each entry, for the progress page."""
         return {
             "done": all(entry.state != "loading" for entry in self.entries),
             "entries": [
@@ -342,7 +342,7 @@ class DashboardSession:
             self._first.set()
 
     def _load(self, entry: OpenedPath, *, as_run: bool = False) -> None:
-        """``as_run``: as one run, whatever it is."""
+        """Load an entry; ``as_run``: as one run, whatever it is."""
 
         def reading(path: str, size: int) -> None:
             entry.progress = f"reading {Path(path).name or path}: {size / 1e6:,.0f} MB"
@@ -399,7 +399,7 @@ class DashboardSession:
         return examine(run, self._options(run))
 
     def _is_saved(self, entry: OpenedPath) -> bool:
-        """Whether it is a saved report of several ranks; then it is ready."""
+        """Return whether it is a saved report of several ranks; then it is ready."""
         entry.job = saved_report(entry.path)
         if entry.job is None:
             return False
@@ -408,12 +408,12 @@ class DashboardSession:
         return True
 
     def _fail(self, entry: OpenedPath, why: str) -> None:
-        """A path that cannot be shown; a live run keeps showing its window before."""
+        """Mark a path that cannot be shown; a live run keeps showing its window before."""
         entry.failure_reason = why
         entry.state = "ready" if entry.loaded is not None else "failed"
 
     def _options(self, run: Run) -> Options:
-        """For a run that goes on: its last window that all ranks have."""
+        """Return the options; of a run that goes on, for the last window that all ranks have."""
         if not self.live or self.options.window is not None:
             return self.options
         if not run.traces:
@@ -445,7 +445,7 @@ class DashboardSession:
 
 
 def newest_windows(path: str) -> object:
-    """Something that changes when a window landed; before the first, when many steps did."""
+    """Return a value that changes when a window landed; before the first, when many steps did."""
     folder = Path(path)
     windows = frozenset(str(file) for file in folder.glob("rank*/trace_w*.json*"))
     if windows:

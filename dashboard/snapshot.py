@@ -1,5 +1,5 @@
-"""What held memory, of the Memory page: allocations over time, the map of segments, and the
-allocations live at the peak; of a snapshot or of a trace's allocator events."""
+"""Cards of the Memory page: allocations over time, the map of segments, and the allocations live at
+the peak; of a snapshot or of a trace's allocator events."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ POINTS = 500
 
 
 def warm(loaded: LoadedRun) -> None:
-    """Make what the figures are drawn from."""
+    """Make the tables that the figures are drawn from."""
     for post in shown_histories(loaded.main)[:MAX_DEVICES]:
         _timeline_table(loaded, None, post)
 
 
 def memory_cards(view: PageView) -> list[Any]:
-    """Cards of each device of the rank; empty where no memory was recorded."""
+    """Build cards of each device of the rank; empty where no memory was recorded."""
     a = view.analysis
     views = {device_view.device: device_view for device_view in view.loaded.report.memory}
     if a is not view.loaded.main:
@@ -102,7 +102,7 @@ def _device(
 
 
 def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: str) -> Any:
-    """The categories over time with the peak marked, and what they hold there."""
+    """Draw the categories over time with the peak marked, and what they hold there."""
     moment = {"peak": "the peak", "out of memory": "the failure"}.get(shown.at, "the snapshot")
     reserved = f"of {t.format_bytes(shown.reserved)} reserved" if shown.reserved else ""
     figures_ = tiles(
@@ -140,7 +140,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
 
 
 def _tables(shown: MemoryView, named: str) -> list[Any]:
-    """The rest of a device, a card each; the assumption of a saving below it."""
+    """Build the rest of a device, a card each; the assumption of a saving below it."""
     cards = []
     for section in memory.describe_device(shown, MAX_ROWS).tables:
         if section.title == "Segments":
@@ -216,7 +216,7 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
 
 
 def _largest_blocks(post: PostMortem, category: str, events: Any) -> Any:
-    """Of a category, the life of its largest block at each event; -1: it holds none then."""
+    """Return the row of a category's largest block at each event; -1: it holds none then."""
     lives = post.history.block_lifetimes
     rows = np.flatnonzero(post.category_codes == CATEGORIES.index(category))
     rows = rows[np.argsort(-lives.size[rows], kind="stable")[:MAX_BLOCKS]]
@@ -230,7 +230,7 @@ def _largest_blocks(post: PostMortem, category: str, events: Any) -> Any:
 
 
 def _block_line(post: PostMortem, row: int) -> str:
-    """Size and line of a category's largest block, for a tooltip."""
+    """Write size and line of a category's largest block, for a tooltip."""
     if row < 0:
         return ""
     lives = post.history.block_lifetimes
@@ -241,7 +241,7 @@ def _block_line(post: PostMortem, row: int) -> str:
 
 
 def _block_stack(post: PostMortem, row: int) -> str:
-    """The largest block of all, with the innermost frames of its stack that have a line."""
+    """Show the largest block of all, with the innermost frames of its stack that have a line."""
     if row < 0:
         return ""
     lives = post.history.block_lifetimes
@@ -254,7 +254,7 @@ def _block_stack(post: PostMortem, row: int) -> str:
 
 
 def _map_rows(post: PostMortem) -> pl.DataFrame:
-    """The segments that are drawn, the largest first."""
+    """Return the segments that are drawn, the largest first."""
     return (
         post.snapshot.segments.with_row_index("row")
         .filter(pl.col("device") == post.device)
@@ -276,7 +276,7 @@ def _map_note(post: PostMortem) -> str:
 
 
 def _segments(post: PostMortem) -> Any:
-    """One bar per segment with its blocks; the tooltip gives size, category, line and age."""
+    """Draw a bar per segment with its blocks; the tooltip gives size, category, line and age."""
     h, lives = post.history, post.history.block_lifetimes
     alive = np.flatnonzero(lives.end_event == h.count)
     live = dict(zip(lives.address[alive].tolist(), alive.tolist(), strict=True))
@@ -331,7 +331,7 @@ def _segment_name(row: dict[str, Any]) -> str:
 
 
 def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> tuple[str, str]:
-    """Category of a block, and its tooltip: size, line, age."""
+    """Return the category of a block, and its tooltip: size, line, age."""
     if block["state"] == "inactive":
         return "free", f"free {t.format_bytes(block['size'])}"
     if block["state"] == "pending":

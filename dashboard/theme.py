@@ -38,7 +38,7 @@ FAMILIES: Final = {
     "communication": "#b14bb8",
     "other": "#9a9aa5",
 }
-"""Kernel families (``analysis.families.FAMILIES``)."""
+"""Colours of kernel families (``advisor.measure.device.families.FAMILIES``)."""
 
 PLAIN: Final = charts.OTHER_LOOK.colour
 
@@ -50,10 +50,10 @@ GROUPS: Final = {
     "kernels": FAMILIES,
     "phases": PHASES,
 }
-"""What is coloured: classes of device time, causes of idle time, classes of host time and phases,
+"""Colours by group: classes of device time, causes of idle time, classes of host time and phases,
 kernel families, phases of the step."""
 
 
 def colour_of(group: str, name: str) -> str:
-    """Of a member of a group."""
+    """Return the colour of a member of a group."""
     return GROUPS[group].get(name, PLAIN)

@@ -1,1 +1,1 @@
-"""One module a page: ``layout(**query)``, and ``register(app, session)`` if it has callbacks."""
+"""Pages, a module each: ``layout(**query)``, and ``register(app, session)`` if it has callbacks."""

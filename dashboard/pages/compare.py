@@ -38,7 +38,7 @@ from advisor.render.documents.comparison import predicted_gain
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT
 MAX_WORK = 20
 WORK_WIDTH = 44
-"""Characters of an operator with its shapes."""
+"""Length of an operator with its shapes, characters."""
 STATUS = {
     "slower": ("failed", "Slower"),
     "faster": ("healthy", "Faster"),
@@ -49,12 +49,12 @@ MARKS = {"fixed": "healthy", "new": "failed", "remaining": "bottlenecks"}
 
 
 def has_content(view: PageView) -> bool:
-    """Whether two runs are open."""
+    """Return whether two runs are open."""
     return bool(view.session.pairs)
 
 
 def layout(other: object = None, **query: object) -> Any:
-    """The page; ``other`` is the run that the first is compared with."""
+    """Build the page; ``other`` is the run that the first is compared with."""
     view = page_view.view(**query)
     pairs = view.session.pairs
     if not pairs:
@@ -141,7 +141,7 @@ def _steps(c: Comparison) -> Any:
 
 
 def _distribution(before: Distribution, after: Distribution) -> Any:
-    """Both as cumulative shares: no bins to choose, every step is in it."""
+    """Draw both as cumulative shares: no bins to choose, every step is in it."""
     made = plotly_figures.empty_figure(230)
     for name, side, colour in (("before", before, BEFORE), ("after", after, AFTER)):
         durations = sorted(side.durations_ns)
@@ -170,11 +170,11 @@ MARKS_OF = {
     "new": ("dim", "new"),
     "gone": ("dim", "gone"),
 }
-"""Of a change: its class, and the word that says what the colour says."""
+"""Class of each change, and the word that says what its colour means."""
 
 
 def _change(line: ComparedFigure) -> Any:
-    """A difference: an arrow for its direction, its sign, and a word for what that means."""
+    """Show a difference: an arrow for its direction, its sign, and a word for what that means."""
     if not line.change:
         return element("Span", "–", cls="dim")
     arrow = "▲" if line.change.startswith("+") else "▼"
@@ -191,8 +191,8 @@ def _change(line: ComparedFigure) -> Any:
 def _table(
     title: str, lines: list[ComparedFigure], *, bars: bool = False, caption: str = ""
 ) -> Any:
-    """Lines side by side; with ``bars`` before and after also as two bars, all to one scale. In a
-    narrow window a line is a block of its own."""
+    """Build lines side by side; with ``bars`` before and after also as two bars, all to one scale.
+    In a narrow window a line is a block of its own."""
     largest = max((value for li in lines for value in (li.before, li.after) if value), default=0.0)
     rows = []
     for line in lines:

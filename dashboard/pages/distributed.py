@@ -44,7 +44,7 @@ SMALL = 0.01
 
 
 def has_content(view: PageView) -> bool:
-    """Whether there are several ranks or collectives."""
+    """Return whether there are several ranks or collectives."""
     loaded = view.entry.loaded
     if loaded is None:
         return False
@@ -52,7 +52,7 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(show: object = None, **query: object) -> Any:
-    """The page; ``show`` is what the map is of."""
+    """Build the page; ``show``: what the map shows."""
     view = page_view.view(**query)
     report = view.loaded.report
     several = report.ranks is not None
@@ -82,7 +82,7 @@ def layout(show: object = None, **query: object) -> Any:
 
 
 def _counted(view: PageView) -> str:
-    """How many ranks are open, and how many the run has."""
+    """Write how many ranks are open, and how many the run has."""
     here = len(view.loaded.analyses)
     words = f"{here} ranks in this recording" if here > 1 else "One rank in this recording"
     world = view.loaded.main.trace.meta.world_size
@@ -133,7 +133,7 @@ def _figures(report: Report) -> Any:
 
 
 def _lines(view: PageView) -> Any:
-    """The table of ranks, as in every report."""
+    """Build the table of ranks, as in every report."""
     shown = report_charts.build_rank_table(view.loaded.report, MAX_RANKS)
     if shown is None:
         return None
@@ -162,7 +162,7 @@ def _dash(text: str) -> str:
 
 
 def _map(view: PageView, what: str) -> Any:
-    """Ranks × steps."""
+    """Draw the map, ranks × steps."""
     rows = view.loaded.cached("exposed_by_rank", lambda: exposed_by_rank(view.loaded.analyses))
     if rows.is_empty():
         return empty_state("No map", "No rank has GPU work in its steps.")
@@ -202,15 +202,15 @@ class CollectiveColumn(NamedTuple):
 
     title: str
     cell: Callable[[dict[str, Any]], str]
-    """Of a kind."""
+    """Text of the cell, by the row of a kind."""
     summed: Callable[[pl.DataFrame], str] = lambda _: ""
-    """Of the kinds that are too small to be listed."""
+    """Text for all kinds that are too small to be listed."""
 
 
 def _collective_table(
     shown: pl.DataFrame, rest: pl.DataFrame, columns: Sequence[CollectiveColumn], caption: str
 ) -> Any:
-    """A row a kind of collective, then one for the others."""
+    """Build a row per kind of collective, then one for the others."""
     short = labels.labels_by_name(shown["annotation"], ANNOTATION)
     rows = [
         [
@@ -258,7 +258,7 @@ def _last(rank: int | None, count: int) -> str:
 
 
 def _skew(view: PageView) -> Any:
-    """How late ranks come to each kind of collective."""
+    """Build the table of how late ranks come to each kind of collective."""
     kinds = view.loaded.cached("skew", lambda: _skew_table(view.loaded))
     if kinds.is_empty():
         return None
@@ -269,7 +269,7 @@ def _skew(view: PageView) -> Any:
 
 
 def _folded(table_: pl.DataFrame, sizes: tuple[pl.Expr, ...]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Rows that matter by any of the sizes, and those that are too small by all of them; a single
+    """Return rows that matter by any of the sizes, and those too small by all of them; a single
     small one is listed like the others."""
     large = pl.any_horizontal((size >= SMALL * size.sum()) & (size > 0) for size in sizes)
     marked = table_.with_columns(large=large)
@@ -297,7 +297,7 @@ def _named(collective: str, annotation: str | None, short: dict[str, str]) -> An
 
 MAX_COLLECTIVES = 40
 ANNOTATION = 48
-"""Characters of the range around a collective."""
+"""Length of the name of the range around a collective, characters."""
 
 
 def _collectives(view: PageView) -> Any:

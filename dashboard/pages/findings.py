@@ -34,13 +34,13 @@ from advisor.dashboard.pages.overview import anchor
 from advisor.render.document import Items
 
 MARGIN = 1.0
-"""The timeline shows this many durations of the worst instance on both sides of it."""
+"""Part of the timeline shown on both sides of the worst instance, as a multiple of its duration."""
 MIN_NS = 50_000
-"""… and at least this much."""
+"""Least part of the timeline on either side of it, ns."""
 
 
 def layout(category: object = None, **query: object) -> Any:
-    """The page; ``category`` keeps the findings of one."""
+    """Build the page; ``category`` keeps the findings of one."""
     view = page_view.view(**query)
     report = view.loaded.report
     ranked, timeless = report_text.ranked_findings(report), report.scope.has_no_step_time
@@ -104,7 +104,7 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
-    """A finding with its details."""
+    """Build a finding with its details."""
     caveats = report_text.describe_caveats(finding)
     return element(
         "Article",
@@ -159,7 +159,7 @@ def _confidence(finding: Finding) -> Any:
 
 
 def _gain(report: Report, finding: Finding) -> Any:
-    """The gain as a figure, or the reason why there is none."""
+    """Show the gain as a figure, or the reason why there is none."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         text = t.format_gain(finding)
@@ -247,7 +247,7 @@ def _evidence(finding: Finding) -> Any:
 
 
 def _limit(item: Evidence) -> list[Any]:
-    """The threshold and its source."""
+    """Show the threshold and its source."""
     if item.threshold is None:
         return []
     source = labels.clean(item.source)
@@ -271,7 +271,7 @@ def _folded(report: Report, finding: Finding) -> Any:
 
 
 def timeline_href(view: PageView, finding: Finding, place: Location) -> str | None:
-    """The timeline around the worst instance; ``None``: the place has no time."""
+    """Return the timeline's address around the worst instance; ``None``: the place has no time."""
     if place.ts_ns is None or finding.trace_rank not in (None, *view.loaded.analyses):
         return None
     dur = place.dur_ns or 0

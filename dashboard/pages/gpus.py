@@ -36,14 +36,14 @@ from advisor.replay.project.project import (
 )
 
 SHOWN_PX = 480
-"""Height of the table: a dozen GPUs, the others by scrolling or searching."""
+"""Height of the table, pixels: a dozen GPUs, the others by scrolling or searching."""
 NO_PRICE = "unknown: pass --price 2.50/h, or --prices FILE with a price for each GPU"
 NOT_THIS_GPU = "unknown: the given prices do not list this GPU"
 NO_ENERGY = "advisor record samples it on NVIDIA GPUs"
 
 
 def has_content(view: PageView) -> bool:
-    """Whether there is GPU work to project, or a cost or energy."""
+    """Return whether there is GPU work to project, or a cost or energy."""
     if view.entry.loaded is None:
         return True
     report, a = view.loaded.report, view.analysis
@@ -51,7 +51,7 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     report = view.loaded.report
     paid, used = describe_cost(report), describe_energy(report)
@@ -153,7 +153,7 @@ def _other_gpus(choices: tuple[Choice, ...], prices: Prices) -> Any:
 
 
 def _cost_columns(prices: Prices) -> list[Column]:
-    """Columns of money: an hour, and a million steps with their range."""
+    """Return columns of money: an hour, and a million steps with their range."""
 
     def write(amount: float | None) -> str:
         return "–" if amount is None else format_money(amount, prices.currency)
@@ -171,7 +171,7 @@ def _cost_columns(prices: Prices) -> list[Column]:
 
 
 def _values(choice: Choice) -> dict[str, Any]:
-    """A row of the grid; a GPU that cannot run the step has no times."""
+    """Return a row of the grid; a GPU that cannot run the step has no times."""
     projection, runs = choice.projection, not choice.projection.refused
     return {
         **choice._asdict(),
@@ -185,5 +185,5 @@ def _values(choice: Choice) -> dict[str, Any]:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """The field above the grid searches it."""
+    """Let the field above the grid search it."""
     register_search(app, GRID)

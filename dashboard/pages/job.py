@@ -36,20 +36,20 @@ from advisor.dashboard.session import DashboardSession, OpenedPath, key_of, spli
 from advisor.render.documents.ranks import build_rank_groups
 
 STRIP = 128
-"""Ranks beside each other on the map."""
+"""Number of ranks beside each other on the map."""
 ROW = 18
-"""Pixels of a class on the map."""
+"""Height of a class on the map, pixels."""
 MAX_SHOWN = 100
-"""Lines of a kind."""
+"""Number of lines of a kind."""
 MAP, RANKS = "job-map", "job-ranks"
 
 
 MAX_BARS = 32
-"""Ranks that get a bar each; of more, how many take how long."""
+"""Number of ranks that get a bar each; of more, how many take how long."""
 
 
 def has_content(view: PageView) -> bool:
-    """Whether several ranks are open."""
+    """Return whether several ranks are open."""
     report = view.entry.report
     return split_key(view.entry.key) is not None or (
         report is not None and report.ranks is not None
@@ -57,14 +57,14 @@ def has_content(view: PageView) -> bool:
 
 
 def _rank_query(entry: OpenedPath, place: int, rank: int) -> str:
-    """The query of a rank's own pages: a rank that is read here, else one to be opened."""
+    """Return the query of a rank's own pages: a rank that is read here, else one to be opened."""
     if entry.loaded is not None and rank in entry.loaded.analyses:
         return urlencode({"run": entry.key, "rank": rank})
     return urlencode({"run": key_of(entry.key, place)})
 
 
 def layout(**query: object) -> Any:
-    """The page; of a rank that was opened, the page of its job."""
+    """Build the page; for a rank that was opened, the page of its job."""
     view = page_view.view(**query)
     asked = split_key(view.entry.key)
     entry = view.session.entry(asked[0]) if asked else view.entry
@@ -101,14 +101,14 @@ def layout(**query: object) -> Any:
 
 
 def _lead(report: Report) -> str | None:
-    """The verdict, with the rank that its figures are of: the others' are beside it."""
+    """Write the verdict, with the rank that its figures are of: the others' are beside it."""
     verdict, rank = clean(report.verdict), report.scope.rank
     known = verdict and rank is not None and rank >= 0
     return f"Rank {rank}: {verdict}" if known else verdict or None
 
 
 def choose(view: PageView) -> Any:
-    """In place of a page that is of one rank."""
+    """Build the notice that asks for a rank, in place of a page on a single rank."""
     return page(
         head("Choose a rank"),
         empty_state(
@@ -245,7 +245,7 @@ def _steps(ranks: Ranks) -> Any:
 
 
 def _step_of_each(ranks: Ranks) -> Any:
-    """A bar for each of a few ranks, the slowest first."""
+    """Draw a bar for each of a few ranks, the slowest first."""
     rows = sorted((row for row in ranks.lines if row.step_ns > 0), key=lambda row: -row.step_ns)
     names = [f"rank {row.rank}" for row in rows]
     made = plotly_figures.histogram(names, [row.step_ns / 1e6 for row in rows], "ms")
@@ -264,7 +264,7 @@ def _step_of_each(ranks: Ranks) -> Any:
 
 
 def _title(name: str) -> str:
-    """A class of time as the head of a column."""
+    """Write a class of time as the head of a column."""
     return _capitalized(rank_charts.class_label(name))
 
 
@@ -273,7 +273,7 @@ def _capitalized(text: str) -> str:
 
 
 def _changes(report: Report) -> list[Any]:
-    """Fixes, opened on demand, and what other changes would gain."""
+    """Show fixes, opened on demand, and what other changes would gain."""
     ranks = report.ranks
     fixes = [
         foldable(
@@ -330,7 +330,7 @@ def _not_compared(ranks: Ranks) -> Any:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """A rank that is clicked goes into the address, in the browser."""
+    """Put a rank that is clicked into the address, in the browser."""
     register_search(app, RANKS)
     app.clientside_callback(
         ClientsideFunction("advisor", "openRank"),

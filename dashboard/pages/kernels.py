@@ -48,17 +48,17 @@ from advisor.measure.host.optree import op_table, op_tree
 from advisor.render.documents import auxiliary_sections, layers
 
 MAX_ROWS = 2_000
-"""Kernels in the grid; a line below counts the others."""
+"""Number of kernels in the grid; a line below counts the others."""
 MAX_OPS = 500
 
 
 def has_content(view: PageView) -> bool:
-    """Whether operators or kernels were recorded."""
+    """Return whether operators or kernels were recorded."""
     return view.entry.loaded is None or not view.analysis.record_only
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
     title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
@@ -126,12 +126,12 @@ OF_WORK = "GPU work: the summed durations of kernels, copies and memsets"
 
 
 def _device_work(a: Analysis) -> int:
-    """Denominator of the shares on this page, as in ``Report.families``, ns."""
+    """Return the denominator of this page's shares, as in ``Report.families``, ns."""
     return max(int(a.families["dur"].sum()), 1)
 
 
 def _per(scale: float) -> Formatter:
-    """How a rate is written: a number of so many FLOP/s or bytes/s."""
+    """Return a formatter of rates: a number of so many FLOP/s or bytes/s."""
 
     def write(value: float | None) -> str:
         if value is None:
@@ -158,7 +158,7 @@ KERNELS = (
 
 
 def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Rows of the kernels' grid."""
+    """Return rows of the kernels' grid."""
     kernels = a.hot_kernels.head(MAX_ROWS).select(
         pl.col("name", "family").cast(pl.String),
         "count",
@@ -225,7 +225,7 @@ def _roofline(view: PageView) -> Any:
 
 
 def _layers(view: PageView) -> list[Any]:
-    """The cards of ``advisor analyze --by layer``; none where no module was recorded."""
+    """Build the cards of ``advisor analyze --by layer``; none where no module was recorded."""
     a = view.analysis
     shown = view.loaded.cached(("layers", view.rank), lambda: report_layers(a))
     if shown is None:
@@ -265,7 +265,7 @@ OPS = (
 
 
 def op_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Rows of the operators' grid."""
+    """Return rows of the operators' grid."""
     table_ = op_table(a).head(MAX_OPS).with_columns(pl.col("device", "host") / a.step_count)
     return grid_rows(OPS, table_.iter_rows(named=True))
 
@@ -292,7 +292,7 @@ def _ops(view: PageView) -> Any:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """The selected kernel, below the grid."""
+    """Show the selected kernel below the grid."""
 
     register_search(app, "kernel-grid")
     register_search(app, RATES)
@@ -316,7 +316,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
 
 
 def _detail(view: PageView, number: int) -> Any:
-    """The kernel of a row: its full name, and its longest instance on the timeline."""
+    """Show the kernel of a row: its full name, and its longest instance on the timeline."""
     a = view.analysis
     if number >= min(a.hot_kernels.height, MAX_ROWS):
         return None
@@ -383,7 +383,7 @@ RATE_COLUMNS = (
 
 
 def rate_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Rows of the grid of operators by shape."""
+    """Return rows of the grid of operators by shape."""
     rows = [asdict(rate) for rate in rooflines(a, MAX_RATES)]
     for row in rows:
         row["name"], row["shapes"] = row["name"] or row["kernel"], row["shapes"] or None
@@ -392,7 +392,7 @@ def rate_rows(a: Analysis) -> list[dict[str, Any]]:
 
 
 def operator_rates(view: PageView) -> Any:
-    """The card."""
+    """Build the card of operators by shape."""
     a = view.analysis
     rows = view.loaded.cached(("rate_rows", view.rank), lambda: rate_rows(a))
     if not rows:
@@ -406,7 +406,7 @@ def operator_rates(view: PageView) -> Any:
 
 
 def _rate_note(a: Analysis) -> str:
-    """The attainable rates and their sources."""
+    """Write the attainable rates and their sources."""
     sources = []
     for rate in list_attainable_rates(a):
         memory = rate.of == "memory"

@@ -37,16 +37,16 @@ from advisor.render.documents.monitor import throttle_reasons
 
 SHOWN_STEPS, SHOWN_SAMPLES = 400, 600
 RECENT_STEPS = 50
-"""Steps that the figures of merit are of."""
+"""Number of steps that the figures of merit cover."""
 
 
 def has_content(view: PageView) -> bool:
-    """Whether a run is followed."""
+    """Return whether a run is followed."""
     return view.session.live
 
 
 def layout(rank: object = None, **query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     session = view.session
     if not session.live or session.follower is None:
@@ -106,7 +106,7 @@ def _record(view: PageView, rank: int | None) -> RankRecord | None:
 
 
 def body(view: PageView, rank: int | None) -> list[Any]:
-    """All that changes while the run goes on."""
+    """Build all that changes while the run goes on."""
     record = _record(view, rank)
     if record is None or not record.steps:
         return [
@@ -130,7 +130,7 @@ def body(view: PageView, rank: int | None) -> list[Any]:
 
 
 def _recent(record: RankRecord) -> StepRecords:
-    """Measurements of the latest steps alone."""
+    """Return measurements of the latest steps alone."""
     steps = record.steps[-RECENT_STEPS:]
     return StepRecords(RankRecord(rank=record.rank, steps=steps))
 
@@ -167,7 +167,7 @@ def _figures(record: RankRecord) -> Any:
 
 
 def steps_card(recorded: StepRecords, aside: str = "") -> Any:
-    """Durations of recorded steps, where they are known; profiled steps have their own colour."""
+    """Draw durations of recorded steps, if known; profiled steps have their own colour."""
     known = ~np.isnan(recorded.length)
     steps = [step for step, wanted in zip(recorded.steps, known, strict=True) if wanted]
     durations = (recorded.length[known] / 1e6).tolist()
@@ -189,7 +189,7 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
 
 
 def phases_card(title: str, parts: Sequence[Segment], aside: str) -> Any:
-    """A bar of the step's phases with its legend; ``None`` without any."""
+    """Draw a bar of the step's phases with its legend; ``None`` without any."""
     if not parts:
         return None
     legend = element("Div", *two_columns(parts), cls="legend")
@@ -208,7 +208,7 @@ def _phases(record: RankRecord) -> Any:
 
 
 def _findings(view: PageView) -> Any:
-    """Findings of the last window."""
+    """Show findings of the last window."""
     entry = view.session.entries[0]
     if entry.loaded is None:
         why = labels.clean(entry.failure_reason or entry.progress)
@@ -255,7 +255,7 @@ HOST_LINES = (
 
 
 def telemetry_cards(record: RankRecord, *, last: int | None = None) -> list[Any]:
-    """Figures of what was sampled; ``last``: only the latest samples."""
+    """Draw figures of what was sampled; ``last``: only the latest samples."""
     samples = record.samples[-last:] if last else record.samples
     if not samples:
         return [
@@ -322,12 +322,12 @@ def _figure(
 
 
 def figure_grid(parts: list[Any]) -> Any:
-    """Small figures side by side."""
+    """Arrange small figures side by side."""
     return element("Div", *parts, cls="multiples")
 
 
 def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, float, float, int]]:
-    """Runs of samples with the same reasons: (reasons, first s, last s, samples)."""
+    """Find runs of samples with the same reasons: (reasons, first s, last s, samples)."""
     spans: list[tuple[str, float, float, int]] = []
     before = ""
     for when, gpu in gpus:

@@ -1,4 +1,4 @@
-"""Memory: what held it over time and at the peak, by snapshot or by trace; the recorded steps."""
+"""Memory: its holders over time and at the peak, by snapshot or by trace; the recorded steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
 
 
 def has_content(view: PageView) -> bool:
-    """Whether memory was recorded."""
+    """Return whether memory was recorded."""
     if view.entry.loaded is None:
         return False
     a = view.analysis
@@ -38,7 +38,7 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
     known = _is_recorded(a)
@@ -64,14 +64,14 @@ def layout(**query: object) -> Any:
 
 
 def _is_recorded(a: Analysis) -> bool:
-    """Whether the trace, the recorder or a snapshot has device memory, or memory events."""
+    """Return whether the trace, the recorder or a snapshot has device memory, or memory events."""
     steps = [] if a.recorded is None else a.recorded.steps
     noted = any(step.allocated is not None for step in steps)
     return noted or a.snapshot is not None or bool(memory_devices(a))
 
 
 def _recorded(a: Analysis) -> Any:
-    """Memory at the end of each recorded step."""
+    """Draw memory at the end of each recorded step."""
     if a.recorded is None or not a.recorded.steps:
         return None
     steps = a.recorded
@@ -126,7 +126,7 @@ def _recorded(a: Analysis) -> Any:
 
 
 def _out_of_memory(a: Analysis) -> Any:
-    """The last recorded out-of-memory event."""
+    """Show the last recorded out-of-memory event."""
     events = [] if a.record is None else a.record.events_of("oom")
     if not events:
         return None
@@ -152,7 +152,7 @@ def _number(value: object) -> float | None:
 
 
 def _calls(a: Analysis) -> Any:
-    """Runtime calls that allocate or free memory during the steps: each is slow, and most wait."""
+    """Show runtime calls that allocate or free memory in the steps: slow, and most of them wait."""
     calls = a.allocations
     if calls.is_empty():
         return None

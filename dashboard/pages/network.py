@@ -44,14 +44,14 @@ KINDS: Final = {
     "NODE": "through several PCIe bridges of one CPU",
     "SYS": "between CPU sockets",
 }
-"""Part of the name of a transport or a link (NCCL; the legend of ``nvidia-smi topo -m``): what it
-is. The first that fits."""
+"""Meaning of a transport or link by a part of its name (NCCL; the legend of ``nvidia-smi topo
+-m``). The first that fits counts."""
 MAX_RANKS: Final = 200
-"""Rows of the table of a collective: the ranks that it is due to first."""
+"""Number of rows of a collective's table: the ranks that it is due to first."""
 
 
 def has_content(view: PageView) -> bool:
-    """Whether a log of NCCL, a topology or dumps of the flight recorder were read."""
+    """Return whether a log of NCCL, a topology or dumps of the flight recorder were read."""
     if view.entry.loaded is None:
         return False
     report = view.loaded.report
@@ -59,7 +59,7 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     return page(head("Network", _lead(view)), *sections(view))
 
@@ -74,7 +74,7 @@ def _lead(view: PageView) -> str:
 
 
 def sections(view: PageView) -> list[Any]:
-    """Cards of the dumps and of the logs; empty without both."""
+    """Build cards of the dumps and of the logs; empty without both."""
     report = view.loaded.report
     parts: list[Any] = []
     if report.flight is not None:
@@ -85,7 +85,7 @@ def sections(view: PageView) -> list[Any]:
 
 
 def _flight(view: PageView, record: FlightRecord) -> list[Any]:
-    """What was read, and one card for each collective that does not match or end."""
+    """Build figures on the dumps, and one card for each collective that does not match or end."""
     absent = of_ranks(record.absent) if record.absent else ""
     read = tiles(
         [
@@ -104,7 +104,7 @@ def _healthy(record: FlightRecord) -> str:
 
 
 def _problem(view: PageView, problem: CollectiveProblem) -> Any:
-    """The ranks that it is due to with their last call, those that wait, and where."""
+    """Show the ranks that it is due to with their last call, those that wait, and where."""
     first = problem.calls[0]
     own = {call.rank: call for call in problem.calls}
     last = {call.rank: call for call in problem.last}
@@ -133,7 +133,7 @@ def _role(problem: CollectiveProblem, rank: int) -> str:
 
 
 def _call(view: PageView, call: CollectiveCall | None, *, last: bool) -> list[Any]:
-    """Operation, shapes and line of a call; ``last``: it is the last one that the rank made."""
+    """Write operation, shapes and line of a call; ``last``: it is the last one of its rank."""
     if call is None:
         return ["not recorded", "–", "–"]
     dtypes = "/".join(dict.fromkeys(map(labels.clean, call.dtypes)))
@@ -147,7 +147,7 @@ def _call(view: PageView, call: CollectiveCall | None, *, last: bool) -> list[An
 
 
 def _place(view: PageView, call: CollectiveCall) -> Any:
-    """``train.py:29``, with a link that opens it in the editor."""
+    """Show ``train.py:29``, with a link that opens it in the editor."""
     where = call.where
     if where is None or not where.file:
         return "not recorded"
@@ -157,7 +157,7 @@ def _place(view: PageView, call: CollectiveCall) -> Any:
 
 
 def _path(log: NetworkLog) -> list[Any]:
-    """Figures that are known, connections by transport, and the facts that the terminal lists."""
+    """Show known figures, connections by transport, and the facts that the terminal lists."""
     size = f"{log.ranks:,}" if log.ranks else ""
     hosts = f"on {t.count_noun(log.hosts, 'host')}" if log.hosts else ""
     ring = f"{log.ring_gb_per_s:.0f} GB/s" if log.ring_gb_per_s else ""
@@ -185,7 +185,7 @@ def _path(log: NetworkLog) -> list[Any]:
 
 
 def _counts(title: str, name: str, counts: Mapping[str, int]) -> Any:
-    """How many there are of each kind of connection, and what that kind is."""
+    """Build a table of the number of connections by kind, and what each kind is."""
     if not counts:
         return None
     rows = [

@@ -42,11 +42,11 @@ STATUS = {
 }
 OUTLOOK = "outlook"
 MAX_LISTED_FINDINGS = 5
-"""Findings listed; the others are a click away."""
+"""Number of findings listed; the others are a click away."""
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     report = view.loaded.report
     bar, timeless = report_charts.build_step_bar(report), report.scope.has_no_step_time
@@ -70,13 +70,13 @@ def layout(**query: object) -> Any:
 
 
 def _timeless(view: PageView, report: Report) -> list[Any]:
-    """Of counters, logs or dumps alone: what to change, and what they say."""
+    """Build the page of counters, logs or dumps without a trace: what to change, what they show."""
     sections = map(draw_section, auxiliary_sections.kernel_tables(report))
     return [_top(view, report), *network.sections(view), *sections]
 
 
 def _segment_links(view: PageView, bar: StepBar) -> dict[str, str]:
-    """Where each part of the bar leads: its kernels, or its longest stretch on the timeline."""
+    """Return each bar part's address: its kernels, or its longest stretch on the timeline."""
     a = view.loaded.main
     links = {part.key: view.href("/timeline") for part in bar.segments}
     if bar.idle_total is None:
@@ -112,14 +112,14 @@ def _head(report: Report) -> Any:
 
 
 def _status(report: Report) -> str:
-    """Logs and dumps show faults, not where the time goes."""
+    """Return the page's status: logs and dumps show faults, not where the time goes."""
     fault = report.status == "bottlenecks" and (report.flight or report.network)
     return "Problems found" if fault and report.scope.has_no_step_time else STATUS[report.status]
 
 
 def _staircase(report: Report) -> Any:
-    """Step time as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked to
-    be in or out."""
+    """Draw the step as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked
+    to be in or out."""
     shown = report_charts.build_stairs(report)
     if shown is None:
         return None
@@ -155,7 +155,7 @@ def _staircase(report: Report) -> Any:
 
 
 def _parts(stairs: Stairs, stair: Stair, *, kept: bool) -> dict[str, Any]:
-    """A row's bar and its figures."""
+    """Return a row's bar and its figures."""
     left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
     start = left if kept else f"{max(0.0, stair.left_share - stair.saved_share):.4%}"
     gain = f"{stairs.bound_prefix}−{stair.saved}" if stair.saved else ""
@@ -172,7 +172,7 @@ def _parts(stairs: Stairs, stair: Stair, *, kept: bool) -> dict[str, Any]:
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """The stairs follow the ticks."""
+    """Redraw the stairs when fixes are ticked."""
 
     @app.callback(
         Output({"of": dash.ALL, "part": "run"}, "children"),
@@ -211,7 +211,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
 
 
 def finding_line(view: PageView, finding: Finding) -> Any:
-    """A finding in two lines, linked to its details."""
+    """Show a finding in two lines, linked to its details."""
     impact = finding.impact
     where = report_text.named_places(finding, 1)
     places = " · ".join(where[0][1]) if where else ""
@@ -238,7 +238,7 @@ def finding_line(view: PageView, finding: Finding) -> Any:
 
 
 def anchor(finding: Finding) -> str:
-    """HTML id of a finding on the findings page."""
+    """Return the HTML id of a finding on the findings page."""
     name = "".join(char if char.isalnum() or char == "-" else "-" for char in finding.rule)
     return f"finding-{name}"
 

@@ -30,12 +30,12 @@ MAX_WARNINGS = 20
 
 
 def has_content(view: PageView) -> bool:
-    """Whether there is a trace or a record."""
+    """Return whether there is a trace or a record."""
     return view.entry.loaded is None or view.analysis.only_input is None
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
     record = a.record
@@ -154,7 +154,7 @@ def _environment(manifest: Manifest | None, record: RankRecord) -> Any:
 
 
 def _known(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]]:
-    """Of names with a value and how it is written, those whose value was recorded."""
+    """Return name and text of the rows (name, value, how it is written) with a value."""
     return [(name, write(value)) for name, value, write in rows if value is not None]
 
 
@@ -215,7 +215,7 @@ def _loaders(a: Analysis) -> Any:
 
 
 def _events(record: RankRecord) -> Any:
-    """Warnings, errors, and the state of each profiled window."""
+    """Show warnings, errors, and the state of each profiled window."""
     lines = []
     for data in record.events_of("window"):
         state, why = labels.clean(data.get("state", "")), labels.clean(data.get("why", "") or "")
@@ -234,7 +234,7 @@ def _events(record: RankRecord) -> Any:
 
 
 def _lines(view: PageView) -> Any:
-    """Scalene's hot lines."""
+    """Show Scalene's hot lines."""
     hot_lines = view.loaded.report.hot_lines
     if not hot_lines:
         return empty_state(
@@ -266,7 +266,7 @@ def _lines(view: PageView) -> Any:
 
 
 def _trace(a: Analysis) -> Any:
-    """What the trace says about itself."""
+    """Show the facts about the trace: size, options, devices."""
     meta = a.trace.meta
     if a.record_only:
         return None

@@ -22,18 +22,18 @@ from advisor.dashboard.session import OpenedPath
 
 HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Program", "Verdict")
 MAX_COMMAND, MAX_VERDICT = 60, 110
-"""Characters; of a verdict its first sentence at least, if that has room in twice as many."""
+"""Lengths, characters; a verdict's first sentence stays whole if it fits twice as many."""
 MAX_COLUMNS, MAX_FINDINGS = 7, 12
-"""Runs and findings of the table of findings: the newest, and the largest."""
+"""Numbers of runs and findings in the table of findings: the newest, and the largest."""
 
 
 def has_content(view: PageView) -> bool:
-    """Whether a folder of runs is open."""
+    """Return whether a folder of runs is open."""
     return bool(view.session.folder)
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     session = view.session
     if not session.folder:
@@ -59,7 +59,7 @@ def layout(**query: object) -> Any:
 
 
 def _history(entries: list[OpenedPath]) -> Any:
-    """The median step of each run, oldest first."""
+    """Draw the median step of each run, oldest first."""
     shown = [(e.name, e.summary) for e in reversed(entries) if e.summary and e.summary.median_ns]
     if len(shown) < 2:
         return None
@@ -84,7 +84,7 @@ def _history(entries: list[OpenedPath]) -> Any:
 
 
 def _findings(entries: list[OpenedPath]) -> Any:
-    """What each run that was read could gain, finding by finding, oldest run first."""
+    """Build a table of what each run that was read could gain, by finding, oldest run first."""
     read = [entry for entry in entries if entry.verdict][:MAX_COLUMNS][::-1]
     largest: dict[str, float] = {}
     for entry in read:
@@ -141,7 +141,7 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
 
 
 def _change(median_ns: float | None, older: list[OpenedPath]) -> str:
-    """The median step against that of the run before; nothing is said of its significance."""
+    """Show the median step against the run before; nothing is said of its significance."""
     before = older[0].summary if older else None
     if not median_ns or before is None or not before.median_ns:
         return "–"

@@ -23,13 +23,13 @@ from advisor.dashboard.timeline.routes import routes, warm_first
 
 
 def has_content(view: PageView) -> bool:
-    """Whether a trace was recorded."""
+    """Return whether a trace was recorded."""
     return view.entry.loaded is None or not view.analysis.record_only
 
 
 def layout(**query: object) -> Any:
-    """The page. What it shows is in the address (``x0``, ``x1``, ns; ``rank``; ``focus``), which
-    the script reads and keeps up to date."""
+    """Build the page. What it shows is in the address (``x0``, ``x1``, ns; ``rank``; ``focus``),
+    which the script reads and keeps up to date."""
     view = page_view.view(**query)
     return element(
         "Div",
@@ -51,7 +51,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
 
 ADDRESS = "/_advisor/trace"
 MAX_KEPT = 2
-"""Files that are kept: the one asked for last is likely asked for again."""
+"""Number of files that are kept: the one asked for last is likely asked for again."""
 
 
 class TraceFiles:
@@ -65,7 +65,7 @@ class TraceFiles:
         self._made: dict[tuple[str, int, int], Path] = {}
 
     def file(self, view: PageView) -> Path:
-        """The file of a view. One is made at a time: it takes as long as reading did."""
+        """Return the file of a view. One is made at a time: it takes as long as reading did."""
         from advisor.export import build_tracks, write_trace
 
         a, report = view.analysis, view.loaded.report
@@ -90,7 +90,7 @@ class TraceFiles:
             return target
 
     def close(self) -> None:
-        """Delete them all."""
+        """Delete all files."""
         with self._lock:
             self._closing.close()
             self._folder = None
@@ -98,7 +98,7 @@ class TraceFiles:
 
 
 def trace_routes(session: DashboardSession) -> flask.Blueprint:
-    """``/_advisor/trace?run=…&rank=…``: the file, packed with gzip."""
+    """Add ``/_advisor/trace?run=…&rank=…``: the file, packed with gzip."""
     blueprint = flask.Blueprint("advisor_trace", "advisor.dashboard", url_prefix=ADDRESS)
     files = TraceFiles()
     session.closers.append(files.close)
@@ -121,7 +121,7 @@ def trace_routes(session: DashboardSession) -> flask.Blueprint:
 
 
 def file_name(view: PageView) -> str:
-    """What the file is called where it is saved: ``train.advisor.json.gz``."""
+    """Return the file's name where it is saved: ``train.advisor.json.gz``."""
     stem = view.entry.name.split(".json")[0]
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in stem)
     rank = "" if view.rank is None else f".rank{view.rank}"
@@ -129,8 +129,8 @@ def file_name(view: PageView) -> str:
 
 
 def trace_buttons(view: PageView) -> Any:
-    """To save the trace, and to open it in Perfetto: what that does is said before it is done.
-    ``None``: there is no trace."""
+    """Build buttons that save the trace, and open it in Perfetto; what that does is said before it
+    is done. ``None``: there is no trace."""
     a = view.analysis
     if a.record_only or a.trace.meta.path == "-":
         return None
@@ -155,7 +155,7 @@ def trace_buttons(view: PageView) -> Any:
 
 
 def _explanation(viewer: str, address: str, title: str) -> Any:
-    """Shown by the first click; assets/perfetto.js does what it says at the second."""
+    """Build the text that the first click shows; assets/perfetto.js opens it at the second."""
     return element(
         "Section",
         element("H2", "Open in Perfetto"),

@@ -32,12 +32,12 @@ from advisor.tune.report import (
 
 
 def has_content(view: PageView) -> bool:
-    """Whether the run has trials."""
+    """Return whether the run has trials."""
     return (Path(view.entry.path) / FILE).is_file()
 
 
 def layout(**query: object) -> Any:
-    """The page."""
+    """Build the page."""
     view = page_view.view(**query)
     try:
         report = read(view.entry.path)
@@ -78,7 +78,7 @@ def layout(**query: object) -> Any:
 
 
 def read(path: str) -> TrialReport | None:
-    """The trials in a run's folder; ``None``: there are none."""
+    """Read the trials in a run's folder; ``None``: there are none."""
     file = Path(path) / FILE
     if not file.is_file():
         return None

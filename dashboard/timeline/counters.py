@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 MAX_COUNTERS = 48
 HOLD_PERIODS = 2.5
-"""A sample is shown until the next one, or for this many typical periods where none comes."""
+"""Typical periods that a sample is shown for where none follows it."""
 MARGIN_NS = 2_000_000_000
-"""Samples this far outside the trace are kept: at 1 Hz a window of 0.5 s has one beside it."""
+"""Time around the trace, ns, whose samples are kept: at 1 Hz a window of 0.5 s has one."""
 
 
 class CounterSeries(NamedTuple):
-    """One series: ``value`` from ``ts`` (in order) until the next. Missing samples are absent."""
+    """Series: ``value`` from ``ts`` (in order) until the next. Missing samples are absent."""
 
     key: str
     label: str
     unit: str
-    """``%``, ``W``, ``MHz``, ``°C``, ``bytes``, ``bytes/s``, ``ns`` or empty."""
+    """Unit: ``%``, ``W``, ``MHz``, ``°C``, ``bytes``, ``bytes/s``, ``ns`` or empty."""
     ts: Ints
     value: NDArray[np.float64]
     max_shown_ns: int | None
@@ -55,13 +55,13 @@ _HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
 
 
 def counter_series(a: Analysis) -> tuple[CounterSeries, ...]:
-    """All series of a rank's window, at most MAX_COUNTERS."""
+    """Return all series of a rank's window, at most MAX_COUNTERS."""
     series = [*_phases(a), *_samples(a), *_memory(a), *_hardware(a)]
     return tuple(c for c in series if len(c.ts))[:MAX_COUNTERS]
 
 
 def clock_offset(a: Analysis) -> int | None:
-    """What to add to the recorder's times to get the trace's; ``None``: not on one clock."""
+    """Return what turns the recorder's times into the trace's, ns; ``None``: not on one clock."""
     if a.record is None:
         return None
     if a.record_only:  # the first step is the beginning
@@ -75,7 +75,7 @@ def clock_offset(a: Analysis) -> int | None:
 
 
 def _phases(a: Analysis) -> list[CounterSeries]:
-    """Of a run without a profiled window: host time of each step by phase."""
+    """Return host time of each step by phase, for a run without a profiled window."""
     if not a.record_only or a.recorded is None or not a.recorded.steps:
         return []
     ts = a.recorded.ts - a.recorded.ts.min()
@@ -175,7 +175,7 @@ def _hardware(a: Analysis) -> list[CounterSeries]:
 
 
 def sample_counter(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray[np.float32]:
-    """Least and largest value in each pixel, as two rows; NaN: no value there.
+    """Return least and largest value in each pixel, as two rows; NaN: no value there.
 
     Pixel i is [cut(i), cut(i + 1)) with ``cut(i) = x0 + ceil(i (x1 - x0) / px)``.
     """

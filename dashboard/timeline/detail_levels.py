@@ -1,6 +1,5 @@
-"""Level of detail: what to draw of a view, wide slices as they are, narrow ones as cells; and the
-categories of slices, which give the timeline its colours.
-"""
+"""Level of detail: how a view is drawn, wide slices as they are, narrow ones as cells; and the
+categories of slices, which give the timeline its colours."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
 
 BLOCK = 16
-"""Slices for which the longest duration is kept: long ones are found by it."""
+"""Number of slices for which the longest duration is kept: long ones are found by it."""
 MAX_SLICES = 20_000
-"""Slices of one answer; a view with more is answered in wider cells."""
+"""Number of slices in one answer; a view with more is answered in wider cells."""
 
 
 class FlaggedRuns(NamedTuple):
-    """CellRuns of cells with flagged narrow slices."""
+    """Runs of cells with flagged narrow slices."""
 
     lane: NDArray[np.uint16]
     cell: NDArray[np.int64]
@@ -38,22 +37,22 @@ class FlaggedRuns(NamedTuple):
 
 
 class VisibleSlices(NamedTuple):
-    """What to draw. Cell c is [begin + (c << k), begin + ((c + 1) << k))."""
+    """Slices and cells of a view. Cell c is [begin + (c << k), begin + ((c + 1) << k))."""
 
     k: int
     position: NDArray[np.int64]
-    """Slices of two cells and more: places in the index."""
+    """Slices of two cells and more: their places in the index."""
     lane: NDArray[np.uint16]
-    """Their lanes."""
+    """Lanes of these slices."""
     runs: CellRuns
-    """Cells of the shorter ones."""
+    """Cells of the shorter slices."""
     flagged: FlaggedRuns
     slice_count: int
-    """Slices in view, drawn either way."""
+    """Number of slices in view, drawn either way."""
 
 
 def level_for(x0: int, x1: int, px: int) -> int:
-    """The level whose cells are half a pixel to one pixel wide."""
+    """Return the level whose cells are half a pixel to one pixel wide."""
     return max(((x1 - x0) // px).bit_length() - 1, 0)
 
 
@@ -66,7 +65,7 @@ def level_of_detail(
     flags: NDArray[np.uint8] | None = None,
     max_slices: int = MAX_SLICES,
 ) -> VisibleSlices:
-    """What to draw of [x0, x1) of the given lanes on ``px`` pixels.
+    """Choose the slices and cells to draw of [x0, x1) of the given lanes on ``px`` pixels.
 
     ``flags``: a byte for each slice of the index; narrow slices that have one are
     in ``flagged``. Cells at the edge of the view are complete.
@@ -94,7 +93,7 @@ def level_of_detail(
 def _wide(
     index: TimelineIndex, spans: list[tuple[int, int, int]], least: int
 ) -> list[NDArray[np.int64]]:
-    """Slices of at least so many ns in each span, found through the longest of each block."""
+    """Find slices of at least so many ns in each span, through the longest of each block."""
     wide = []
     for _, lo, hi in spans:
         block = index.longest[lo // BLOCK : (hi - 1) // BLOCK + 1]
@@ -128,7 +127,7 @@ def _stored(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: 
 
 
 def _cut(runs: CellRuns, low: int, high: int) -> CellRuns:
-    """Only what lies in cells ``low`` to ``high``."""
+    """Cut runs to the cells ``low`` to ``high``."""
     end = np.minimum(runs.cell + runs.width, high + 1)
     cell = np.maximum(runs.cell, low)
     visible = end > cell
@@ -161,7 +160,7 @@ def _computed(index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high
 def _narrow(
     index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int
 ) -> list[tuple[int, NDArray[np.int64]]]:
-    """Narrow slices that touch the cells, by lane."""
+    """Find narrow slices that touch the cells, by lane."""
     x0, x1 = index.begin + (low << k), index.begin + ((high + 1) << k)
     parts = []
     for number in lanes:
@@ -183,7 +182,7 @@ def _flagged(
     high: int,
     flags: NDArray[np.uint8] | None,
 ) -> FlaggedRuns:
-    """Cells of flagged narrow slices. A slice that touches several marks the one it begins in."""
+    """Find cells of flagged narrow slices. One that touches several marks the one it begins in."""
     none = np.zeros(0, dtype=np.int64)
     nothing = FlaggedRuns(none.astype(np.uint16), none, none, none.astype(np.uint8))
     if flags is None:
@@ -211,23 +210,23 @@ def _flagged(
 
 
 COVER_STEP = 8
-"""Coverage has 32 levels, so that runs of equal cells are long."""
+"""Step of coverage, which has 32 levels, so that runs of equal cells are long."""
 SLICES_PER_CELL = 8
 """The finest stored level has about this many slices of the whole index for each cell: a view of
 some thousand cells of a finer one touches few enough slices to be looked at one by one."""
 COARSEST_CELLS = 128
-"""No level has fewer cells than this."""
+"""Number of cells that every level has at least."""
 MAX_LEVEL = 62
 
 
 class CellRuns(NamedTuple):
-    """CellRuns of equal cells, ordered by (lane, cell)."""
+    """Runs of equal cells, ordered by (lane, cell)."""
 
     lane: NDArray[np.uint16]
     cell: NDArray[np.int64]
     width: NDArray[np.int64]
     slot: NDArray[np.uint8]
-    """The category with most time in the cell (the lower number of equals), within its set."""
+    """Category with most time in the cell (the lower number of equals), within its set."""
     cover: NDArray[np.uint8]
     """Share of the cell that narrow slices cover, rounded up to COVER_STEP, 1 to 255."""
 
@@ -240,7 +239,7 @@ class CellTimes(NamedTuple):
 
 
 class DetailLevel(NamedTuple):
-    """The runs of all lanes at one level; those of lane i are ``first[i]`` to ``first[i + 1]``."""
+    """Runs of all lanes at one level; lane i has ``first_run[i]`` to ``first_run[i + 1]``."""
 
     first_run: NDArray[np.int64]
     runs: CellRuns
@@ -257,7 +256,7 @@ class Slices(NamedTuple):
 
 
 def cell_times(slices: Slices, k: int, cells: int) -> CellTimes:
-    """Time that narrow slices spend in each cell. Each is at most two cells long."""
+    """Sum the time that narrow slices spend in each cell. Each is at most two cells long."""
     first = slices.start >> k
     end = np.maximum(slices.end, slices.start + 1)
     last = (end - 1) >> k
@@ -275,7 +274,7 @@ def cell_times(slices: Slices, k: int, cells: int) -> CellTimes:
 
 
 def sum_by_key(key: Ints, weight: NDArray[np.generic]) -> CellTimes:
-    """Weights of equal keys added up, keys in order."""
+    """Add up weights of equal keys, keys in order."""
     if not len(key):
         return CellTimes(key, np.zeros(0))
     order = np.argsort(key, kind="stable")
@@ -285,7 +284,7 @@ def sum_by_key(key: Ints, weight: NDArray[np.generic]) -> CellTimes:
 
 
 def cell_runs(times: CellTimes, k: int, cells: int) -> CellRuns:
-    """The dominant category of each cell, equal neighbours joined."""
+    """Return the dominant category of each cell, equal neighbours joined."""
     place = times.key // SLOTS
     if not len(place):
         return EMPTY_RUNS
@@ -322,12 +321,12 @@ EMPTY_RUNS = CellRuns(
 
 
 def cell_count(length: int, k: int) -> int:
-    """Cells of a level that cover a length (and one more, for what ends with it)."""
+    """Count cells of a level that cover a length (and one more, for what ends with it)."""
     return (length >> k) + 2
 
 
 def stored_levels(slices: int, length: int) -> range:
-    """Levels that are kept for an index of so many slices and ns: none where it is small."""
+    """Return levels that are kept for an index of so many slices and ns: none where it is small."""
     want = max(slices // SLICES_PER_CELL, COARSEST_CELLS)
     low = max((length // want).bit_length() - 1, 0)
     high = max((length // COARSEST_CELLS).bit_length() - 1, low)
@@ -342,7 +341,7 @@ def build_pyramid(
     begin: int,
     length: int,
 ) -> dict[int, DetailLevel]:
-    """CellRuns of every stored level. ``bounds``: first and last slice of each lane.
+    """Build the runs of every stored level. ``bounds``: first and last slice of each lane.
 
     Each level is the one below it with pairs of cells joined, and the slices that became narrow.
     """
@@ -377,17 +376,17 @@ def build_pyramid(
 
 
 def _small(runs: CellRuns) -> CellRuns:
-    """The same in fewer bytes: cells of stored levels fit 32 bits."""
+    """Return the same runs in fewer bytes: cells of stored levels fit 32 bits."""
     return runs._replace(cell=runs.cell.astype(np.uint32), width=runs.width.astype(np.uint32))
 
 
 class Category(NamedTuple):
-    """One category. ``key`` is stable."""
+    """Category of slices. ``key`` is stable."""
 
     key: str
     label: str
     colour: str
-    """As on the other pages where they show the same."""
+    """Colour, as on the other pages where they show the same."""
 
 
 STEPS = (
@@ -436,11 +435,11 @@ HOST = (
 )
 
 ALL = (*STEPS, *PHASES, *IDLE, *KERNELS, *COPIES, *SYNCS, *ACTIVITY, *HOST)
-"""Every category; what is sent to the browser is the place in here."""
+"""Categories of all sets; the browser gets a category's place in here."""
 
 SETS = (STEPS, PHASES, IDLE, KERNELS, COPIES, SYNCS, ACTIVITY, HOST)
 BASE = {part: ALL.index(part[0]) for part in SETS}
-"""Where each set begins: a lane holds one set, its slices the place in the set."""
+"""Place of each set's first category: a lane holds one set, its slices the place in the set."""
 
 TITLES = (
     (STEPS, "Steps"),
@@ -452,14 +451,14 @@ TITLES = (
     (ACTIVITY, "Thread activity"),
     (HOST, "Host calls"),
 )
-"""The sets by name, for a legend."""
+"""Sets with their titles, for a legend."""
 
 SLOTS = max(len(part) for part in BASE)
 """Size of the largest set."""
 
 
 def category_label(category: Category, framework: str | None) -> str:
-    """The label of a category, in the words of the framework that the program is written with."""
+    """Return a category's label, in the words of the framework that the program is written with."""
     kind, _, name = category.key.partition("-")
     if kind == "idle" or category.key == "host-loader":
         return cause_label(name, framework)

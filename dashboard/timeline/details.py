@@ -1,4 +1,4 @@
-"""The facts about a slice and the slices linked to it."""
+"""Facts about a slice and the slices linked to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def describe_slice(a: Analysis, index: TimelineIndex, position: int) -> dict[str, Any]:
-    """Facts (label, value, unit) and links (slices tied to it) of a slice. Only what was
+    """Return facts (label, value, unit) and links (slices tied to it) of a slice. Only what was
     recorded: a fact that is not there is left out."""
     number = index.lane_of(position)
     lane = index.lanes[number]
@@ -77,7 +77,7 @@ def _links(index: TimelineIndex, table: str, kind: str, rows: list[int]) -> list
 
 
 def _line(a: Analysis, host_row: int | None) -> dict[str, Any] | None:
-    """The user's line around a host row; ``None``: no stacks."""
+    """Return the user's line around a host row; ``None``: no stacks."""
     file, line, function = a.location(host_row)
     if file is None:
         return None
@@ -133,14 +133,14 @@ def _host(a: Analysis, index: TimelineIndex, row: int, details: dict[str, Any]) 
 
 
 def _children(a: Analysis, row: int) -> list[int]:
-    """The longest host events directly below one, in order of start."""
+    """Return the longest host events directly below one, in order of start."""
     children = a.trace.cpu["parent"].eq(row).arg_true()
     longest = a.trace.cpu["dur"].gather(children).arg_sort(descending=True).head(MAX_AROUND)
     return children.gather(longest).sort().to_list()
 
 
 def _launched(a: Analysis, row: int) -> NDArray[np.int64]:
-    """Rows of gpu that a host event, or anything below it on its thread, launched."""
+    """Return rows of gpu that a host event, or anything below it on its thread, launched."""
     cpu = a.trace.cpu
     thread = cpu["thread"].to_numpy()
     ts = cpu["ts"].to_numpy()
@@ -260,7 +260,7 @@ def _sync(a: Analysis, row: int, details: dict[str, Any]) -> None:
 
 
 def slice_near(index: TimelineIndex, lane: int, t: int, reach: int) -> dict[str, Any] | None:
-    """The longest slice of a lane within ``reach`` of an instant, and how many there are."""
+    """Find a lane's longest slice within ``reach`` of an instant, and how many there are."""
     lo, hi = index.within(lane, t - reach, t + reach)
     if hi <= lo:
         # a slice of no duration is at an instant

@@ -1,4 +1,4 @@
-"""The binary answer to a view: what ``assets/timeline/data.js`` reads.
+"""Binary answer to a view, which ``assets/timeline/data.js`` reads.
 
 Little endian throughout. A header of 72 bytes, then columns one after another, each beginning at a
 multiple of 8 bytes (zeros between)::
@@ -55,7 +55,7 @@ def encode_view(
     ms: float = 0.0,
     version: int = 0,
 ) -> bytes:
-    """The answer to a view; ``counters``: which of the index's are wanted."""
+    """Encode the answer to a view; ``counters``: which of the index's are wanted."""
     x0, x1 = span
     positions = view.position
     base = np.array([lane.base for lane in index.lanes] or [0], dtype=np.int64)

@@ -28,13 +28,13 @@ LaneSource = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorde
 ``recorded``: steps of the record."""
 
 MAX_LANES = 4096
-"""A hostile file can have any number of threads; ``notes`` counts those left out."""
+"""Number of lanes: a hostile file can have any number; ``notes`` counts those left out."""
 
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """One row of the picture. Its slices are ``lo`` to ``hi`` of the columns; they do not
-    overlap, so starts and ends are both in order."""
+    """Row of the picture. Its slices are ``lo`` to ``hi`` of the columns; they do not overlap, so
+    starts and ends are both in order."""
 
     group: int
     depth: int
@@ -50,7 +50,7 @@ class LaneGroup:
     """Lanes that belong together, under one label."""
 
     key: str
-    """Stable: ``steps``, ``gaps``, ``stream:0:7``, ``thread:1`` …"""
+    """Key that is stable: ``steps``, ``gaps``, ``stream:0:7``, ``thread:1`` …"""
     label: str
     kind: str
     """``steps``, ``phases``, ``idle``, ``stream``, ``collectives``, ``copies``, ``sync``,
@@ -59,7 +59,7 @@ class LaneGroup:
     """Number of its first lane."""
     count: int
     folded: bool = False
-    """Starts collapsed: only its first lane is shown."""
+    """Whether it starts collapsed: only its first lane is shown."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TimelineIndex:
 
     start: Ints
     end: Ints
-    """Never beyond the start of the next slice of the lane; details have the true end."""
+    """Ends, never beyond the start of the lane's next slice; details have the true end."""
     name: NDArray[np.uint32]
     """Place in ``names``."""
     slot: NDArray[np.uint8]
@@ -80,36 +80,36 @@ class TimelineIndex:
     names: list[str]
     """Distinct names, those with most time first."""
     framework: str | None = field(default=None, kw_only=True)
-    """What the program is written with: some categories are called otherwise there."""
+    """Framework of the program: some categories have other names there."""
     slice_of_row: dict[str, NDArray[np.int32]]
-    """``cpu`` and ``gpu``: aligned with the table, the slice that shows each row, -1: none."""
+    """Slice that shows each row of the tables ``cpu`` and ``gpu``, aligned with them; -1: none."""
     longest: Ints
     """Longest duration of each BLOCK slices, ns."""
     pyramid: dict[int, DetailLevel]
     """Cells of the narrow slices, by level."""
     begin: int
-    """First instant with anything, ns."""
+    """First instant with any slice, ns."""
     finish: int
-    """Last one."""
+    """Last such instant, ns."""
     counters: tuple[CounterSeries, ...] = ()
     notes: tuple[str, ...] = field(default=())
-    """What is missing and why, a line each."""
+    """Reasons why something is missing, a line each."""
 
     def __len__(self) -> int:
         return len(self.start)
 
     def lane_of(self, position: int) -> int:
-        """Number of the lane that a slice is in."""
+        """Return the number of the lane that a slice is in."""
         ends = [lane.hi for lane in self.lanes]
         return int(np.searchsorted(ends, position, side="right"))
 
     def category(self, position: int) -> str:
-        """What a slice is, in the words of the framework that the program is written with."""
+        """Name a slice's category in the words of the framework of the program."""
         lane = self.lanes[self.lane_of(position)]
         return category_label(ALL[lane.base + int(self.slot[position])], self.framework)
 
     def within(self, lane: int, x0: int, x1: int) -> tuple[int, int]:
-        """Positions of the lane's slices that end after ``x0`` and start before ``x1``."""
+        """Return positions of the lane's slices that end after ``x0`` and start before ``x1``."""
         bounds = self.lanes[lane]
         lo = bounds.lo + int(np.searchsorted(self.end[bounds.lo : bounds.hi], x0, side="right"))
         hi = bounds.lo + int(np.searchsorted(self.start[bounds.lo : bounds.hi], x1, side="left"))
@@ -189,7 +189,7 @@ class IndexBuilder:
         self.group(key, label, kind, parts, folded)
 
     def index(self, counters: tuple[CounterSeries, ...] = ()) -> TimelineIndex:
-        """The index of all lanes; ``place`` is left empty."""
+        """Build the index of all lanes; ``place`` is left empty."""
         start, end, name, slot, row = (
             np.concatenate([*(column[i] for column in self.columns), np.zeros(0, dtype=kind)])
             for i, kind in enumerate((np.int64, np.int64, np.uint32, np.uint8, np.int32))
@@ -219,7 +219,7 @@ class IndexBuilder:
 
 
 def _longest(duration: Ints) -> Ints:
-    """Longest of each BLOCK durations."""
+    """Return the longest of each BLOCK durations."""
     if not len(duration):
         return duration
     longest: Ints = np.maximum.reduceat(duration, np.arange(0, len(duration), BLOCK))
@@ -227,7 +227,7 @@ def _longest(duration: Ints) -> Ints:
 
 
 class NameTable:
-    """Collects the names of all tables."""
+    """Table of names, collected from all tables."""
 
     def __init__(self, shown: Callable[[str], str] = str) -> None:
         """``shown``: what a name is called where that is not what it is."""
@@ -235,12 +235,12 @@ class NameTable:
         self._shown = shown
 
     def number_of(self, text: str) -> int:
-        """Number of a name."""
+        """Return the number of a name."""
         text = self._shown(text)
         return self._number.setdefault(text, len(self._number))
 
     def column(self, names: pl.Series) -> NDArray[np.uint32]:
-        """Numbers of a column of categories or strings; null is the empty name."""
+        """Number a column of categories or strings; null is the empty name."""
         if names.dtype == pl.String:
             names = names.cast(pl.Categorical)
         unique = names.unique().drop_nulls()
@@ -257,7 +257,7 @@ class NameTable:
     def sort_by_time(
         self, name: NDArray[np.uint32], duration: Ints
     ) -> tuple[NDArray[np.uint32], list[str]]:
-        """The numbers renewed so that names with most time come first, and the names."""
+        """Renumber names so that those with most time come first; return numbers and names."""
         texts = list(self._number)
         total = np.bincount(name, weights=duration, minlength=len(texts))
         order = np.argsort(-total, kind="stable")
@@ -267,13 +267,13 @@ class NameTable:
 
 
 MAX_TRACKS = 12
-"""More would push everything else off the screen; what finds no free track goes to the last."""
+"""Number of tracks: more would fill the screen; slices without a free track go to the last."""
 MAX_LOOPED = 300_000
-"""Overlapping slices that are placed one by one: about 0.2 s."""
+"""Number of overlapping slices that are placed one by one: about 0.2 s."""
 
 
 def assign_tracks(start: Ints, end: Ints, max_tracks: int = MAX_TRACKS) -> NDArray[np.int64]:
-    """Track of each slice (ordered by start): the first one that is free, at most ``max_tracks``.
+    """Return each slice's track (ordered by start): the first free one, at most ``max_tracks``.
 
     Slices that overlap none are on track 0. Beyond MAX_LOOPED overlapping slices they take
     turns, whether a track is free or not.

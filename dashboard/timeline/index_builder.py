@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 FOLD_BEYOND = 2
-"""Threads after the first few start collapsed."""
+"""Number of threads after which the others start collapsed."""
 MAX_THREADS = 256
 
 _CALL_SLOT = {
@@ -67,7 +67,7 @@ def _slot(part: CategorySet, key: str) -> int:
 
 
 def build_index(a: Analysis, *, libraries: bool = True) -> TimelineIndex:
-    """Every lane of a rank's window. A fraction of a second for a million events.
+    """Build every lane of a rank's window. A fraction of a second for a million events.
 
     ``libraries``: with the frames of libraries in the call stacks of Python.
     """
@@ -87,7 +87,7 @@ def build_index(a: Analysis, *, libraries: bool = True) -> TimelineIndex:
 
 
 def _places(index: TimelineIndex, a: Analysis) -> dict[str, NDArray[np.int32]]:
-    """Where each row of a table is drawn (device work: on its stream)."""
+    """Return the slice that draws each row of a table (device work: on its stream)."""
     place: dict[str, NDArray[np.int32]] = {
         "cpu": np.full(a.trace.cpu.height, -1, dtype=np.int32),
         "gpu": np.full(a.trace.gpu.height, -1, dtype=np.int32),
@@ -116,7 +116,7 @@ def _steps(b: IndexBuilder, a: Analysis) -> None:
 
 
 def _recorded(b: IndexBuilder, a: Analysis) -> None:
-    """Without a profiled window: the steps as the recorder timed them, from the first one."""
+    """Add the steps as the recorder timed them, from the first one; for runs without a window."""
     if a.recorded is None or not a.recorded.steps:
         return
     start = a.recorded.ts - a.recorded.ts.min()
@@ -127,7 +127,7 @@ def _recorded(b: IndexBuilder, a: Analysis) -> None:
 
 
 def _phases(b: IndexBuilder, a: Analysis) -> None:
-    """The recorder's phases; without them the outermost ranges of the main thread."""
+    """Add the recorder's phases; without them the outermost ranges of the main thread."""
     cpu = a.trace.cpu
     if cpu.is_empty() or a.trace.main_thread is None:
         return
@@ -171,7 +171,7 @@ def _idle(b: IndexBuilder, a: Analysis) -> None:
 
 
 def _streams(b: IndexBuilder, a: Analysis) -> None:
-    """Each stream of each device, then collectives and copies once more on their own."""
+    """Add each stream of each device, then collectives and copies once more on their own."""
     gpu = a.trace.gpu
     if gpu.is_empty():
         return
@@ -235,7 +235,7 @@ def _sync(b: IndexBuilder, a: Analysis) -> None:
 
 
 def _host_slots(a: Analysis) -> NDArray[np.uint8]:
-    """Category of each host row."""
+    """Return the category of each host row."""
     cpu = a.trace.cpu
     kind = cpu["kind"]
     slot = np.full(cpu.height, _slot(HOST, "host-op"), dtype=np.uint8)
@@ -258,7 +258,7 @@ def _host_slots(a: Analysis) -> NDArray[np.uint8]:
 
 
 def _threads(b: IndexBuilder, a: Analysis, *, libraries: bool) -> None:
-    """Each host thread: what it was doing in one lane, then its calls, a lane a depth."""
+    """Add each host thread: what it was doing in one lane, then its calls, a lane a depth."""
     cpu = a.trace.cpu
     wanted = (cpu["kind"] != "overhead").to_numpy()
     deep = cpu["depth"].to_numpy()
@@ -310,7 +310,7 @@ def _thread_label(a: Analysis, number: int) -> str:
 
 
 def _activity(b: IndexBuilder, a: Analysis) -> dict[int, Any]:
-    """What each thread was doing, each instant once (``Analysis.timeline``): thread -> lane."""
+    """Return a lane per thread of what it was doing, each instant once (``Analysis.timeline``)."""
     line = a.timeline
     # pieces of one class in a row are one piece; the first names the event
     code, owner = line.code, line.thread
@@ -352,7 +352,7 @@ def _overhead(b: IndexBuilder, a: Analysis) -> None:
 
 
 def _tell_what_is_missing(b: IndexBuilder, a: Analysis) -> None:
-    """One line for each kind of lane that the trace has nothing for."""
+    """Note each kind of lane that the trace has nothing for, a line each."""
     if a.record_only:
         b.notes.append("No window was profiled: only recorded steps and samples are shown.")
         return
@@ -370,9 +370,9 @@ def _tell_what_is_missing(b: IndexBuilder, a: Analysis) -> None:
 
 
 OWN = 2
-"""``frame_rank`` of the user's own code."""
+"""Value of ``frame_rank`` for the user's own code."""
 MODULE = "nn.Module: "
-"""How the profiler writes the call of a module: no line of a library, but a part of the model."""
+"""Prefix of a module's call in the profiler: no line of a library, but a part of the model."""
 
 
 def library_frames(a: Analysis) -> NDArray[np.bool_]:

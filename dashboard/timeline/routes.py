@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 
 NAMES_PER_PAGE = 4096
-"""Names of one page of the name table."""
+"""Number of names on one page of the name table."""
 MAX_SHOWN = 300
-"""Characters of a name in the table; details have it in full."""
+"""Length of a name in the table, characters; details have it in full."""
 TABLE_ROWS = 100
 LINK, ROW, WIDE_ROW = 60, 20, 52
-"""Characters of a name in the lists of the panel, in its table, in the table of what is in view."""
+"""Lengths of a name, characters: in the panel's lists, its table, the table of the view."""
 MAX_RUN_NAME = 24
-"""Characters of a run's name beside its picture."""
+"""Length of a run's name beside its picture, characters."""
 
 Reply = flask.Response
 
@@ -57,7 +57,7 @@ class NotReady(Exception):
 
 
 def routes(session: DashboardSession) -> flask.Blueprint:
-    """The blueprint. Every address takes ``run`` and ``rank``, defaults the first ones."""
+    """Build the blueprint. Every address takes ``run`` and ``rank``, defaults the first ones."""
     blueprint = flask.Blueprint(
         "advisor_timeline", "advisor.dashboard.timeline", url_prefix="/_advisor/timeline"
     )
@@ -97,8 +97,8 @@ def warm_first(session: DashboardSession) -> None:
 def rank_timeline(
     loaded: LoadedRun, rank: int, version: int, *, libraries: bool = True
 ) -> RankTimeline:
-    """The timeline of a rank, built once for each loaded run, and once more without the frames of
-    libraries when those are hidden."""
+    """Return the timeline of a rank, built once for each loaded run, and once more without the
+    frames of libraries when those are hidden."""
     return loaded.cached(
         ("timeline", rank, libraries),
         lambda: RankTimeline(
@@ -123,7 +123,7 @@ def _entry(session: DashboardSession, args: Any, key: str) -> OpenedPath:
 
 
 def _loaded(session: DashboardSession, args: Any, run: str, rank: str) -> tuple[LoadedRun, int]:
-    """The run and the rank that two parameters name."""
+    """Return the run and the rank that two parameters name."""
     entry = _entry(session, args, run)
     loaded = entry.loaded
     if loaded is None:
@@ -141,7 +141,7 @@ def _ranks(session: DashboardSession, args: Any) -> list[int]:
 
 
 def _runs(session: DashboardSession) -> list[dict[str, Any]]:
-    """The runs that are read, to put one beside another."""
+    """List the runs that are read, to put one beside another."""
     ready = [(e, e.loaded) for e in session.entries if e.loaded is not None]
     names = distinct_labels((e.name for e, _ in ready), MAX_RUN_NAME)
     return [
@@ -151,7 +151,7 @@ def _runs(session: DashboardSession) -> list[dict[str, Any]]:
 
 
 def _beside(_line: RankTimeline, args: Any) -> Reply:
-    """How far the times of another rank or run (``other_run``, ``other_rank``) are apart."""
+    """Answer the time offset to another rank or run (``other_run``, ``other_rank``), ns."""
     session = flask.current_app.config["ADVISOR_SESSION"]
     here, there = (
         _loaded(session, args, f"{prefix}run", f"{prefix}rank") for prefix in ("", "other_")
@@ -161,7 +161,7 @@ def _beside(_line: RankTimeline, args: Any) -> Reply:
 
 
 def _info(line: RankTimeline, args: Any) -> Reply:
-    """What the picture is made of: groups, lanes, categories, counters, findings, steps."""
+    """Answer the parts of the picture: groups, lanes, categories, counters, findings, steps."""
     index, a = line.index, line.analysis
     session = flask.current_app.config.get("ADVISOR_SESSION")
     device = a.device
@@ -221,7 +221,7 @@ def _info(line: RankTimeline, args: Any) -> Reply:
 
 
 def _names(line: RankTimeline, args: Any) -> Reply:
-    """One page of the name table: ``names``, and a label for each that fits into a slice."""
+    """Answer a page of the name table: ``names``, and a label for each that fits into a slice."""
     page = read_number(args, "page", 0, 10**6, default=0)
     names = line.index.names[page * NAMES_PER_PAGE : (page + 1) * NAMES_PER_PAGE]
     return flask.jsonify(
@@ -230,7 +230,7 @@ def _names(line: RankTimeline, args: Any) -> Reply:
 
 
 def _view(line: RankTimeline, args: Any) -> Reply:
-    """Slices, cells and counters of a view: see ``encoding.py``."""
+    """Answer slices, cells and counters of a view: see ``encoding.py``."""
     began = time.perf_counter()
     index = line.index
     x0, x1 = read_span(args, index)
@@ -248,7 +248,7 @@ def _view(line: RankTimeline, args: Any) -> Reply:
 
 
 def _slice(line: RankTimeline, args: Any) -> Reply:
-    """All that is known of a slice."""
+    """Answer all that is known of a slice."""
     position = read_number(args, "id", 0, 2**32 - 1)
     if position >= len(line.index):
         raise BadParameter("there is no such slice")
@@ -258,7 +258,7 @@ def _slice(line: RankTimeline, args: Any) -> Reply:
 
 
 def _at(line: RankTimeline, args: Any) -> Reply:
-    """The longest slice of a lane near an instant: what a cell stands for."""
+    """Answer the longest slice of a lane near an instant: what a cell stands for."""
     lane = read_number(args, "lane", 0, 10**6)
     if lane >= len(line.index.lanes):
         raise BadParameter("there is no such lane")
@@ -268,7 +268,7 @@ def _at(line: RankTimeline, args: Any) -> Reply:
 
 
 def _search(line: RankTimeline, args: Any) -> Reply:
-    """The next or previous slice whose name has the text."""
+    """Answer the next or previous slice whose name has the text."""
     query = read_text(args, "q")
     position = read_number(args, "id", -1, 2**32 - 1, default=-1)
     since = read_number(args, "t", -MAX_NS, MAX_NS, default=line.index.begin)
@@ -280,14 +280,14 @@ def _search(line: RankTimeline, args: Any) -> Reply:
 
 
 def _find(line: RankTimeline, args: Any) -> Reply:
-    """The slice that begins at an instant."""
+    """Answer the slice that begins at an instant."""
     t = read_number(args, "t", -MAX_NS, MAX_NS)
     dur = read_number(args, "dur", -1, MAX_NS, default=-1)
     return flask.jsonify(slice_starting(line.index, t, None if dur < 0 else dur))
 
 
 def _range(line: RankTimeline, args: Any) -> Reply:
-    """Statistics of a range."""
+    """Answer statistics of a range."""
     x0, x1 = read_span(args, line.index)
     statistics = range_statistics(line.analysis, line.index, x0, x1)
     for part in ("kernels", "operators", "calls"):
@@ -296,7 +296,7 @@ def _range(line: RankTimeline, args: Any) -> Reply:
 
 
 def _table(line: RankTimeline, args: Any) -> Reply:
-    """The longest slices in view as rows of text."""
+    """Answer the longest slices in view as rows of text."""
     x0, x1 = read_span(args, line.index)
     lanes = read_numbers(args, "lanes", len(line.index.lanes))
     slices = longest_slices(line.index, lanes, x0, x1, TABLE_ROWS)
@@ -305,7 +305,7 @@ def _table(line: RankTimeline, args: Any) -> Reply:
 
 
 def _label(rows: list[dict[str, Any]], width: int) -> None:
-    """A label beside each name of a table."""
+    """Add a label beside each name of a table."""
     for row, label in zip(rows, distinct_labels((row["name"] for row in rows), width), strict=True):
         row["label"] = label
 
@@ -328,7 +328,7 @@ MAX_NS = 1 << 60
 MAX_QUERY = 200
 MAX_RANGES = 512
 MAX_ASKED = 1024
-"""Lanes of one answer: more do not fit on a screen."""
+"""Number of lanes in one answer: more do not fit on a screen."""
 MIN_SPAN, MAX_PX, MIN_PX = 16, 8192, 16
 
 _NUMBER = re.compile(r"-?[0-9]{1,19}")
@@ -342,7 +342,7 @@ class BadParameter(ValueError):
 def read_number(
     args: Mapping[str, str], key: str, low: int, high: int, default: int | None = None
 ) -> int:
-    """A whole number between two bounds."""
+    """Read a whole number between two bounds."""
     text = args.get(key)
     if text is None:
         if default is None:
@@ -357,7 +357,7 @@ def read_number(
 
 
 def read_span(args: Mapping[str, str], index: TimelineIndex) -> tuple[int, int]:
-    """``x0`` and ``x1``, ns: somewhere near what there is, and some length."""
+    """Read ``x0`` and ``x1``, ns: somewhere near what there is, and some length."""
     length = index.finish - index.begin
     low, high = index.begin - length - 10**9, index.finish + length + 10**9
     x0, x1 = (read_number(args, key, -MAX_NS, MAX_NS) for key in ("x0", "x1"))
@@ -369,7 +369,7 @@ def read_span(args: Mapping[str, str], index: TimelineIndex) -> tuple[int, int]:
 
 
 def read_numbers(args: Mapping[str, str], key: str, limit: int) -> list[int]:
-    """``0-3,7``: numbers below ``limit``, in order, each once; absent or empty: none."""
+    """Read ``0-3,7``: numbers below ``limit``, in order, each once; absent or empty: none."""
     text = args.get(key, "")
     values: set[int] = set()
     parts = text.split(",") if text else []
@@ -391,7 +391,7 @@ def read_numbers(args: Mapping[str, str], key: str, limit: int) -> list[int]:
 
 
 def read_text(args: Mapping[str, str], key: str) -> str:
-    """Free text, at most MAX_QUERY characters."""
+    """Read free text, at most MAX_QUERY characters."""
     text = args.get(key, "")
     if len(text) > MAX_QUERY:
         raise BadParameter(f"{key} is longer than {MAX_QUERY} characters")

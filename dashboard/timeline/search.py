@@ -1,4 +1,4 @@
-"""What is asked of the index: slices by name, the slices of a finding, statistics of a range."""
+"""Queries on the index: slices by name, the slices of a finding, statistics of a range."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_NAMES = 8
 
 
 class SearchHits(NamedTuple):
-    """``position`` of the found slices in order of the index, ``order`` puts them in order of
+    """Slices that were found: ``position`` in order of the index, ``order`` puts them in order of
     time; a slice drawn twice (a copy on its stream and among the copies) counts once."""
 
     position: NDArray[np.int32]
@@ -42,7 +42,7 @@ _TWICE = ("collectives", "copies", "phases")
 
 
 def search(index: TimelineIndex, query: str) -> SearchHits:
-    """Slices whose name contains the lower-case text; an empty text finds nothing."""
+    """Find slices whose name contains the lower-case text; an empty text finds nothing."""
     none = np.zeros(0, dtype=np.int32)
     if not query:
         return SearchHits(none, none, np.zeros(0, dtype=np.int64))
@@ -63,8 +63,8 @@ def search(index: TimelineIndex, query: str) -> SearchHits:
 def step_through(
     index: TimelineIndex, hits: SearchHits, current: int | None, since: int, back: bool
 ) -> dict[str, Any]:
-    """The found slice after (or before) slice ``current``, or after the instant ``since``; it goes
-    round at the end."""
+    """Return the found slice after (or before) slice ``current``, or after the instant ``since``;
+    it goes round at the end."""
     total = len(hits.order)
     names = [index.names[i][:200] for i in hits.names[:MAX_NAMES].tolist()]
     answer: dict[str, Any] = {"total": total, "names": names, "distinct": len(hits.names)}
@@ -82,7 +82,7 @@ def step_through(
 
 
 def locate_slice(index: TimelineIndex, position: int) -> dict[str, Any]:
-    """Where a slice is."""
+    """Return a slice's place as JSON: ``id``, ``lane``, ``ts`` and ``dur`` (ns), ``name``."""
     return {
         "id": position,
         "lane": index.lane_of(position),
@@ -97,7 +97,7 @@ _FIRST = ("stream", "idle", "thread", "collectives", "copies", "phases", "steps"
 
 
 def slice_starting(index: TimelineIndex, t: int, dur: int | None) -> dict[str, Any] | None:
-    """The slice that begins at an instant, of that duration if one is given and there is one;
+    """Find the slice that begins at an instant, of that duration if one is given and there is one;
     device work before idle gaps before host work, inner before outer."""
     best: tuple[tuple[bool, int, int], int] | None = None
     for lane in index.lanes:
@@ -118,11 +118,11 @@ def slice_starting(index: TimelineIndex, t: int, dur: int | None) -> dict[str, A
 
 MAX_PLACES = 20
 LABEL = 60
-"""Characters of a place's name."""
+"""Length of a place's name, characters."""
 
 
 def keyed_findings(report: Report) -> Iterator[tuple[str, Finding]]:
-    """Every finding with its key: the rule's id, and ``~2`` after it for a second one."""
+    """Return every finding with its key: the rule's id, and ``~2`` after it for a second one."""
     counts: dict[str, int] = {}
     for finding in (*report.findings, *report.risks, *report.notes):
         count = counts[finding.rule] = counts.get(finding.rule, 0) + 1
@@ -130,12 +130,12 @@ def keyed_findings(report: Report) -> Iterator[tuple[str, Finding]]:
 
 
 def find_finding(report: Report, key: str) -> Finding | None:
-    """The finding of a key; ``None``: there is none."""
+    """Return the finding of a key; ``None``: there is none."""
     return next((finding for its_key, finding in keyed_findings(report) if its_key == key), None)
 
 
 def finding_summary(key: str, finding: Finding) -> dict[str, Any]:
-    """What the timeline needs to know of a finding."""
+    """Return a finding as the timeline shows it: title, rank and places with ``ts`` and ``dur``."""
     timed = [p for p in finding.where if p.ts_ns is not None][:MAX_PLACES]
     short = labels_by_name((p.kernel or p.op for p in timed), LABEL)
     places = [
@@ -154,7 +154,7 @@ def finding_summary(key: str, finding: Finding) -> dict[str, Any]:
 
 
 def affected_slices(a: Analysis, index: TimelineIndex, finding: Finding) -> NDArray[np.bool_]:
-    """Slices of the index that the finding's edits would change."""
+    """Find slices of the index that the finding's edits would change."""
     gpu = np.zeros(a.trace.gpu.height, dtype=bool)
     cpu = np.zeros(a.trace.cpu.height, dtype=bool)
     gaps = np.zeros(a.gaps.height, dtype=bool)
@@ -183,7 +183,7 @@ _HOST_OPS = ("host-op", "host-loader")
 
 
 def range_statistics(a: Analysis, index: TimelineIndex, x0: int, x1: int) -> dict[str, Any]:
-    """What lies in [x0, x1).
+    """Measure the device time, kernels and operators in [x0, x1).
 
     ``device``: exclusive classes of the analysed device's time, as in ``Analysis.breakdown``, in
     the part of the range that belongs to analysed steps (``measured``, ns); ``None`` without any.
@@ -260,7 +260,7 @@ def _by_name(
 def _inside(
     index: TimelineIndex, lanes: list[int], keys: tuple[str, ...] | None, x0: int, x1: int
 ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
-    """Name, duration inside the range and whole duration of the slices in it."""
+    """Return name, duration inside the range and whole duration of the slices in it."""
     names, overlaps, durations = [], [], []
     for number in lanes:
         lo, hi = index.within(number, x0, x1)
@@ -284,7 +284,7 @@ def _inside(
 def longest_slices(
     index: TimelineIndex, lanes: list[int], x0: int, x1: int, max_slices: int
 ) -> dict[str, Any]:
-    """The longest slices in view, in order of start; ``total``: how many there are in view."""
+    """Return the longest slices in view, in order of start; ``total``: how many are in view."""
     spans = [index.within(number, x0, x1) for number in lanes]
     total = sum(hi - lo for lo, hi in spans)
     best: list[NDArray[np.int64]] = []

@@ -1,4 +1,4 @@
-"""One rank's timeline: its index, and the results of recent requests."""
+"""Timeline of one rank: its index, and the results of recent requests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MAX_RECENT = 6
-"""Searches and outlines that are remembered: one byte, or less than 8, a slice each."""
+"""Number of searches and outlines that are remembered: one byte, or less than 8, a slice each."""
 FOCUS, FOUND = 1, 2
 LABEL = 60
-"""Characters of a slice's name in the picture; more do not fit into most."""
+"""Length of a slice's name in the picture, characters; more do not fit into most."""
 MAX_PAGES = 8
 
 
 class RankTimeline:
-    """What the addresses answer from. Read-only but for what it remembers."""
+    """Timeline that the addresses answer from. Read-only but for remembered results."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class RankTimeline:
         self._flagged = lru_cache(MAX_RECENT)(self._make_flags)
 
     def _labels(self, page: int, size: int) -> list[str]:
-        """Labels of one page of the names, as they stand in a slice."""
+        """Return labels of one page of the names, as they stand in a slice."""
         names = self.index.names[page * size : (page + 1) * size]
         return distinct_labels(names, LABEL, always_tidy=True)
 
     def search(self, query: str) -> SearchHits:
-        """Slices whose name contains the text."""
+        """Find slices whose name contains the text."""
         return self._found(query.strip().lower())
 
     def flags(self, focus: str, query: str) -> NDArray[np.uint8] | None:
-        """A byte a slice: FOCUS for those of the finding, FOUND for those of the search;
+        """Return a byte a slice: FOCUS for those of the finding, FOUND for those of the search;
         ``None``: none of either."""
         query = query.strip().lower()
         finding = find_finding(self.report, focus) if focus else None
@@ -75,7 +75,7 @@ class RankTimeline:
         return flags if flags.any() else None
 
     def _outline(self, focus: str) -> NDArray[np.bool_]:
-        """The slices of a finding of this rank; none for another rank's."""
+        """Find the slices of a finding of this rank; none for another rank's."""
         finding = find_finding(self.report, focus)
         if finding is None or finding.trace_rank not in (None, self.rank):
             return np.zeros(len(self.index), dtype=bool)
@@ -88,15 +88,15 @@ FROM_FIRST_EVENT = "each from its first event"
 
 
 class TimeOffset(NamedTuple):
-    """What to add to a time of one timeline to get the same moment of another."""
+    """Time to add to one timeline to get the same moment of another, ns."""
 
     ns: int
     alignment: str
-    """How the two are aligned, for the reader."""
+    """Text that says how the two are aligned."""
 
 
 def time_offset(here: tuple[LoadedRun, int], there: tuple[LoadedRun, int]) -> TimeOffset:
-    """The offset between two ranks, each given with its run.
+    """Return the offset between two ranks, each given with its run.
 
     Ranks of one run are aligned by their collectives where possible; everything else is put
     together where the first analysed step begins.

@@ -1,4 +1,4 @@
-"""The trace again, with what was found in it as extra tracks, or without what is private."""
+"""Export of a trace: with findings as extra tracks, or without private texts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Written", "build_tracks", "rewrite", "write_trace"]
 
 
 def write_trace(trace: Trace, target: Path, extra: Extra | None = None, **options: Any) -> Written:
-    """Write a trace that was read from a file to another: event by event as it was where that is
-    what viewers read, else from its tables. Options and errors as of :func:`rewrite`."""
+    """Write a trace that was read from a file to another. A Chrome trace is copied event by event,
+    any other format is written from its tables. Options and errors as of :func:`rewrite`."""
     if trace.meta.format == KINETO:
         return rewrite(trace.meta.path, target, extra, **options)
     return write_tables(trace, target, extra, **options)

@@ -1,6 +1,5 @@
-"""A trace of any other format, written as a Chrome trace as PyTorch's profiler writes it; and what
-was found, as events of it.
-"""
+"""Chrome traces, as PyTorch's profiler writes them, from traces of other formats; and tracks with
+the report's findings."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = 5_000
-"""Events that are encoded, and redacted, at a time."""
+"""Number of events that are encoded, and redacted, at a time."""
 
 _HOST = {
     "op": "cpu_op",
@@ -60,7 +59,7 @@ _SYNCS = {
     "stream_wait": "Stream Wait Event",
 }
 _SPELLED = {field.name: field.encode_name for field in msgspec.structs.fields(EventArgs)}
-"""How the reader of such files knows the arguments of an event."""
+"""Names of the arguments of an event in such files, by the field of the reader."""
 
 
 def _spelled(*names: str) -> dict[str, str]:
@@ -101,8 +100,8 @@ def write_tables(
     limit: int = DEFAULT_LIMIT,
     progress: Progress | None = None,
 ) -> Written:
-    """Write what the tables of a trace hold, as :func:`~advisor.export.rewrite.rewrite` writes a
-    file that is JSON already. Kernels have their number of blocks and threads in one dimension."""
+    """Write the tables of a trace as :func:`~advisor.export.rewrite.rewrite` writes a JSON file.
+    The numbers of a kernel's blocks and threads are written in one dimension."""
     path = trace.meta.path
     redactor = Redactor({*names, *names_of(path, limit)}) if redacted else None
     written = Written(truncated=trace.meta.truncated)
@@ -125,7 +124,7 @@ def write_tables(
 
 
 def head_of(trace: Trace) -> Event:
-    """The keys beside the events. Times are from the trace's start."""
+    """Return the keys beside the events. Times are from the trace's start."""
     meta = trace.meta
     devices = []
     for device in map(asdict, meta.devices):
@@ -152,7 +151,7 @@ def head_of(trace: Trace) -> Event:
 
 
 def _calls(trace: Trace) -> list[list[str]]:
-    """Name and class of the calls whose class does not follow from their name."""
+    """Return name and class of the calls whose class does not follow from their name."""
     calls = trace.cpu.filter(pl.col("call").is_not_null()).select("name", "call").unique()
     known: dict[str, set[str]] = {}
     for name, call in calls.cast(pl.String).iter_rows():
@@ -163,7 +162,7 @@ def _calls(trace: Trace) -> list[list[str]]:
 
 
 def iterate_events(trace: Trace) -> Iterator[Event]:
-    """Every row as an event. One by one, because each becomes a text of its own."""
+    """Yield an event for every row, one by one, because each becomes a text of its own."""
     ids, thread_events = _threads(trace.threads)
     inputs, comms = _shared(trace.inputs, _INPUTS, raw=True), _shared(trace.comms, _COMMS)
 
@@ -236,7 +235,7 @@ def _args(row: Event, wanted: dict[str, str]) -> Event:
 
 
 def _threads(threads: pl.DataFrame) -> tuple[list[tuple[int, int]], list[Event]]:
-    """Numbers for processes and threads, their own where they have some; and their names."""
+    """Return numbers of processes and threads, by default their own, and events that name them."""
     taken = {int(text) for text in chain(threads["pid"], threads["tid"]) if _number(text)}
     numbers: dict[str, int] = {}
 
@@ -263,7 +262,7 @@ def _number(text: str) -> bool:
 
 
 def _shared(frame: pl.DataFrame, wanted: dict[str, str], *, raw: bool = False) -> list[Event]:
-    """The arguments that rows share. ``raw``: they are JSON texts."""
+    """Return the arguments that rows share. ``raw``: they are JSON texts."""
     return [
         {
             key: Raw(value.encode()) if raw and _is_json(value) else value
@@ -283,7 +282,7 @@ def _is_json(text: str) -> bool:
 
 
 def _copy_name(row: Event) -> str:
-    """The name of a copy, unless that does not tell what is known of it."""
+    """Return the name of a copy, rewritten if it lacks the known kind or memories."""
     known = row["copy"], row["src"], row["dst"]
     if row["copy"] is None or copy_parts(row["name"]) == known:
         return str(row["name"])
@@ -293,18 +292,18 @@ def _copy_name(row: Event) -> str:
 
 CATEGORY = "advisor"
 MAX_SLICES = 20_000
-"""On one track; the longest stay. A browser shows no more without effort."""
+"""Number of slices on one track; the longest stay. A browser shows no more without effort."""
 _NEAR_NS = 1_000
-"""Instants of a finding that are closer than this are one slice."""
+"""Distance below which instants of a finding become one slice, ns."""
 _FIRST_PID = 990_000_000
 
 
 Shown = Callable[[str, int], str]
-"""A text as it is shown, in so many characters."""
+"""Function of a text and a width that cleans and shortens it."""
 
 
 class Slice(NamedTuple):
-    """One event of ours, ns from the trace's start."""
+    """An added event, in ns from the trace's start."""
 
     ts: int
     dur: int
@@ -318,7 +317,7 @@ def build_tracks(
     head: Mapping[str, Any] | None = None,
     clean: Callable[[str], str] = str,
 ) -> Iterator[bytes]:
-    """The JSON text of every event, metadata first.
+    """Yield the JSON text of every added event, metadata first.
 
     They form a process of their own, "advisor", above the others: a track with the steps, one with
     the idle gaps of the analysed device, and one for each ranked finding with the instants that its
@@ -377,7 +376,7 @@ def _track_slice(item: Slice, pid: int, tid: int, origin: int, text: Shown) -> b
 
 
 def to_microseconds(ns: int) -> Raw:
-    """Microseconds with their decimals, exactly: a float would round Unix times."""
+    """Return microseconds with exact decimals: a float would round Unix times."""
     whole, rest = divmod(abs(ns), 1000)
     sign = "-" if ns < 0 else ""
     return Raw(f"{sign}{whole}.{rest:03d}".encode())
@@ -415,7 +414,7 @@ def _gaps(a: Analysis, text: Shown) -> list[Slice]:
 
 
 def _finding(a: Analysis, finding: Finding, text: Shown) -> list[Slice]:
-    """The instants that the fix would change, each once."""
+    """Return the instants that the fix would change, each once."""
     time = intersect(union_of(EMPTY, *(_touched(a, edit) for edit in finding.edits)), a.spans)
     start, end = _bridged(time)
     keep = _longest(end - start)
@@ -445,7 +444,7 @@ def _touched(a: Analysis, edit: Edit) -> Intervals:
 
 
 def _bridged(time: Intervals) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Intervals with the short spaces between them closed."""
+    """Close the gaps below ``_NEAR_NS`` between intervals; return their starts and ends."""
     if not len(time):
         return time.start, time.end
     apart = np.flatnonzero(time.start[1:] - time.end[:-1] >= _NEAR_NS)
@@ -453,7 +452,7 @@ def _bridged(time: Intervals) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _longest(dur: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Places of the longest, in order of time."""
+    """Return the indices of the MAX_SLICES longest, in order of time."""
     if len(dur) <= MAX_SLICES:
         return np.arange(len(dur))
     return np.sort(np.argpartition(dur, -MAX_SLICES)[-MAX_SLICES:])

@@ -1,4 +1,4 @@
-"""What was measured as CSV files: one table a file, units in the heads, ready for a spreadsheet."""
+"""CSV tables of the measurements, for a spreadsheet: one table per file, units in the heads."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 Cell = str | int | float | bool | None
 FORMULA = ("=", "+", "-", "@")
-"""What a spreadsheet takes for a formula at the start of a cell, also behind space and in full
-width (``＝``); names come from the trace."""
+"""Characters that begin a formula in a spreadsheet, also behind space and in full width (``＝``).
+Names come from the trace."""
 
 
 class CsvTable:
-    """Head and rows of a file."""
+    """Head and rows of a CSV file."""
 
     def __init__(self, head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
         self.head = list(head)
         self.rows = [list(row) for row in rows]
 
     def text(self) -> str:
-        """As RFC 4180 has it, with plain line ends. What was not measured is empty; text that a
-        spreadsheet would run as a formula begins with an apostrophe."""
+        """Return the CSV text (RFC 4180 with plain line ends). Unmeasured cells are empty; text
+        that a spreadsheet would run as a formula begins with an apostrophe."""
         made = io.StringIO()
         writer = csv.writer(made, lineterminator="\n")
         lines: list[Sequence[Cell]] = [self.head, *self.rows]
@@ -41,7 +41,7 @@ class CsvTable:
         return made.getvalue()
 
     def redact(self, text: Callable[[str], str]) -> CsvTable:
-        """With each text as ``text`` makes it."""
+        """Return a copy with each text replaced by ``text`` of it."""
         return CsvTable(
             self.head,
             ([text(v) if isinstance(v, str) else v for v in row] for row in self.rows),
@@ -49,8 +49,8 @@ class CsvTable:
 
 
 def build_tables(a: Analysis, report: Report) -> dict[str, CsvTable]:
-    """The tables by name: ``findings``, ``steps``, ``kernels``, ``operators``, ``rooflines``,
-    ``idle``. All times in ns. One without rows was not measured, or there was nothing."""
+    """Build the tables by name: ``findings``, ``steps``, ``kernels``, ``operators``, ``rooflines``,
+    ``idle``. All times in ns. A table without rows was not measured, or is empty."""
     return {
         "findings": _findings(report),
         "steps": _steps(a),
@@ -95,7 +95,7 @@ _STEP = attrgetter("window", "samples", "micro", "allocated", "reserved")
 
 
 def _steps(a: Analysis) -> CsvTable:
-    """The recorder's steps where there are, with what was sampled; else those of the trace."""
+    """Return the recorder's steps with what was sampled, else those of the trace."""
     if a.record is not None and a.record.steps:
         phases = list(dict.fromkeys(name for step in a.record.steps for name in step.phases))
         more = ("window", "samples", "micro_batches", "allocated_bytes", "reserved_bytes")
@@ -149,7 +149,7 @@ def _operators(a: Analysis) -> CsvTable:
 
 
 def _rooflines(a: Analysis) -> CsvTable:
-    """Operators by shape, all of them."""
+    """Return all operators by shape."""
     from advisor.measure.host.operators import rooflines
 
     head = """

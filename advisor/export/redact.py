@@ -1,4 +1,4 @@
-"""Leaves out of traces and reports what is nobody's business: credentials, users, hosts, folders.
+"""Redaction of traces and reports: removal of credentials, users, hosts and folders.
 
 What is kept is what advice needs: names of operators and kernels, shapes, files by their name or
 by their place below site-packages, lines. What is replaced is written as ``[redacted]``, so that
@@ -34,22 +34,22 @@ _S = TypeVar("_S", bound=Struct)
 
 REDACTED = "[redacted]"
 MAX_REMEMBERED = 200_000
-"""Distinct texts of which the outcome is kept: those of a trace repeat massively."""
+"""Number of distinct texts whose result is kept: those of a trace repeat massively."""
 MAX_NAMES = 1000
 MAX_FOUND = 20_000
-"""Names that are collected, of which the longest MAX_NAMES go: a file made to do harm has any
+"""Number of names that are collected; the longest MAX_NAMES are redacted. A malicious file has any
 number of them."""
 
 _PUBLIC = re.compile(
     r"(?:[\w-]+\.)*(?:pytorch\.org|nvidia\.com|github\.com|python\.org|huggingface\.co|arxiv\.org"
     r"|amd\.com|readthedocs\.io|oasis-open\.org|intel\.com|kernel\.org)"
 )
-"""Hosts of documentation, which rules refer to."""
+"""Pattern of documentation hosts, which rules refer to."""
 _REPOSITORY = re.compile(
     r"(?i)\b(?:github\.com|gitlab\.com|huggingface\.co|wandb\.ai)/(?!(?:docs|pytorch|openxla|rocm"
     r"|nvidia|linkedin|amd-agi|traceopt-ai|peppe-tringali|gitleaks)(?:/|$))[^\s'\"<>]*+"
 )
-"""Whose they are is public only where rules refer to them."""
+"""Pattern of repositories, whose owners are private unless rules refer to them."""
 
 # -- credentials --------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ _LONG_WORDS = re.compile(r"[a-z]{4,}")
 _HEX = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
 
 _SPECIALISED = re.compile(r"(?:\d{1,3}[cde]{0,2}+)++")
-"""What Triton of 2023 puts behind a kernel's name: which arguments are constant or divisible."""
+"""Pattern of what Triton of 2023 appends to a kernel's name: constant or divisible arguments."""
 
 # -- people, machines, folders ------------------------------------------------------------------
 # Each pattern takes time in proportion to the text: it begins where nothing of its own kind stands
@@ -70,9 +70,9 @@ _SPECIALISED = re.compile(r"(?:\d{1,3}[cde]{0,2}+)++")
 _VERSION = r"@(?!(?:GLIBC|GLIBCXX|CXXABI|GCC|plt|got|PLT|GOT)(?![A-Za-z0-9]))"
 _EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]++" + _VERSION + r"[\w-]++(?:\.[\w-]++)+")
 _LOGIN = re.compile(r"(?<![\w.+@-])[A-Za-z_][\w.+-]*+" + _VERSION + r"[A-Za-z][\w-]*+(?!\w|\.\w)")
-"""``alice@gpu17``, as ssh and prompts have it; not symbols with a version."""
+"""Pattern of ``alice@gpu17``, as in ssh and prompts; not of symbols with a version."""
 _CLONED = re.compile(r"(?<![\w.+@-])[A-Za-z_][\w.+-]*+@[\w.-]++:(?!/)[^\s'\"<>|(),;]++")
-"""``git@host:organisation/project.git``."""
+"""Pattern of ``git@host:organisation/project.git``."""
 _ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\w)")
 _ADDRESS_6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{4,45}(?:%\w{1,16})?(?![\w:])")
 _MAC = re.compile(
@@ -87,24 +87,24 @@ _HOST = re.compile(
     r"|(?<![\w/.-])(?:[a-z0-9][\w-]{0,62}\.){1,20}(?:internal|local|localdomain|lan|corp|intra"
     r"|cluster|com|edu)(?![\w-])"
 )
-"""Endings of the second kind are words elsewhere: they count in names of three parts or more.
-Names with underscores are hosts' with those endings alone that are no attribute's."""
+"""Pattern of host names. Endings of its second kind are words elsewhere and need three parts or
+more. Names with underscores count only with endings that no attribute has."""
 _SHORT_HOST = re.compile(
     r"(?<![\w.:/\\-])(?!localhost)[A-Za-z][\w.-]{1,62}(?=:(?:29[45]\d\d|2222|6006|6379|8000|8080"
     r"|8265|878[67]|8888|90[09]0|10001)(?![\d.]))|(?<=\bhost=)[\w.-]{2,64}"
 )
-"""Before a port of a rendezvous, a scheduler or a server."""
+"""Pattern of a short host name before a port of a rendezvous, a scheduler or a server."""
 _MODULES = re.compile(
     r"(?i)(?:[\w-]+\.)*(?:torch\w*|numpy|scipy|skimage|pandas|tensorflow|tf|jax|keras|lightning\w*"
     r"|transformers|datasets|nvidia|dali|fn|readers|decoders|plotly|av|cv2|self|aten|prim|nn|utils)"
     r"\.(?:io|in|dev|co|us|home|local|home|info)"
 )
-"""Modules and operators whose names end like a host's."""
+"""Pattern of modules and operators whose names end like a host's."""
 _URL = re.compile(r"(?i)\b([a-z][a-z0-9+.-]{1,20}://)([^\s/?#'\"<>]++)([^\s'\"<>]*+)")
 _REMOTE = re.compile(
     r"(?<![\w.\\/:@-])(?:[\w.-]{1,64}@)?[A-Za-z][\w.-]{1,252}:(/(?!/)[^\s:;,'\"<>|()]+)"
 )
-"""``host:/path``, as mounts, scp and rsync have it."""
+"""Pattern of ``host:/path``, as in mounts, scp and rsync."""
 _PATH = re.compile(
     r"(?<![\w.:/\\-])(?:file:/*)?(?:/|~/|~\w+/|\.{1,2}[\\/]|%\w{1,40}%[\\/]|\\\\[?.]\\[A-Za-z]:\\"
     r"|[A-Za-z]:[\\/]|\\\\)[^\s:;,'\"<>|()]+|(?<=[\w\]]:)/(?!/)[^\s:;,'\"<>|()]+"
@@ -112,20 +112,19 @@ _PATH = re.compile(
 _FRAME = re.compile(
     r"((?:[^\s/\\]*+ ){0,3}[^\s/\\]*+[/\\][^\n]*[^\n/\\])(\(\d{1,9}\): [^\s/\\]{1,200})"
 )
-"""A frame of Python, whatever its folders have in their names."""
+"""Pattern of a Python frame, whatever characters its folders have."""
 _TRACED = re.compile(r"(?<=File \")[^\"\n]++(?=\", line)")
 _ESCAPED_PATH = re.compile(r"(?<![\\\w.])(?:\\++/[^\s\\/:;,'\"<>|()]++){2,}+")
 _ENCODED_PATH = re.compile(r"(?i)(?<![\w.~+%-])%(?:2F|5C)(?:[\w.~+-]|%[0-9A-F]{2})++")
 _RELATIVE = re.compile(r"(?<![\w./\\~%+=-])(?:[\w.+=-]++[/\\]++)++([\w.+=-]++)")
-"""What may be a file's name with folders that begin nowhere, as frames of Python are named. Only
-those of a known kind, or in a folder that programs write to, are taken for one: a/b may be
-anything."""
+"""Pattern of relative paths, as in names of Python frames. Only those with a known ending, or in a
+folder that programs write to, are taken for files: a/b may be anything."""
 _FILE = re.compile(
     r"\.(?:pyi?|pyx|ipynb|cu|cuh|cpp|cc|c|h|hpp|rs|json|gz|jsonl|pt|pth|ckpt|ya?ml|toml|sh|parquet"
     r"|arrow|csv|txt|log|zip|tar|bin|so(?:\.\d{1,4}){0,3}|dll|dylib|onnx|safetensors|np[yz]|h5"
     r"|pkl|pickle|db|sqlite|pb|rpd|lmdb|tfrecord|(?:ncu|nsys)-rep|engine|plan|png|jpe?g|wav|mp4|raw)$"
 )
-"""Of a path, a name with one of these endings is kept; all else goes."""
+"""Pattern of file endings: a name with one is kept of a path, all else is removed."""
 _WRITTEN = frozenset(
     """
         outputs checkpoints checkpoint ckpt ckpts runs logs results experiments datasets
@@ -155,7 +154,7 @@ _NAMED_MARKS = {
     b"user": (b'user"', b'username"', b'user_name"', b"user=", b"username="),
     b"log": (b'"login"', b'logname"', b"logname=", b"login="),
 }
-"""What there is of it in small letters, to be found quickly: what follows is far slower."""
+"""Lower-case marks of ``_NAMED``, by part: a quick search before the far slower pattern."""
 _NAMED = re.compile(
     rb'(?i)"(?:[A-Z0-9]{1,40}_){0,8}(?:host_?name|node_?name|host|user_?name|user|login|logname)'
     rb'"\s{0,20}:\s{0,20}"([^"\\]{2,80})"'
@@ -176,7 +175,7 @@ _COMMON = frozenset(
         backward optimizer kernel conda anaconda
         """.split()
 )
-"""Names that mean something else as well: they are only left out of paths."""
+"""Names with other meanings as well: they are removed from paths only."""
 
 HEAD_KEYS = frozenset(
     """
@@ -187,22 +186,22 @@ HEAD_KEYS = frozenset(
         torch_version advisor
         """.split()
 )
-"""What is kept of the keys beside a trace's events: the others hold the environment or anything
-else that somebody put there."""
+"""Keys beside a trace's events that are kept: the others may hold the environment or anything else
+that somebody put there."""
 
 
 _STRINGS = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
-"""The strings of JSON text that has escapes."""
+"""Pattern of the strings in JSON text that has escapes."""
 _COLON = re.compile(rb"\s*:\s*")
 _CONTAINER = re.compile(rb"\s*:\s*[\[{]")
 
 
 class _Everything(Exception):
-    """There is a key of which all goes: strings alone cannot be replaced."""
+    """Raised for a key whose whole value is removed: replacing strings is then not enough."""
 
 
 class Redactor:
-    """Redacts texts and what holds them. ``names``: of users and hosts, replaced as words."""
+    """Redactor of texts and JSON values. ``names``: users and hosts, replaced as words."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         wanted = {*names, *own_names()}
@@ -215,7 +214,7 @@ class Redactor:
         self._replaced: dict[bytes, bytes] = {}
 
     def text(self, text: str) -> str:
-        """A text without what is private."""
+        """Return a text without what is private."""
         known = self._texts.get(text)
         if known is None:
             known = self._redact(text)
@@ -255,9 +254,8 @@ class Redactor:
         return self._names.sub(REDACTED, text) if self._names is not None else text
 
     def pattern(self, pattern: str) -> str:
-        """A regular expression that finds redacted names as it found the names before, and those
-        still. Its literal parts are redacted as the text that they stand for; ``.*`` takes the
-        place of what is gone. What cannot be redacted so becomes ``.*``."""
+        """Return a regular expression that finds names both redacted and as they were. Its literal
+        parts are redacted; ``.*`` replaces what is removed. If that fails, the result is ``.*``."""
         parts = _regex_parts(pattern)
         clean = [self.text(part) if literal else part for part, literal in parts]
         if all(item == part for item, (part, _) in zip(clean, parts, strict=True)):
@@ -273,11 +271,11 @@ class Redactor:
         return ".*" if self.text(bare := _bare(_regex_parts(result))) != bare else result
 
     def value(self, value: Any) -> Any:
-        """The same for texts anywhere inside lists and dicts, keys included."""
+        """Redact the texts anywhere inside lists and dicts, keys included."""
         return msgspec.json.decode(self.raw(msgspec.json.encode(value)))
 
     def json(self, text: bytes) -> bytes:
-        """The same for valid JSON text, of which all but the strings stays byte by byte.
+        """Redact the strings of valid JSON text; all else stays byte by byte.
 
         Raises msgspec.DecodeError for a string that is not valid.
         """
@@ -303,7 +301,7 @@ class Redactor:
         return b'"'.join(parts)
 
     def _learn(self, strings: set[bytes]) -> None:
-        """Decide on strings, as they are between their quotes."""
+        """Decide which strings, given as between their quotes, are private or replaced."""
         for inner in strings:
             if inner in self._replaced:
                 continue
@@ -317,7 +315,7 @@ class Redactor:
                 self._replaced[inner] = msgspec.json.encode(clean)[1:-1]
 
     def raw(self, raw: Raw | bytes) -> Raw:
-        """The same by way of the values: also empties what :func:`is_secret_list` names."""
+        """Redact JSON by its values; also empty what :func:`is_secret_list` names."""
         text = bytes(raw)
         if text[:1] not in b'"{[' or b'"' not in text:
             return Raw(text)
@@ -344,8 +342,8 @@ _fields = msgspec.json.Decoder(dict[str, Raw])
 
 
 def _private_values(parts: list[bytes], private: set[bytes]) -> list[int]:
-    """Where the texts of private keys are in JSON text that was cut at its quotes: every second
-    place is a string. Raises _Everything for a key of which all goes."""
+    """Return the indices of private keys' texts in JSON text that was cut at its quotes. Every
+    second part is a string. Raises _Everything for a key whose whole value is removed."""
     result = []
     for index in range(1, len(parts), 2):
         if parts[index] not in private:
@@ -359,7 +357,7 @@ def _private_values(parts: list[bytes], private: set[bytes]) -> list[int]:
 
 
 def is_secret_list(key: Any) -> bool:
-    """A key of which everything below it is private: the environment, the command line, secrets."""
+    """Tell whether all below a key is private: environment, command line, secrets."""
     return is_private(key) and (
         is_secret_name(key) or re.search(r"(?i)env|arg|cmd|command", key) is not None
     )
@@ -367,14 +365,14 @@ def is_secret_list(key: Any) -> bool:
 
 @lru_cache(maxsize=10_000)
 def is_private(key: Any) -> bool:
-    """A key of which a text is private whatever it says."""
+    """Tell whether a text is private because of its key, whatever it says."""
     if not isinstance(key, str):
         return False
     return _tells(key) or _PRIVATE_KEY.fullmatch(key) is not None
 
 
 def own_names() -> set[str]:
-    """The user and the host of this machine, on which the file may well have been recorded."""
+    """Return this machine's user and host: the file may well have been recorded here."""
     result = set()
     with suppress(OSError, KeyError, ImportError):  # no such user, as in some containers
         result.add(getpass.getuser())
@@ -383,7 +381,7 @@ def own_names() -> set[str]:
 
 
 def names_in(text: bytes) -> set[str]:
-    """Names of users and hosts that a piece of JSON text holds: in paths of homes, and beside keys
+    """Return the users and hosts in a piece of JSON text: in paths of home folders, and beside keys
     such as ``hostname``."""
     result: set[bytes] = set()
     for mark in _HOME_MARKS:
@@ -404,20 +402,20 @@ def names_in(text: bytes) -> set[str]:
 
 
 class NameMap:
-    """Collects the users and hosts that a file names, block by block."""
+    """Users and hosts that a file names, collected block by block."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
         self._tail = b""
 
     def scan(self, block: bytes) -> None:
-        """The next block of the text."""
+        """Collect the names in the next block of the text."""
         if len(self.found) < MAX_FOUND:
             self.found |= names_in(self._tail + block)
         self._tail = block[-256:]
 
     def scan_run(self, folder: str | Path) -> None:
-        """The same of a run directory's own files, besides its traces."""
+        """Collect the names in a run directory's own files, besides its traces."""
         for file in (MANIFEST, f"rank*/{RANK}", f"rank*/{EVENTS}"):
             for place in sorted(Path(folder).glob(file))[:MAX_NAMES]:
                 with suppress(OSError, ValueError), open_regular(place) as opened:
@@ -426,13 +424,13 @@ class NameMap:
 
 
 def redact(value: _S, names: Iterable[str] = ()) -> _S:
-    """A report or comparison without what is private. Links to documentation stay, and edits are
-    valid and select as before. ``names``: of users and hosts that the traces name."""
+    """Return a report or comparison without private texts. Links to documentation stay, and edits
+    are valid and select as before. ``names``: users and hosts that the traces name."""
     return redact_with(value, names)[0]
 
 
 def redact_with(value: _S, names: Iterable[str] = ()) -> tuple[_S, Redactor]:
-    """The same, and the redactor for what is shown beside it."""
+    """Redact as :func:`redact`, and also return the redactor for what is shown beside it."""
     redactor = Redactor({*names, *names_in(msgspec.json.encode(value))})
     plain = _fields_redacted(msgspec.to_builtins(value), redactor)
     try:
@@ -442,8 +440,8 @@ def redact_with(value: _S, names: Iterable[str] = ()) -> tuple[_S, Redactor]:
 
 
 def _fields_redacted(value: Any, redactor: Redactor, within: str = "") -> Any:
-    """The fields of our own structs, whose names are ours: none is private by its name. Patterns
-    are redacted as what they stand for, and the path of an input as a path."""
+    """Redact the fields of advisor's own structs, none of which is private by its name. Patterns
+    are redacted as what they stand for, and an input's path as a path."""
     if isinstance(value, str):
         return redactor.text(value)
     if isinstance(value, list | tuple):
@@ -474,7 +472,7 @@ def _unless_random(result: re.Match[str]) -> str:
 
 
 def is_random(text: str) -> bool:
-    """A run of characters that no person wrote and no compiler: a key, a digest.
+    """Tell whether a run of characters is random, such as a key or a digest.
 
     Keys change between lower case, upper case and digits from character to character and spell no
     words. Measured on kernel and file names of public traces, none of which is taken for one, and
@@ -509,7 +507,7 @@ def is_random(text: str) -> bool:
 
 
 def _tells(name: str) -> bool:
-    """A name whose value is private: of a credential, a user, a host."""
+    """Tell whether a name is of a private value: a credential, a user, a host."""
     return is_secret_name(name) or names_who(name)
 
 
@@ -542,7 +540,7 @@ def _address_6(result: re.Match[str]) -> str:
 
 
 def _path(path: str) -> str:
-    """Below site-packages or the standard library, else the file's own name."""
+    """Return a path below site-packages or the standard library, else the file's own name."""
     if path.startswith("//") and "/" not in path.strip("/"):  # a comment, a division
         return path
     library = _LIBRARY.match(path)
@@ -559,7 +557,7 @@ def _relative(result: re.Match[str]) -> str:
 
 
 def _place(path: str) -> str:
-    """The file's own name; a known library's file keeps its place, as below site-packages."""
+    """Return a file's own name; a known library's file keeps its place, as below site-packages."""
     top = re.split(r"[/\\]", path, maxsplit=1)[0]
     public = top in TORCH or top in LIBRARIES or top in sys.stdlib_module_names
     return path if public else _path(path)
@@ -573,8 +571,8 @@ def _encoded_path(result: re.Match[str]) -> str:
 
 
 def _any_of(names: list[str]) -> re.Pattern[str]:
-    """Any of the names as a word, whatever the case: a tree of their beginnings, so that a place
-    of a text is looked at once and not once a name."""
+    """Return a pattern of any of the names as a word, in any case. It is a tree of their
+    beginnings, so that each place of a text is examined once and not once per name."""
     tree: dict[str, Any] = {}
     for name in names:
         at = tree
@@ -599,7 +597,7 @@ _META = frozenset(".^$*+?{}[]|()")
 
 
 def _regex_parts(pattern: str) -> list[tuple[str, bool]]:
-    """A regular expression as literal texts (True, without their escapes) and the rest."""
+    """Split a regular expression into literal texts (True, without escapes) and the rest."""
     result: list[tuple[list[str], bool]] = []
 
     def add(text: str, literal: bool) -> None:
@@ -635,13 +633,13 @@ def _regex_parts(pattern: str) -> list[tuple[str, bool]]:
 
 
 def _bare(parts: list[tuple[str, bool]]) -> str:
-    """The literal texts of a regular expression, as one."""
+    """Join the literal texts of a regular expression."""
     return "".join(part for part, literal in parts if literal)
 
 
 def _finds_both(text: str, clean: str) -> str:
-    """An expression for a text and for what is left of it when it was redacted: the words that both
-    have, in order, and ``.*`` where they differ."""
+    """Return a pattern of a text and of its redacted form: their common words in order, and ``.*``
+    where they differ."""
     if text == clean:
         return re.escape(text)
     result = [] if clean.startswith(text[:1]) else [".*"]
@@ -659,5 +657,5 @@ def _finds_both(text: str, clean: str) -> str:
 
 
 def shown_name(path: str) -> str:
-    """A file's own name, for messages about a redacted file."""
+    """Return a file's own name, for messages about a redacted file."""
     return Path(path).name or path

@@ -1,4 +1,4 @@
-"""A trace file copied event by event: as it is or redacted, with more events after the others.
+"""Copy of a trace file, event by event: as it is or redacted, with added events at the end.
 
 Streams: a few megabytes of the file are held at a time, whatever its size.
 """
@@ -25,27 +25,27 @@ from advisor.read.split import Splitter
 _list = msgspec.json.Decoder(list[Raw])
 Progress = Callable[[str, int], None]
 Extra = Callable[[dict[str, Any]], Iterable[bytes]]
-"""Given the file's other keys: more events, each as JSON text."""
+"""Function of the file's other keys that yields added events, each as JSON text."""
 
 
 @dataclass
 class Written:
-    """Counts of the events that were written, added, lost and repaired."""
+    """Counts of the events in a written trace, and the state of its source."""
 
     events: int = 0
-    """Of the trace."""
+    """Number of the trace's events."""
     added: int = 0
-    """Of ours."""
+    """Number of added events."""
     lost: int = 0
-    """Elements of the list of events that are no JSON and were left out."""
+    """Number of elements in the list of events that are no JSON and were left out."""
     repaired: bool = False
-    """There were bytes that are no UTF-8: what is written has replacement characters there."""
+    """Whether bytes that are no UTF-8 were written as replacement characters."""
     truncated: bool = False
-    """The trace ends early; what is written is whole."""
+    """Whether the trace ends early; what is written is complete."""
 
 
 class _Unsound(Exception):
-    """The quick cuts went wrong; exact ones are needed."""
+    """Raised when the quick cuts fail and exact ones are needed."""
 
 
 def rewrite(
@@ -78,7 +78,7 @@ def rewrite(
 
 
 def names_of(path: str, limit: int) -> set[str]:
-    """Users and hosts that the trace tells anywhere: they are to go everywhere."""
+    """Return the users and hosts that the trace names anywhere, to remove them everywhere."""
     names = NameMap()
     for block in ByteSource(path, limit=limit).blocks():
         names.scan(block)
@@ -116,8 +116,8 @@ def write_events(
     redactor: Redactor | None,
     written: Written,
 ) -> None:
-    """The list of events: texts of so many events each, then what ``extra`` makes of ``head()``,
-    which is asked for once the others are written."""
+    """Write the list of events: texts of several events each, then what ``extra`` yields for
+    ``head()``, which is called once the others are written."""
     file.write(b'{"traceEvents":[')
     lead = b"\n"
     for text, count in texts:
@@ -134,7 +134,7 @@ def write_events(
 
 
 def written_head(head: dict[str, Any], redactor: Redactor | None) -> bytes:
-    """The other keys, and the end of the file."""
+    """Return the other keys, and the end of the file."""
     parts = [
         b",\n" + msgspec.json.encode(key) + b":" + msgspec.json.encode(value)
         for key, value in _head(head, redactor).items()
@@ -145,7 +145,7 @@ def written_head(head: dict[str, Any], redactor: Redactor | None) -> bytes:
 def _events(
     piece: bytes, exact: bool, written: Written, redactor: Redactor | None
 ) -> Iterator[tuple[bytes, int]]:
-    """The texts of a piece's events, and how many there are in each."""
+    """Yield the text of a piece's events, and the number of events in it."""
     if not piece.isascii():  # texts that are not looked at may be no UTF-8, and JSON must be
         try:
             piece.decode()
@@ -167,7 +167,7 @@ def _events(
 
 
 def _salvaged(piece: bytes, written: Written) -> list[Raw]:
-    """Of a damaged piece: the elements that are JSON, repaired if need be."""
+    """Return the elements of a damaged piece that are JSON, repaired if need be."""
     texts, others = split_objects(sanitise(piece)[1:-1])
     written.lost += others
     kept = []
@@ -194,7 +194,7 @@ def _head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
 
 @contextmanager
 def replace_when_complete(target: Path) -> Iterator[BinaryIO]:
-    """A file that takes the target's place when all is written, and leaves nothing otherwise."""
+    """Open a file that replaces the target once it is complete; on an error nothing remains."""
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         with beside.open("xb") as file:

@@ -27,7 +27,7 @@ __all__ = ["Hint", "lint_paths", "lint_text"]
 MAX_BYTES = 4 << 20
 MAX_FILES = 2000
 IGNORE = "advisor: ignore"
-"""A comment with these words removes the hints of its line."""
+"""Text of a comment that removes the hints of its line."""
 _SKIPPED = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
 _CHECKS = (
     check_loader,
@@ -41,9 +41,9 @@ _CHECKS = (
 
 
 def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:
-    """Hints of Python files and of those below folders, and one line per file that could not be
-    parsed. Raises AdvisorError: a path that does not exist, no Python file, the only file given
-    cannot be parsed."""
+    """Return the hints of Python files and of those below folders, and a line per file that cannot
+    be parsed. Raises AdvisorError for a missing path, no Python file, or if the only file cannot be
+    parsed."""
     files = list(islice(_files(paths), MAX_FILES + 1))
     if not files:
         raise AdvisorError(f"{paths[0]}: no Python files (*.py)")
@@ -92,7 +92,7 @@ def _read(file: Path) -> str:
 
 
 def lint_text(text: str, name: str = "<text>") -> list[Hint]:
-    """Hints of one file, by line. Raises AdvisorError: not Python."""
+    """Return the hints of one file, by line. Raises AdvisorError if it is not Python."""
     source = parse(text, name)
     hints = []
     for check in _CHECKS:

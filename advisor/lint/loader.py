@@ -12,7 +12,7 @@ from advisor.lint.script import Hint, Script, find_keyword, hint_position, is_co
 LOADERS = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
 MAX_WORKERS = 4
 _WORKERS_POSITION = 5
-"""Position of ``num_workers`` among the positional arguments."""
+"""Index of ``num_workers`` among the positional arguments."""
 
 
 _IN_MEMORY = re.compile(r"(?:^|\.)TensorDataset$")
@@ -21,8 +21,8 @@ _TRAINING_ARGUMENTS = re.compile(r"(?:^|\.)\w*TrainingArguments$|(?:^|\.)SFTConf
 
 
 def check_loader(source: Script) -> Iterator[Hint]:
-    """DataLoader arguments; blocking copies of pinned batches; a sampler without the epoch; the
-    same of Hugging Face's Trainer and of tf.data."""
+    """Check DataLoader arguments, blocking copies of pinned batches, samplers without the epoch,
+    and Hugging Face's Trainer and tf.data likewise."""
     yield from _trainer_arguments(source)
     yield from _tf_data(source)
     loaders = [call for call in source.calls if source.qualified_name(call.func) in LOADERS]
@@ -92,9 +92,9 @@ def _dataset(call: ast.Call) -> ast.expr | None:
 
 
 def is_in_memory(source: Script, node: ast.expr | None, depth: int = 4) -> bool:
-    """Whether the file shows that a dataset's items are in memory, and taken out by an index: a
-    TensorDataset, a list, parts of these, or a class of the file whose ``__getitem__`` only
-    indexes. Workers would copy what is there."""
+    """Tell whether a dataset's items are in memory and taken out by an index: a TensorDataset, a
+    list, parts of these, or a class of the file whose ``__getitem__`` only indexes. Workers would
+    copy what is there."""
     if node is None or not depth:
         return False
     if isinstance(node, ast.List | ast.ListComp | ast.Tuple):
@@ -126,7 +126,7 @@ def _only_indexes(source: Script, name: str) -> bool:
 
 
 def _trainer_arguments(source: Script) -> Iterator[Hint]:
-    """Hugging Face's Trainer makes the DataLoader, by default without workers."""
+    """Check Hugging Face's Trainer, whose DataLoader has no workers by default."""
     for call in source.calls:
         if not _TRAINING_ARGUMENTS.search(source.qualified_name(call.func)):
             continue
@@ -150,7 +150,7 @@ def _trainer_arguments(source: Script) -> Iterator[Hint]:
 
 
 def _tf_data(source: Script) -> Iterator[Hint]:
-    """A tf.data pipeline without prefetch, and its maps without parallel calls."""
+    """Check tf.data pipelines for prefetch, and their maps for parallel calls."""
     made = [
         call
         for call in source.calls
@@ -192,7 +192,7 @@ def _tf_data(source: Script) -> Iterator[Hint]:
 
 
 def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
-    """Whether a chain of calls begins with tf.data."""
+    """Tell whether a chain of calls begins with tf.data."""
     if not depth:
         return False
     if isinstance(node, ast.Call):
@@ -213,7 +213,7 @@ def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
 
 
 def _suggest_workers() -> int:
-    """Workers that leave the loop a core; four keep up with most loops."""
+    """Return a number of workers that leaves the loop a core; four keep up with most loops."""
     return max(1, min(MAX_WORKERS, count_cores() - 1))
 
 
@@ -238,7 +238,7 @@ def _blocking(source: Script) -> Iterator[Hint]:
 
 
 def _receiver(source: Script, call: ast.Call) -> str:
-    """The call up to its closing bracket."""
+    """Return the text of a call up to its closing bracket, ready for one more argument."""
     text = source.text_of(call)[:-1].rstrip().rstrip(",")
     return text if call.args or call.keywords else f"{text}device"
 
@@ -251,7 +251,7 @@ def _is_device(node: ast.expr) -> bool:
 
 
 def _epoch(source: Script) -> Iterator[Hint]:
-    """A DistributedSampler shuffles in the same order each epoch unless it gets the epoch."""
+    """Check for a DistributedSampler without the epoch: each epoch then has the same order."""
     if any(is_method(call, "set_epoch") for call in source.calls):
         return
     for call in source.calls:

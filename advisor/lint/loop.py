@@ -19,7 +19,7 @@ from advisor.lint.script import (
 )
 
 LOG_INTERVAL = 50
-"""Steps between two logs, in suggested code."""
+"""Number of steps between two logs, in suggested code."""
 _CALLS = {
     "torch.cuda.empty_cache": (
         "empty-cache-in-loop",
@@ -40,7 +40,7 @@ _CALLS = {
 
 
 def check_loop(source: Script) -> Iterator[Hint]:
-    """Calls in the body of a training loop, which run in every step."""
+    """Check the calls in a training loop's body that run in every step."""
     reported: set[ast.stmt] = set()
     for call in source.calls:
         loop = source.in_training_loop(call)
@@ -78,7 +78,7 @@ def _costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
 
 
 def _reads_device(call: ast.Call, loop: Loop) -> str:
-    """How a call waits for a GPU value; empty: it does not, as far as the source shows."""
+    """Say how a call waits for a GPU value; empty if the source does not show that it does."""
     if is_method(call, "item", "tolist", "numpy", "cpu") and not call.args:
         assert isinstance(call.func, ast.Attribute)
         return f".{call.func.attr}()"
@@ -94,7 +94,7 @@ def _reads_device(call: ast.Call, loop: Loop) -> str:
 
 
 def _printed(value: ast.expr) -> list[ast.expr]:
-    """The values that an argument of print shows: itself, or the parts of an f-string."""
+    """Return the values that an argument of print shows: itself, or the parts of an f-string."""
     if isinstance(value, ast.JoinedStr):
         return [part.value for part in value.values if isinstance(part, ast.FormattedValue)]
     return [value]
@@ -105,7 +105,7 @@ def _is_tensor(node: ast.expr, tensors: set[str]) -> bool:
 
 
 def _losses(loop: Loop) -> set[str]:
-    """Names on which ``.backward()`` is called in the loop: tensors for sure."""
+    """Return the names with a ``.backward()`` call in the loop: they are surely tensors."""
     names = set()
     for node in ast.walk(loop):
         if is_method(node, "backward") and isinstance(node.func, ast.Attribute):
@@ -178,7 +178,7 @@ def _kept(value: ast.Name, title: str) -> Hint:
 
 
 def _backward(call: ast.Call) -> Iterator[Hint]:
-    """``backward(retain_graph=True)`` and ``zero_grad(set_to_none=False)``."""
+    """Check for ``backward(retain_graph=True)`` and ``zero_grad(set_to_none=False)``."""
     for method, name, value, why, rule in (
         (
             "backward",
@@ -216,14 +216,14 @@ _VARIES = re.compile(
     r"(?:^|\.)(?:pad_sequence|pack_sequence|DataCollator\w*(?:Padding|Seq2Seq|TokenClassification)"
     r"|\w*[Bb]ucket\w*(?:Sampler|Iterator|_by_\w+)|as_nested_tensor|nested_tensor)$"
 )
-"""What batches of several lengths are made with."""
+"""Pattern of functions that make batches of varying length."""
 _RANDOM = {"randint", "randrange", "choice", "integers"}
 _SIZED = {"rand", "randn", "randint", "zeros", "ones", "empty", "full", "pad"}
 _THREADS = {"torch.set_num_threads", "torch.set_num_interop_threads"}
 
 
 def _environment(source: Script, *names: str) -> Iterator[tuple[ast.Call | ast.Assign, ast.expr]]:
-    """Where the program sets one of these variables, and to what."""
+    """Yield where the program sets one of these variables, and the value."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Subscript):
             named = source.qualified_name(target.value) == "os.environ"
@@ -236,7 +236,7 @@ def _environment(source: Script, *names: str) -> Iterator[tuple[ast.Call | ast.A
 
 
 def _threads(source: Script) -> Iterator[Hint]:
-    """A number of threads that is written down, and more than this machine has cores."""
+    """Check for a written number of threads above this machine's number of cores."""
     places: list[tuple[ast.Call | ast.Assign, ast.expr | None]] = [
         (call, call.args[0])
         for call in source.calls
@@ -258,7 +258,7 @@ def _threads(source: Script) -> Iterator[Hint]:
 
 
 def _lengths_vary(source: Script) -> bool:
-    """Whether the file makes batches as long as their longest sample, or of random lengths."""
+    """Tell whether the file makes batches as long as their longest sample, or of random lengths."""
     for call in source.calls:
         padding = find_keyword(call, "padding")
         if is_constant(padding, "max_length") or find_keyword(call, "pad_to_multiple_of"):
@@ -280,7 +280,7 @@ def _lengths_vary(source: Script) -> bool:
 
 
 def _varies(source: Script, size: ast.expr | None, depth: int = 3) -> bool:
-    """A length that is the largest of several, or random; or a name or sum of such."""
+    """Tell whether a length is the largest of several, or random; or a name or sum of such."""
     if size is None or not depth:
         return False
     for node in ast.walk(size):
@@ -296,7 +296,7 @@ def _varies(source: Script, size: ast.expr | None, depth: int = 3) -> bool:
 
 
 def _measures(call: ast.Call) -> bool:
-    """``max(len(x) for x in batch)``, ``max(x.shape[0] for …)``, ``max(lengths)``."""
+    """Tell whether a ``max`` is of lengths: ``max(len(x) for x in batch)``, ``max(lengths)``."""
     names = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute)}
     return any(
         name in {"len", "shape", "size"} or "len" in name.lower()
@@ -305,8 +305,8 @@ def _measures(call: ast.Call) -> bool:
 
 
 def check_settings(source: Script) -> Iterator[Hint]:
-    """Anomaly detection; blocking launches set in the program; torch.compile in the loop, or for
-    one shape where lengths vary; more threads than cores."""
+    """Check for anomaly detection, blocking launches, more threads than cores, and torch.compile in
+    the loop or for one shape where lengths vary."""
     yield from _threads(source)
     for call in source.calls:
         name = source.qualified_name(call.func)

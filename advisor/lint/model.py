@@ -33,7 +33,7 @@ _DP = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "DataParallel"
 
 
 def check_evaluation(source: Script) -> Iterator[Hint]:
-    """Loops over validation data outside ``no_grad``."""
+    """Check for loops over validation data outside ``no_grad``."""
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.For | ast.AsyncFor) or not _is_evaluation(source, node):
             continue
@@ -59,7 +59,7 @@ def check_evaluation(source: Script) -> Iterator[Hint]:
 
 
 def _models(source: Script) -> set[str]:
-    """Names that are models as the file uses them: ``net.train()``, ``clf.parameters()``."""
+    """Return the names that the file uses as models: ``net.train()``, ``clf.parameters()``."""
     names = set()
     for call in source.calls:
         if is_method(call, "train", "eval", "parameters", "state_dict", "zero_grad"):
@@ -69,7 +69,7 @@ def _models(source: Script) -> set[str]:
 
 
 def _evaluates_here(source: Script, loop: ast.AST) -> bool:
-    """Whether ``model.eval()`` stands before it, with no ``model.train()`` between."""
+    """Tell whether ``model.eval()`` stands before a loop, with no ``model.train()`` between."""
     around = source.parents.get(loop)
     for body in (getattr(around, "body", []), getattr(around, "orelse", [])):
         if loop not in body:
@@ -82,8 +82,8 @@ def _evaluates_here(source: Script, loop: ast.AST) -> bool:
 
 
 def _is_evaluation(source: Script, loop: ast.For | ast.AsyncFor) -> bool:
-    """A loop in a function that means validation, or over a loader with such a name, that calls a
-    model and runs no backward pass."""
+    """Tell whether a loop validates: by its function's or loader's name or ``eval()``. It also
+    calls a model and runs no backward pass."""
     over = " ".join(
         names_in(loop.iter)
         | {node.attr for node in ast.walk(loop.iter) if isinstance(node, ast.Attribute)}
@@ -109,7 +109,7 @@ _HELD_OUT = re.compile(r"(?:^|_)(?:val|valid|validation|test|eval|dev)(?:$|_)", 
 
 
 def check_single_evaluation(source: Script) -> Iterator[Hint]:
-    """A model called on one validation batch, outside ``no_grad`` and for no backward pass."""
+    """Check for a model called on a validation batch, outside ``no_grad`` and without backward."""
     models = _models(source)
     for call in source.calls:
         if source.qualified_name(call.func) not in models or not call.args:
@@ -137,7 +137,7 @@ def check_single_evaluation(source: Script) -> Iterator[Hint]:
 
 
 def _learns_from(source: Script, names: set[str]) -> bool:
-    """Whether a backward pass may start from one of these names, by way of others."""
+    """Tell whether a backward pass may start from one of these names, by way of others."""
     for _ in range(4):
         names = names | {
             name
@@ -168,7 +168,7 @@ _CUML = {
 
 
 def check_estimators(source: Script) -> Iterator[Hint]:
-    """scikit-learn's estimators that exist for GPUs, once per file."""
+    """Check for scikit-learn estimators that exist for GPUs, once per file."""
     there = []
     for call in source.calls:
         parts = source.qualified_name(call.func).split(".")
@@ -190,7 +190,7 @@ def check_estimators(source: Script) -> Iterator[Hint]:
 
 
 def _calls_model(func: ast.expr) -> bool:
-    """``model(x)``, ``net(x)``, ``self.model(x)``: common names of models."""
+    """Tell whether a call is of a commonly named model: ``model(x)``, ``self.model(x)``."""
     if isinstance(func, ast.Name):
         return bool(re.search(r"model|net|encoder|decoder|backbone", func.id, re.IGNORECASE))
     return (
@@ -226,7 +226,7 @@ def _disables_grad(source: Script, node: ast.With | ast.AsyncWith) -> bool:
 
 
 def check_parallel(source: Script) -> Iterator[Hint]:
-    """``DataParallel``, and accumulation that reduces gradients after every micro-batch."""
+    """Check for ``DataParallel``, and for gradients reduced after every micro-batch."""
     for call in source.calls:
         if source.qualified_name(call.func) in _DP:
             yield _data_parallel(source, call)
@@ -282,7 +282,7 @@ def _accumulation(source: Script) -> Iterator[Hint]:
 
 
 def _wrapped_model(source: Script) -> str | None:
-    """Name of the variable that holds a DistributedDataParallel."""
+    """Return the variable that holds a DistributedDataParallel; ``None`` if there is none."""
     for call in source.calls:
         if source.qualified_name(call.func) in _DDP:
             statement = source.statement(call)
@@ -292,7 +292,7 @@ def _wrapped_model(source: Script) -> str | None:
 
 
 def _step_condition(loop: ast.AST) -> ast.expr | None:
-    """The condition, with a remainder, under which the optimizer steps."""
+    """Return the condition, with a remainder, under which the optimizer steps; or ``None``."""
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and is_occasional(node.test):
             for inner in node.body:

@@ -1,4 +1,4 @@
-"""A hint, and the source that it is about: the tree, the meaning of names, the loops, the text."""
+"""Hints, and the parsed source that they are about: its tree, names, loops and text."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class Hint(Struct, kw_only=True):
     """A place in a program that may cost time, and the rule that shows whether it does."""
 
     id: str
-    """Stable identifier."""
+    """Stable identifier of the hint."""
     title: str
-    """What the code does, in one line."""
+    """Description of what the code does, in one line."""
     why: str
-    """Why it may cost time."""
+    """Reason why it may cost time."""
     fix: str
-    """What to write instead."""
+    """Description of what to write instead."""
     confirmed_by: str
-    """Rule that shows on a trace or a recording whether it costs time."""
+    """Identifier of the rule that shows on a recording whether it costs time; empty: none does."""
     line: int
     column: int = 0
-    """From 0."""
+    """Column of the code, counted from 0."""
     end_line: int | None = None
     file: str = ""
     code: str | None = None
-    """The fix as a line or two to paste; ``null``: ``fix`` is enough."""
+    """Code of the fix, a line or two to paste; ``null``: ``fix`` is enough."""
 
 
 def hint_position(node: ast.stmt | ast.expr) -> dict[str, Any]:
-    """The position of a node, as fields of a hint."""
+    """Return the position of a node, as fields of a hint."""
     return {"line": node.lineno, "column": node.col_offset, "end_line": node.end_lineno}
 
 
@@ -61,7 +61,7 @@ def parse(text: str, name: str) -> Script:
 
 
 class Script:
-    """One file."""
+    """A parsed Python file, with its text."""
 
     def __init__(self, text: str, name: str, tree: ast.Module) -> None:
         self.text = text
@@ -73,22 +73,22 @@ class Script:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """The node around each node."""
+        """Parent of each node."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Nodes around a node, innermost first."""
+        """Yield the nodes around a node, innermost first."""
         while (node := self.parents.get(node, self.tree)) is not self.tree:
             yield node
 
     @cached_property
     def calls(self) -> list[ast.Call]:
-        """All calls of the script."""
+        """Calls in the script, all of them."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """The full names of imported names: ``nn`` → ``torch.nn``."""
+        """Full names of imported names: ``nn`` → ``torch.nn``."""
         aliases: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -103,7 +103,7 @@ class Script:
         return aliases
 
     def qualified_name(self, node: ast.AST) -> str:
-        """``torch.nn.DataParallel`` for ``nn.DataParallel``; empty: no plain name."""
+        """Return ``torch.nn.DataParallel`` for ``nn.DataParallel``; empty: no plain name."""
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -115,7 +115,7 @@ class Script:
 
     @cached_property
     def _assignments(self) -> dict[str, list[ast.expr]]:
-        """What is assigned to each plain name or attribute, anywhere in the file."""
+        """Values assigned to each plain name or attribute, anywhere in the file."""
         result: dict[str, list[ast.expr]] = {}
         for node in ast.walk(self.tree):
             targets = (
@@ -135,14 +135,14 @@ class Script:
         return result
 
     def assignments_to(self, node: ast.expr) -> list[ast.expr]:
-        """What the file assigns to a name or an attribute (a tuple's parts: all of it)."""
+        """Return what the file assigns to a name or an attribute (a tuple's parts: all of it)."""
         return self._assignments.get(self.qualified_name(node), [])
 
     # -- loops --------------------------------------------------------------------------------
 
     @cached_property
     def training_loops(self) -> list[Loop]:
-        """The innermost loops whose body calls ``.backward()``."""
+        """Innermost loops whose body calls ``.backward()``."""
         loops: dict[Loop, None] = {}
         for call in self.calls:
             if is_method(call, "backward"):
@@ -152,7 +152,7 @@ class Script:
         return list(loops)
 
     def loop_around(self, node: ast.AST) -> Loop | None:
-        """The innermost loop whose body runs the node, in the same function."""
+        """Return the innermost loop of the same function whose body runs the node; or ``None``."""
         inner = node
         for outer in self.ancestors(node):
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
@@ -165,8 +165,8 @@ class Script:
         return None
 
     def in_training_loop(self, node: ast.AST) -> Loop | None:
-        """The training loop around a node, however deep in it, unless a condition on the step
-        number or a nested function keeps it from running every step."""
+        """Return the training loop around a node, however deep in it. ``None`` if a condition on
+        the step number or a nested function keeps it from running every step."""
         inner: ast.AST = node
         for outer in self.ancestors(node):
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
@@ -192,34 +192,34 @@ class Script:
         return starts
 
     def offset(self, line: int, column: int) -> int:
-        """Position in the text of a line (from 1) and a column in UTF-8 bytes (as ast counts)."""
+        """Return the index in the text of a line (from 1) and a column in UTF-8 bytes."""
         text = self.lines[line - 1] if line <= len(self.lines) else ""
         return self._starts[line - 1] + len(text.encode()[:column].decode("utf-8", "ignore"))
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Start and end of a node in the text."""
+        """Return start and end of a node in the text."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
 
     def text_of(self, node: ast.expr | ast.stmt) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
-        """The innermost statement around a node, or the node."""
+        """Return the innermost statement around a node, or the node itself; or ``None``."""
         if isinstance(node, ast.stmt):
             return node
         return next((n for n in self.ancestors(node) if isinstance(n, ast.stmt)), None)
 
 
 def split_lines(text: str) -> list[str]:
-    """Lines with their ends as Python counts them: a form feed or U+2028 ends none."""
+    """Split text into lines as Python does, ends kept: a form feed or U+2028 ends none."""
     return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)
 
 
 def is_method(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
-    """A call of a method of one of these names."""
+    """Tell whether a node is a call of a method of one of these names."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
@@ -228,19 +228,19 @@ def is_method(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
 
 
 def find_keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The value of a keyword argument."""
+    """Return the value of a keyword argument; ``None`` if it is not given."""
     return next((item.value for item in call.keywords if item.arg == name), None)
 
 
 def is_constant(node: ast.AST | None, *values: object) -> bool:
-    """A literal with one of these values (``0`` is not ``False``)."""
+    """Tell whether a node is a literal with one of these values (``0`` is not ``False``)."""
     return isinstance(node, ast.Constant) and any(
         type(node.value) is type(value) and node.value == value for value in values
     )
 
 
 def is_occasional(test: ast.expr) -> bool:
-    """A condition that holds in some steps only: it has a remainder, or names logging or debug."""
+    """Tell whether a condition holds in some steps only: it has a remainder or names logging."""
     for node in ast.walk(test):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             return True
@@ -252,5 +252,5 @@ def is_occasional(test: ast.expr) -> bool:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Plain names that an expression reads."""
+    """Return the plain names that an expression reads."""
     return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 SKILL = Path(__file__).with_name("skill") / "SKILL.md"
-"""How an agent uses advisor."""
+"""File that tells an agent how to use advisor."""

@@ -1,6 +1,5 @@
-"""What the tools answer with: plain dicts, whose keys and units are described here and to the
-client; small, and with nothing in them that a terminal or a reader obeys.
-"""
+"""Answers of the tools: small, plain dicts, whose keys and units are described here and to the
+client. No text in them has control characters."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ else:  # pydantic, which makes the schemas, cannot read the older one; it brings
 
 
 class Titles(TypedDict):
-    """Of a finding, from the trace."""
+    """Title and place of a finding, from the trace."""
 
     title: str
     place: str
@@ -43,20 +42,20 @@ class FindingLine(TypedDict):
 
 
 class Verdict(TypedDict):
-    """Of a report, from the trace."""
+    """Verdict and limits of a report, from the trace."""
 
     verdict: str
     limits: list[str]
 
 
 class VerdictOnGpu(Verdict):
-    """The same with the GPU's name."""
+    """Verdict and limits of a report, and the GPU's name."""
 
     gpu: str | None
 
 
 class Analysed(TypedDict):
-    """What is slow. Findings with the largest gain come first; more_findings are left out."""
+    """Answer of analyze. Findings with the largest gain come first; more_findings are left out."""
 
     path: str
     status: str
@@ -82,8 +81,8 @@ class Fact(TypedDict):
 
 
 class Details(TypedDict):
-    """Of a finding, from the trace. edits: its change as lines for the tool what_if; empty: it
-    cannot be written as such."""
+    """Texts of a finding, from the trace. edits: its change as lines for the tool what_if; empty:
+    it cannot be written so."""
 
     title: str
     summary: str
@@ -114,7 +113,7 @@ class FindingFull(TypedDict):
 
 
 class EditLine(TypedDict):
-    """What one edit saves on top of those before it, ns per step."""
+    """An edit and what it saves on top of those before it, ns per step."""
 
     edit: str
     events: int
@@ -138,7 +137,7 @@ class ReplayAnswer(TypedDict):
 
 
 class ChangeLine(TypedDict):
-    """What became of a finding."""
+    """A finding and whether it was fixed, is new or remains."""
 
     change: str
     rule: str
@@ -148,7 +147,7 @@ class ChangeLine(TypedDict):
 
 
 class Gained(TypedDict):
-    """What the fixed findings were predicted to save, and what the step became shorter by, ns."""
+    """Predicted saving of the fixed findings, and measured saving of the step, ns."""
 
     rules: list[str]
     predicted_ns: float | None
@@ -161,7 +160,7 @@ class Gained(TypedDict):
 
 
 class Compared(TypedDict):
-    """Two runs. share is the difference of the step: 0.1 is 10% slower; null: not measured."""
+    """Two runs compared. share: difference of the step, 0.1 is 10% slower; null: unknown."""
 
     verdict: str
     before_ns: float | None
@@ -194,7 +193,7 @@ class OperatorLine(TypedDict):
 
 
 class OperatorAnswer(TypedDict):
-    """The operators with most device time first, and how many more there are."""
+    """Operators with most device time first, and how many more there are."""
 
     path: str
     operators: list[OperatorLine]
@@ -218,7 +217,7 @@ class GpuStep(TypedDict):
 
 
 class SplitStep(TypedDict):
-    """A step of the job split over so many GPUs, ns; null: refused says why. exposed_ns:
+    """A step of the job split over a number of GPUs, ns; null: refused says why. exposed_ns:
     communication that nothing hides. speed: samples per second over the recorded ones."""
 
     gpus: int
@@ -245,9 +244,9 @@ class Projected(TypedDict):
 
 
 class RecordingLine(TypedDict):
-    """Something to analyse. kind: run (a run directory), ranks (a folder with traces of several
-    ranks), or a file's format: kineto (a PyTorch trace), memory-snapshot, nsys and others.
-    time_unix_ns: the run's start, or when the file was written. null: not of a run, or not read."""
+    """A recording. kind: run (a run directory), ranks (a folder with traces of several ranks), or a
+    file's format: kineto (a PyTorch trace), memory-snapshot, nsys and others. time_unix_ns: the
+    run's start, or when the file was written. null: not of a run, or not read."""
 
     kind: str
     bytes: int
@@ -259,7 +258,7 @@ class RecordingLine(TypedDict):
 
 
 class Recordings(TypedDict):
-    """The newest first; of those older than these, at most more_recordings. complete: false where
+    """Recordings, the newest first; of older ones at most more_recordings. complete: false where
     the folder has too many files to look through."""
 
     recordings: list[RecordingLine]
@@ -269,7 +268,7 @@ class Recordings(TypedDict):
 
 
 class Ran(TypedDict):
-    """A recorded program: its exit code (null: ended at the time limit), its last output."""
+    """A recorded program: its exit code (null: ended at the time limit) and its last output."""
 
     path: str
     exit_code: int | None
@@ -279,8 +278,8 @@ class Ran(TypedDict):
 
 
 class TrialText(TypedDict):
-    """Of a trial, from the program: why it was dropped, and the change to keep, as lines to write
-    or as a unified diff where the place is certain."""
+    """Texts of a trial, from the program: why it was dropped; and the change to keep, as lines to
+    write or as a unified diff where the place is certain."""
 
     why: str
     lines: str
@@ -288,8 +287,8 @@ class TrialText(TypedDict):
 
 
 class TrialLine(TypedDict):
-    """A knob as it was measured. Shares are of the mean step, 0 to 1; null: not measured, or
-    nothing was promised of this setting."""
+    """A knob and its measured effect. Shares are of the mean step, 0 to 1; null: not measured, or
+    nothing was predicted for this setting."""
 
     knob: str
     rule: str
@@ -310,7 +309,7 @@ class TrialLine(TypedDict):
 
 
 class TogetherLine(TypedDict):
-    """The winners at once."""
+    """All knobs that gained, tried together."""
 
     knobs: list[str]
     adds_nothing: list[str]
@@ -321,7 +320,7 @@ class TogetherLine(TypedDict):
 
 
 class Tried(TypedDict):
-    """What fixes brought that could be made while the program started. complete: false where the
+    """Measured effect of fixes that can be made at a program's start. complete: false where the
     time ended before all was known."""
 
     path: str
@@ -341,7 +340,7 @@ class Tried(TypedDict):
 _T = TypeVar("_T")
 
 LONGEST_NAME, LONGEST_TEXT = 200, 1200
-"""Characters of a name, and of a text with several sentences."""
+"""Lengths at which a name, and a text with several sentences, are cut, characters."""
 MAX_PLACES, MAX_EVIDENCE = 5, 12
 MAX_FINDINGS = 20
 MAX_RECORDINGS, MAX_PROJECTED, MAX_SPLITS = 50, 20, 50
@@ -354,38 +353,38 @@ UNTRUSTED = (
 
 
 def bound_name(text: object, most: int = LONGEST_NAME) -> str:
-    """A name on one line, control and direction characters out, cut in the middle."""
+    """Return a name as one line, without control and direction characters, cut in the middle."""
     return labels.shorten(labels.clean(text), most)
 
 
 def bound_text(text: object) -> str:
-    """A text with several sentences, in the same way."""
+    """Return a text with several sentences, cleaned and cut in the same way."""
     return bound_name(text, LONGEST_TEXT)
 
 
 def take_fields(kind: Callable[..., _T], source: object, **given: object) -> _T:
-    """An answer of this kind with the fields of ``source`` that are called the same, and those
-    that are given."""
+    """Return an answer with the fields of ``source`` of the same names, and those that are
+    given."""
     names = kind.__annotations__
     return kind(**{n: given[n] if n in given else getattr(source, n) for n in names})
 
 
 def take_first(items: Iterable[_T], most: int) -> tuple[list[_T], int]:
-    """(the first of them, how many more there are)."""
+    """Return the first items, and how many more there are."""
     result = list(items)
     return result[:most], max(0, len(result) - most)
 
 
 MAX_ENTRIES = 20_000
-"""Of a folder that is named: more are not looked through."""
+"""Largest number of a folder's entries that are looked through."""
 LONGEST_PATH = 4096
 
 
 class AllowedFolders:
-    """Folders that were given, with links resolved."""
+    """Folders that may be read, with links resolved."""
 
     def __init__(self, folders: Iterable[str | Path]) -> None:
-        """Raises AdvisorError: none is given, or one is no folder."""
+        """Raises AdvisorError if none is given, or one is no folder."""
         self.folders: list[Path] = []
         for folder in folders:
             real = Path(os.path.realpath(folder))
@@ -396,11 +395,10 @@ class AllowedFolders:
             raise AdvisorError("give the folders that may be read, such as runs/")
 
     def path(self, given: str) -> Path:
-        """The file or folder, links resolved. Relative ones are below the first folder in which
-        there is such a thing.
+        """Return a file or folder with links resolved. A relative path is below the first folder
+        that has it.
 
-        Raises AdvisorError: it is outside, is not there, or is a folder with a link that leads
-        outside.
+        Raises AdvisorError if it is outside, missing, or a folder with a link that leads outside.
         """
         real = self.inside(given)
         if not real.exists():
@@ -410,7 +408,7 @@ class AllowedFolders:
         return real
 
     def new_path(self, given: str) -> Path:
-        """A path at which there is nothing yet, in a folder that is there. Raises AdvisorError."""
+        """Return a path that is still free, in an existing folder. Raises AdvisorError."""
         real = self.inside(given)
         if real.exists():
             raise AdvisorError(f"{given}: there is something; give a new path")
@@ -419,7 +417,7 @@ class AllowedFolders:
         return real
 
     def inside(self, given: str) -> Path:
-        """The path with links resolved, there or not. Raises AdvisorError: it is outside."""
+        """Return a path with links resolved, there or not. Raises AdvisorError if outside."""
         if not given or len(given) > LONGEST_PATH or "\0" in given:
             raise AdvisorError("give a path below the folders that may be read")
         candidates = [folder / given for folder in self.folders]  # an absolute one stays itself
@@ -431,7 +429,7 @@ class AllowedFolders:
         return next((item for item in inside if item.exists()), inside[0])
 
     def contains(self, real: Path) -> bool:
-        """Whether a path without links is one of the folders or below one."""
+        """Tell whether a path without links is one of the folders or below one."""
         return any(real == folder or folder in real.parents for folder in self.folders)
 
     def _look_through(self, folder: Path, given: str) -> None:
@@ -443,7 +441,7 @@ class AllowedFolders:
 
 
 def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All below it; folders behind links are entries, and not entered."""
+    """Yield all entries below a folder; folders behind links are yielded, but not entered."""
     waiting = [str(folder)]
     while waiting:
         try:

@@ -1,4 +1,4 @@
-"""Records and tries programs that a client names: where the user allowed it, below the folders."""
+"""Recording and trying of programs that a client names: if allowed, below the folders."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ MAX_ARGUMENTS, LONGEST_ARGUMENT = 100, 2000
 MAX_KNOBS, LONGEST_KNOB = 20, 60
 MIN_BUDGET = 10.0
 OVER_BUDGET, SLACK = 1.5, 60.0
-"""Times the budget, and seconds more, after which trials are ended: the budget begins no run, and
-one that it has begun may end."""
+"""Factor of the budget, and further seconds, after which trials are ended. The budget starts no run
+beyond it, but a run that has started may finish."""
 OUTPUT_TAIL_CHARS = 2000
-"""Characters of the program's output, the last ones."""
+"""Number of characters kept of the program's output, the last ones."""
 GRACE_SECONDS = 10.0
-"""Seconds to end by itself after the time limit: the recorder writes what it has."""
+"""Time to end by itself after the time limit, s: the recorder writes what it has."""
 
 
 def record(
     allowed: AllowedFolders, script: str, arguments: list[str], out: str, timeout_s: float
 ) -> Ran:
-    """``advisor record`` of a script, in its own folder, into a new run directory.
+    """Run ``advisor record`` on a script, in its own folder, into a new run directory.
 
-    Raises AdvisorError: the script is outside, or the run directory is there already.
+    Raises AdvisorError if the script is outside, or the run directory exists.
     """
     program, folder = _asked(allowed, script, arguments, out)
     seconds = min(max(1.0, timeout_s), MAX_SECONDS)
@@ -62,10 +62,9 @@ def try_knobs(
     only: list[str],
     budget_s: float,
 ) -> Tried:
-    """``advisor try`` of a script, in its own folder, into a new run directory.
+    """Run ``advisor try`` on a script, in its own folder, into a new run directory.
 
-    Raises AdvisorError: the script is outside, the run directory is there already, or there is no
-    such knob.
+    Raises AdvisorError if the script is outside, the run directory exists, or a knob is unknown.
     """
     program, folder = _asked(allowed, script, arguments, out)
     for name in only[:MAX_KNOBS]:
@@ -85,7 +84,7 @@ def try_knobs(
 def _asked(
     allowed: AllowedFolders, script: str, arguments: list[str], out: str
 ) -> tuple[Path, Path]:
-    """The script and the run directory that is to be made. Raises AdvisorError."""
+    """Return the script and the run directory to create. Raises AdvisorError."""
     program, folder = allowed.path(script), allowed.new_path(out)
     if not program.is_file():
         raise AdvisorError(f"{script}: not a file; give a Python script")
@@ -99,8 +98,8 @@ def _asked(
 def _run(
     command: list[str], folder: Path, seconds: float, *, errors: bool = False
 ) -> tuple[int | None, float, str]:
-    """(exit code, seconds, last output) of one of our own commands. ``errors``: standard error
-    alone, the rest is for programs."""
+    """Run an advisor command; return exit code, seconds and last output. ``errors``: only standard
+    error, since the rest is for programs."""
     started = time.monotonic()
     with tempfile.TemporaryFile() as output:
         # a group of its own: what the program started ends with it
@@ -125,7 +124,7 @@ def _run(
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Its exit code; ``None``: it was ended."""
+    """Return the exit code of a process; ``None`` if it was ended after the time limit."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -142,7 +141,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the program and all that it started; where there are no groups, to it alone."""
+    """Send a signal to the program and all that it started; without groups, to it alone."""
     with suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, number)
@@ -153,7 +152,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 def tried(
     report: TrialReport | None, path: str, exit_code: int | None, seconds: float, said: str
 ) -> Tried:
-    """``None``: there is no report, and ``said`` tells why."""
+    """Return the answer of a trial report; without one, ``said`` tells why."""
     shown, more = b.take_first([] if report is None else report.trials, b.MAX_TRIALS)
     cut = report is None or report.interrupted or report.out_of_budget
     return Tried(

@@ -1,4 +1,4 @@
-"""Lists what there is to analyse below the folders that may be read."""
+"""List of the recordings below the folders that may be read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from advisor.read.runs import wanted_traces
 from advisor.read.source import ByteSource
 
 MAX_SUMMARISED = 8 << 20
-"""Bytes of a run whose records are read for its line, traces left out."""
+"""Largest size of a run's records that are read for its line, bytes, traces left out."""
 
 
 class _Candidate(NamedTuple):
-    """What may be a recording, by names alone."""
+    """A possible recording, by names alone."""
 
     time_ns: int
     path: Path
@@ -32,10 +32,9 @@ class _Candidate(NamedTuple):
 
 
 def list_recordings(allowed: AllowedFolders, folder: str, top: int) -> Recordings:
-    """Runs, folders of ranks and files below a folder, or below all that may be read; the newest
-    first. What a link leads out of these to, and what has a name that cannot be given as it is, is
-    left out. Raises AdvisorError: the folder is outside, or is none.
-    """
+    """List runs, folders of ranks and files below a folder, or below all allowed ones; the newest
+    first. Paths that a link leads outside, and names that cannot be shown as they are, are left
+    out. Raises AdvisorError if the folder is outside, or is none."""
     roots = [allowed.inside(folder)] if folder else allowed.folders
     if not all(root.is_dir() for root in roots):
         raise AdvisorError(f"{folder}: not a folder below those that may be read")
@@ -54,7 +53,7 @@ def list_recordings(allowed: AllowedFolders, folder: str, top: int) -> Recording
 
 
 def _candidates(roots: list[Path]) -> tuple[list[_Candidate], bool]:
-    """All of them, and whether all was looked through. Folders behind links are not entered."""
+    """Return all candidates, and whether all was searched. Folders behind links are not entered."""
     runs: set[Path] = set()
     jobs: dict[Path, set[Path]] = defaultdict(set)
     below: dict[Path, set[Path]] = defaultdict(set)
@@ -87,7 +86,7 @@ def _candidates(roots: list[Path]) -> tuple[list[_Candidate], bool]:
 
 
 def _job(file: Path, root: Path) -> Path:
-    """The folder above the part of a path that tells the rank; the file, where none does."""
+    """Return the folder above the part of a path that has the rank; without one, the file."""
     for part in (file, *file.parents):
         if part == root:
             break
@@ -104,7 +103,7 @@ def _time(file: Path) -> int:
 
 
 def _format(file: Path) -> str:
-    """As its reader is called; empty: none is sure of it, as of settings in JSON. Raises
+    """Return the name of a file's reader; empty if none is sure, as of settings in JSON. Raises
     AdvisorError."""
     source = ByteSource(str(file))
     reader = reader_of(source)
@@ -112,7 +111,7 @@ def _format(file: Path) -> str:
 
 
 def _line(allowed: AllowedFolders, item: _Candidate) -> RecordingLine | None:
-    """``None``: it leads outside, is of no known format, or its name cannot be shown as it is."""
+    """Return a candidate's line; ``None`` if it is outside, of no known format or not printable."""
     given, summary = str(item.path), None
     if given != b.bound_name(given, b.LONGEST_PATH):
         return None

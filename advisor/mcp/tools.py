@@ -1,6 +1,5 @@
-"""The server, over standard input and output, and what its tools do: an allowed path, an analysis
-that is kept, an answer that is bounded.
-"""
+"""Server over standard input and output, and its tools: they check the path, keep analyses and
+bound the answer."""
 
 from __future__ import annotations
 
@@ -61,9 +60,9 @@ if TYPE_CHECKING:
 
 
 MAX_KEPT_ANALYSES = 4
-"""Analyses that are kept, the last ones: asking about a finding does not read its trace again."""
+"""Number of analyses kept, the last ones, so that a question on a finding reads no trace."""
 MAX_BYTES = 4_000_000_000
-"""Uncompressed, of what is read for one call."""
+"""Largest uncompressed size of what is read for one call, bytes."""
 MAX_EDITS, LONGEST_EDIT = 20, 500
 
 Key = tuple[str, int | None, int]
@@ -85,8 +84,8 @@ Edits = Annotated[
 
 
 def one_line(tool: _F) -> _F:
-    """Errors and the description as one line for the client; what nobody foresaw goes to the log,
-    not to the client."""
+    """Give a tool one-line errors and description for the client. Unexpected errors go to the log
+    in full, and not to the client."""
 
     @functools.wraps(tool)
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -105,7 +104,7 @@ def one_line(tool: _F) -> _F:
 
 
 class Tools:
-    """The tools, for one client. One analysis at a time: it uses all cores by itself."""
+    """Tools for one client. One analysis runs at a time: it uses all cores by itself."""
 
     def __init__(self, allowed: AllowedFolders) -> None:
         self.allowed = allowed
@@ -119,8 +118,8 @@ class Tools:
         ] = "",
         top: Annotated[int, Field(ge=1, le=b.MAX_RECORDINGS)] = 20,
     ) -> Recordings:
-        """What there is to analyse: recorded runs, folders of ranks, traces, memory snapshots, the
-        newest first. from_trace.path is what the other tools take."""
+        """List what there is to analyse: recorded runs, folders of ranks, traces, memory snapshots,
+        the newest first. from_trace.path is what the other tools take."""
         from advisor.mcp.recordings import list_recordings
 
         return list_recordings(self.allowed, folder, top)
@@ -128,8 +127,8 @@ class Tools:
     def analyze(
         self, path: Place, rank: Rank = None, top: Annotated[int, Field(ge=0, le=20)] = 10
     ) -> Analysed:
-        """What is slow in a profiler trace, a folder of one run's traces, or a recorded run: the
-        findings with the largest gain first, and what each fix saves per step."""
+        """Say what is slow in a profiler trace, a folder of one run's traces, or a recorded run:
+        the findings with the largest gain first, and what each fix saves per step."""
         report = self._examined(path, rank).report
         named = report.by_id()
         # without a step nothing is ranked: what a snapshot, counters or a log show are notes
@@ -166,8 +165,8 @@ class Tools:
         id: Annotated[str, Field(max_length=100, description="As analyze has it.")],  # noqa: A002
         rank: Rank = None,
     ) -> FindingFull:
-        """One finding in full: what was measured, where in the code, the fix, how to verify it,
-        what would prove it wrong."""
+        """Return one finding in full: what was measured, where in the code, the fix, how to verify
+        it, what would prove it wrong."""
         named = self._examined(path, rank).report.by_id()
         result = named.get(id)
         if result is None:
@@ -176,7 +175,7 @@ class Tools:
         return _full(id, result)
 
     def what_if(self, path: Place, edits: Edits, rank: Rank = None) -> ReplayAnswer:
-        """What a step would take with changes, by replaying its dependency graph."""
+        """Predict what a step would take with changes, by replaying its dependency graph."""
         from advisor.replay.edit_language import parse_edit
         from advisor.replay.result import what_if
 
@@ -213,7 +212,7 @@ class Tools:
         )
 
     def compare(self, before: Place, after: Place, rank: Rank = None) -> Compared:
-        """Whether a change made the step faster, with a confidence interval; which findings it
+        """Tell whether a change made the step faster, with a confidence interval; which findings it
         fixed; and whether they gained what was predicted."""
         from advisor.compare import compare_examined
 
@@ -248,8 +247,8 @@ class Tools:
     def operators(
         self, path: Place, rank: Rank = None, top: Annotated[int, Field(ge=1, le=50)] = 15
     ) -> OperatorAnswer:
-        """The operators with most device time, by shape: rates reached, what bounds them, what the
-        rates that such a GPU attains would save."""
+        """List the operators with most device time, by shape: rates reached, what bounds them, and
+        what the rates that such a GPU attains would save."""
         report = self._examined(path, rank).report
         shown, more = b.take_first(report.rooflines, max(0, min(top, 50)))
         device = report.scope.device_name
@@ -286,8 +285,8 @@ class Tools:
             float | None, Field(gt=0, le=1e6, description="GB/s of a GPU to other nodes.")
         ] = None,
     ) -> Projected:
-        """What the step would take on another GPU (gpu), or with more or fewer GPUs (gpus), for
-        each split of the job; of many ranks for the one with most work."""
+        """Predict the step on another GPU (gpu), or with more or fewer GPUs (gpus), for each split
+        of the job; of many ranks for the one with most work."""
         from advisor.core.gpus import find_gpu
         from advisor.measure.comm.links import NodeLinks
         from advisor.read import ReadOptions, open_run
@@ -359,7 +358,7 @@ class Tools:
 
 
 def _changed(path: Path) -> int:
-    """When it was last written, ns: a run that was recorded again is read again."""
+    """Return when a file or folder was last written, ns: a run recorded again is read again."""
     latest = path.stat().st_mtime_ns
     if path.is_dir():
         for folder, _, files in os.walk(path):
@@ -493,8 +492,8 @@ high_ns). {b.UNTRUSTED}""".replace("\n", " ")
 
 
 class _OneLine(logging.Formatter):
-    """Errors in a line on stderr, with the place that raised them; the client decides their texts,
-    so nothing of them reaches the terminal as it is."""
+    """Formatter of errors as a line on stderr, with the place that raised them. The client decides
+    their texts, so nothing of them reaches the terminal as it is."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -504,8 +503,8 @@ class _OneLine(logging.Formatter):
 
 
 class _Server(MCPServer[Any]):
-    """There are no prompts: whoever asks for one is answered in a line, and so are arguments that
-    fit no schema."""
+    """Server that answers wrong arguments, and requests for prompts, of which it has none, in one
+    line."""
 
     async def call_tool(self, name: str, *given: Any, **named: Any) -> Any:
         try:
@@ -530,7 +529,7 @@ def serve(allowed: AllowedFolders, *, allow_run: bool) -> None:
 
 
 def build(allowed: AllowedFolders, *, allow_run: bool = False) -> MCPServer[Any]:
-    """A server whose tools read below the allowed folders; ``allow_run``: and run programs."""
+    """Return a server whose tools read the allowed folders; ``allow_run``: and run programs."""
     server = _Server(
         "advisor",
         version=advisor.__version__,
@@ -557,7 +556,7 @@ def build(allowed: AllowedFolders, *, allow_run: bool = False) -> MCPServer[Any]
 
 
 def _add_resources(server: MCPServer[Any]) -> None:
-    """What a client reads without a call: the rules, and how to use all this."""
+    """Add what a client reads without a call: the rules, and how to use advisor."""
 
     @functools.cache
     def rules() -> dict[str, Rule]:
@@ -589,7 +588,7 @@ def _add_resources(server: MCPServer[Any]) -> None:
 
 
 def _add_running(server: MCPServer[Any], allowed: AllowedFolders) -> None:
-    """The tools that run programs."""
+    """Add the tools that run programs."""
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True))
     @one_line

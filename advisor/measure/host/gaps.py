@@ -47,10 +47,10 @@ GAPS_SCHEMA: dict[str, Any] = {
 }
 
 LATENCY_NS = 50_000
-"""Longest time from a launch call's return, or from the end of the work before, to the start of
-work that is ready, for which the launch itself is blamed. Measured between queued work: at most
-11 us (A100), 12 us (A100, NCCL) and 16 us (V100, graph launches included); a longer wait has a
-reason that must be seen, so without one it is unknown."""
+"""Longest delay of ready work, ns, for which the launch itself is blamed. It begins with the launch
+call's return, or the end of the work before. Measured between queued work: at most 11 us (A100), 12
+us (A100, NCCL) and 16 us (V100, graph launches included); a longer wait has a reason that must be
+seen, so without one it is unknown."""
 MAX_FOLLOWED = 4
 """Threads that are searched for a cause while the launching one did nothing recorded: the main
 thread and those that launch most. Autograd has one thread a device; more only cost time."""

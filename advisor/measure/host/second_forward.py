@@ -25,9 +25,9 @@ MIN_LAYERS = 4
 
 
 def second_forwards(a: Analysis) -> Intervals:
-    """Find host time of layers that run a second time in a step with inputs of the same shapes, and
-    that no backward pass goes through: a forward for metrics, or another model of the same kind.
-    Empty unless each layer of the trained forward pass comes again, in most steps."""
+    """Find host time of layers that run a second time in a step with inputs of the same shapes. No
+    backward pass goes through them: a forward for metrics, or another model of the same kind. Empty
+    unless each layer of the trained forward pass comes again, in most steps."""
     main = a.trace.main_thread
     if main is None or not (a.forward_op >= 0).any():
         return EMPTY

@@ -455,8 +455,8 @@ def work_past_return_ns(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int
 
 
 def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
-    """Find long runtime calls that do not wait by their name and yet returned as the last work of a
-    stream ended that had been launched before them: rows of ``trace.cpu``."""
+    """Find long runtime calls that wait, though not by their name: rows of ``trace.cpu``. They
+    return as the last work of a stream ends that was launched before them."""
     cpu, gpu = trace.cpu, trace.gpu
     long = (cpu["kind"] == "runtime") & (cpu["dur"] >= LONG_CALL_NS)
     long &= ~cpu["call"].is_in(NAMED).fill_null(False)

@@ -381,8 +381,8 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
 
 
 def late_chance(job: JobMeasurements, place: int) -> float:
-    """Bound the probability that any of similar ranks arrives last as often as this one, or keeps
-    the others waiting as long in step after step."""
+    """Bound the probability that any of similar ranks arrives last as often as this one. Or that it
+    keeps the others waiting as long in step after step, if that is smaller."""
     waits = job.waits
     sizes = job.joined.rank_count[waits.row]
     similar = len(waits.collective_count[waits.collective_count > 0])

@@ -21,8 +21,8 @@ TRANSFORMERS = "transformers"
 PREFILL, DECODE, MIXED, DRAFT = "prefill", "decode", "mixed", "draft"
 IMAGE, FORWARD = "image", "forward"
 LAUNCHED_INSIDE = 0.9
-"""Part of the device's time (without a device, of the operators') that must lie in ranges which a
-program calls ``prefill`` or ``decode`` for them to be its steps."""
+"""Share of the device's time that ranges called ``prefill`` or ``decode`` must hold to be steps.
+Without a device, share of the operators' time."""
 
 
 class Sums(NamedTuple):

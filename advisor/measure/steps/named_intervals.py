@@ -277,8 +277,8 @@ def _called(
 
 
 def _leaf(a: Analysis, parent: Rows, calls: NDArray[np.int64], frame: Rows) -> tuple[int, int]:
-    """Find, below some calls of one kind, the deepest call that holds at least HOLDS of their time,
-    going down by the heaviest name each time, and its time (its user frame stays the same)."""
+    """Find the deepest call, below calls of one kind, that holds at least HOLDS of their time; and
+    its time. The search follows the heaviest name (its user frame stays the same)."""
     cpu = a.trace.cpu
     dur = cpu["dur"].to_numpy()
     order = np.argsort(parent, kind="stable")

@@ -198,8 +198,8 @@ def without_fragments(good: NDArray[np.bool_]) -> Numbers:
 def _shared(
     codes: Numbers, work: Numbers, at: Numbers, kinds: int
 ) -> tuple[float, NDArray[np.bool_]]:
-    """Return the part of all work that lies in periods, each beginning ``at`` one place, that hold
-    the same pieces as most of them do, and as much time of each kind; and which periods do."""
+    """Return the part of all work in similar periods, each beginning ``at`` one place, and which
+    they are. They hold the same pieces as most do, and as much time of each kind."""
     place = np.arange(at[0], len(codes))
     cell = (np.searchsorted(at, place, side="right") - 1) * kinds + codes[place]
     similar = np.ones(len(at), dtype=np.bool_)

@@ -71,7 +71,7 @@ class CompileCause(Struct, frozen=True, kw_only=True):
     line: int | None
     """Line at which it begins; ``null``: not recorded."""
     reason: str
-    """The guard that failed, or what torch.compile says."""
+    """Guard that failed, or reason that torch.compile gives."""
     count: int
     """Number of times that it happened."""
     ns: float | None

@@ -101,9 +101,9 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
         "graph_entry",
         "loop",
     ] = ""
-    """``host``: ``loop``, also the thread's time from one of the events to the next, if no other
-    operator or call lies between. That is the Python of a loop. All others name instants: gaps
-    count that meet them, host events that begin in them, device work that is launched in them.
+    """Context. ``host``: ``loop``, also the thread's time from one of the events to the next, if no
+    other operator or call lies between. That is the Python of a loop. All others name instants:
+    gaps count that meet them, host events that begin in them, device work that is launched in them.
     ``step_start``: before the first device work of their step. ``graph_break``: from one compiled
     graph to the next across a break. ``graph_entry``: in functions whose graph breaks, outside the
     code of their graphs. ``between_steps``: from the end of an inference engine's step to the first
@@ -128,24 +128,24 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A change that a fix would make to the step: an operation over selected events."""
 
     op: Operation
-    """``remove`` the events; ``scale`` their durations by ``factor``; bring kernels to ``factor``
-    of their ``roofline``; ``overlap`` them with other work (move to another stream); make
+    """Operation: ``remove`` the events; ``scale`` their durations by ``factor``; bring kernels to
+    ``factor`` of their ``roofline``; ``overlap`` them with other work (another stream); make
     blocking host calls return at once (``make_async``); ``merge`` kernels into one; ``drop_launch``
     cost (CUDA graph, compile); ``parallelize`` loading over ``workers``; ``resize`` the batch by
     ``factor``; ``remove_skew``: the collectives of a rank keep no other rank waiting."""
     select: Select
     """Events that the operation is applied to."""
     factor: float | None = None
-    """``scale`` and ``merge``: new duration = factor x old (the central estimate). ``roofline``:
+    """Factor of the central estimate. ``scale`` and ``merge``: new duration over old. ``roofline``:
     share of the attainable rate that is reached. ``resize``: new batch size over old."""
     factor_low: float | None = None
     """Factor under the optimistic assumption (larger gain)."""
     factor_high: float | None = None
     """Factor under the pessimistic assumption (smaller gain)."""
     workers: int | None = None
-    """``parallelize``: number of workers that share the host work."""
+    """Number of workers that share the host work (``parallelize``)."""
     host_ns: int | None = None
-    """``drop_launch``: host time that remains for each launch."""
+    """Host time that remains for each launch, ns (``drop_launch``)."""
     ahead: bool = False
     """Whether an ``overlap`` is also issued earlier. So it is done when the host waits for the
     whole device, as far as the work beside it lasts. Not under the pessimistic assumption."""
@@ -166,9 +166,9 @@ class Impact(Struct, frozen=True, kw_only=True):
     high_ns: int | None = None
     """Upper end of the gain's range, ns."""
     share: float | None = None
-    """``gain_ns`` as a share of the measured step, or of the run (0 to 1)."""
+    """Share of ``gain_ns`` in the measured step, or in the run (0 to 1)."""
     freed_bytes: int | None = None
-    """``memory``: device memory freed, bytes."""
+    """Device memory freed, bytes (``memory``)."""
     method: str = ""
     """Method of the estimate: ``upper bound (exposed time)`` or ``replay``."""
     reason: str = ""

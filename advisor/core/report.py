@@ -323,8 +323,8 @@ class StepVariationPart(Struct, frozen=True):
     """A class of time, kernel, copy or operator that longer steps have more of."""
 
     name: str
-    """A class of time (``idle: `` and its cause for idle time; without device work ``host: `` and
-    its class), or a kernel, copy or operator."""
+    """Class of time (``idle: `` and its cause for idle time; without device work ``host: `` and its
+    class), or name of a kernel, copy or operator."""
     ns: float
     """Mean excess of its time in a longer step over that in a shorter one, ns."""
     short_count: float | None = None
@@ -587,7 +587,7 @@ class KernelCounters(Struct, kw_only=True):
     waves: float | None
     """Number of waves: blocks of the grid over those that run at once; ``null``: not collected."""
     stalls: dict[str, float]
-    """The five largest reasons -> share of the cycles between two instructions of a warp."""
+    """Share of the cycles between two instructions of a warp, by stall reason, the five largest."""
     dram_bytes: float | None
     """Bytes that one launch reads from and writes to DRAM; ``null``: not collected."""
     bandwidth: float | None
@@ -831,11 +831,11 @@ class Report(Struct, kw_only=True):
     time: list[TimeShare] = field(default_factory=list)
     """Exclusive time by class; adds up to the step. Empty: no device work in the trace."""
     busy_share: float | None = None
-    """Share of the step during which the GPU does anything; ``null``: unknown."""
+    """Share of the step during which the GPU works; ``null``: no device work, or lost records."""
     communication_ns: float | None = None
-    """Communication per step, hidden or not, ns; ``null``: there is none."""
+    """Communication per step, hidden or not, ns; ``null``: none, or lost records."""
     communication_overlap: float | None = None
-    """Share of communication that runs under compute; ``null``: there is none."""
+    """Share of communication that runs under compute; ``null``: none, or lost records."""
     idle: list[IdleCause] = field(default_factory=list)
     """Idle time of the device by cause; adds up to the idle time."""
     unknown_idle_share: float | None = None

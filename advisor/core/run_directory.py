@@ -124,9 +124,9 @@ class Rank(Struct, kw_only=True, omit_defaults=True):
     local_rank: int | None = None
     pid: int | None = None
     anchor_unix_ns: int | None = None
-    """Instant on the wall clock, ns since 1970 …"""
+    """Instant on the wall clock, ns since 1970."""
     anchor_perf_ns: int | None = None
-    """… and the same one on ``time.perf_counter_ns``."""
+    """Time of that instant on ``time.perf_counter_ns``, ns."""
     devices: list[RecordedDevice] = field(default_factory=list)
     """Visible GPUs; the one in use first."""
     cpus: int | None = None

@@ -215,7 +215,7 @@ class TraceMeta:
     start_ns: int = 0
     """Absolute time of the trace's 0, ns on the clock of ``clock``."""
     clock: str = "unix"
-    """``unix`` when ``start_ns`` is Unix time, else ``arbitrary``."""
+    """Kind of clock: ``unix`` when ``start_ns`` is Unix time, else ``arbitrary``."""
     end_ns: int = 0
     """End of the last event, ns from the trace's start."""
     record_shapes: bool | None = None

@@ -214,7 +214,7 @@ def costliest_places(
 def device_places(
     a: Analysis, work: pl.DataFrame, cost: str | Rows = "exposed", host: str | Rows = "op"
 ) -> list[Location]:
-    """The same of rows of device work, with columns ``gpu``, ``ts`` and ``dur``. ``cost``,
+    """Return such places of device work, with columns ``gpu``, ``ts`` and ``dur``. ``cost``,
     ``host``: a column of theirs, or numbers."""
     return costliest_places(
         a,

@@ -25,13 +25,13 @@ CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python
 without stacks) is left out, so the result is rather too small than too large."""
 MAX_PIECE_NS = 200_000
-"""Longer pieces are not the cost of launching: dispatching one op takes some 5 to 50 µs, with
-Python stacks up to 150 µs (b200_eager). A slow function or an op on the CPU takes longer."""
+"""Length of a piece, ns; longer ones are no launch cost: dispatching one op takes some 5 to 50 µs,
+with stacks up to 150 µs (b200_eager). A slow function or an op on the CPU takes longer."""
 MAX_GAP_NS = 1_000_000
-"""Nor are many short pieces in one gap: a loop over the pixels of an image is thousands of calls
-before one launch. Where the GPU waits for launches, on public traces 96% and more of the idle time
-is in gaps with less than this of it (70% where a job also prepares its data), and 3% where the
-first kernel follows a quarter of a second of Python."""
+"""Length of a gap's pieces, ns; many short ones are no launch cost: a loop over an image's pixels
+is thousands of calls before one launch. Where the GPU waits for launches, on public traces 96% and
+more of the idle time is in gaps with less than this of it (70% where a job also prepares its data),
+and 3% where the first kernel follows a quarter of a second of Python."""
 
 MAX_NAMED_CAUSES = 3
 

@@ -88,7 +88,7 @@ class PaddingWaste(Rule):
     def _effect(
         a: Analysis, recorded: StepRecords, mean: float
     ) -> tuple[list[Edit], Impact | None]:
-        """Less work of the kernels that the tokens pass through; without a device, less time in the
+        """Cut work of the kernels that the tokens pass through; without a device, time in the
         model."""
         if a.device_id is not None:
             edit = scale_edit(

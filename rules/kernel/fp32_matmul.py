@@ -452,7 +452,7 @@ class MixedPrecisionOff(Fp32Matmul):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """The same matrix kernels; what is well or unknown, fp32-matmul says."""
+        """Check the same matrix kernels; what is well or unknown, fp32-matmul says."""
         yield from (outcome for outcome in super().check(a) if isinstance(outcome, Finding))
 
     def _target(self, gpu: GpuSpec) -> Target | None:

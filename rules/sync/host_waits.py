@@ -73,8 +73,8 @@ def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
 
 
 def with_operators(a: Analysis, blocking: BlockingCalls) -> BlockingCalls:
-    """The same, with the GPU idle time in the operators around these calls: without the call, the
-    host does not spend that time either. Several calls of an operator share it."""
+    """Add the GPU idle time in the operators around these calls: without the call, the host does
+    not spend that time either. Several calls of an operator share it."""
     table, cpu = blocking.table, a.trace.cpu
     host = row_numbers(table["host"])
     around = outermost_aten(a)[host]

@@ -291,7 +291,7 @@ class ImplicitSync(Rule):
 
     @staticmethod
     def _reads() -> pl.Expr:
-        """Return the condition for reads: values, copies to the host, syncs of the optimizer."""
+        """Return the condition: values, copies to host, syncs of optimizer, clipping, scaler."""
         to_host = pl.col("cause").str.contains(COPY) & (pl.col("direction") == "DtoH")
         return pl.col("cause").str.contains(f"{VALUE}|{_STEP}") | to_host.fill_null(False)
 

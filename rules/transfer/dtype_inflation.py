@@ -372,7 +372,7 @@ class PingPong(Rule):
 
     @staticmethod
     def _worked_on(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:
-        """The same columns for round trips with operators on the CPU in between."""
+        """Return the same columns for round trips with operators on the CPU in between."""
         own = copies.select(pl.col("gpu").cast(pl.Int64), "step", "ts", "dur")
         return a.round_trips.join(own, on="gpu", how="inner", maintain_order="left")
 

@@ -66,10 +66,10 @@ COMMANDS = {
 }
 """Subcommands: module, attribute to run (``app``: a group with its own commands), help line."""
 RETIRED = {("analyze", "--operators"): ("--by", "operator")}
-"""Subcommand and option of an earlier version -> what it is called now."""
+"""Options of an earlier version, with their subcommand, and what they are called now."""
 
 ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
-"""Commands that read, say what they found, and end. No program of somebody else runs in them."""
+"""Commands that read, say what they found, and end. They run no program of the user's."""
 GC_THRESHOLD = 100_000
 """Number of new objects between two searches for cycles; Python's default is 700. Objects here are
 freed by reference counts or last to the end. Searching took an eighth of a small trace's time."""

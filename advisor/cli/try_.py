@@ -106,7 +106,7 @@ def command(
 
 
 def parse_time(text: str) -> float:
-    """``90``, ``90s``, ``10m`` or ``1h`` in seconds. Raises AdvisorError for anything else."""
+    """Parse ``90``, ``90s``, ``10m`` or ``1h`` to seconds. Raises AdvisorError otherwise."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smh]?)", text.strip())
     if match is None or float(match[1]) <= 0:
         raise AdvisorError(f"--budget {text}: give a time such as 90s, 10m or 1h")

@@ -303,7 +303,7 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
 
 
 def _step_limits(c: Comparison, before: Report) -> list[str]:
-    """Sentences on how steps were found, where that limits the comparison."""
+    """Say in sentences how steps were found, if that limits the comparison."""
     sources = {"before": c.before.step_source, "after": c.after.step_source}
     unmarked = [which for which, source in sources.items() if source == "whole trace"]
     result = []

@@ -90,12 +90,12 @@ class StepTimeChange(Struct, kw_only=True):
     """Step times before and after, and the difference with its confidence interval."""
 
     verdict: Verdict
-    """``slower`` or ``faster``: the interval of the difference excludes 0. ``no difference``: it
-    includes 0. ``not measured``: see ``reason``."""
+    """Verdict. ``slower`` or ``faster``: the interval of the difference excludes 0. ``no
+    difference``: it includes 0. ``not measured``: see ``reason``."""
     source: str
-    """``recorder``: unprofiled steps, from boundary to boundary on the host, or on the device
-    where the host runs ahead of it. ``trace``: the profiled
-    steps of the window. Empty: neither."""
+    """Source of the steps. ``recorder``: unprofiled steps, from boundary to boundary on the host,
+    or on the device where the host runs ahead of it. ``trace``: the profiled steps of the window.
+    Empty: neither."""
     before: Distribution | None = None
     """Step durations before; ``null``: no steps."""
     after: Distribution | None = None
@@ -137,7 +137,7 @@ class Amount(Struct, kw_only=True):
     name: str
     """Name of the class, cause, family or other quantity."""
     unit: str
-    """``ns`` (per step), ``share`` (0 to 1), ``bytes``, ``count``, ``J``, or a currency."""
+    """Unit: ``ns`` (per step), ``share`` (0 to 1), ``bytes``, ``count``, ``J``, or a currency."""
     before: float | None
     """Value before; ``null``: not measured."""
     after: float | None

@@ -27,7 +27,7 @@ _KEY = ("op", "shape")
 def compare_work(
     before: Analysis, after: Analysis, *, shapes: bool = True
 ) -> tuple[list[ComparedWork], ComparedWork | None]:
-    """Device time per step by operator and shape: (largest differences first, all others summed).
+    """Return device time per step by operator and shape: (largest differences, the others summed).
 
     The operator is the innermost around the launch, with its own inputs; work that no operator
     launched goes by its kernel. By operator alone when only one side has shapes, or

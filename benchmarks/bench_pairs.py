@@ -81,7 +81,7 @@ class Truth(NamedTuple):
     high: float
 
 
-class Band(NamedTuple):
+class GainInterval(NamedTuple):
     """A predicted change, ms."""
 
     point: float
@@ -94,13 +94,13 @@ class Row(NamedTuple):
 
     pair: Pair
     truth: Truth
-    predicted: Band
+    predicted: GainInterval
     """With a band that knows nothing of this pair."""
-    shown: Band
+    shown: GainInterval
     """As it is shown: with all that is known."""
     exposed: float
     """What the exposed time of the same edits would say, ms."""
-    found: Band | None
+    found: GainInterval | None
     """What the finding that proposes the change is estimated to save; ``None``: no such
     finding, or one without an estimate."""
 
@@ -353,7 +353,9 @@ def edit(given: Any) -> Any:
     return Edit(**{**given, "select": Select(**given["select"])})
 
 
-def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, float]:
+def predict(
+    path: Path, edits: Sequence[Any], title: str
+) -> tuple[GainInterval, GainInterval, float]:
     """What a replay of the edits together saves a step, ms, with a band that knows nothing of the
     pair and with that which is shown; and what their exposed time says."""
     import advisor
@@ -365,14 +367,14 @@ def predict(path: Path, edits: Sequence[Any], title: str) -> tuple[Band, Band, f
     a = Analysis(run.window(run.ranks[0]))
     whatif = WindowReplayer(a)
     gain = whatif.gain(edits) / 1e6
-    bands = [Band(gain, *(end / 1e6 for end in whatif.gain_bounds(edits)))]
+    bands = [GainInterval(gain, *(end / 1e6 for end in whatif.gain_bounds(edits)))]
     with without_program(title):
-        bands.append(Band(gain, *(end / 1e6 for end in whatif.gain_bounds(edits))))
+        bands.append(GainInterval(gain, *(end / 1e6 for end in whatif.gain_bounds(edits))))
     bound = BoundEstimator(a).gain_range(edits)
     return bands[1], bands[0], bound.gain / 1e6
 
 
-def findings(path: Path) -> dict[str, Band]:
+def findings(path: Path) -> dict[str, GainInterval]:
     """By rule: what findings with an estimate save, ms per step."""
     import advisor
 
@@ -381,7 +383,7 @@ def findings(path: Path) -> dict[str, Band]:
         w = f.impact
         if w is not None and w.gain_ns is not None and f.rule not in found:
             low, high = (w.gain_ns if v is None else v for v in (w.low_ns, w.high_ns))
-            found[f.rule] = Band(w.gain_ns / 1e6, low / 1e6, high / 1e6)
+            found[f.rule] = GainInterval(w.gain_ns / 1e6, low / 1e6, high / 1e6)
     return found
 
 
@@ -470,7 +472,7 @@ def measured_here(known: Prediction) -> Outcome:
     kind = known.kind or KIND_OF_RULE[known.rule]
     with without_program(known.program):
         factor = math.exp(error_of([kind], shipped_experiments()))
-        band = predictions.Band(known.predicted / factor, known.predicted * factor)
+        band = predictions.GainInterval(known.predicted / factor, known.predicted * factor)
         if known.rule:
             wide = predictions.widened_by_rule
             band = wide(known.rule, known.device, known.predicted, band, float("inf")).band

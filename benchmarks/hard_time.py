@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import NEVER, Edge, Graph, Node
+from advisor.replay.graph import NEVER, EdgeKind, Graph, NodeKind
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -55,10 +55,10 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
     """Of the steps that a plan replays."""
     graph = plan.graph
     row, waited = waits(a, graph)
-    told = _told(graph, [Edge.SYNC])
-    done = np.flatnonzero(graph.kind == Node.SYNC_END)
+    told = _told(graph, [EdgeKind.SYNC])
+    done = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
     node = dict(zip(graph.row[done].tolist(), done.tolist(), strict=True))
-    begun = np.flatnonzero(graph.kind == Node.SYNC)
+    begun = np.flatnonzero(graph.kind == NodeKind.SYNC)
     start = dict(zip(graph.row[begun].tolist(), begun.tolist(), strict=True))
     free = plan.run(dur=np.zeros(len(graph)))
     lasted = a.trace.cpu["dur"].to_numpy()
@@ -70,12 +70,12 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
             gone = float(lasted[which]) - float(free[at] - free[since])
             explained += max(0.0, min(length - off, gone))
     after, gap = idle(graph, graph.time)
-    every = [e for e in Edge if e != Edge.PROGRAM]
+    every = [e for e in EdgeKind if e != EdgeKind.PROGRAM]
     ours, twin = (
         float(np.maximum(gap - np.abs(_told(graph, kinds)[after] - _start(graph)[after]), 0).sum())
-        for kinds in (every, [Edge.LAUNCH, Edge.STREAM])
+        for kinds in (every, [EdgeKind.LAUNCH, EdgeKind.STREAM])
     )
-    host = (graph.edge == Edge.PROGRAM) & (graph.weight > NEVER)
+    host = (graph.edge == EdgeKind.PROGRAM) & (graph.weight > NEVER)
     instant = plan.run(weight=np.where(host, 0.0, graph.weight))
     left = idle(graph, instant)[1]
     left = float(left[left > SHORT_NS].sum())  # not what lies between any two kernels
@@ -156,7 +156,7 @@ def _start(graph: Graph) -> Any:
     return graph.time - graph.dur
 
 
-def _told(graph: Graph, kinds: list[Edge]) -> Any:
+def _told(graph: Graph, kinds: list[EdgeKind]) -> Any:
     """For each node, when edges of these kinds let it start, all else as measured."""
     kept = np.isin(graph.edge, kinds)
     src = graph.src[kept]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.replay.graph import Edge, Graph
+from advisor.replay.graph import EdgeKind, Graph
 from advisor.replay.replay import completion_times
 from advisor.replay.replay_quality import EXPLAINED_NS
 
@@ -30,7 +30,7 @@ class Twin(NamedTuple):
 
 def naive_twin(graph: Graph) -> Twin:
     """Replay a graph with its launch and stream edges only, all host points as measured."""
-    kept = np.isin(graph.edge, [Edge.LAUNCH, Edge.STREAM])
+    kept = np.isin(graph.edge, [EdgeKind.LAUNCH, EdgeKind.STREAM])
     src, dst, weight = graph.src[kept], graph.dst[kept], graph.weight[kept]
     time = graph.time.copy()
     allowed = np.full(len(graph), -np.inf)

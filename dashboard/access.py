@@ -158,9 +158,9 @@ def protect(app: dash.Dash, access: Access) -> None:
             request.method == "POST" and request.path == CALLBACKS
         ):
             return _refuse(405, "This dashboard is read-only.")
-        if not _from_here(request):
+        if not _is_same_origin(request):
             return _refuse(403, "Requests from other sites are not answered.")
-        return _let_in(access)
+        return _authenticate(access)
 
     def headers(response: Response) -> Response:
         for name, value in HEADERS.items():
@@ -177,7 +177,7 @@ def protect(app: dash.Dash, access: Access) -> None:
     server.after_request(headers)
 
 
-def _let_in(access: Access) -> flask.typing.ResponseReturnValue | None:
+def _authenticate(access: Access) -> flask.typing.ResponseReturnValue | None:
     """Let in a visitor with the token or the cookie that was given for it; a token in the address
     always goes out of it."""
     request = flask.request
@@ -220,7 +220,7 @@ def _without_token(access: Access, *, fresh: bool) -> flask.Response:
 
 
 def _mark(response: Response) -> None:
-    """Note in the browser that it was let in, for :func:`_let_in` to know it by."""
+    """Note in the browser that it was let in, for :func:`_authenticate` to know it by."""
     name = cookie_name(flask.request.headers.get("Host"), ARRIVED)
     if name not in flask.request.cookies:
         response.set_cookie(name, "1", path="/", httponly=True, samesite="Lax")
@@ -245,7 +245,7 @@ def _refuse(code: int, why: str) -> flask.Response:
     return flask.Response(f"{why}\n", status=code, mimetype="text/plain")
 
 
-def _from_here(request: flask.Request) -> bool:
+def _is_same_origin(request: flask.Request) -> bool:
     """Whether a request that makes us work comes from a page of ours, as far as the browser
     tells. Pages may be linked to from anywhere."""
     if request.method != "POST" and not request.path.startswith(("/_advisor/", "/_dash-")):

@@ -24,7 +24,7 @@ from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
 from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.host_nodes import ready_batch_ns
-from advisor.replay.predictions import Band, widened_by_kind, widened_by_rule, worst_case
+from advisor.replay.predictions import GainInterval, widened_by_kind, widened_by_rule, worst_case
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.rules.common import device_waits
 
@@ -139,7 +139,7 @@ def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Findin
         low, high = worst_case(saved.low, saved.high, a.step_ns)
         saved = saved._replace(low=low, high=high, low_by="not proven", high_by="not proven")
     device = "" if a.device is None or a.device.name is None else a.device.name
-    own = Band(saved.low, saved.high)
+    own = GainInterval(saved.low, saved.high)
     band, why = widened_by_rule(finding.rule, device, saved.gain, own, a.step_ns)
     if why:
         saved = saved._replace(

@@ -168,7 +168,7 @@ def memory_verdict(c: Comparison) -> str:
     parts = [
         row for row in rows[2:] if row.name not in LIFETIMES and abs(_difference(row)) >= least
     ]
-    listed = ", ".join(f"{row.name} {t.format_more_bytes(_difference(row))}" for row in parts[:3])
+    listed = ", ".join(f"{row.name} {t.format_bytes_change(_difference(row))}" for row in parts[:3])
     change = after - before
     if abs(change) < least:
         text = f"Memory at the peak stays the same: {pair}"

@@ -14,7 +14,7 @@ from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import Comparison, RealisedGain, Side, StepTimeChange
 from advisor.compare.comparison_text import has_guessed_steps, is_of_whole_recordings, write_verdict
 from advisor.compare.device_work import by_shape, compare_kernels, compare_work, matched_share
-from advisor.compare.findings import Remaining, compare_findings, find_remaining
+from advisor.compare.findings import RemainingFinding, compare_findings, find_remaining
 from advisor.compare.steps import UNMARKED_STEPS_NOTE, compare_steps
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME
@@ -77,7 +77,7 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     paths = [str(each.run.path or each.main.trace.meta.path) for each in (before, after)]
     comparison = _compared(before.report, after.report, paths)
 
-    def search(finding: Finding, of_before: bool) -> Remaining | None:
+    def search(finding: Finding, of_before: bool) -> RemainingFinding | None:
         own, other = (before, after) if of_before else (after, before)
         return find_remaining(finding, own, other)
 

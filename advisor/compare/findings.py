@@ -32,7 +32,7 @@ _OPERATIONS_THAT_KEEP_EVENTS = ("overlap", "make_async", "resize")
 NOT_SEARCHED = "a saved report cannot be searched, so it may be gone or only too small to report"
 
 
-class Remaining(NamedTuple):
+class RemainingFinding(NamedTuple):
     """A finding that is in a run whose report does not list it."""
 
     gain_ns: int | None
@@ -42,7 +42,7 @@ class Remaining(NamedTuple):
 
 
 Pair = tuple["Finding | None", "Finding | None"]
-Search = Callable[["Finding", bool], "Remaining | None"]
+Search = Callable[["Finding", bool], "RemainingFinding | None"]
 
 
 def compare_findings(
@@ -186,7 +186,7 @@ def _why_unchecked(report: Report, other: Report, rule: str) -> str:
 
 def find_remaining(
     finding: Finding, own: AnalysisResult, other: AnalysisResult
-) -> Remaining | None:
+) -> RemainingFinding | None:
     """Look for a finding of one run in the other; ``None``: it is not there, or cannot be known."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None or impact.currency != "step_time":
@@ -198,12 +198,12 @@ def find_remaining(
     if own.estimator.method == other.estimator.method:
         gain = other.estimator.gain_range(finding.edits).gain
         if gain >= MIN_KEPT * impact.gain_ns:
-            return Remaining(round(gain), _why_not_listed(gain, other.main))
+            return RemainingFinding(round(gain), _why_not_listed(gain, other.main))
     edits = [edit for edit in finding.edits if edit.op not in _OPERATIONS_THAT_KEEP_EVENTS]
     here = sum(_selected_time(own.main, edit) for edit in edits)
     there = sum(_selected_time(other.main, edit) for edit in edits)
     if here > 0 and there >= MIN_KEPT * here:
-        return Remaining(None, "still there, but the step does not wait for it")
+        return RemainingFinding(None, "still there, but the step does not wait for it")
     return None
 
 

@@ -17,7 +17,7 @@ HEAD_BYTES = 200
 _WHOLE_NUMBERS = re.compile(rb"\[\n +-?\d+(?:,\n +-?\d+)*\n +\]")
 
 
-class Saved(Protocol):
+class SavedStruct(Protocol):
     """A Struct that is saved in a file of its own."""
 
     schema: str
@@ -27,7 +27,7 @@ class Saved(Protocol):
         """Read one from JSON. Raises AdvisorError for anything else."""
 
 
-AnySaved = TypeVar("AnySaved", bound=Saved)
+AnySaved = TypeVar("AnySaved", bound=SavedStruct)
 
 
 def encode_json(value: msgspec.Struct) -> bytes:

@@ -132,7 +132,7 @@ def format_change(ns: float) -> str:
     return format_duration(0) if not ns else f"{'+' if ns > 0 else '−'}{format_duration(abs(ns))}"
 
 
-def format_more_bytes(size: float) -> str:
+def format_bytes_change(size: float) -> str:
     """Return a difference in bytes with its sign: ``+3.1 GiB``."""
     return f"{'+' if size > 0 else '-'}{format_bytes(abs(size))}"
 

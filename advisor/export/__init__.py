@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.core.trace import KINETO
 from advisor.export.chrome import build_tracks, write_tables
-from advisor.export.rewrite import Extra, Written, rewrite
+from advisor.export.rewrite import Extra, RewriteCounts, rewrite
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
 
-__all__ = ["Written", "build_tracks", "rewrite", "write_trace"]
+__all__ = ["RewriteCounts", "build_tracks", "rewrite", "write_trace"]
 
 
-def write_trace(trace: Trace, target: Path, extra: Extra | None = None, **options: Any) -> Written:
+def write_trace(
+    trace: Trace, target: Path, extra: Extra | None = None, **options: Any
+) -> RewriteCounts:
     """Write a trace that was read from a file to another. A Chrome trace is copied event by event,
     any other format is written from its tables. Options and errors as of :func:`rewrite`."""
     if trace.meta.format == KINETO:

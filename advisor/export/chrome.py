@@ -25,7 +25,7 @@ from advisor.export.redact import Redactor
 from advisor.export.rewrite import (
     Extra,
     Progress,
-    Written,
+    RewriteCounts,
     names_of,
     replace_when_complete,
     write_events,
@@ -99,12 +99,12 @@ def write_tables(
     names: Iterable[str] = (),
     limit: int = DEFAULT_LIMIT,
     progress: Progress | None = None,
-) -> Written:
+) -> RewriteCounts:
     """Write the tables of a trace as :func:`~advisor.export.rewrite.rewrite` writes a JSON file.
     The numbers of a kernel's blocks and threads are written in one dimension."""
     path = trace.meta.path
     redactor = Redactor({*names, *names_of(path, limit)}) if redacted else None
-    written = Written(truncated=trace.meta.truncated)
+    written = RewriteCounts(truncated=trace.meta.truncated)
     head = head_of(trace)
 
     def texts() -> Iterator[tuple[bytes, int]]:

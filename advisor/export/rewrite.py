@@ -18,7 +18,7 @@ from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
 from advisor.export.redact import HEAD_KEYS, NameMap, Redactor
-from advisor.read.damage import REFUSED, sanitise, split_objects
+from advisor.read.damage import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
 from advisor.read.split import Splitter
 
@@ -29,7 +29,7 @@ Extra = Callable[[dict[str, Any]], Iterable[bytes]]
 
 
 @dataclass
-class Written:
+class RewriteCounts:
     """Counts of the events in a written trace, and the state of its source."""
 
     events: int = 0
@@ -57,7 +57,7 @@ def rewrite(
     names: Iterable[str] = (),
     limit: int = DEFAULT_LIMIT,
     progress: Progress | None = None,
-) -> Written:
+) -> RewriteCounts:
     """Write a trace to ``target`` (packed when it ends in .gz or .zst), whole or not at all.
 
     The events come first and byte by byte as they were, unless ``redacted``; then what ``extra``
@@ -91,8 +91,8 @@ def _write(
     extra: Extra | None,
     redactor: Redactor | None,
     progress: Progress | None,
-) -> Written:
-    written = Written()
+) -> RewriteCounts:
+    written = RewriteCounts()
 
     def texts() -> Iterator[tuple[bytes, int]]:
         for piece in splitter.pieces():
@@ -114,7 +114,7 @@ def write_events(
     head: Callable[[], dict[str, Any]],
     extra: Extra | None,
     redactor: Redactor | None,
-    written: Written,
+    written: RewriteCounts,
 ) -> None:
     """Write the list of events: texts of several events each, then what ``extra`` yields for
     ``head()``, which is called once the others are written."""
@@ -143,7 +143,7 @@ def written_head(head: dict[str, Any], redactor: Redactor | None) -> bytes:
 
 
 def _events(
-    piece: bytes, exact: bool, written: Written, redactor: Redactor | None
+    piece: bytes, exact: bool, written: RewriteCounts, redactor: Redactor | None
 ) -> Iterator[tuple[bytes, int]]:
     """Yield the text of a piece's events, and the number of events in it."""
     if not piece.isascii():  # texts that are not looked at may be no UTF-8, and JSON must be
@@ -154,7 +154,7 @@ def _events(
             written.repaired = True
     try:
         events = _list.decode(piece)
-    except REFUSED:
+    except DECODE_ERRORS:
         if not exact:
             raise _Unsound from None
         events = _salvaged(piece, written)
@@ -166,7 +166,7 @@ def _events(
     yield text, len(events)
 
 
-def _salvaged(piece: bytes, written: Written) -> list[Raw]:
+def _salvaged(piece: bytes, written: RewriteCounts) -> list[Raw]:
     """Return the elements of a damaged piece that are JSON, repaired if need be."""
     texts, others = split_objects(sanitise(piece)[1:-1])
     written.lost += others
@@ -174,7 +174,7 @@ def _salvaged(piece: bytes, written: Written) -> list[Raw]:
     for text in texts:
         try:
             msgspec.json.decode(text, type=Raw)
-        except REFUSED:
+        except DECODE_ERRORS:
             written.lost += 1
             continue
         kept.append(Raw(text))

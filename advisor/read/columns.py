@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.read.damage import REFUSED, sanitise, split_objects
+from advisor.read.damage import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.trace_events import (
     ABSENT,
     COMM_FIELDS,
@@ -133,7 +133,7 @@ def build_columns(
             aside(event)
     for event in routes.without_category:
         routes[event.pid if isinstance(event.pid, str) else "none"](event)
-    instants, thread_names, pairs = _aside(rest)
+    instants, thread_names, pairs = _without_duration(rest)
 
     names, threads, inputs, comms = _Codes(), _Codes(), _Codes(), _Codes()
     ignored = {label: len(results) for label, results in routes.other.items()}
@@ -180,7 +180,9 @@ def build_columns(
     return result
 
 
-def _aside(rest: list[TraceEvent]) -> tuple[list[TraceEvent], list[tuple[str, str, str]], int]:
+def _without_duration(
+    rest: list[TraceEvent],
+) -> tuple[list[TraceEvent], list[tuple[str, str, str]], int]:
     """Return memory instants, thread names, number of B/E events, from events without duration."""
     instants = []
     thread_names = []
@@ -420,7 +422,7 @@ def _product(text: bytes) -> float:
     """Return the product of a small JSON list of sizes; NaN if it is none."""
     try:
         sizes = msgspec.json.decode(text, type=list[int])
-    except REFUSED:
+    except DECODE_ERRORS:
         return math.nan
     if not 0 < len(sizes) <= 3 or not all(0 < size < 1 << 32 for size in sizes):
         return math.nan
@@ -442,7 +444,7 @@ def _occupancies(
     for text in codes:
         try:
             result = msgspec.json.decode(cast(bytes, text), type=_Occupancy)
-        except REFUSED:
+        except DECODE_ERRORS:
             result = _Occupancy()
         blocks = result.activeBlocksPerMultiprocessor
         active.append(math.nan if blocks is None else blocks)
@@ -489,7 +491,7 @@ def _counters(piece: bytes, names: _Codes) -> Columns:
             continue
         try:
             event = msgspec.json.decode(text)
-        except REFUSED:
+        except DECODE_ERRORS:
             continue
         if not isinstance(event, dict) or event.get("cat") != COUNTER_CATEGORY:
             continue

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPACE = b" \t\r\n"
-REFUSED = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError, ValueError, OverflowError)
 """Exceptions that decoding damaged text raises."""
 _KEY = rb'"(?:ph|name|cat|args|id|pid|tid|ts|dur|bp|s)"'
 EVENT_BOUNDARY = re.compile(rb"\}(\s{0,256}),\s{0,256}\{\s{0,256}" + _KEY)
@@ -37,7 +37,7 @@ def scan_list(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
     """
     result = [np.zeros(0, dtype=np.intp)]
     last = 0
-    follower = _Follower()
+    follower = _BracketScanner()
     for where, chars, depth in follower.scan(text):
         closing = np.flatnonzero(depth < 0)
         upto = int(closing[0]) if len(closing) else len(depth)
@@ -51,14 +51,14 @@ def scan_list(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
 
 def object_end(text: bytes) -> int | None:
     """Return the position of the brace that closes an object, from its inside; or ``None``."""
-    for where, chars, depth in _Follower().scan(text):
+    for where, chars, depth in _BracketScanner().scan(text):
         closing = np.flatnonzero(depth < 0)
         if len(closing):
             return int(where[closing[0]]) if chars[closing[0]] == ord("}") else None
     return None
 
 
-class _Follower:
+class _BracketScanner:
     """Scanner of quotes and brackets, a stretch at a time: memory does not grow with the text."""
 
     def __init__(self) -> None:

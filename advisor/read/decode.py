@@ -19,7 +19,7 @@ from msgspec import Raw
 
 from advisor.core.pool import ProcessPool, WorkerDied
 from advisor.read.columns import Piece, build_columns
-from advisor.read.damage import REFUSED, sanitise, split_objects
+from advisor.read.damage import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.trace_events import EventArgs, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])
@@ -48,12 +48,12 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
     """Return the events, the number that could not be decoded, and the number decoded leniently."""
     try:
         return event_list.decode(piece), 0, 0
-    except REFUSED:
+    except DECODE_ERRORS:
         pass
     piece = sanitise(piece)
     try:
         return event_list.decode(piece), 0, 0
-    except REFUSED:
+    except DECODE_ERRORS:
         pass
     events: list[TraceEvent] = []
     lenient = 0
@@ -62,11 +62,11 @@ def _events(piece: bytes) -> tuple[list[TraceEvent], int, int]:
         try:
             events.append(_event.decode(text))
             continue
-        except REFUSED:
+        except DECODE_ERRORS:
             pass
         try:
             event = _coerce(msgspec.json.decode(text))
-        except REFUSED:
+        except DECODE_ERRORS:
             event = None
         if event is None:
             unsound += 1
@@ -139,7 +139,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_enc)
 _decoder = msgspec.msgpack.Decoder(Piece, dec_hook=_dec)
 
 
-def decode_apart(piece: bytes) -> bytes:
+def decode_in_worker(piece: bytes) -> bytes:
     """Decode a piece in a worker; return its columns, encoded."""
     import gc
 
@@ -171,7 +171,7 @@ def decode_all(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
         for piece in pieces:
             busy = sum(isinstance(at, Future) and not at.done() for _, at in waiting)
             if lost < workers and busy < workers * MAX_PIECES_AHEAD:
-                waiting.append((piece, pool.submit(decode_apart, piece)))
+                waiting.append((piece, pool.submit(decode_in_worker, piece)))
             else:
                 waiting.append((b"", decode_piece(piece)))
             while waiting and _is_done(waiting[0][1]):

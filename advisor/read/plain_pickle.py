@@ -77,7 +77,7 @@ _DAMAGE = (
 """Exceptions that a damaged pickle makes the unpickler raise."""
 
 
-class Plain(NamedTuple):
+class PickleContent(NamedTuple):
     """Content of a pickle of plain values, and its size."""
 
     value: Any
@@ -93,7 +93,7 @@ def looks_like_pickle(head: bytes) -> bool:
     return head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5")
 
 
-def read_plain(blocks: Iterable[bytes], path: str) -> Plain:
+def read_plain(blocks: Iterable[bytes], path: str) -> PickleContent:
     """Read a pickle from its blocks of bytes. ``path``: what it is called in errors.
 
     Raises AdvisorError, with one line: it holds more than plain values, is cut off or damaged, or
@@ -103,7 +103,7 @@ def read_plain(blocks: Iterable[bytes], path: str) -> Plain:
     collecting = gc.isenabled()
     gc.disable()  # millions of containers, none of which is garbage
     try:
-        value = _Refusing(_Feed(checked.frames())).load()
+        value = _RestrictedUnpickler(_FrameReader(checked.frames())).load()
     except AdvisorError:
         raise
     except MemoryError:
@@ -114,10 +114,10 @@ def read_plain(blocks: Iterable[bytes], path: str) -> Plain:
     finally:
         if collecting:
             gc.enable()
-    return Plain(value, checked.containers, checked.seen)
+    return PickleContent(value, checked.containers, checked.seen)
 
 
-class _Refusing(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     """Unpickler that refuses all look-ups of names, as a second safeguard."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -127,7 +127,7 @@ class _Refusing(pickle.Unpickler):
         raise pickle.UnpicklingError("names are not looked up")
 
 
-class _Feed:
+class _FrameReader:
     """File object for the unpickler, made of frames fetched as needed."""
 
     def __init__(self, frames: Iterator[bytes]) -> None:

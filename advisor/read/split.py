@@ -16,7 +16,14 @@ import msgspec
 from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
-from advisor.read.damage import EVENT_BOUNDARY, REFUSED, SPACE, object_end, sanitise, scan_list
+from advisor.read.damage import (
+    DECODE_ERRORS,
+    EVENT_BOUNDARY,
+    SPACE,
+    object_end,
+    sanitise,
+    scan_list,
+)
 from advisor.read.reader import PIECE
 from advisor.read.source import ByteSource, kind_of
 
@@ -161,7 +168,7 @@ class Splitter:
             return "nothing but white space; give a PyTorch profiler trace"
         try:
             whole = _fields.decode(buffer)
-        except REFUSED:
+        except DECODE_ERRORS:
             if self.source.damage:
                 return f"{self.source.damage}, no event could be unpacked; {again}"
             if len(buffer) > HEAD_LIMIT:
@@ -251,12 +258,12 @@ def _decode_fields(text: bytes, *, repair: bool = True) -> dict[str, Raw] | None
     """Return an object's members, undecoded, repaired if need be; ``None`` if it is none."""
     try:
         return _fields.decode(text)
-    except REFUSED:
+    except DECODE_ERRORS:
         if not repair or len(text) > HEAD_LIMIT:
             return None
     try:
         return _fields.decode(sanitise(text))
-    except REFUSED:
+    except DECODE_ERRORS:
         return None
 
 
@@ -266,7 +273,7 @@ def _value(raw: Raw) -> Any:
         return None
     try:
         return msgspec.json.decode(text)
-    except REFUSED:
+    except DECODE_ERRORS:
         return None
 
 
@@ -290,7 +297,7 @@ class _Anything(msgspec.Struct):
 def _is_event(text: bytes) -> bool:
     try:
         msgspec.json.decode(text, type=_Anything)
-    except REFUSED:
+    except DECODE_ERRORS:
         return False
     return True
 
@@ -300,7 +307,7 @@ def _is_json(text: bytes) -> bool:
     for attempt in (text, sanitise(text)):
         try:
             msgspec.json.decode(attempt, type=Raw)
-        except REFUSED:
+        except DECODE_ERRORS:
             continue
         return True
     return False

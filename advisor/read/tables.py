@@ -29,7 +29,7 @@ from advisor.core.trace import (
     SyncKind,
 )
 from advisor.read.columns import MISSING, Columns
-from advisor.read.damage import REFUSED
+from advisor.read.damage import DECODE_ERRORS
 from advisor.read.trace_events import DEVICE_KINDS, copy_parts, sync_kind
 
 Array = NDArray[Any]
@@ -226,7 +226,7 @@ def _integer(part: bytes) -> int | None:
     try:
         value = msgspec.json.decode(part, type=int | float | str)
         number = int(value)
-    except REFUSED:
+    except DECODE_ERRORS:
         return None
     return number if abs(number) < _INT_LIMIT else None
 
@@ -237,7 +237,7 @@ def _string(part: bytes) -> str | None:
         return None
     try:
         return msgspec.json.decode(part, type=str)
-    except REFUSED:
+    except DECODE_ERRORS:
         return part.decode("utf-8", "replace")
 
 

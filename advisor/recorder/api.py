@@ -240,7 +240,7 @@ class _Call:
         if recorder._depth > 1:
             return
         session = recorder._session
-        if session is None or session.over:
+        if session is None or session.finished:
             recorder._session = None
             recorder.begin("decorator")
             session = recorder._session
@@ -269,9 +269,9 @@ class _Call:
         if recorder._step:
             _contained(session, session.on_step_end)
         elif self._first:
-            _contained(session, lambda: self._tell_apart(session))
+            _contained(session, lambda: self._detect_inner_loop(session))
 
-    def _tell_apart(self, session: RecordingSession) -> None:
+    def _detect_inner_loop(self, session: RecordingSession) -> None:
         if session.count() - self._before > 1:
             # the loop is inside: until the next call there is nothing to record
             session.pause()
@@ -302,7 +302,7 @@ class PhaseRange:
             self._before = session.enter(session.tape.phase(self._name))
             self._session = session
         except Exception as error:
-            session.broken(error)
+            session.on_internal_error(error)
 
     def __exit__(self, *_: object) -> None:
         session, self._session = self._session, None
@@ -311,7 +311,7 @@ class PhaseRange:
         try:
             session.leave(self._before)
         except Exception as error:
-            session.broken(error)
+            session.on_internal_error(error)
 
 
 def step() -> None:
@@ -364,7 +364,7 @@ def open_session(
         session = RecordingSession(resolve_options(**keywords), entry, lazy=lazy)
         session.owner = recorder
         if entry == "command":
-            session.anew = lambda: open_session("command", {}, lazy=True)
+            session.fork_session = lambda: open_session("command", {}, lazy=True)
         silence_kineto()
         try:
             session.start()
@@ -400,7 +400,7 @@ def _begin_loop(session: RecordingSession, loader: Iterable[_T], length: Any) ->
             if length is not None:
                 session.windows.fit_to_loader(length())
         except Exception as error:
-            session.broken(error)
+            session.on_internal_error(error)
     return iter(loader)
 
 
@@ -409,13 +409,13 @@ def _fetch(session: RecordingSession, iterator: Iterator[_T]) -> _T:
 
 
 def _contained(session: RecordingSession, call: Callable[[], None]) -> None:
-    if session.over:
+    if session.finished:
         return
     try:
         if session.on_watched_thread() or not session.listening:
             call()
     except Exception as error:
-        session.broken(error)
+        session.on_internal_error(error)
 
 
 profile = Recorder()

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 
 
-class Background(ABC):
+class BackgroundThread(ABC):
     """Daemon thread that runs ``work`` from ``start`` until ``stop``, which sets ``over``.
 
     Nothing it meets reaches the caller, whatever a driver, ``/proc`` or a disk does: it is a thread
@@ -21,7 +21,7 @@ class Background(ABC):
     def __init__(self) -> None:
         self.problem: str | None = None
         """Error that ended the thread early; ``None`` if none did."""
-        self.over = threading.Event()
+        self.stop_event = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid: int | None = None
 
@@ -47,7 +47,7 @@ class Background(ABC):
         thread = self._thread
         if thread is None or os.getpid() != self._pid or thread is threading.current_thread():
             return
-        self.over.set()
+        self.stop_event.set()
         thread.join(self.stop_seconds)
         self._thread = None
 

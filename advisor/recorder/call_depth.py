@@ -20,7 +20,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-AROUND = (
+WRAPPER_MODULES = (
     "torch.optim.optimizer",
     "torch.optim.lr_scheduler",
     "torch.amp.grad_scaler",
@@ -28,7 +28,7 @@ AROUND = (
     "torch.fx.graph_module",  # around the call of an exported or a traced module
 )
 """Modules of torch whose functions surround the hooks at the end of a step, without a gap …"""
-STARTERS = (
+LAUNCHER_MODULES = (
     "torch.multiprocessing",
     "torch.distributed.run",
     "torch.distributed.launch",
@@ -93,7 +93,7 @@ def _nothing_around(frame: FrameType | None) -> bool:
         if not isinstance(name, str):
             name = ""
         if name == "torch" or name.startswith("torch."):
-            allowed = _in(name, STARTERS) or (top and _in(name, AROUND))
+            allowed = _in(name, LAUNCHER_MODULES) or (top and _in(name, WRAPPER_MODULES))
             if not allowed:
                 return False
         elif name != OURS and not name.startswith(f"{OURS}."):

@@ -24,11 +24,11 @@ MAX_PHASES = 64
 MAX_TAPE = 20_000_000
 """Most entries that wait to be read: minutes of a disk that does not answer."""
 
-THREAD, PHASE, WATCHED, ONLINE, LAST_LOADER, OPTIMIZED, LEARNT = range(7)
-"""Indices of ``Tape.here``: the watched thread (-1: recording is off; hooks ignore other threads),
-its open phase, whether watchers listen to phases, whether something must be done after an optimizer
-step, the last loader noted, whether an optimizer has ever stepped, and whether a backward or update
-has ended the search for inference steps."""
+THREAD, PHASE, WATCHED, ACT_ON_OPTIMIZER_STEP, LAST_LOADER, OPTIMIZED, HAS_TRAINED = range(7)
+"""Indices of ``Tape.hook_state``: the watched thread (-1: recording is off; hooks ignore other
+threads), its open phase, whether watchers listen to phases, whether something must be done after an
+optimizer step, the last loader noted, whether an optimizer has ever stepped, and whether a backward
+or update has ended the search for inference steps."""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -56,7 +56,7 @@ has ended the search for inference steps."""
     RESET,  # time: an exception left phases open
     PAUSE,  # length of a garbage collection
     MEMORY,  # the allocator's counters
-    MARK,  # (phase, CUDA event)
+    CUDA_EVENT,  # (phase, CUDA event)
     MARKS_END,  # nothing: no more of them for a while
     APPLIED,  # time: weights or gradients were changed since the last backward
     FORWARD_OF,  # id of the module whose forward ended just before; negative: it has no parameters
@@ -73,25 +73,26 @@ class Tape:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.here = [-1, OTHER, 0, 0, -1, 0, 1]
-        """State that hooks read, in one list, by ``THREAD``, ``PHASE``, ``WATCHED``, ``ONLINE``,
-        ``LAST_LOADER``, ``OPTIMIZED`` and ``LEARNT``: the caches are cold when they run."""
-        self.watched: list[Any] = []
+        self.hook_state = [-1, OTHER, 0, 0, -1, 0, 1]
+        """State that hooks read, in one list, by ``THREAD``, ``PHASE``, ``WATCHED``,
+        ``ACT_ON_OPTIMIZER_STEP``, ``LAST_LOADER``, ``OPTIMIZED`` and ``HAS_TRAINED``: the caches
+        are cold when they run."""
+        self.watchers: list[Any] = []
         """Watchers called as phases begin and end (NVTX, CUDA events)."""
         self.names = list(PHASES)
 
     def add_watcher(self, watcher: Any) -> None:
         """Call ``watcher`` for phases from now on."""
-        if watcher not in self.watched:
-            self.watched.append(watcher)
-        self.here[WATCHED] = 1
+        if watcher not in self.watchers:
+            self.watchers.append(watcher)
+        self.hook_state[WATCHED] = 1
 
     def remove_watcher(self, watcher: Any) -> bool:
         """Stop calling ``watcher``; return whether it was called until now."""
-        was = watcher in self.watched
+        was = watcher in self.watchers
         if was:
-            self.watched.remove(watcher)
-        self.here[WATCHED] = int(bool(self.watched))
+            self.watchers.remove(watcher)
+        self.hook_state[WATCHED] = int(bool(self.watchers))
         return was
 
     def phase(self, name: str) -> int:
@@ -139,7 +140,7 @@ class Clock:
         self.stack.append(OTHER if self.cur == BETWEEN else self.cur)
         self.cur = phase
 
-    def rest(self) -> None:
+    def enter_between_steps(self) -> None:
         """Count time to ``BETWEEN`` until a phase begins, because a step has ended."""
         if not self.stack:
             self.cur = BETWEEN

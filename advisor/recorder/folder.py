@@ -63,7 +63,7 @@ def rank_folder(out: str, rank: int, world: int) -> Path:
             run = run.with_name(f"{run.name}_restart{restart}")
         run.mkdir(PRIVATE, parents=True, exist_ok=True)
     elif world > 1:
-        run = _meet(out, rank)
+        run = _shared_run_directory(out, rank)
     else:
         run = new_run(out)
     for attempt in range(1, MAX_TRIES):
@@ -100,7 +100,7 @@ def _name() -> str:
     return time.strftime("%Y-%m-%d_%H%M%S_") + secrets.token_hex(2)
 
 
-def _meet(out: str, rank: int) -> Path:
+def _shared_run_directory(out: str, rank: int) -> Path:
     """Return the directory that all ranks of this launch share. Raises OSError."""
     parent = Path(out).parent if out else Path("runs")
     note = parent / f".launch_{_launch()}"

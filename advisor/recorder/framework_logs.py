@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from advisor.core.credentials import clean_value
 from advisor.core.run_directory import NCCL_LOG, TOPOLOGY
-from advisor.recorder.background import Background
+from advisor.recorder.background import BackgroundThread
 
 LOGGER = "torch.__trace"
 CHOSEN_BY_USER = ("TORCH_TRACE", "TORCH_DTRACE")
@@ -163,7 +163,7 @@ MAX_LINE = 4096
 _OF_NCCL = re.compile(rb"CCL (?:INFO|WARN|version)")
 
 
-class NetworkKeeper(Background):
+class NetworkKeeper(BackgroundThread):
     """Thread that keeps NCCL's log and the topology in a rank's folder, until ``stop``."""
 
     name = "network"
@@ -188,9 +188,9 @@ class NetworkKeeper(Background):
             if topology is not None:
                 (self._folder / TOPOLOGY).write_bytes(topology)
         while self._source is not None:
-            over = self.over.wait(EVERY_SECONDS)
+            stopped = self.stop_event.wait(EVERY_SECONDS)
             self._copy(self._source)
-            if over:
+            if stopped:
                 return
 
     def _copy(self, source: Path) -> None:

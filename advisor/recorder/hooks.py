@@ -100,7 +100,7 @@ class Listener:
     def read_tape(self) -> None:
         """Read the tape, if this thread is to read it."""
 
-    def broken(self, error: BaseException) -> None:
+    def on_internal_error(self, error: BaseException) -> None:
         """Handle a failure of the recorder's own code: stop recording."""
 
 
@@ -120,7 +120,7 @@ OVERRIDABLE = frozenset(("to", "cuda"))
 and so reports our hook; overrides compare it, so it must equal the original."""
 
 
-FOREIGN = (
+THIRD_PARTY_ITERATORS = (
     ("nvidia.dali.plugin.pytorch", "DALIGenericIterator"),
     ("nvidia.dali.plugin.pytorch", "DALIRaggedIterator"),
     ("ffcv.loader.epoch_iterator", "EpochIterator"),
@@ -133,7 +133,7 @@ GENERATION = "transformers.generation.utils"
 """Module that defines ``generate`` of Transformers' models."""
 
 
-class Equal:
+class EqualWrapper:
     """Hook that compares and hashes like the function it wraps."""
 
     def __init__(self, original: Any, hook: Callable[..., Any]) -> None:
@@ -148,7 +148,7 @@ class Equal:
         return self if owner is None else MethodType(self._hook, owner)
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._original == (other._original if type(other) is Equal else other))
+        return bool(self._original == (other._original if type(other) is EqualWrapper else other))
 
     def __hash__(self) -> int:
         return hash(self._original)
@@ -181,7 +181,7 @@ class Hooks:
         self._foreign.clear()
         self.hook_new_imports()
         leave_to_dynamo()
-        self._calls = ModuleCalls(self._on.tape.here, lambda calls: _forward(self._on, calls))
+        self._calls = ModuleCalls(self._on.tape.hook_state, lambda calls: _forward(self._on, calls))
         self._calls.install()
         wrap(torch.Tensor, "to", _to(self._on))
         wrap(torch.Tensor, "cuda", _cuda(self._on))
@@ -203,7 +203,7 @@ class Hooks:
     def hook_new_imports(self) -> bool:
         """Wrap what was imported since the last call: other loaders, ``generate``. Imports nothing.
         Return whether ``generate`` was wrapped."""
-        for name, kind in FOREIGN:
+        for name, kind in THIRD_PARTY_ITERATORS:
             module = sys.modules.get(name)
             owner = None if module is None else vars(module).get(kind)
             if isinstance(owner, type) and owner not in self._foreign:
@@ -255,7 +255,7 @@ class Hooks:
         made = make(original)
         hook: Any = made if hasattr(made, "__wrapped__") else functools.wraps(original)(made)
         if name in OVERRIDABLE:
-            hook = Equal(original, hook)
+            hook = EqualWrapper(original, hook)
         setattr(owner, name, hook)
         self._patches.append(_Patch(owner, name, original, own, hook))
 
@@ -264,13 +264,13 @@ def _next(on: Listener) -> Callable[[Any], Any]:
     from torch import Tensor
 
     tape, looping, inspect_batch = on.tape, on.looping, on.inspect_batch
-    put, here, numbers = tape.log.extend, tape.here, on.loaders.numbers
+    put, hook_state, numbers = tape.log.extend, tape.hook_state, on.loaders.numbers
 
     def make(original: Any) -> Any:
         def __next__(self: Any) -> Any:
-            if get_ident() != here[0]:
+            if get_ident() != hook_state[0]:
                 return original(self)
-            before = here[1]
+            before = hook_state[1]
             if before == DATA:  # inside Recorder.steps, or a dataset's own loader
                 batch = original(self)
                 if looping:
@@ -278,25 +278,25 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                         put((FETCHED_INSIDE, now(), BATCH, inspect_batch(batch)))
                         looping.clear()
                     except Exception as error:
-                        on.broken(error)
+                        on.on_internal_error(error)
                 return batch
             if before == OPTIMIZER:  # one that raised: its hook for the end was not called
                 before = OTHER
-            if here[2]:
+            if hook_state[2]:
                 on.on_enter(DATA)
             put((FETCH, now()))
-            here[1] = DATA
+            hook_state[1] = DATA
             try:
-                if here[3]:
+                if hook_state[3]:
                     on.read_tape()
                 batch = original(self)
             except BaseException as raised:
-                here[1] = before
+                hook_state[1] = before
                 put((EXHAUSTED if isinstance(raised, StopIteration) else LEAVE, now()))
-                if here[2]:
+                if hook_state[2]:
                     on.on_leave(before)
                 raise
-            here[1] = before
+            hook_state[1] = before
             try:
                 end = now()
                 kind = type(batch)
@@ -312,13 +312,13 @@ def _next(on: Listener) -> Callable[[Any], Any]:
                 else:
                     put((FETCHED, end, BATCH, inspect_batch(batch)))
                 number = numbers.get(id(self), -1)
-                if number != here[LAST_LOADER]:
-                    here[LAST_LOADER] = number
+                if number != hook_state[LAST_LOADER]:
+                    hook_state[LAST_LOADER] = number
                     put((LOADER, number))
-                if here[2]:
+                if hook_state[2]:
                     on.on_leave(before)
             except Exception as error:
-                on.broken(error)
+                on.on_internal_error(error)
             return batch
 
         return __next__
@@ -328,11 +328,11 @@ def _next(on: Listener) -> Callable[[Any], Any]:
 
 def _iter(on: Listener) -> Callable[[Any], Any]:
     tape = on.tape
-    put, here = tape.log.extend, tape.here
+    put, hook_state = tape.log.extend, tape.hook_state
 
     def make(original: Any) -> Any:
         def __iter__(self: Any) -> Any:
-            if get_ident() != here[0] or here[1] == DATA:
+            if get_ident() != hook_state[0] or hook_state[1] == DATA:
                 return original(self)
             begin = now()
             put((ITERATE, begin))
@@ -342,7 +342,7 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
                 if data is not None:
                     put((ITERATED, data))
             except Exception as error:
-                on.broken(error)
+                on.on_internal_error(error)
             return iterator
 
         return __iter__
@@ -364,32 +364,32 @@ def _timed(
     """
     compiling = _compiling()
     tape = on.tape
-    put, here = tape.log.extend, tape.here
+    put, hook_state = tape.log.extend, tape.hook_state
 
     def make(original: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if (
                 compiling()
-                or here[1] in inside
-                or get_ident() != here[0]
+                or hook_state[1] in inside
+                or get_ident() != hook_state[0]
                 or (applies is not None and not applies(args, kwargs))
             ):
                 return original(*args, **kwargs)
-            before = here[1]
-            if here[2]:
+            before = hook_state[1]
+            if hook_state[2]:
                 on.on_enter(phase)
-            here[1] = phase
+            hook_state[1] = phase
             put((phase, now()))
             code = LEAVE
             try:
                 result = original(*args, **kwargs)
                 code = end
             finally:
-                here[1] = before
+                hook_state[1] = before
                 put((code, now()))
-                if here[2]:
+                if hook_state[2]:
                     on.on_leave(before)
-            if end == OPTIMIZER_END and here[3]:
+            if end == OPTIMIZER_END and hook_state[3]:
                 on.read_tape()
             return result
 
@@ -406,17 +406,17 @@ def _forward(
 
     function, original, code = calls.function, calls.original, calls.code
     tape = on.tape
-    put, here = tape.log.extend, tape.here
+    put, hook_state = tape.log.extend, tape.hook_state
     evaluated = 0  # the model that ran last in evaluation mode, with a graph
 
     def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal evaluated
-        before, result = here[1], None
-        if here[3] and here[6] and not here[5]:
+        before, result = hook_state[1], None
+        if hook_state[3] and hook_state[6] and not hook_state[5]:
             on.read_tape()  # of an optimizer that is not seen, a step's end is known by now
-        if here[2]:
+        if hook_state[2]:
             on.on_enter(FORWARD)
-        here[1] = FORWARD
+        hook_state[1] = FORWARD
         put((FORWARD, now()))
         try:
             if calls.reported:
@@ -427,7 +427,7 @@ def _forward(
         finally:
             if calls.reported and function.__code__ is original:
                 function.__code__ = code
-            here[1] = before
+            hook_state[1] = before
             end = FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD
             if end == FORWARD_END and result is not None:
                 if not module.__dict__.get("training", True):
@@ -437,9 +437,9 @@ def _forward(
                 elif evaluated == id(module):
                     end, evaluated = FORWARD_END_TRAINING, 0
             put((end, now()))
-            if here[2]:
+            if hook_state[2]:
                 on.on_leave(before)
-            if not here[6]:
+            if not hook_state[6]:
                 on.on_forward(module)
 
     return forward
@@ -449,11 +449,16 @@ def _generate(on: Listener) -> Callable[[Any], Any]:
     """Return a wrapper that marks calls of ``generate``. Its forwards are timed as usual."""
     compiling = _compiling()
     tape = on.tape
-    put, here = tape.log.extend, tape.here
+    put, hook_state = tape.log.extend, tape.hook_state
 
     def make(original: Any) -> Any:
         def generate(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or here[6] or get_ident() != here[0] or here[1] in PART_OF_GRADIENTS:
+            if (
+                compiling()
+                or hook_state[6]
+                or get_ident() != hook_state[0]
+                or hook_state[1] in PART_OF_GRADIENTS
+            ):
                 return original(*args, **kwargs)
             on.on_generate_start()
             put((GENERATE, now()))
@@ -514,39 +519,39 @@ def _backward(on: Listener) -> Callable[[Any], Any]:
     since the last backward, which then ended a step."""
     compiling = _compiling()
     tape, witness = on.tape, UpdateProbe()
-    put, here = tape.log.extend, tape.here
+    put, hook_state = tape.log.extend, tape.hook_state
     inside = PART_OF_GRADIENTS
 
     def make(original: Any) -> Any:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             if compiling():
                 return original(*args, **kwargs)
-            if get_ident() != here[0]:
+            if get_ident() != hook_state[0]:
                 on.on_other_thread(updates=False)
-                if get_ident() != here[0]:
+                if get_ident() != hook_state[0]:
                     return original(*args, **kwargs)
-            before = here[1]
+            before = hook_state[1]
             if before in inside:
                 return original(*args, **kwargs)
-            if not here[5]:
-                if not here[6]:
+            if not hook_state[5]:
+                if not hook_state[6]:
                     on.on_first_backward()
                 if witness.has_update(args):
                     put((APPLIED, now()))
-            if here[2]:
+            if hook_state[2]:
                 on.on_enter(BACKWARD)
-            here[1] = BACKWARD
+            hook_state[1] = BACKWARD
             put((BACKWARD, now()))
             code = LEAVE
             try:
                 result = original(*args, **kwargs)
                 code = BACKWARD_END
             finally:
-                here[1] = before
+                hook_state[1] = before
                 put((code, now()))
-                if here[2]:
+                if hook_state[2]:
                     on.on_leave(before)
-            if not here[5]:
+            if not hook_state[5]:
                 witness.remember_state()
             return result
 
@@ -561,8 +566,8 @@ def _scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
 
     def applies(args: Any, kwargs: Any) -> bool:
         if _left_open(on, opened):
-            on.tape.here[1] = OTHER
-        if on.tape.here[1] == OPTIMIZER:
+            on.tape.hook_state[1] = OTHER
+        if on.tape.hook_state[1] == OPTIMIZER:
             return False
         put((OPTIMIZED_BY, id(args[1]) if len(args) > 1 else 0))
         return True
@@ -585,34 +590,34 @@ def _around_step(on: Listener, opened: Opened) -> tuple[Callable[..., None], Cal
     """Return the hooks before and after optimizer steps. The second is not called if one raises."""
     compiling = _compiling()
     tape = on.tape
-    log, put, here = tape.log, tape.log.extend, tape.here
+    log, put, hook_state = tape.log, tape.log.extend, tape.hook_state
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if compiling():
             return
-        if get_ident() != here[0]:
+        if get_ident() != hook_state[0]:
             on.on_other_thread(updates=True)
-            if get_ident() != here[0]:
+            if get_ident() != hook_state[0]:
                 return
-        phase = here[1]
+        phase = hook_state[1]
         if opened and _left_open(on, opened):
             phase = OTHER
         caller = sys._getframe(1)
         opened.append((id(optimizer), phase, (id(caller), caller.f_code)))
-        if here[2]:
+        if hook_state[2]:
             on.on_enter(OPTIMIZER)
-        here[1] = OPTIMIZER
+        hook_state[1] = OPTIMIZER
         put((OPTIMIZER, now()))
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling() or get_ident() != here[0] or not opened:
+        if compiling() or get_ident() != hook_state[0] or not opened:
             return
-        number, here[1], _ = opened.pop()
-        if here[2]:
-            on.on_leave(here[1])
+        number, hook_state[1], _ = opened.pop()
+        if hook_state[2]:
+            on.on_leave(hook_state[1])
         put((OPTIMIZED_BY, number, OPTIMIZER_END, now()))
-        here[5] = 1
-        if here[3] or len(log) > MAX_TAPE:
+        hook_state[5] = 1
+        if hook_state[3] or len(log) > MAX_TAPE:
             on.on_optimizer_step()
             on.read_tape()
 
@@ -623,12 +628,12 @@ def _left_open(on: Listener, opened: Opened) -> bool:
     """Return whether the last optimizer step begun has raised; if so, clear ``opened``."""
     if not opened:
         return False
-    here = on.tape.here
-    if here[1] == OPTIMIZER and _on_the_stack(opened[-1][2]):
+    hook_state = on.tape.hook_state
+    if hook_state[1] == OPTIMIZER and _on_the_stack(opened[-1][2]):
         return False
     opened.clear()
     on.tape.log.extend((RESET, now()))
-    if here[2]:
+    if hook_state[2]:
         on.on_leave(OTHER)
     return True
 
@@ -649,7 +654,7 @@ def _save(on: Listener) -> Callable[[Any], Any]:
 
     def make(original: Any) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == tape.here[0]:
+            if get_ident() == tape.hook_state[0]:
                 tape.log.extend((SAVE, now()))
             return original(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from advisor.recorder import clock as tape
 from advisor.recorder.clock import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
 from advisor.recorder.steps import MAX_EVENTS
 
-LOOP = 3
+MIN_LOOP_STEPS = 3
 """Steps that make a loop: a model called once or twice is only being tried."""
 MAX_PARTS = 1024
 """Most forwards kept while it is unknown which step they belong to."""
@@ -35,12 +35,12 @@ TIMES = 4
 """… and their least multiple of the forwards of an earlier step."""
 MAX_CYCLE = 512
 """Most calls in a repeated cycle of modules without parameters."""
-AHEAD = 8
+MAX_PREFETCHED = 8
 """Batches fetched without a forward, beyond the number of steps, that end the search: something
 unseen works on them, perhaps a training."""
 
 LEARNING = frozenset((BACKWARD, OPTIMIZER))
-LEARNT = frozenset(
+TRAINING_CODES = frozenset(
     (
         tape.BACKWARD_END,
         tape.OPTIMIZED_BY,
@@ -66,7 +66,7 @@ class InferencePart(NamedTuple):
     """Number of forwards in it: above 1 for a call of ``generate``."""
 
 
-class Inferred(NamedTuple):
+class InferenceStep(NamedTuple):
     """Step of a loop that does not train; times in ns."""
 
     n: int
@@ -76,9 +76,9 @@ class Inferred(NamedTuple):
     batches: list[Any]
     """Note on each batch."""
     forwards: int
-    late: bool
+    is_backdated: bool
     """True if it was only recognised as a step after it had ended."""
-    unaided: bool
+    delimited_by_forward: bool
     """True if only forwards tell where it ended: no fetch, no ``generate``."""
     gc: int
     memory: Any
@@ -88,14 +88,14 @@ class Inferred(NamedTuple):
     """CUDA events, each with the phase that it begins; ``None`` if not of the whole step."""
 
 
-class Inference:
+class InferenceStepFinder:
     """Finder of inference steps. ``emit`` gets each step. ``module_calls_suspended`` tells whether
     forwards are unrecorded now. ``on_restart`` is called if the steps so far were not a model's;
     these follow."""
 
     def __init__(
         self,
-        emit: Callable[[Inferred], None],
+        emit: Callable[[InferenceStep], None],
         module_calls_suspended: Callable[[], bool],
         on_restart: Callable[[], None],
     ) -> None:
@@ -110,7 +110,7 @@ class Inference:
         self.count = 0
         """Number of steps emitted."""
         self._clock = Clock()
-        self._kept: list[Inferred] = []
+        self._kept: list[InferenceStep] = []
         self._parts: list[InferencePart] = []
         self._batches: list[Any] = []
         self._begun = 0
@@ -153,7 +153,7 @@ class Inference:
             elif code in LEAVING:
                 clock.leave(value)
                 self._graphs += code == tape.FORWARD_END_EVALUATION
-            elif code in LEARNT:
+            elif code in TRAINING_CODES:
                 return False
             elif code == tape.FORWARD_OF:
                 self._forwarded(value)
@@ -166,7 +166,7 @@ class Inference:
             elif code == tape.BATCH:
                 if self._batches:
                     self._batches[-1] = value
-            elif code == tape.MARK:
+            elif code == tape.CUDA_EVENT:
                 self._marks.append(value)
                 if len(self._marks) > MAX_EVENTS:
                     self._without_marks()
@@ -194,7 +194,7 @@ class Inference:
                 self._gc += value
             elif code == tape.MEMORY:
                 self._memory = value
-            if self._ahead > AHEAD + self.count + len(self._kept):
+            if self._ahead > MAX_PREFETCHED + self.count + len(self._kept):
                 return False
         return True
 
@@ -258,7 +258,9 @@ class Inference:
             if self._plain is not None:
                 self._plain.append(module)
                 self._only_plain = _take_turns(self._plain)
-                self._plain = None if self._only_plain else self._plain[-LOOP * MAX_CYCLE :]
+                self._plain = (
+                    None if self._only_plain else self._plain[-MIN_LOOP_STEPS * MAX_CYCLE :]
+                )
             if not self._only_plain:
                 return
         elif self._only_plain or self._plain is not None:
@@ -300,12 +302,12 @@ class Inference:
         self._parts.append(InferencePart(self._begun, now, phases, module, forwards))
         self._begun = now
         if self._outside:
-            self._clock.rest()
+            self._clock.enter_between_steps()
         if len(self._parts) > MAX_PARTS:
             del self._parts[0]
             self._without_marks()
 
-    def _took_turn(self, part: InferencePart, late: bool = False) -> None:
+    def _took_turn(self, part: InferencePart, is_backdated: bool = False) -> None:
         """End the step, outside a loader's loop, if the module is the one that ends steps."""
         module, known = part.module, self._known
         known[module] = known.get(module, 0) + 1
@@ -316,7 +318,7 @@ class Inference:
         if module == self._primary:
             known.clear()
             parts, self._parts = self._parts, []
-            self._step(parts, part.end, late)
+            self._step(parts, part.end, is_backdated)
 
     def _go_outside(self) -> None:
         """Split what was taken for one step into the steps of a loop that fetches nothing."""
@@ -324,8 +326,8 @@ class Inference:
         self._outside = True
         for part in parts:
             self._parts.append(part)
-            self._took_turn(part, late=True)
-        self._clock.rest()
+            self._took_turn(part, is_backdated=True)
+        self._clock.enter_between_steps()
 
     def _close(self, now: int) -> None:
         """End a part and the step: work on a batch has ended."""
@@ -333,27 +335,28 @@ class Inference:
         self._usual = max(self._usual, len(parts))
         parts.append(InferencePart(self._begun, now, self._clock.cut(now), 0, 0))
         self._begun = now
-        self._step(parts, now, late=False)
+        self._step(parts, now, is_backdated=False)
 
     def _break_off(self) -> None:
         """End the last step at its last forward: the loop was left."""
         if self._outside or not self._parts:
             return
-        if self._drawn == 1 and len(self._parts) >= LOOP:
+        if self._drawn == 1 and len(self._parts) >= MIN_LOOP_STEPS:
             self._go_outside()
             return
         parts, self._parts = self._parts, []
-        self._step(parts, parts[-1].end, late=True)
+        self._step(parts, parts[-1].end, is_backdated=True)
 
-    def _step(self, parts: list[InferencePart], end: int, late: bool) -> None:
+    def _step(self, parts: list[InferencePart], end: int, is_backdated: bool) -> None:
         phases = [sum(column) for column in zip(*(part.phases for part in parts), strict=True)]
         batches, self._batches = self._batches, []
         forwards = sum(part.forwards for part in parts)
-        unaided = self._outside and not self._generated
+        delimited_by_forward = self._outside and not self._generated
         marks = self._cut_marks()
-        step = Inferred(
-            self.count + len(self._kept), parts[0].t, end, phases, batches, forwards, late,
-            unaided, self._gc, self._memory, self._graphs, None if late else marks,
+        step = InferenceStep(
+            self.count + len(self._kept), parts[0].t, end, phases, batches, forwards, is_backdated,
+            delimited_by_forward, self._gc, self._memory, self._graphs,
+            None if is_backdated else marks,
         )  # fmt: skip
         self._gc, self._memory, self._graphs = 0, None, 0
         if self.count:
@@ -361,18 +364,21 @@ class Inference:
             self._emit(step)
             return
         self._kept.append(step._replace(marks=None))
-        if len(self._kept) >= LOOP:
+        if len(self._kept) >= MIN_LOOP_STEPS:
             kept, self._kept = self._kept, []
             for result in kept:
                 self.count += 1
-                self._emit(result._replace(late=late or result is not kept[-1]))
+                self._emit(result._replace(is_backdated=is_backdated or result is not kept[-1]))
 
 
 def _take_turns(modules: list[int]) -> bool:
-    """Return whether the last calls repeat one cycle of several modules, ``LOOP`` times."""
+    """Return whether the last calls repeat a cycle of several modules ``MIN_LOOP_STEPS`` times."""
     last = modules[-1]
-    for size in range(2, min(MAX_CYCLE, len(modules) // LOOP) + 1):
+    for size in range(2, min(MAX_CYCLE, len(modules) // MIN_LOOP_STEPS) + 1):
         if modules[-1 - size] == last:
             cycle = modules[-size:]
-            return len(set(cycle)) == size and modules[-LOOP * size :] == cycle * LOOP
+            return (
+                len(set(cycle)) == size
+                and modules[-MIN_LOOP_STEPS * size :] == cycle * MIN_LOOP_STEPS
+            )
     return False

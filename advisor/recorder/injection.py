@@ -77,7 +77,7 @@ def _end(session: Any, note: Note, process: int) -> None:
     if session.problem is not None:
         note(f"problem {session.problem}")
     elif session.writer.folder is None:
-        note(f"seen {json.dumps(session.steps.seen)}")
+        note(f"seen {json.dumps(session.steps.event_counts)}")
 
 
 def _leave_workers_alone(session: Any) -> None:
@@ -178,13 +178,17 @@ def _isolating(words: list[str]) -> str:
     return ""
 
 
-def why_nothing(folder: Path, code: int = 0) -> str:
+def explain_nothing_recorded(folder: Path, code: int = 0) -> str:
     """Return some sentences on why nothing was recorded, from the notes, and what to do about it.
     ``code``: the program's exit code."""
     lines = _read(folder)
     if failed := list_problems(folder):
         return f"recording stopped by itself: {failed[0]}."
-    seen = [result for result in map(_counts, _after(lines, "seen ")) if any(result.values())]
+    seen = [
+        result
+        for result in map(_counts, _lines_with_prefix(lines, "seen "))
+        if any(result.values())
+    ]
     most = max(seen, key=lambda result: sum(result.values()), default=None)
     if code and not any(result["optimized"] for result in seen):
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -192,10 +196,10 @@ def why_nothing(folder: Path, code: int = 0) -> str:
         if not most:
             return f"{ended}."
         crashed = code < 0 or code == 1 or code > 128  # 1: an exception that nobody caught
-        return f"{ended}, only {_what(most)}" + ("" if crashed else f" {_advice(most)}")
+        return f"{ended}, only {_describe_counts(most)}" + ("" if crashed else f" {_advice(most)}")
     if most:
-        return f"no training step was seen, only {_what(most)} {_advice(most)}"
-    without = _after(lines, "without ")
+        return f"no training step was seen, only {_describe_counts(most)} {_advice(most)}"
+    without = _lines_with_prefix(lines, "without ")
     if without:
         return (
             f"torch was imported by a Python that has no advisor, {without[0]}. Install it there: "
@@ -221,10 +225,10 @@ def why_nothing(folder: Path, code: int = 0) -> str:
 
 def list_problems(folder: Path) -> list[str]:
     """Return the reasons why recording stopped early, in any of the processes."""
-    return _after(_read(folder), "problem ")
+    return _lines_with_prefix(_read(folder), "problem ")
 
 
-def _what(seen: dict[str, int]) -> str:
+def _describe_counts(seen: dict[str, int]) -> str:
     names = (
         ("fetched", "a DataLoader's batch", "batches of a DataLoader"),
         ("forwards", "forward", "forwards"),
@@ -273,7 +277,7 @@ def _read(folder: Path) -> list[str]:
     return [line.rstrip(".") if line.startswith("problem ") else line for line in lines]
 
 
-def _after(lines: list[str], word: str) -> list[str]:
+def _lines_with_prefix(lines: list[str], word: str) -> list[str]:
     return [line[len(word) :][:300] for line in lines if line.startswith(word)]
 
 

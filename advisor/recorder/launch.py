@@ -120,7 +120,9 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
                 made.insert(0, run_dir)
             remove_empty(made)
         if not parts:
-            print_message(f"nothing was recorded: {reason or reach.why_nothing(folder, code)}")
+            print_message(
+                f"nothing was recorded: {reason or reach.explain_nothing_recorded(folder, code)}"
+            )
             return code
         problems = reach.list_problems(folder)
     for part in parts:

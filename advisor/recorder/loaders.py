@@ -18,10 +18,11 @@ MAX_ITERATORS = 4096
 
 
 class Loaders:
-    """Numbered loaders of a process and their epochs. ``tell(kind, data)`` writes an event."""
+    """Numbered loaders of a process and their epochs. ``write_event(kind, data)`` writes an
+    event."""
 
-    def __init__(self, tell: Callable[[str, dict[str, Any]], None]) -> None:
-        self._tell = tell
+    def __init__(self, write_event: Callable[[str, dict[str, Any]], None]) -> None:
+        self._write_event = write_event
         self._ids: dict[int, int] = {}
         self._open: dict[int, dict[str, Any]] = {}
         self._ended: dict[int, int] = {}
@@ -44,7 +45,7 @@ class Loaders:
             number = self._ids[id(loader)] = len(self._ids)
             settings = loader_configuration(loader)
             self._lengths[number] = settings["length"]
-            self._tell("loader", {"id": number, **settings})
+            self._write_event("loader", {"id": number, **settings})
         if len(self.numbers) >= MAX_ITERATORS:
             self.numbers.clear()
         self.numbers[id(iterator)] = number
@@ -96,7 +97,7 @@ class Loaders:
     def _settle(self, number: int) -> None:
         data = self._open.pop(number, None)
         if data is not None:
-            self._tell("loader_iter", data)
+            self._write_event("loader_iter", data)
 
 
 def loader_configuration(loader: Any) -> dict[str, Any]:
@@ -162,21 +163,21 @@ class Batch(NamedTuple):
     padding: float | None
 
 
-Glance = tuple[tuple[tuple[Any, Any], ...], float | None]
+BatchSummary = tuple[tuple[tuple[Any, Any], ...], float | None]
 """Note on a batch made in the training thread: shape and dtype of each tensor, and the share of
 padding if it was looked at. ``Batches.resolve`` derives the rest later."""
 
 
 class Batches:
     """Descriptions of batches: ``inspect_batch`` in the training thread, ``resolve`` in the
-    writer's. ``tell(index, shapes, dtypes)`` is called once for each new set of shapes."""
+    writer's. ``write_event(index, shapes, dtypes)`` is called once for each new set of shapes."""
 
-    def __init__(self, tell: Callable[[int, list[list[int]], list[str]], None]) -> None:
-        self._tell = tell
+    def __init__(self, write_event: Callable[[int, list[list[int]], list[str]], None]) -> None:
+        self._write_event = write_event
         self._kinds: dict[Any, tuple[int | None, int, int | None]] = {}
         self._seen = 0
 
-    def inspect_batch(self, batch: Any) -> Glance | None:
+    def inspect_batch(self, batch: Any) -> BatchSummary | None:
         """Return the note on a batch; ``None`` if it holds no tensor."""
         result: list[tuple[Any, Any]] = []
         _collect(batch, result, 0)
@@ -186,9 +187,9 @@ class Batches:
         padding = padding_share(batch) if self._seen % PADDING_EVERY == 1 else None
         return tuple(result), padding
 
-    def resolve(self, glance: Glance) -> Batch:
+    def resolve(self, batch_summary: BatchSummary) -> Batch:
         """Return the description of a batch from its note."""
-        tensors, padding = glance
+        tensors, padding = batch_summary
         known = self._kinds.get(tensors)
         if known is None:
             known = self._new(tensors)
@@ -202,7 +203,7 @@ class Batches:
         kind = None
         if len(self._kinds) < MAX_KINDS:
             kind = len(self._kinds)
-            self._tell(
+            self._write_event(
                 kind,
                 [[int(n) for n in shape] for shape, _ in tensors],
                 [str(dtype).removeprefix("torch.") for _, dtype in tensors],

@@ -42,11 +42,11 @@ test's first part as true and so never reaches our call."""
 
 class ModuleCalls:
     """Hook on ``Module.__call__``. ``make(calls)`` returns ``forward(module, args, kwargs)``, which
-    makes a call that is outermost in the watched thread. ``here`` is the tape's."""
+    makes a call that is outermost in the watched thread. ``hook_state`` is the tape's."""
 
     def __init__(
         self,
-        here: list[int],
+        hook_state: list[int],
         make: Callable[[ModuleCalls], Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]],
     ) -> None:
         """Raises AttributeError if this torch calls modules in another way."""
@@ -62,7 +62,7 @@ class ModuleCalls:
         self.code = _in_place_of(self.original)
         self.reported = False
         """True while calls are to be reported: code taken out for a while is put in again."""
-        self._values = here, PART_OF_GRADIENTS, get_ident, make(self)
+        self._values = hook_state, PART_OF_GRADIENTS, get_ident, make(self)
 
     def install(self) -> None:
         """Report calls, unless other code has changed the function."""

@@ -69,7 +69,7 @@ class RepeatedBlock(NamedTuple):
         return result
 
 
-class CallPattern(NamedTuple):
+class StepPattern(NamedTuple):
     """Pattern of tape entries that repeats with every step."""
 
     codes: list[int]
@@ -82,8 +82,8 @@ class CallPattern(NamedTuple):
     batches: list[int]
     """Entries that describe a batch."""
     micro: int
-    seen: dict[str, int]
-    """Counts that a step adds to ``StepFinder.seen``."""
+    count_increments: dict[str, int]
+    """Counts that a step adds to ``StepFinder.event_counts``."""
 
 
 class StepMatcher:
@@ -92,7 +92,7 @@ class StepMatcher:
     def __init__(self, clock: Clock, steps: StepFinder) -> None:
         self._clock = clock
         self._steps = steps
-        self._patterns: dict[Hashable, list[CallPattern]] = {}
+        self._patterns: dict[Hashable, list[StepPattern]] = {}
         self._since = -1
         self._state: Hashable = None
         self._seen: dict[str, int] = {}
@@ -103,7 +103,7 @@ class StepMatcher:
 
     def resume(self, entry: int) -> None:
         """Continue at ``entry``, up to where repeated steps were read; the state is the same."""
-        self._since, self._seen = entry, dict(self._steps.seen)
+        self._since, self._seen = entry, dict(self._steps.event_counts)
 
     def ended(
         self,
@@ -116,7 +116,7 @@ class StepMatcher:
         """Learn from a step that ended before ``entry``, in ``state`` (``None``: it cannot repeat).
         ``result`` is its segment and number of batches; ``None``: it was no plain step."""
         since, before, seen = self._since, self._state, self._seen
-        self._since, self._state, self._seen = entry, state, dict(self._steps.seen)
+        self._since, self._state, self._seen = entry, state, dict(self._steps.event_counts)
         if since < 1 or state is None or state != before or result is None:
             return
         if entry - since > MAX_ENTRIES:
@@ -124,9 +124,9 @@ class StepMatcher:
         pattern = self._learn(codes[since:entry], values[since:entry], values[since - 1], *result)
         if pattern is None:
             return
-        added = {key: self._steps.seen[key] - seen[key] for key in seen}
+        added = {key: self._steps.event_counts[key] - seen[key] for key in seen}
         known = self._patterns.setdefault(state, [])
-        known.insert(0, pattern._replace(seen=added))
+        known.insert(0, pattern._replace(count_increments=added))
         del known[MAX_PATTERNS:]
         if len(self._patterns) > MAX_STATES:
             self._patterns.clear()
@@ -135,7 +135,7 @@ class StepMatcher:
         self, state: Hashable, codes: list[int], values: list[Any], entry: int
     ) -> tuple[RepeatedBlock, dict[str, int], int] | None:
         """Return the steps from ``entry`` on that repeat a pattern, the counts each adds to
-        ``StepFinder.seen``, and the entry after them; ``None`` if none do."""
+        ``StepFinder.event_counts``, and the entry after them; ``None`` if none do."""
         for pattern in self._patterns.get(state, ()):
             wanted = pattern.codes
             size = len(wanted)
@@ -151,13 +151,13 @@ class StepMatcher:
             if count:
                 return (
                     self._block(pattern, values, entry, count),
-                    pattern.seen,
+                    pattern.count_increments,
                     entry + count * size,
                 )
         return None
 
     def _block(
-        self, pattern: CallPattern, values: list[Any], entry: int, count: int
+        self, pattern: StepPattern, values: list[Any], entry: int, count: int
     ) -> RepeatedBlock:
         size = len(pattern.codes)
         stop = entry + count * size
@@ -193,7 +193,7 @@ class StepMatcher:
 
     def _learn(
         self, codes: list[int], values: list[Any], begin: int, result: StepSegment, micro: int
-    ) -> CallPattern | None:
+    ) -> StepPattern | None:
         """Return the pattern of these entries; ``None`` if their codes do not say all they do."""
         if any(code >= MAX_PHASES and code not in KNOWN for code in codes):
             return None
@@ -227,7 +227,7 @@ class StepMatcher:
         if any(ns != lengths.get(phase, 0) for phase, ns in enumerate(result.phases)):
             return None
         rest = max(spans, key=lambda phase: len(spans[phase]))
-        return CallPattern(
+        return StepPattern(
             codes,
             [(phase, intervals) for phase, intervals in spans.items() if phase != rest],
             rest,

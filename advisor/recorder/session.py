@@ -26,6 +26,7 @@ from advisor.core.run_directory import Event, Manifest, Rank
 from advisor.recorder.call_depth import in_backward
 from advisor.recorder.clock import (
     ABANDON,
+    ACT_ON_OPTIMIZER_STEP,
     BACKWARD,
     BATCH,
     BEGIN,
@@ -37,11 +38,10 @@ from advisor.recorder.clock import (
     FORWARD_OF,
     GENERATE,
     GENERATED,
-    LEARNT,
+    HAS_TRAINED,
     LEAVE,
     MAX_TAPE,
     MEMORY,
-    ONLINE,
     OPTIMIZED,
     OPTIMIZER,
     PHASE,
@@ -51,19 +51,19 @@ from advisor.recorder.clock import (
 )
 from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
-from advisor.recorder.inference import Inference, Inferred
+from advisor.recorder.inference import InferenceStep, InferenceStepFinder
 from advisor.recorder.loaders import Batches, Loaders
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.repeated_steps import RepeatedBlock
-from advisor.recorder.slowdown import Pauses, SlowdownWatch
+from advisor.recorder.slowdown import GcPauseHook, SlowdownWatch
 from advisor.recorder.stack_samples import StackSampler
 from advisor.recorder.steps import RecordedStep, StepSegment
 from advisor.recorder.tape_reader import TapeReader
 from advisor.recorder.watchers import (
     AllocatorStats,
     EventTimes,
-    Marks,
     OutOfMemoryHook,
+    PhaseEventTimer,
     TraceRanges,
     is_cuda_initialised,
     make_ranges,
@@ -133,7 +133,7 @@ class RecordingSession(Listener):
         self.entry = entry
         self.owner: Any = None
         """The ``Recorder`` that began the session; ``None`` if something else did."""
-        self.anew: Callable[[], RecordingSession | None] | None = None
+        self.fork_session: Callable[[], RecordingSession | None] | None = None
         """Function that opens a session in a forked child that trains; ``None``: there is none."""
         self.problem: str | None = None
         """Reason why the recording stopped early; ``None`` if it did not."""
@@ -144,12 +144,12 @@ class RecordingSession(Listener):
         self.loaders = Loaders(self.write_event)
         self.reader = TapeReader(self.loaders, self._emit, self._emit_block)
         self.steps = self.reader.steps
-        self.steps.anew = self._begin_steps_anew
+        self.steps.on_regroup = self._begin_steps_anew
         self.inference = self._new_inference()
         self.reader.on_training = self._stop_inference
         self.reader.on_more_forwards = self._retry_inference
         self._looked_again = 0
-        self.tape.here[LEARNT] = 0
+        self.tape.hook_state[HAS_TRAINED] = 0
         self._generate: tuple[int, Any] | None = None
         """Frame (id, code) of the ``generate`` call that was running before it was wrapped."""
         self.batches = Batches(self._shapes)
@@ -157,7 +157,7 @@ class RecordingSession(Listener):
         self._pid = os.getpid()
         self._torch = torch
         self._lazy = lazy
-        self.over = False
+        self.finished = False
         """True once the session has ended."""
         self.listening = False
         """True while the hooks are in place."""
@@ -166,11 +166,13 @@ class RecordingSession(Listener):
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
-        self.pauses = Pauses(self.tape, self.write_event)
+        self.pauses = GcPauseHook(self.tape, self.write_event)
         self.allocator = AllocatorStats(torch)
-        self.marks: Marks | None = None
+        self.event_timer: PhaseEventTimer | None = None
         if options.cuda_events:
-            self.marks = Marks(self.tape, torch, options.cuda_events, self._count_ticks)
+            self.event_timer = PhaseEventTimer(
+                self.tape, torch, options.cuda_events, self._count_ticks
+            )
         self.windows = Windows(
             options,
             self.rank,
@@ -191,8 +193,8 @@ class RecordingSession(Listener):
         )
         self.compile_log = CompileLogHandler(self.writer.put)
         self.writer.resolve = self.batches.resolve
-        self.writer.opened = self._opened
-        self.writer.wanted = self.request_window
+        self.writer.on_open = self._opened
+        self.writer.on_window_request = self.request_window
         self.writer.read = self._read_in_writer
         self.writer.host_is_ahead = self._host_is_ahead
         self.writer.slowdown = (
@@ -202,12 +204,12 @@ class RecordingSession(Listener):
         self._stack_sampler: StackSampler | None = None
         self._network: NetworkKeeper | None = None
         self._old_signal: Any = None
-        self._home = -1
+        self._first_thread = -1
         """The thread that began to record, and whether it has trained: if not, it still may."""
-        self._home_trained = False
-        self._stood_back = False
+        self._first_thread_trained = False
+        self._waited_for_start = False
         """True once a thread has waited in vain for another to leave ``Thread.start``."""
-        self._elsewhere: dict[int, tuple[int, int, float]] = {}
+        self._other_threads: dict[int, tuple[int, int, float]] = {}
         """Updates by unwatched threads, by thread: the watched thread's passes at the first (-1: it
         made more since), the number of updates, and the time of the first, s."""
 
@@ -234,7 +236,7 @@ class RecordingSession(Listener):
 
     def listen(self) -> None:
         """Install the hooks; the calling thread becomes the watched one."""
-        if self.listening or self.over:
+        if self.listening or self.finished:
             return
         self.listening = True
         now = time.perf_counter_ns()
@@ -242,7 +244,7 @@ class RecordingSession(Listener):
         self.steps.begun = now
         if self.reader.inference is not None:
             self.inference.start(now)
-        self.tape.here[PHASE] = 0
+        self.tape.hook_state[PHASE] = 0
         self.hooks.install()
         self.windows.watch_other_profilers()
         self.pauses.install()
@@ -250,20 +252,20 @@ class RecordingSession(Listener):
             self.compile_log.install()
         self.oom.install()  # a first step may be the one that does not fit
         self._update_optimizer_hooks()
-        self._home, self._home_trained = threading.get_ident(), False
-        self.tape.here[THREAD] = self._home
+        self._first_thread, self._first_thread_trained = threading.get_ident(), False
+        self.tape.hook_state[THREAD] = self._first_thread
 
     def pause(self, error: BaseException | None = None) -> None:
         """Remove the hooks and write what is on the tape; ``listen`` resumes."""
         if not self.listening:
             return
         self.listening = False
-        self.tape.here[THREAD] = -1
+        self.tape.hook_state[THREAD] = -1
         self.hooks.remove()
         self.pauses.remove()
         self.compile_log.remove()
-        if self.marks is not None:
-            self.marks.end()
+        if self.event_timer is not None:
+            self.event_timer.end()
         now = time.perf_counter_ns()
         with self._reading:
             self.reader.read(self.tape.take())
@@ -271,13 +273,13 @@ class RecordingSession(Listener):
             self.steps.drop_step(now)
             if self.reader.inference is not None:
                 self.inference.finish()
-            if self.over:
+            if self.finished:
                 self.windows.finish(self.recorded)
             else:
                 self.windows.stop("recording was paused")
         self.windows.unwatch_profilers()
-        if self.marks is not None:
-            self.marks.answer()
+        if self.event_timer is not None:
+            self.event_timer.answer()
         self._end(error)
 
     def on_exception(self, error: BaseException) -> None:
@@ -286,18 +288,18 @@ class RecordingSession(Listener):
             self.oom.on_exception(error)
             self.pause(error)
         except Exception as problem:
-            self.broken(problem)
+            self.on_internal_error(problem)
 
     def on_watched_thread(self) -> bool:
         """Return whether the calling thread is the watched one."""
-        return self.tape.here[THREAD] == threading.get_ident()
+        return self.tape.hook_state[THREAD] == threading.get_ident()
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the recording and write what is left. Never raises; a second call does nothing."""
         with self._lock:
-            if self.over or os.getpid() != self._pid:
+            if self.finished or os.getpid() != self._pid:
                 return
-            self.over = True
+            self.finished = True
         if _ThreadState.session is self:
             _ThreadState.session = None
         try:
@@ -331,18 +333,18 @@ class RecordingSession(Listener):
     def on_enter(self, phase: int) -> None:
         """Tell the watchers that a phase is about to begin."""
         try:
-            for watcher in self.tape.watched:
+            for watcher in self.tape.watchers:
                 watcher.on_enter(phase)
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
 
     def on_leave(self, phase: int) -> None:
         """Tell the watchers that a phase has ended and that ``phase`` continues."""
         try:
-            for watcher in self.tape.watched:
+            for watcher in self.tape.watchers:
                 watcher.on_leave(phase)
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
 
     def on_optimizer_step(self) -> None:
         """Sample memory and CUDA events after an optimizer step. Stops if the tape is too long."""
@@ -350,13 +352,13 @@ class RecordingSession(Listener):
             counters = self.allocator.sample()
             if counters is not None:
                 self.tape.log.extend((MEMORY, counters))
-            if self.marks is not None and not self.steps.explicit:
-                self.marks.on_tick()
+            if self.event_timer is not None and not self.steps.explicit:
+                self.event_timer.on_tick()
             if len(self.tape.log) > MAX_TAPE:
                 self.tape.log.clear()
                 raise RuntimeError("the recorder's thread does not keep up")
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
 
     def on_forward(self, module: Any) -> None:
         """Note an outermost forward that has ended, before any backward or update."""
@@ -368,9 +370,9 @@ class RecordingSession(Listener):
                 self._hook_generate(sys._getframe(2))
             model = getattr(module, "_parameters", None) or getattr(module, "_modules", None)
             put((FORWARD_OF, id(module) if model else -id(module)))
-            self._inferred()
+            self._on_inference_step()
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
 
     def on_generate_start(self) -> None:
         """End the ``generate`` call that ran before it was wrapped: another one begins."""
@@ -381,16 +383,16 @@ class RecordingSession(Listener):
     def on_generate_end(self) -> None:
         """Look for the end of an inference step after a call of ``generate``."""
         try:
-            self._inferred()
+            self._on_inference_step()
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
 
     def on_first_backward(self) -> None:
         """Note the first backward: steps of an inference loop found before it may be dropped."""
-        self.tape.here[LEARNT] = 1
+        self.tape.hook_state[HAS_TRAINED] = 1
         if self.inference.count and self.windows.enabled:
             self.windows.restarts = True
-            self.tape.here[ONLINE] = 1
+            self.tape.hook_state[ACT_ON_OPTIMIZER_STEP] = 1
 
     def on_other_thread(self, *, updates: bool) -> None:
         """Consider watching the calling thread instead: a backward or an optimizer step
@@ -400,16 +402,16 @@ class RecordingSession(Listener):
                 self._record_in_child()
             elif self._may_move(updates):
                 now = time.perf_counter_ns()
-                self._home_trained |= self.tape.here[THREAD] == self._home and bool(
-                    self._count_passes()
-                )
-                self._home_trained |= threading.get_ident() == self._home
-                self.tape.here[THREAD] = -1
+                self._first_thread_trained |= self.tape.hook_state[
+                    THREAD
+                ] == self._first_thread and bool(self._count_passes())
+                self._first_thread_trained |= threading.get_ident() == self._first_thread
+                self.tape.hook_state[THREAD] = -1
                 self.tape.log.extend((RESET, now, ABANDON, now))
-                self.tape.here[PHASE] = 0
-                self.tape.here[THREAD] = threading.get_ident()
+                self.tape.hook_state[PHASE] = 0
+                self.tape.hook_state[THREAD] = threading.get_ident()
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
 
     def read_tape(self) -> None:
         """Read the tape in the training thread, while a window is open or due."""
@@ -418,11 +420,11 @@ class RecordingSession(Listener):
         try:
             self.reader.read(self.tape.take())
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
         finally:
             self._reading.release()
 
-    def broken(self, error: BaseException) -> None:
+    def on_internal_error(self, error: BaseException) -> None:
         """Warn that the recorder failed, and stop recording."""
         self._warn(error)
         self._stop_early()
@@ -432,8 +434,8 @@ class RecordingSession(Listener):
     def on_step_end(self) -> None:
         """End the current step, as the program says."""
         self._log_boundary(BOUNDARY)
-        if self.marks is not None and self.steps.explicit:
-            self.marks.on_tick()
+        if self.event_timer is not None and self.steps.explicit:
+            self.event_timer.on_tick()
 
     def begin_loop(self) -> None:
         """Begin a loop whose every iteration is a step."""
@@ -449,19 +451,19 @@ class RecordingSession(Listener):
     def enter(self, phase: int) -> int:
         """Begin a phase of the program's; return the phase that was open, for ``leave``."""
         tape = self.tape
-        before = tape.here[PHASE]
-        if tape.watched:
+        before = tape.hook_state[PHASE]
+        if tape.watchers:
             self.on_enter(phase)
-        tape.here[PHASE] = phase
+        tape.hook_state[PHASE] = phase
         tape.log.extend((phase, time.perf_counter_ns()))
         return before
 
     def leave(self, before: int) -> None:
         """End the phase that ``enter`` began; ``before`` is the phase that continues."""
         tape = self.tape
-        tape.here[PHASE] = before
+        tape.hook_state[PHASE] = before
         tape.log.extend((LEAVE, time.perf_counter_ns()))
-        if tape.watched:
+        if tape.watchers:
             self.on_leave(before)
 
     def fetch(self, iterator: Iterator[_T]) -> _T:
@@ -505,14 +507,14 @@ class RecordingSession(Listener):
         ``advisor record`` it is enough that it has not trained. A helper does not take over from
         a main thread that trains; another worker of a pool does, and so does a thread that goes on
         to make updates while the watched one does nothing, unless both did once."""
-        here = self.tape.here
-        watched, this = here[THREAD], threading.get_ident()
-        if watched == -1 or self.in_loop or self.over or in_backward(self._torch):
+        hook_state = self.tape.hook_state
+        watched, this = hook_state[THREAD], threading.get_ident()
+        if watched == -1 or self.in_loop or self.finished or in_backward(self._torch):
             return False
         names = self._wait_until_started(watched)
         if not names:
             return True
-        if this == self._home and not self._home_trained:
+        if this == self._first_thread and not self._first_thread_trained:
             return True  # another thread was taken for the one that trains in its place
         starts = any(name == "start" for _, name in names)  # only until the other one runs
         # two frames: a collection's callback may run in one that waits. What calls a thread's, a
@@ -534,45 +536,45 @@ class RecordingSession(Listener):
         meanwhile. Nothing is known then; so this one stands back for a moment."""
         names = _innermost_frames(thread)
         until = time.monotonic() + STARTING_SECONDS
-        while ("threading", "start") in names and not self._stood_back:
+        while ("threading", "start") in names and not self._waited_for_start:
             time.sleep(0.0001)
-            self._stood_back = time.monotonic() > until
+            self._waited_for_start = time.monotonic() > until
             names = _innermost_frames(thread)
         return names
 
     def _has_fetched(self) -> bool:
         """Return whether the watched thread has asked a loader for a batch."""
         finder = self.steps
-        seen = bool(finder.seen["fetched"]) or not finder.outside
+        seen = bool(finder.event_counts["fetched"]) or not finder.outside_loader
         return seen or FETCH in self.tape.log[::2]
 
     def _has_taken_over(self, thread: int, progress: int) -> bool:
         """Return whether an unwatched thread made its updates while the watched one did nothing."""
         now = time.monotonic()
-        passes, updates, begun = self._elsewhere.get(thread, (progress, 0, now))
+        passes, updates, begun = self._other_threads.get(thread, (progress, 0, now))
         if passes != progress:
             passes = -1  # both at the same time: it is a helper, or another training
-        self._elsewhere[thread] = passes, updates + 1, begun
+        self._other_threads[thread] = passes, updates + 1, begun
         return passes >= 0 and updates >= IDLE_UPDATES and now - begun > IDLE_SECONDS
 
     def _count_passes(self) -> int:
         """Return the number of backwards and updates that the watched thread has made."""
         codes = self.tape.log[::2]
-        seen = self.steps.seen["backwards"] + self.steps.seen["optimized"]
+        seen = self.steps.event_counts["backwards"] + self.steps.event_counts["optimized"]
         return seen + codes.count(BACKWARD) + codes.count(OPTIMIZER)
 
-    def _inferred(self) -> None:
+    def _on_inference_step(self) -> None:
         """Sample memory and CUDA events where an inference step may have ended."""
         tape = self.tape
         if len(tape.log) > MAX_TAPE:
             tape.log.clear()
             raise RuntimeError("the recorder's thread does not keep up")
-        if tape.here[ONLINE]:
+        if tape.hook_state[ACT_ON_OPTIMIZER_STEP]:
             counters = self.allocator.sample()
             if counters is not None:
                 tape.log.extend((MEMORY, counters))
-            if self.marks is not None:
-                self.marks.on_tick()
+            if self.event_timer is not None:
+                self.event_timer.on_tick()
             self.read_tape()
 
     def _count_ticks(self) -> int:
@@ -581,7 +583,7 @@ class RecordingSession(Listener):
         if steps.explicit:
             return 1
         count = steps.count or self.inference.count
-        ticks = steps.seen["optimized"] if steps.count else steps.forwards
+        ticks = steps.event_counts["optimized"] if steps.count else steps.forwards
         return min(MAX_TICKS, -(-ticks // count)) if count else 1
 
     def _hook_generate(self, frame: FrameType | None) -> None:
@@ -605,8 +607,8 @@ class RecordingSession(Listener):
             frame = frame.f_back
         self.on_generate_start()
 
-    def _new_inference(self) -> Inference:
-        result = Inference(
+    def _new_inference(self) -> InferenceStepFinder:
+        result = InferenceStepFinder(
             self._emit_inferred, lambda: self.hooks.module_calls_suspended, self._restart_inference
         )
         self.reader.inference = result
@@ -616,7 +618,7 @@ class RecordingSession(Listener):
         """Look for inference steps again after ``forwards`` forwards without a backward or update,
         if the training before was short: a trial, a warm-up, or a validation."""
         steps, windows = self.steps, self.windows
-        learnt = steps.seen["backwards"] + steps.seen["optimized"]
+        learnt = steps.event_counts["backwards"] + steps.event_counts["optimized"]
         if forwards < max(MIN_FORWARDS, MOSTLY_FORWARDS * learnt):
             return
         little = steps.count < LITTLE_TRAINING and windows.first_due and not steps.explicit
@@ -625,7 +627,7 @@ class RecordingSession(Listener):
         self._looked_again += 1
         self.inference = self._new_inference()
         self.inference.start(self.reader.clock.last)
-        self.tape.here[LEARNT] = self.tape.here[OPTIMIZED] = 0
+        self.tape.hook_state[HAS_TRAINED] = self.tape.hook_state[OPTIMIZED] = 0
 
     def _restart_inference(self) -> None:
         """Drop the inference steps found so far: they came before the model's forwards."""
@@ -635,17 +637,17 @@ class RecordingSession(Listener):
 
     def _stop_inference(self) -> None:
         """Stop looking for inference steps: the tape has a backward, an update or the like."""
-        self.tape.here[LEARNT] = 1
-        self.windows.unaided = False
+        self.tape.hook_state[HAS_TRAINED] = 1
+        self.windows.delimited_by_forward = False
 
     def _record_in_child(self) -> None:
         """Remove the hooks in a forked child that trains; record it by itself if ``anew`` can."""
-        self.tape.here[THREAD] = -1
+        self.tape.hook_state[THREAD] = -1
         self.hooks.remove()
         self.windows.unwatch_profilers()
         self.pauses.remove()
-        if self.anew is not None:
-            session = self.anew()
+        if self.fork_session is not None:
+            session = self.fork_session()
             if session is not None:
                 atexit.register(session.finish)
 
@@ -664,19 +666,19 @@ class RecordingSession(Listener):
         self.write_event("end", end)
 
     def _log_boundary(self, code: int) -> None:
-        if self.marks is not None and self.marks in self.tape.watched:
-            self.marks.on_enter(self.tape.here[PHASE])
+        if self.event_timer is not None and self.event_timer in self.tape.watchers:
+            self.event_timer.on_enter(self.tape.hook_state[PHASE])
         self.tape.log.extend((code, time.perf_counter_ns()))
-        if self.tape.here[ONLINE]:
+        if self.tape.hook_state[ACT_ON_OPTIMIZER_STEP]:
             self.read_tape()
 
     def _update_optimizer_hooks(self) -> None:
         """Decide whether hooks report optimizer steps at once. Any thread may call it, after
         whatever changes the answer."""
-        here = self.tape.here
-        here[ONLINE] = 0
+        hook_state = self.tape.hook_state
+        hook_state[ACT_ON_OPTIMIZER_STEP] = 0
         if self.windows.needs_step_ends or is_cuda_initialised(self._torch):
-            here[ONLINE] = 1
+            hook_state[ACT_ON_OPTIMIZER_STEP] = 1
 
     def _read_in_writer(self) -> None:
         """Read the tape in the writer's thread, unless the training thread is at it."""
@@ -722,7 +724,7 @@ class RecordingSession(Listener):
             self._on_first_step(micro)
         duration = segment.end - segment.t
         slowed = window is not None or exporting
-        if self.steps.late or not self.on_watched_thread():
+        if self.steps.is_backdated or not self.on_watched_thread():
             windows.add_step(slowed, duration)
         else:
             # without an optimizer, a step is known to have ended when the next one is nearly over
@@ -735,7 +737,7 @@ class RecordingSession(Listener):
         if self.windows.enabled:
             self.windows.restart("steps were found to be longer")
 
-    def _emit_inferred(self, step: Inferred) -> None:
+    def _emit_inferred(self, step: InferenceStep) -> None:
         windows, duration = self.windows, step.end - step.t
         window = windows.window_of(step.t, step.end)
         exporting = window is None and windows.exporting(step.t, step.end)
@@ -748,9 +750,9 @@ class RecordingSession(Listener):
             self._forget_training()
             self._on_first_step(1)
             windows.fit_to_forwards(step.forwards)
-        windows.unaided = step.unaided
+        windows.delimited_by_forward = step.delimited_by_forward
         slowed = window is not None or exporting
-        if step.late or not self.on_watched_thread():
+        if step.is_backdated or not self.on_watched_thread():
             windows.add_step(slowed, duration)
         else:
             windows.step(step.n + 1, slowed, duration)
@@ -779,12 +781,12 @@ class RecordingSession(Listener):
             windows.add_step(window is not None or exporting, step.end - step.t)
 
     def _reading_of(self, marks: Any, host_ns: int) -> EventTimes | None:
-        if self.marks is None or not marks:
+        if self.event_timer is None or not marks:
             return None
-        return self.marks.ask(marks, len(self.tape.names), host_ns)
+        return self.event_timer.ask(marks, len(self.tape.names), host_ns)
 
     def _host_is_ahead(self) -> bool:
-        return self.marks is not None and self.marks.host_is_ahead
+        return self.event_timer is not None and self.event_timer.host_is_ahead
 
     def _on_first_step(self, micro: int) -> None:
         """Fit the windows to the loader, and open the run directory: this process trains."""
@@ -797,7 +799,7 @@ class RecordingSession(Listener):
     def _rank_and_world(self) -> tuple[int, int]:
         """Return rank and world size, asked once training has begun: before, they may be unset."""
         self.rank, self.world = rank_of(self._torch)
-        self.windows.enabled = self.options.traces(self.rank) and not self.over
+        self.windows.enabled = self.options.traces(self.rank) and not self.finished
         self._update_optimizer_hooks()
         return self.rank, self.world
 
@@ -815,16 +817,16 @@ class RecordingSession(Listener):
     def _opened(self, folder: Path) -> None:
         self.windows.set_folder(folder)
         self.oom.folder = folder
-        if self.options.network and not self.over:
+        if self.options.network and not self.finished:
             self._network = NetworkKeeper(folder)
             self._network.start()
-        if self.options.telemetry > 0 and not self.over:
+        if self.options.telemetry > 0 and not self.finished:
             from advisor.recorder.telemetry import Sampler
 
             self._sampler = Sampler(self.writer.put, hz=self.options.telemetry)
             self._sampler.start()
-        if self.options.stack_samples and not self.over:
-            watched = self.tape.here
+        if self.options.stack_samples and not self.finished:
+            watched = self.tape.hook_state
             self._stack_sampler = StackSampler(
                 lambda: watched[THREAD], lambda: self.windows.profiling, self.write_event
             )
@@ -846,7 +848,7 @@ class RecordingSession(Listener):
 
     def _stop_early(self) -> None:
         """Stop hooks, samplers and windows; what was recorded so far is kept."""
-        self.tape.here[THREAD] = -1
+        self.tape.hook_state[THREAD] = -1
         self.windows.enabled = False
         if self.writer.folder is None:
             self.windows.set_folder(None)
@@ -902,7 +904,7 @@ def _forked() -> None:
     """Detach the parent's recording in a forked child."""
     session, _ThreadState.session = _ThreadState.session, None
     if session is not None:
-        session.tape.here[THREAD] = -1
+        session.tape.hook_state[THREAD] = -1
         session.windows.forget()
-        session.over = True
+        session.finished = True
         session.tape.log.clear()

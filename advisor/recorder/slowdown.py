@@ -19,7 +19,7 @@ SPIKE = 3.0
 """Ratio of one step to the median that counts as a spike …"""
 SPIKE_NS = 100_000_000
 """… and the least time it must lose, ns: for less, a window would cost more."""
-SETTLE = 5
+WARMUP_STEPS = 5
 """First steps, which compile and warm up, that are ignored."""
 BASE, BASE_NS = 32, 2_000_000_000
 """Least steps that the others are compared with, and their least total time, ns: over less, the
@@ -50,7 +50,7 @@ class SlowdownWatch:
     def step(self, dur: int) -> str | None:
         """Add a step of ``dur`` ns; return the reason to open a window, or ``None``."""
         self._seen += 1
-        if self._seen <= SETTLE:
+        if self._seen <= WARMUP_STEPS:
             return None
         if self._median is None:
             self._based += dur
@@ -101,13 +101,13 @@ MAX_PLACES = 8
 """Most lines noted that ask for full collections."""
 
 
-class Pauses:
+class GcPauseHook:
     """Recorder of collections in the watched thread (``gc.callbacks``), and of lines that ask for
-    full ones, once each. ``tell`` writes an event."""
+    full ones, once each. ``write_event`` writes an event."""
 
-    def __init__(self, tape: Tape, tell: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(self, tape: Tape, write_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._tape = tape
-        self._tell = tell
+        self._write_event = write_event
         self._begun = 0
         self._places: set[tuple[Any, int]] = set()
 
@@ -121,7 +121,7 @@ class Pauses:
             gc.callbacks.remove(self._call)
 
     def _call(self, phase: str, info: Mapping[str, Any]) -> None:
-        if get_ident() != self._tape.here[THREAD]:
+        if get_ident() != self._tape.hook_state[THREAD]:
             return
         if phase == "start":
             if info.get("generation") == FULL and len(self._places) < MAX_PLACES:
@@ -141,7 +141,7 @@ class Pauses:
         if place not in self._places:
             self._places.add(place)
             code = frame.f_code
-            self._tell(
+            self._write_event(
                 "collect",
                 {"file": code.co_filename, "line": frame.f_lineno, "function": code.co_qualname},
             )

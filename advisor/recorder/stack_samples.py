@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from advisor.recorder.background import Background
+from advisor.recorder.background import BackgroundThread
 
 FAST_SECONDS, FAST_SAMPLES = 0.02, 300
 """Interval of the first samples, s, and their number."""
@@ -45,9 +45,9 @@ Stack = tuple[tuple[CodeType, int], ...]
 """Call stack: code and line of each frame, the innermost first."""
 
 
-class StackSampler(Background):
+class StackSampler(BackgroundThread):
     """Daemon thread that samples the stack of ``thread()`` (-1: of none, for now) until ``stop``.
-    ``tell`` gets a ``stacks`` event for every ``WRITE_EVERY`` samples and at the end. While
+    ``write_event`` gets a ``stacks`` event for every ``WRITE_EVERY`` samples and at the end. While
     ``busy()``, none is taken: a profiler lengthens what it watches."""
 
     name = "stacks"
@@ -56,12 +56,12 @@ class StackSampler(Background):
         self,
         thread: Callable[[], int],
         busy: Callable[[], bool],
-        tell: Callable[[str, dict[str, Any]], None],
+        write_event: Callable[[str, dict[str, Any]], None],
     ) -> None:
         super().__init__()
         self._watched = thread
         self._busy = busy
-        self._tell = tell
+        self._write_event = write_event
         self._stacks: Counter[Stack] = Counter()
         self._texts: dict[tuple[CodeType, int], str] = {}
 
@@ -75,7 +75,7 @@ class StackSampler(Background):
         for _ in range(MAX_WAKES):
             pause = FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS
             due = time.monotonic() + pause
-            if self.over.wait(pause) or taken >= MAX_SAMPLES:
+            if self.stop_event.wait(pause) or taken >= MAX_SAMPLES:
                 return
             late = time.monotonic() - due
             if AT_ONCE < late < FORCED * sys.getswitchinterval() or self._busy():
@@ -107,7 +107,7 @@ class StackSampler(Background):
         for stack, count in stacks.most_common(MAX_STACKS):
             names = [self._text(*place) for place in reversed(stack)]
             lines.append([count, [index.setdefault(name, len(index)) for name in names]])
-        self._tell("stacks", {"frames": list(index), "stacks": lines})
+        self._write_event("stacks", {"frames": list(index), "stacks": lines})
 
     def _text(self, code: CodeType, line: int) -> str:
         """Return a frame's text as PyTorch's profiler writes it: ``train.py(12): log``."""

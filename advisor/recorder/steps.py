@@ -101,11 +101,11 @@ class StepFinder:
     def __init__(self, clock: Clock, emit: Callable[[StepSegment, int, int], None]) -> None:
         self.clock = clock
         self._emit = emit
-        self.anew: Callable[[], None] | None = None
+        self.on_regroup: Callable[[], None] | None = None
         """Function to call when the steps so far were parts of longer steps, which follow."""
-        self.late = False
+        self.is_backdated = False
         """True if the step being emitted ended before the latest tape entry."""
-        self.seen = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
+        self.event_counts = {"fetched": 0, "forwards": 0, "backwards": 0, "optimized": 0}
         """Counts of all events, whether or not they made steps: to say why there are none."""
         self.explicit = False
         """True once the program says itself where steps end."""
@@ -130,7 +130,7 @@ class StepFinder:
         """Start of the segment, ns …"""
         self.open = False
         """… and whether one is open: time before the first activity belongs to no step."""
-        self.outside = True
+        self.outside_loader = True
         """True while no batch of a loader is being worked on."""
         self._batches = 0
         self._stock: list[Any] = []
@@ -183,19 +183,19 @@ class StepFinder:
         idle = not (self._forwards or self._backwards or self._batches)
         if not (self._buffered and self.open and idle):
             self._close(now)
-        self.outside = False
+        self.outside_loader = False
         self.open = True
 
     def on_batch(self) -> None:
         """Count a batch that the loader returned."""
-        self.seen["fetched"] += 1
+        self.event_counts["fetched"] += 1
         self._batches += 1
         self._stock.append(None)
 
-    def batch(self, glance: Any) -> None:
+    def set_batch(self, batch_summary: Any) -> None:
         """Attach the note on its content to the batch fetched last."""
         if self._stock:
-            self._stock[-1] = glance
+            self._stock[-1] = batch_summary
 
     def on_exhausted(self, now: int) -> None:
         """Leave the loader, which is exhausted: later work is not on its batches."""
@@ -224,7 +224,7 @@ class StepFinder:
             self._close(now)
             self._outside()
 
-    def active(self, now: int) -> None:
+    def on_activity(self, now: int) -> None:
         """Begin a step, if none is open, at an activity that a step may begin with."""
         if not self.open:
             before = sum(self._cut(now).phases)
@@ -234,7 +234,7 @@ class StepFinder:
 
     def on_forward(self, code: int, now: int) -> None:
         """Count an outermost forward that returned; ``code`` is its ``FORWARD_END…`` entry."""
-        self.seen["forwards"] += 1
+        self.event_counts["forwards"] += 1
         self._forwards += 1
         self._graphs += code not in (FORWARD_END_NO_GRAD, FORWARD_END_NO_GRAPH)
         self.forwards += 1
@@ -244,7 +244,7 @@ class StepFinder:
         elif code == FORWARD_END_TRAINING and self._evaluated > 1:
             self._evaluated_before()
         learns = self._backwards or self._stepped or self._graphs  # or will: a teacher's may follow
-        apart = self.outside and not (learns or self.explicit)
+        apart = self.outside_loader and not (learns or self.explicit)
         if code != FORWARD_END_NO_GRAD or not apart:
             return
         # without a loader, a forward that nothing is learnt from is validation; training begins
@@ -258,7 +258,7 @@ class StepFinder:
         self.unused_graphs += self._evaluated
         self._graphs -= self._evaluated
         self._evaluated = 0
-        if self.outside and not (self._stepped or self.explicit):
+        if self.outside_loader and not (self._stepped or self.explicit):
             self.begun, phases = self._evaluation
             self.clock.acc = list(map(sub, self.clock.acc, phases))
             self.gap += sum(phases)
@@ -266,7 +266,7 @@ class StepFinder:
 
     def on_backward(self, now: int) -> None:
         """Count a backward that ended, and end the step if an optimizer stepped during it."""
-        self.seen["backwards"] += 1
+        self.event_counts["backwards"] += 1
         self._backwards += 1
         if self._forwards:
             self.unused_graphs += self._earlier_graphs
@@ -280,7 +280,7 @@ class StepFinder:
 
     def on_optimizer_step(self, optimizer: int, now: int) -> None:
         """Handle an optimizer step, also one that the gradient scaler skipped."""
-        self.seen["optimized"] += 1
+        self.event_counts["optimized"] += 1
         anew = self._choose_primary(optimizer)
         by_optimizer = self._by_optimizer
         if by_optimizer and optimizer != self._primary:
@@ -335,17 +335,22 @@ class StepFinder:
         self._primary, self._period = optimizer, between if steps_less else 1
         known.clear()
         del since[optimizer]
-        return steps_less and self.outside and bool(self._early)
+        return steps_less and self.outside_loader and bool(self._early)
 
     @property
     def _by_optimizer(self) -> bool:
         """True where optimizers end steps, not fetches."""
-        return self.outside or self._buffered
+        return self.outside_loader or self._buffered
 
     def _part(self, optimizer: int, now: int) -> None:
         """Note a step of an optimizer that does not end steps; among the first steps only, since it
         may turn out to be the one that does."""
-        if self._early is not None and self.outside and not self.clock.stack and not self.explicit:
+        if (
+            self._early is not None
+            and self.outside_loader
+            and not self.clock.stack
+            and not self.explicit
+        ):
             self._micro += self._backwards
             self._hold(self._cut(now), optimizer)
 
@@ -355,18 +360,18 @@ class StepFinder:
         self._held = []
         self._micro = 0
         self.count = 0
-        if self.anew is not None:
-            self.anew()
+        if self.on_regroup is not None:
+            self.on_regroup()
         parts: list[StepSegment] = []
         for part, ended_by in early:
             parts.append(part)
             if ended_by == optimizer:
-                self.late = part is not early[-1][0]
+                self.is_backdated = part is not early[-1][0]
                 self._hand_on(parts, max(1, sum(p.backwards for p in parts)))
                 parts = []
-        self.late = False
+        self.is_backdated = False
         self.open = True
-        self.clock.rest()
+        self.clock.enter_between_steps()
 
     def on_update(self, now: int) -> None:
         """Note, as a backward begins, that weights or gradients changed since the last one."""
@@ -377,7 +382,7 @@ class StepFinder:
 
     def on_forward_start(self, now: int) -> None:
         """End a segment before a forward if, without a loader, it has a backward but no step."""
-        if self.outside and self._backwards and not self._stepped and not self.clock.stack:
+        if self.outside_loader and self._backwards and not self._stepped and not self.clock.stack:
             self._close(now)
             self.open = True
 
@@ -397,7 +402,7 @@ class StepFinder:
         self._complete(now)
         self.open = True
         if not drawn:
-            self.clock.rest()
+            self.clock.enter_between_steps()
 
     def begin(self, now: int) -> None:
         """Begin a loop whose every iteration is a step."""
@@ -481,7 +486,7 @@ class StepFinder:
         if self._early is not None or self._earlier_graphs:
             return None
         return (
-            (self.explicit, self.open, self.outside, self._stepped, self._trained_here),
+            (self.explicit, self.open, self.outside_loader, self._stepped, self._trained_here),
             (self._batches, len(self._stock), self._forwards, self._backwards, self._micro),
             (self._buffered, self._primary, self._first, *self._optimizers.items()),
             (self._period, *self._since.items()),
@@ -498,20 +503,20 @@ class StepFinder:
         self.count += count
         self.begun = end
         for key, each in seen.items():
-            self.seen[key] += count * each
+            self.event_counts[key] += count * each
         self.forwards += count * seen["forwards"]
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _outside(self) -> None:
-        self.outside = True
+        self.outside_loader = True
         self.open = False
 
     def _end_outside(self, now: int) -> None:
         self._trained_here = True
         self._complete(now)
         self.open = True
-        self.clock.rest()
+        self.clock.enter_between_steps()
 
     def _cut(self, now: int) -> StepSegment:
         """End the segment, whatever it contains, and return it."""
@@ -555,7 +560,7 @@ class StepFinder:
         if self._ended_by and self._ended_by not in steps:  # one steps inside of another's step
             return False
         self._ended_by = rounds[-1].optimizer if rounds else 0
-        if len(rounds) < 2 or self.outside:
+        if len(rounds) < 2 or self.outside_loader:
             return False
         least = min(steps.values())
         if least < 2:
@@ -577,10 +582,10 @@ class StepFinder:
             phases = list(map(sub, item.acc, before))
             part = StepSegment(begun, item.now, phases, item.backwards - passed, None)
             backwards += item.backwards - passed
-            self.late = item is not ends[-1]
+            self.is_backdated = item is not ends[-1]
             self._hand_on([*held, part], self._micro_steps(backwards))
             begun, before, passed, held, backwards = item.now, item.acc, item.backwards, [], 0
-        self.late = False
+        self.is_backdated = False
         return True
 
     def _forget_batches(self) -> None:
@@ -591,7 +596,7 @@ class StepFinder:
     def _note_early(self, part: StepSegment, optimizer: int) -> None:
         early = self._early
         if early is not None:
-            if self.outside and not self.explicit and len(early) < MAX_EARLY:
+            if self.outside_loader and not self.explicit and len(early) < MAX_EARLY:
                 early.append((part, optimizer))
             else:
                 self._early = None

@@ -12,9 +12,18 @@ from functools import partial
 from typing import Any
 
 from advisor.recorder import clock as tape
-from advisor.recorder.clock import DATA, FORWARD, MAX_PHASES, ONLINE, OPTIMIZER, THREAD, Clock, Tape
+from advisor.recorder.clock import (
+    ACT_ON_OPTIMIZER_STEP,
+    DATA,
+    FORWARD,
+    MAX_PHASES,
+    OPTIMIZER,
+    THREAD,
+    Clock,
+    Tape,
+)
 from advisor.recorder.hooks import Hooks, Listener
-from advisor.recorder.inference import LEARNING, LEARNT, Inference
+from advisor.recorder.inference import LEARNING, TRAINING_CODES, InferenceStepFinder
 from advisor.recorder.loaders import Loaders
 from advisor.recorder.repeated_steps import RepeatedBlock, StepMatcher
 from advisor.recorder.steps import StepFinder, StepSegment
@@ -23,7 +32,7 @@ OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
 """Phases that a step may begin with, besides phases of the program's own."""
 ENTRIES_PER_READ = 512
 """Entries read at a time in the writer's thread, a few tenths of a millisecond …"""
-BREATH_SECONDS = 1e-4
+YIELD_SECONDS = 1e-4
 """… before it sleeps this long, s. Otherwise the training thread could wait for the interpreter up
 to its switch interval, 5 ms."""
 
@@ -46,7 +55,7 @@ class TapeReader:
         self._found: tuple[StepSegment, int] | None = None
         """Segment and batches of the last step, if it can be a pattern; else ``None``."""
         self.loaders = loaders
-        self.inference: Inference | None = None
+        self.inference: InferenceStepFinder | None = None
         """Finder of inference steps; ``None`` once the process has trained."""
         self.on_training: Callable[[], None] | None = None
         """Function called when ``inference`` ends."""
@@ -68,7 +77,7 @@ class TapeReader:
             tape.ITERATE: self.steps.on_iterate,
             tape.ITERATED: self.loaders.on_epoch,
             tape.LOADER: self.loaders.on_fetch_from,
-            tape.BATCH: self.steps.batch,
+            tape.BATCH: self.steps.set_batch,
             **{code: partial(self._forward_end, code) for code in tape.FORWARDED},
             tape.BACKWARD_END: self._backward_end,
             tape.OPTIMIZED_BY: self._optimized_by,
@@ -82,7 +91,7 @@ class TapeReader:
             tape.RESET: self.clock.leave_all,
             tape.PAUSE: self._pause,
             tape.MEMORY: self._memory,
-            tape.MARK: self.steps.add_event,
+            tape.CUDA_EVENT: self.steps.add_event,
             tape.MARKS_END: lambda _: self.steps.without_events(),
             tape.FORWARD_OF: _pass,
             tape.GENERATE: _pass,
@@ -110,7 +119,7 @@ class TapeReader:
                 if code == FORWARD and steps.is_undecided:
                     steps.on_forward_start(value)
                 if not steps.open and (code in OPENING or code > OPTIMIZER):
-                    steps.active(value)
+                    steps.on_activity(value)
                 clock.enter(code, value)
             else:
                 handlers[code](value)
@@ -118,7 +127,7 @@ class TapeReader:
                     entry = self._follow(codes, values, entry, steps.count - count)
                     count = steps.count
             if entry >= next_pause:
-                time.sleep(BREATH_SECONDS)
+                time.sleep(YIELD_SECONDS)
                 next_pause = entry + ENTRIES_PER_READ
         if self.inference is None and self.on_more_forwards is not None:
             self._forwards = _forwards_since(codes, self._forwards)
@@ -140,7 +149,7 @@ class TapeReader:
             clock.last = block.ends[-1]
             steps.on_repeats(len(block.ends), block.ends[-1], seen)
             repeats.resume(entry)
-            time.sleep(BREATH_SECONDS)
+            time.sleep(YIELD_SECONDS)
         return entry
 
     def _state(self, now: int) -> Hashable:
@@ -200,14 +209,14 @@ def _forwards_since(codes: list[Any], before: int) -> int:
     """Return the forwards since the last backward or update; ``before``: those before ``codes``."""
     count = 0
     for code in reversed(codes):
-        if code in LEARNING or code in LEARNT:
+        if code in LEARNING or code in TRAINING_CODES:
             return count
         count += code in tape.FORWARDED
     return before + count
 
 
 def _pass(_: Any) -> None:
-    """Ignore an entry that only ``Inference`` reads."""
+    """Ignore an entry that only ``InferenceStepFinder`` reads."""
 
 
 log = logging.getLogger("advisor")
@@ -222,7 +231,7 @@ class CallCounter(Listener):
         self.ended = ended
         self.count = 0
         self.tape = Tape()
-        self.tape.here[ONLINE] = 1
+        self.tape.hook_state[ACT_ON_OPTIMIZER_STEP] = 1
         self.looping: list[Any] = []
         self.loaders = Loaders(lambda kind, data: None)
         self.reader = TapeReader(self.loaders, self._emit)
@@ -233,9 +242,9 @@ class CallCounter(Listener):
         try:
             self.reader.read(self.tape.take())
         except Exception as error:
-            self.broken(error)
+            self.on_internal_error(error)
 
-    def broken(self, error: BaseException) -> None:
+    def on_internal_error(self, error: BaseException) -> None:
         """Stop counting after a failure of ours: the program runs to its end."""
         self.stop()
         log.warning("advisor: steps are not counted: %s", error)
@@ -243,13 +252,13 @@ class CallCounter(Listener):
     def start(self) -> None:
         """Install the hooks and count the steps of the calling thread."""
         self.hooks.install()
-        self.tape.here[THREAD] = threading.get_ident()
+        self.tape.hook_state[THREAD] = threading.get_ident()
 
     def stop(self) -> None:
         """Count no further steps."""
-        self.tape.here[THREAD] = -1
+        self.tape.hook_state[THREAD] = -1
 
     def _emit(self, segment: StepSegment, micro: int, gap: int) -> None:
-        if not self.reader.steps.late:  # else it ended some time ago
+        if not self.reader.steps.is_backdated:  # else it ended some time ago
             self.count += 1
             self.ended(self.count)

@@ -12,7 +12,7 @@ from typing import Any
 
 from advisor.core.cgroup import Cgroup
 from advisor.core.run_directory import Gpu, Host, Sample
-from advisor.recorder.background import Background
+from advisor.recorder.background import BackgroundThread
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
 
 MAX_HZ = 20.0
@@ -20,7 +20,7 @@ MAX_HZ = 20.0
 and held the driver's lock."""
 
 
-class Sampler(Background):
+class Sampler(BackgroundThread):
     """Daemon thread that calls ``write`` with a ``run_directory.Sample`` ``hz`` times a second,
     until ``stop``.
 
@@ -63,7 +63,7 @@ class Sampler(Background):
             self.write(source.sample(slow=slow))
             # late ticks are dropped, not made up for
             ticks = max(ticks + 1, int((time.monotonic() - begun) / self.interval) + 1)
-            if self.over.wait(max(0.0, begun + ticks * self.interval - time.monotonic())):
+            if self.stop_event.wait(max(0.0, begun + ticks * self.interval - time.monotonic())):
                 return
 
 

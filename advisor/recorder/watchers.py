@@ -23,7 +23,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from advisor.core import run_directory as rundir
-from advisor.recorder.clock import MARK, MARKS_END, Tape
+from advisor.recorder.clock import CUDA_EVENT, MARKS_END, Tape
 
 DOMAIN = "advisor"
 
@@ -71,7 +71,7 @@ class TraceRanges:
         import torch
         from torch.profiler import record_function
 
-        if _overheard(torch):
+        if _is_intercepted(torch):
             self._open.append(None)
             return
         opened = record_function(f"{DOMAIN}::{self._tape.names[phase]}")
@@ -89,7 +89,7 @@ class TraceRanges:
             opened.__exit__(None, None, None)
 
 
-def _overheard(torch: Any) -> bool:
+def _is_intercepted(torch: Any) -> bool:
     """Return whether operator calls are being traced, or reported to the program's modes."""
     lowlevel = torch._C
     modes = lowlevel._len_torch_dispatch_stack() or lowlevel._len_torch_function_stack()
@@ -135,7 +135,7 @@ class EventTimes:
         self.done = False
 
 
-class Marks:
+class PhaseEventTimer:
     """Watcher that makes CUDA events where phases begin and end, for one step in ``every``: for all
     steps if they are long, and for a few per second if they are short.
 
@@ -221,7 +221,7 @@ class Marks:
         pool = self._pool
         event = pool.popleft() if pool else self._torch.cuda.Event(enable_timing=True)
         event.record()
-        self._tape.log.extend((MARK, (phase, event)))
+        self._tape.log.extend((CUDA_EVENT, (phase, event)))
 
     on_leave = on_enter  # the phase around the one that ended goes on
 
@@ -272,12 +272,12 @@ MAX_ENTRIES = 1_000_000
 
 
 class OutOfMemoryHook:
-    """Recorder of CUDA's out-of-memory errors. ``tell(data)`` writes an ``oom`` event, once a run
-    for each error that ends it and once for the first that was met. ``history``: events of the
-    allocator to keep for the snapshot; 0: none."""
+    """Recorder of CUDA's out-of-memory errors. ``write_event(data)`` writes an ``oom`` event, once
+    a run for each error that ends it and once for the first that was met. ``history``: events of
+    the allocator to keep for the snapshot; 0: none."""
 
-    def __init__(self, tell: Callable[[dict[str, Any]], None], history: int = 0) -> None:
-        self._tell = tell
+    def __init__(self, write_event: Callable[[dict[str, Any]], None], history: int = 0) -> None:
+        self._write_event = write_event
         self._history = min(history, MAX_ENTRIES)
         self._switched_on = False
         self.folder: Path | None = None
@@ -324,7 +324,7 @@ class OutOfMemoryHook:
         if not is_out_of_memory(error):
             return
         allocated, reserved = _allocator()
-        self._tell(
+        self._write_event(
             {
                 "message": str(error)[:MAX_MESSAGE],
                 "snapshot": self._snapshot or self._dump(),

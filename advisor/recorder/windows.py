@@ -33,7 +33,7 @@ from advisor.recorder.watchers import TraceRanges
 
 log = logging.getLogger("advisor")
 
-LOOP = 3
+FIRST_WINDOW_STEP = 3
 """Steps before the first window where each step is long …"""
 FORWARDS, MAX_FORWARDS = 8, 64
 """… because it has more forwards than the first; the second is the most in a window."""
@@ -51,25 +51,27 @@ MAX_UNSAFE = 12
 """Most steps tried that end where no profiler may start, at growing intervals …"""
 MAX_PAUSE = 256
 """… up to this many steps."""
-WAY_SECONDS = 1.0
+OTHER_PROFILER_WAIT_SECONDS = 1.0
 """Time that a profiler started in another thread waits for a window to end, s."""
 EXPORT_SECONDS = 120.0
 """Time that the end of a run waits for a trace being written, s."""
 PLACE_SECONDS = 20.0
 """Time that a trace waits for its folder, s: a short run can end before it is made."""
 
-INSIDE = "inside a backward, a hook, compiled code or the like, where no profiler may start or stop"
+UNSAFE_REASON = (
+    "inside a backward, a hook, compiled code or the like, where no profiler may start or stop"
+)
 
 
 class Windows:
-    """Profiled windows of one rank. ``tell(data)`` writes a ``window`` event. ``host_is_ahead``
-    tells whether host step times mean nothing, because the device lags behind."""
+    """Profiled windows of one rank. ``write_event(data)`` writes a ``window`` event.
+    ``host_is_ahead`` tells whether host step times mean nothing, because the device lags behind."""
 
     def __init__(
         self,
         options: RecordOptions,
         rank: int,
-        tell: Callable[[dict[str, Any]], None],
+        write_event: Callable[[dict[str, Any]], None],
         hooks: Hooks,
         ranges: TraceRanges,
         host_is_ahead: Callable[[], bool] = lambda: False,
@@ -79,7 +81,7 @@ class Windows:
         self._ranges = ranges
         self._stacks = options.stacks or options.deep
         self._hooks = hooks
-        self._tell = tell
+        self._write_event = write_event
         self.enabled = options.traces(rank)
         self._folder: Path | None = None
         self._placed = threading.Event()
@@ -89,11 +91,11 @@ class Windows:
         """Reason of a window that the user asked for, or ``None``."""
         self._spans: list[list[int | None]] = []
         """Times of each window: opened, ended, and trace written, ns."""
-        self.at = options.skip
+        self.first_step = options.skip
         """Step number from which the first window may open."""
         self._warmup = options.warmup
         self._active = options.active
-        self.unaided = False
+        self.delimited_by_forward = False
         """True if only forwards tell where steps end: recording Python stacks would hide them."""
         self.restarts = False
         """True if a training may be about to begin."""
@@ -133,18 +135,21 @@ class Windows:
 
     def fit_to_loader(self, length: int | None) -> None:
         """Open the first window earlier if a loader has few batches. ``length``: its batches."""
-        total = self.at + self._warmup + self._active
+        total = self.first_step + self._warmup + self._active
         if not self.first_due or length is None or length >= total + 1:
             return
         spare = max(0, length - self._active - 1)
         self._warmup = min(self._warmup, max(1, spare // 2))
-        self.at = max(1, min(self.at, spare - self._warmup))
+        self.first_step = max(1, min(self.first_step, spare - self._warmup))
 
     def fit_to_forwards(self, forwards: int) -> None:
         """Shorten windows where a step has many forwards (``generate``): a few such steps are a
         long trace, and there may be few."""
         if forwards > FORWARDS:
-            self.at, self._warmup = min(self.at, LOOP), min(self._warmup, 1)
+            self.first_step, self._warmup = (
+                min(self.first_step, FIRST_WINDOW_STEP),
+                min(self._warmup, 1),
+            )
         self._active = max(1, min(self._active, MAX_FORWARDS // max(1, forwards)))
 
     def restart(self, why: str) -> None:
@@ -153,13 +158,13 @@ class Windows:
         for number in range(self._number + 1):
             if self._folder is not None:
                 (self._folder / trace_name(number)).unlink(missing_ok=True)
-            self._tell({"window": number, "state": "dropped", "why": why})
+            self._write_event({"window": number, "state": "dropped", "why": why})
         if self._profiler is not None:
             self._ending = why
         options = self._options
-        self.at, self._warmup, self._active = options.skip, options.warmup, options.active
+        self.first_step, self._warmup, self._active = options.skip, options.warmup, options.active
         self._own = self._requested = self._written = self._retries = 0
-        self.unaided = self.restarts = False
+        self.delimited_by_forward = self.restarts = False
         self.automatic_reason = None
         self._before.clear()
 
@@ -214,10 +219,10 @@ class Windows:
             if self._safe():
                 self._advance(number, dur)
             elif self._ending is None:
-                self._ending = f"step {number - 1} ended {INSIDE}"
+                self._ending = f"step {number - 1} ended {UNSAFE_REASON}"
         else:
             self.add_step(slowed, dur)
-            first = self.first_due and number >= self.at
+            first = self.first_due and number >= self.first_step
             if self.enabled and (
                 first or self.requested_reason is not None or self.automatic_reason is not None
             ):
@@ -236,10 +241,10 @@ class Windows:
             self._warn_unsafe()
         elif self.enabled and self.first_due and number:
             steps = f"{number} step{'s' * (number != 1)}"
-            why = f"the run has {steps}; the first window opens after {self.at}"
-            if number > self.at:
+            why = f"the run has {steps}; the first window opens after {self.first_step}"
+            if number > self.first_step:
                 why = f"where {'a step' if number == 1 else 'the steps'} ended was only known later"
-            self._tell(
+            self._write_event(
                 {"window": self._number + 1, "reason": "schedule", "state": "never", "why": why}
             )
         export = self._export
@@ -275,7 +280,7 @@ class Windows:
         if used >= most or self._written >= options.max_bytes:
             if asked:
                 why = f"{used} of {most} windows used, {self._written >> 20} MiB written"
-                self._tell({"reason": reason, "state": "never", "why": why})
+                self._write_event({"reason": reason, "state": "never", "why": why})
             return
         import torch
 
@@ -286,10 +291,10 @@ class Windows:
         if another:
             self._retries += 1
             if self._retries <= MAX_RETRIES:
-                self.at = number + RETRY
+                self.first_step = number + RETRY
             if self._retries == 1:
                 why = "another profiler is active"
-                self._tell({"reason": reason, "state": "never", "why": why})
+                self._write_event({"reason": reason, "state": "never", "why": why})
             return
         self._requested += asked
         self._own += not asked
@@ -301,7 +306,7 @@ class Windows:
         self._steps = []
         self._durations = []
         options = self._options
-        self._stacks = (options.stacks or options.deep) and not self.unaided
+        self._stacks = (options.stacks or options.deep) and not self.delimited_by_forward
         if not self._stacks:
             options = options.with_changes(
                 stacks=False, deep=False, memory=options.memory or options.deep
@@ -318,7 +323,9 @@ class Windows:
         self._profiler = profiler
         profiler.start()
         self._ranges.begin()
-        self._tell({"window": self._number, "reason": reason, "state": "open", "steps": [number]})
+        self._write_event(
+            {"window": self._number, "reason": reason, "state": "open", "steps": [number]}
+        )
 
     def _postpone(self, number: int, reason: str, asked: bool) -> None:
         """Retry later, at growing intervals, because this step ended where no profiler may start. A
@@ -326,7 +333,7 @@ class Windows:
         self._unsafe += 1
         self._pause = min(2 * self._pause, MAX_PAUSE)
         if self.first_due:
-            self.at = number + self._pause
+            self.first_step = number + self._pause
         if self._unsafe >= MAX_UNSAFE:
             self._warn_unsafe()
             self.enabled = False
@@ -336,8 +343,10 @@ class Windows:
             self.automatic_reason = reason
 
     def _warn_unsafe(self) -> None:
-        why = f"every step that was looked at ended {INSIDE}"
-        self._tell({"window": self._number + 1, "reason": "schedule", "state": "never", "why": why})
+        why = f"every step that was looked at ended {UNSAFE_REASON}"
+        self._write_event(
+            {"window": self._number + 1, "reason": "schedule", "state": "never", "why": why}
+        )
 
     # -- while it is open -----------------------------------------------------------------------
 
@@ -433,7 +442,7 @@ class Windows:
             why = "another profiler was started"
             if self._profiler is not None and not self._in_its_thread():
                 self._ending = why
-                self._ended.wait(WAY_SECONDS)
+                self._ended.wait(OTHER_PROFILER_WAIT_SECONDS)
             self.stop(why)
             self._others.add(other)
             if getattr(other, "with_stack", True) or getattr(other, "with_modules", True):
@@ -486,7 +495,9 @@ class Windows:
 
     def _tell_end(self, state: str, why: str) -> None:
         """Write the event of a window that leaves no trace."""
-        self._tell({"window": self._number, "reason": self._reason, "state": state, "why": why})
+        self._write_event(
+            {"window": self._number, "reason": self._reason, "state": state, "why": why}
+        )
 
     def _close(self, state: str, why: str | None) -> None:
         if self._number <= self._dropped:
@@ -524,7 +535,7 @@ class Windows:
             log.warning(
                 "advisor: the trace of window %d was not written: %s", number, self.problem or error
             )
-        self._tell(event)
+        self._write_event(event)
         self._end_span()
         self._export = None
 

@@ -30,7 +30,7 @@ from advisor.core import run_directory as rundir
 from advisor.core.cgroup import resident_memory
 from advisor.recorder.folder import rank_folder, write_once
 from advisor.recorder.framework_logs import CompileRecord
-from advisor.recorder.inference import Inferred
+from advisor.recorder.inference import InferenceStep
 from advisor.recorder.loaders import Batch
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import SlowdownWatch
@@ -45,7 +45,7 @@ EVERY_SECONDS = 1.0
 """Interval at which records are written to disk, s."""
 MAX_QUEUE = 200_000
 """Most records that wait for a slow disk; older ones are dropped."""
-BREATH_SECONDS = 1e-4
+YIELD_SECONDS = 1e-4
 """Sleep between pieces of work, s: the training thread must not wait for the interpreter."""
 MAX_WAITING = 4096
 """Most steps that wait for their CUDA events; beyond, the oldest is written without."""
@@ -96,10 +96,10 @@ class Writer:
         """Function that reads the tape; it calls ``put`` with the steps."""
         self.resolve: Callable[[Any], Batch] | None = None
         """Function that describes a batch from the training thread's note."""
-        self.opened: Callable[[Path], None] | None = None
+        self.on_open: Callable[[Path], None] | None = None
         """Function called in the writer's thread once the folder exists."""
         self.slowdown: SlowdownWatch | None = None
-        self.wanted: Callable[[str, bool], None] | None = None
+        self.on_window_request: Callable[[str, bool], None] | None = None
         """Function that requests a window: the reason, and whether the user asked for it."""
         self.host_is_ahead: Callable[[], bool] = lambda: False
         """Function that tells whether only device times show how long a step takes."""
@@ -199,7 +199,7 @@ class Writer:
                 self._waiting = deque(
                     f for f in self._waiting if getattr(f, "trains", True) is trains
                 )
-                self._files[Inferred if trains else RecordedStep].remove()
+                self._files[InferenceStep if trains else RecordedStep].remove()
                 self.slowdown = None if self.slowdown is None else SlowdownWatch()
             elif isinstance(record, threading.Event):
                 waiters.append(record)
@@ -232,15 +232,15 @@ class Writer:
         write_once(folder / rundir.RANK, rank)
         self._files = {
             RecordedStep: StepLines(folder / rundir.STEPS),
-            Inferred: StepLines(folder / rundir.INFERENCE),
+            InferenceStep: StepLines(folder / rundir.INFERENCE),
             rundir.Sample: Lines(folder / rundir.TELEMETRY),
             rundir.Event: Lines(folder / rundir.EVENTS),
             CompileRecord: Lines(folder / rundir.COMPILE_LOG),
         }
         self.folder = folder
         self._asked_at = time.time()
-        if self.opened is not None:
-            self.opened(folder)
+        if self.on_open is not None:
+            self.on_open(folder)
 
     def _steps(self, all_of_them: bool) -> None:
         """Write steps in order, as soon as their CUDA events have completed."""
@@ -252,7 +252,7 @@ class Writer:
             if isinstance(result, RepeatedBlock):
                 self._waiting.popleft()
                 self._block(result, None if self._waiting else resident)
-                time.sleep(BREATH_SECONDS)
+                time.sleep(YIELD_SECONDS)
                 continue
             ready = result.marks is None or result.marks.done
             if not ready and not all_of_them and len(self._waiting) < MAX_WAITING:
@@ -261,13 +261,13 @@ class Writer:
             step = self._record(result)
             if not self._waiting:
                 step.rss = resident
-            self._files[RecordedStep if result.trains else Inferred].add(step)
+            self._files[RecordedStep if result.trains else InferenceStep].add(step)
             if result.window is None and not result.exporting:
                 self._watch([step.dur], sum(step.gpu.values()) if step.gpu else None)
 
     def _watch(self, lengths: list[int], device: int | None = None) -> None:
         """Check steps outside windows for a slowdown; ``device``: the step's time there, ns."""
-        if self.slowdown is not None and self.wanted is not None:
+        if self.slowdown is not None and self.on_window_request is not None:
             if self.host_is_ahead():
                 if not self._by_device:
                     self._by_device, self.slowdown = True, SlowdownWatch()
@@ -276,7 +276,7 @@ class Writer:
                 lengths = [device]
             reason = self.slowdown.steps(lengths)
             if reason:
-                self.wanted(reason, False)
+                self.on_window_request(reason, False)
 
     def _block(self, block: RepeatedBlock, resident: int | None) -> None:
         """Write steps that were read together, formatted like the lines of ``_record``."""
@@ -375,7 +375,7 @@ class Writer:
 
     def _requests(self) -> None:
         """Request a window if the user asked for one since the last look."""
-        if self.folder is None or self.wanted is None:
+        if self.folder is None or self.on_window_request is None:
             return
         try:
             at = (self.folder.parent / REQUEST).stat().st_mtime
@@ -383,7 +383,7 @@ class Writer:
             return
         if at > self._asked_at:
             self._asked_at = at
-            self.wanted("asked for", True)
+            self.on_window_request("asked for", True)
 
 
 class Lines:

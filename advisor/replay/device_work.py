@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import REACH_NS, Array, Edge, Graph, Node, median_or
+from advisor.replay.graph import REACH_NS, Array, EdgeKind, Graph, NodeKind, median_or
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
@@ -193,19 +193,19 @@ def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWo
     gap = graph.latencies.gap[work.group]
     launched = np.flatnonzero(work.launch >= 0)
     call = np.full(max(trace.cpu.height, 1), 0, dtype=np.int64)
-    points = np.flatnonzero(graph.kind == Node.LAUNCH)
+    points = np.flatnonzero(graph.kind == NodeKind.LAUNCH)
     call[graph.row[points]] = points
     src = call[work.launch[launched]]
-    edges.add(src, node[launched], np.maximum(latency[launched], 0.0), Edge.LAUNCH)
+    edges.add(src, node[launched], np.maximum(latency[launched], 0.0), EdgeKind.LAUNCH)
     chained = np.flatnonzero(work.previous >= 0)
-    edges.add(node[work.previous[chained]], node[chained], gap[chained], Edge.STREAM)
+    edges.add(node[work.previous[chained]], node[chained], gap[chained], EdgeKind.STREAM)
     # first on its stream and launched before the window: it starts when it was seen to
     adrift = np.flatnonzero((work.launch < 0) & (work.previous < 0))
     edges.add(
         np.zeros(len(adrift), dtype=np.int64),
         node[adrift],
         np.maximum(0.0, (work.ts[adrift] - graph.origin).astype(float)),
-        Edge.LAUNCH,
+        EdgeKind.LAUNCH,
     )
     allowed = np.maximum(
         np.where(work.launch >= 0, work.launch_ts + np.maximum(latency, 0.0), -np.inf),
@@ -255,7 +255,7 @@ def _cross(
     pairs = np.unique(
         np.stack([np.append(src, src[behind]), np.append(dst, after[behind])]), axis=1
     )
-    edges.add(node[pairs[0]], node[pairs[1]], graph.latencies.cross_stream, Edge.CROSS_STREAM)
+    edges.add(node[pairs[0]], node[pairs[1]], graph.latencies.cross_stream, EdgeKind.CROSS_STREAM)
     waited = np.unique(dst[binding])
     graph.hard["cross-stream starts"] = node[waited], (work.ts - allowed)[waited]
 
@@ -315,7 +315,7 @@ def _contention(
         np.array(src, dtype=np.int64),
         np.array(dst, dtype=np.int64),
         np.array(weight),
-        Edge.CONTENTION,
+        EdgeKind.CONTENTION,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, subtract, union, union_of
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.overlap import move_to_streams
 from advisor.replay.selection import (
@@ -125,9 +125,9 @@ class GraphEdits:
         dur[self.dropped] = 0.0
         gone = self.dropped | self.merged
         into = gone[graph.dst]
-        stream = graph.edge == Edge.STREAM
+        stream = graph.edge == EdgeKind.STREAM
         # its stream still waits for the events that it waits for
-        weight[into & ~stream & (graph.edge != Edge.CROSS_STREAM)] = NEVER
+        weight[into & ~stream & (graph.edge != EdgeKind.CROSS_STREAM)] = NEVER
         weight[into & stream] = np.minimum(weight[into & stream], 0.0)
         # work that starts before its stream's last work ends (programmatic dependent launch) still
         # does, by as much less as it is shorter: it ends no earlier for that
@@ -138,12 +138,12 @@ class GraphEdits:
         weight[early] = (weight[early] + beyond) * left - beyond
         self._shrink_host_edges(weight)
         if self.batch != 1.0:
-            loaded = graph.kind[graph.dst] == Node.LOADER_END
+            loaded = graph.kind[graph.dst] == NodeKind.LOADER_END
             weight[loaded & np.isin(graph.edge, _LOADING) & (weight > 0)] *= self.batch
         more_workers(self, weight)
         into = self.unblocked[graph.dst]
-        weight[into & np.isin(graph.edge, [Edge.SYNC, Edge.LOADER])] = NEVER
-        program = into & (graph.edge == Edge.PROGRAM)
+        weight[into & np.isin(graph.edge, [EdgeKind.SYNC, EdgeKind.LOADER])] = NEVER
+        program = into & (graph.edge == EdgeKind.PROGRAM)
         weight[program] = np.minimum(weight[program], graph.latencies.sync_call)
         if real_share is not None:
             weight *= real_share
@@ -156,11 +156,11 @@ class GraphEdits:
         host = {thread: HostTime(list(h.parts), h.captured) for thread, h in self.host.items()}
         for thread, calls in self._calls_gone().items():
             host.setdefault(thread, HostTime()).parts.append((calls, 0.0))
-        program = np.flatnonzero((graph.edge == Edge.PROGRAM) & (graph.src > 0))
+        program = np.flatnonzero((graph.edge == EdgeKind.PROGRAM) & (graph.src > 0))
         # a wait's own call is what remains of it; its released end is computed
-        program = program[graph.kind[graph.dst[program]] != Node.SYNC_END]
+        program = program[graph.kind[graph.dst[program]] != NodeKind.SYNC_END]
         lane = graph.lane[graph.dst[program]]
-        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & (graph.src > 0))
+        launch = np.flatnonzero((graph.edge == EdgeKind.LAUNCH) & (graph.src > 0))
         for thread, time in host.items():
             own = program[lane == thread]
             begin, end = graph.time[graph.src[own]], graph.time[graph.dst[own]]
@@ -216,7 +216,7 @@ class GraphEdits:
         )
 
 
-_LOADING = (Edge.PROGRAM, Edge.LOADER)
+_LOADING = (EdgeKind.PROGRAM, EdgeKind.LOADER)
 
 
 def _covered(begin: Array, end: Array, covering: Intervals) -> Array:
@@ -268,12 +268,12 @@ def _parallelize(patch: GraphEdits, weight: Array, workers: int, loaded: Array) 
     its standard error."""
     graph = patch.graph
     into = np.isin(graph.dst, loaded)
-    program = np.flatnonzero(into & (graph.edge == Edge.PROGRAM))
+    program = np.flatnonzero(into & (graph.edge == EdgeKind.PROGRAM))
     cost = np.zeros(len(graph))
     cost[graph.dst[program]] = weight[program]
     hand = ready_batch_ns(patch.a.trace, patch.a.step_ns, patch.assumption)
     weight[program] = np.minimum(weight[program], hand)
-    rate = np.flatnonzero(into & (graph.edge == Edge.LOADER))
+    rate = np.flatnonzero(into & (graph.edge == EdgeKind.LOADER))
     multi = rate[weight[rate] > NEVER]
     if len(multi):
         steps = np.diff(np.searchsorted(graph.step_boundaries, graph.dst[multi], side="right"))

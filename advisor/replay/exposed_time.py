@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_LATENCY_NS = 10_000
 """Maximum start latency before a piece of work on its stream, ns: it is removed with the work (1 to
 17 µs in public traces)."""
-OF_LAUNCHES = ("dispatch", "python", "launch", "profiler", "other_thread", "unknown")
+LAUNCH_CAUSES = ("dispatch", "python", "launch", "profiler", "other_thread", "unknown")
 """Causes of idle time that fewer launches can end: waits for something else are left out. Batches
 that the process loads itself count too: it then loads them earlier."""
 
@@ -223,7 +223,7 @@ class ExposedTime:
             return span, span
         names = a.trace.cpu["name"].gather(a.gaps["host"])
         loads = (a.gaps["cause"] == "loader") & ~name_matches(names, WORKERS)
-        of_host = (a.gaps["cause"].is_in(OF_LAUNCHES) | loads).fill_null(False)
+        of_host = (a.gaps["cause"].is_in(LAUNCH_CAUSES) | loads).fill_null(False)
         launching = float(a.gaps["dur"].filter(of_host).sum())
         busy = float(a.breakdown.busy.total)
         return span - busy, launching

@@ -113,7 +113,7 @@ def _by_group(
 # -- nodes and edges -------------------------------------------------------------------------------
 
 
-class Node(IntEnum):
+class NodeKind(IntEnum):
     """Kind of moment that a node stands for."""
 
     SOURCE = 0  # the start of the window
@@ -127,7 +127,7 @@ class Node(IntEnum):
     DEVICE = 8  # end of a piece of device work
 
 
-class Edge(IntEnum):
+class EdgeKind(IntEnum):
     """Kind of dependency that an edge stands for."""
 
     PROGRAM = 0  # host time on a thread
@@ -147,7 +147,7 @@ class Graph:
     """Nodes in an order in which every edge leads forward. Times in ns from the window's start."""
 
     kind: Array
-    """Node kinds, uint8."""
+    """Kind of each node, uint8."""
     row: Array
     """Row of ``trace.gpu`` (device nodes) or ``trace.cpu`` (host nodes), -1: none."""
     lane: Array
@@ -160,7 +160,7 @@ class Graph:
     dst: Array
     weight: Array
     edge: Array
-    """Edge kinds, uint8."""
+    """Kind of each edge, uint8."""
     from_start: Array
     """Whether the edge leaves from the start of device work instead of its end."""
     lanes: list[tuple[int, int]]
@@ -191,13 +191,13 @@ class Graph:
     @property
     def device(self) -> Array:
         """Nodes that are device work."""
-        return np.flatnonzero(self.kind == Node.DEVICE)
+        return np.flatnonzero(self.kind == NodeKind.DEVICE)
 
     def steps_of_launch(self) -> Array:
         """Return the window's step (from 0) of each node; of device work that of its launch. -1:
         launched before the window, or unknown."""
         step = np.searchsorted(self.step_boundaries, np.arange(len(self)), side="right") - 1
-        launch = np.flatnonzero((self.edge == Edge.LAUNCH) & (self.src > 0))
+        launch = np.flatnonzero((self.edge == EdgeKind.LAUNCH) & (self.src > 0))
         step[self.device] = -1
         step[self.dst[launch]] = step[self.src[launch]]
         return step
@@ -221,7 +221,13 @@ class EdgeList:
         self._parts: list[tuple[Array, ...]] = []
 
     def add(
-        self, src: Array, dst: Array, weight: Array | float, kind: Edge, *, from_start: bool = False
+        self,
+        src: Array,
+        dst: Array,
+        weight: Array | float,
+        kind: EdgeKind,
+        *,
+        from_start: bool = False,
     ) -> None:
         """Append edges; those that do not lead forward in the node order are left out."""
         src, dst = np.asarray(src, dtype=np.int64), np.asarray(dst, dtype=np.int64)
@@ -241,7 +247,7 @@ class EdgeList:
     def drop_program(self, nodes: Array) -> None:
         """Remove the program edges into these nodes: something else decides when they come."""
         self._parts = [
-            tuple(c[~((p[3] == Edge.PROGRAM) & np.isin(p[1], nodes))] for c in p)
+            tuple(c[~((p[3] == EdgeKind.PROGRAM) & np.isin(p[1], nodes))] for c in p)
             for p in self._parts
         ]
 
@@ -252,7 +258,7 @@ class EdgeList:
         source = np.full(len(self.graph), -1, dtype=np.int64)
         source[dst] = src
         for part in self._parts:
-            index = (part[3] == Edge.PROGRAM) & (source[part[1]] == part[0])
+            index = (part[3] == EdgeKind.PROGRAM) & (source[part[1]] == part[0])
             part[2][index] = np.minimum(part[2][index], limit[part[1][index]])
 
     def write_to_graph(self) -> None:

@@ -12,7 +12,15 @@ from advisor.measure.host.syncs import work_past_return_ns
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
 from advisor.replay.device_work import DeviceWork, add_stream_edges, device_nodes, device_work
 from advisor.replay.edit_language import BLOCKING
-from advisor.replay.graph import NEVER, Array, Edge, EdgeList, Graph, Node, measure_latencies
+from advisor.replay.graph import (
+    NEVER,
+    Array,
+    EdgeKind,
+    EdgeList,
+    Graph,
+    NodeKind,
+    measure_latencies,
+)
 from advisor.replay.host_nodes import (
     READY_BATCH_NS,
     Handoff,
@@ -85,13 +93,17 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
     cpu_ts = trace.cpu["ts"].to_numpy()
     cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
     cpu_thread = trace.cpu["thread"].to_numpy()
-    for rows, what in ((launching, Node.LAUNCH), (waiting, Node.SYNC), (loading, Node.LOADER)):
+    for rows, what in (
+        (launching, NodeKind.LAUNCH),
+        (waiting, NodeKind.SYNC),
+        (loading, NodeKind.LOADER),
+    ):
         points.add(cpu_thread[rows], cpu_ts[rows], what, rows)
-    points.add(cpu_thread[waiting], cpu_end[waiting], Node.SYNC_END, waiting)
-    points.add(cpu_thread[loading], cpu_end[loading], Node.LOADER_END, loading)
+    points.add(cpu_thread[waiting], cpu_end[waiting], NodeKind.SYNC_END, waiting)
+    points.add(cpu_thread[loading], cpu_end[loading], NodeKind.LOADER_END, loading)
     main = trace.main_thread
     if main is not None:
-        points.add(np.array(main), bounds, Node.STEP)
+        points.add(np.array(main), bounds, NodeKind.STEP)
     threads = np.unique(cpu_thread[np.concatenate([launching, waiting, loading])])
     if main is not None and main not in threads:
         threads = np.append(threads, main)
@@ -102,7 +114,7 @@ def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
         (handoffs.worker, handoffs.work_end),
         (handoffs.waiter, handoffs.wait_end),
     ):
-        points.add(owner, time, Node.HANDOFF)
+        points.add(owner, time, NodeKind.HANDOFF)
     thread, time, kind, row = points.columns()
     inside = (time >= start) & (time <= end)
     thread, time, kind, row = (c[inside] for c in (thread, time, kind, row))
@@ -162,7 +174,7 @@ def _behind_awaited_work(
     for. Where the trace's clocks disagree, a wait may seem to end sooner. In the new order every
     edge leads forward."""
     result = time.copy()
-    back = np.flatnonzero(kind == Node.SYNC_END)
+    back = np.flatnonzero(kind == NodeKind.SYNC_END)
     result[back] += work_past_return_ns(trace, row[back])
     for owner in np.unique(thread[back]):
         own = thread == owner
@@ -188,7 +200,9 @@ def _join(
     # host points keep their order on a thread when several share an instant
     inner = np.concatenate([[0], np.arange(hosts), np.arange(devices)])
     order = np.lexsort((inner, tie, when))
-    kinds = np.concatenate([[Node.SOURCE], kind, np.full(devices, Node.DEVICE)]).astype(np.uint8)
+    kinds = np.concatenate([[NodeKind.SOURCE], kind, np.full(devices, NodeKind.DEVICE)]).astype(
+        np.uint8
+    )
     ends = np.concatenate([[start], time, work.ts + work.dur])
     dur = np.concatenate([np.zeros(1 + hosts), work.ts + work.dur - begin]).astype(float)
     rows = np.concatenate([[-1], row, work.row])
@@ -222,21 +236,21 @@ def _same_as_before(values: Array) -> Array:
 
 def _program(edges: EdgeList, graph: Graph) -> None:
     """Add host time between a thread's consecutive points; the first of each follows the source."""
-    host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
+    host = np.flatnonzero((graph.kind != NodeKind.DEVICE) & (graph.kind != NodeKind.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
     same = _same_as_before(graph.lane[order])
     first = order[~same]
-    edges.add(np.zeros(len(first), dtype=np.int64), first, graph.time[first], Edge.PROGRAM)
+    edges.add(np.zeros(len(first), dtype=np.int64), first, graph.time[first], EdgeKind.PROGRAM)
     src, dst = order[np.flatnonzero(same) - 1], order[same]
-    edges.add(src, dst, graph.time[dst] - graph.time[src], Edge.PROGRAM)
+    edges.add(src, dst, graph.time[dst] - graph.time[src], EdgeKind.PROGRAM)
 
 
 def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     """Add the edges of the loader: a starved one delivers at the rate of its workers, whenever
     asked. Without workers the call is host time. Its rate edge is switched off, for edits that move
     the work to workers."""
-    asked = np.flatnonzero(graph.kind == Node.LOADER)
-    loaded = np.flatnonzero(graph.kind == Node.LOADER_END)
+    asked = np.flatnonzero(graph.kind == NodeKind.LOADER)
+    loaded = np.flatnonzero(graph.kind == NodeKind.LOADER_END)
     if not len(loaded):
         return
     by_row = {int(r): int(n) for r, n in zip(graph.row[asked], asked, strict=True)}
@@ -246,14 +260,14 @@ def _loader(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     fed = loaded[workers]
     edges.drop_program(fed)
     wait = graph.time[fed] - graph.time[start[workers]]
-    edges.add(start[workers], fed, np.minimum(wait, READY_BATCH_NS[""]), Edge.PROGRAM)
+    edges.add(start[workers], fed, np.minimum(wait, READY_BATCH_NS[""]), EdgeKind.PROGRAM)
     before = np.append(0, loaded[:-1])
     rate = np.where(workers, graph.time[loaded] - graph.time[before], NEVER)
-    edges.add(before, loaded, rate, Edge.LOADER)
+    edges.add(before, loaded, rate, EdgeKind.LOADER)
 
 
 def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: int) -> None:
-    marks = np.flatnonzero(graph.kind == Node.HANDOFF)
+    marks = np.flatnonzero(graph.kind == NodeKind.HANDOFF)
     at = {
         (int(lane), round(time)): int(node)
         for lane, time, node in zip(graph.lane[marks], graph.time[marks], marks, strict=True)
@@ -273,7 +287,7 @@ def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: in
     edges.drop_program(woken)
     for (src, dst), real in zip(pairs_of, forward, strict=True):
         pairs = np.unique(np.stack([src[real], dst[real]]), axis=1)
-        edges.add(pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], Edge.HANDOFF)
+        edges.add(pairs[0], pairs[1], graph.time[pairs[1]] - graph.time[pairs[0]], EdgeKind.HANDOFF)
     silent = np.zeros(len(graph))
     silent[back[forward[1]]] = (graph.time[back] - graph.time[left])[forward[1]]
     woken = np.unique(woken)
@@ -281,7 +295,7 @@ def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: in
 
 
 def _boundaries(graph: Graph, bounds: Array) -> Array:
-    steps = np.flatnonzero(graph.kind == Node.STEP)
+    steps = np.flatnonzero(graph.kind == NodeKind.STEP)
     if len(steps) >= len(bounds):
         return steps[np.searchsorted(graph.time[steps], bounds)]
     # no host thread: a boundary is the source for all, and device work alone decides

@@ -20,7 +20,7 @@ from advisor.core.trace import LOADER, Trace
 from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.host.syncs import calls_ended_by_stream
-from advisor.replay.graph import Array, Node
+from advisor.replay.graph import Array, NodeKind
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -39,16 +39,16 @@ SLOW_LAUNCH_NS = 50_000
 """Length above which a launch call did something else than launch, or waited, ns."""
 
 _ORDER = {
-    Node.SYNC_END: 0,
-    Node.LOADER_END: 0,
-    Node.STEP: 1,
-    Node.HANDOFF: 2,
-    Node.LAUNCH: 3,
-    Node.SYNC: 3,
-    Node.LOADER: 3,
+    NodeKind.SYNC_END: 0,
+    NodeKind.LOADER_END: 0,
+    NodeKind.STEP: 1,
+    NodeKind.HANDOFF: 2,
+    NodeKind.LAUNCH: 3,
+    NodeKind.SYNC: 3,
+    NodeKind.LOADER: 3,
 }
 """Order at one instant of a thread: ends, then boundaries, then hand-overs, then starts."""
-_AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in Node])
+_AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in NodeKind])
 
 
 @dataclass
@@ -57,7 +57,7 @@ class HostNodes:
 
     parts: list[tuple[Array, Array, Array, Array]] = field(default_factory=list)
 
-    def add(self, thread: Array, time: Array, kind: Node, row: Array | None = None) -> None:
+    def add(self, thread: Array, time: Array, kind: NodeKind, row: Array | None = None) -> None:
         """Append points of one kind."""
         owner = np.broadcast_to(np.asarray(thread), (len(time),))
         rows = np.full(len(time), -1) if row is None else np.asarray(row)

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.replay.edited_graph import GraphEdits
-from advisor.replay.graph import NEVER, Edge, Node
+from advisor.replay.graph import NEVER, EdgeKind, NodeKind
 from advisor.replay.selection import collectives_on_host, host_of_layer
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def merge(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     order = device[np.argsort(graph.lane[device], kind="stable")]
     own = chosen[order]
     awaited = np.zeros(len(graph), dtype=bool)
-    outward = np.isin(graph.edge, [Edge.SYNC, Edge.CROSS_STREAM]) & (graph.weight > NEVER)
+    outward = np.isin(graph.edge, [EdgeKind.SYNC, EdgeKind.CROSS_STREAM]) & (graph.weight > NEVER)
     awaited[graph.src[outward & ~patch.unblocked[graph.dst]]] = True
     step = graph.steps_of_launch()[order]
     joined = own[1:] & own[:-1] & ~awaited[order][:-1] & (step[1:] == step[:-1])
@@ -164,7 +164,7 @@ def drop_launch(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 def parallelize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
     """Move loader work to worker processes: see ``edited_graph.py``."""
-    loaded = np.flatnonzero(patch.graph.kind == Node.LOADER_END)
+    loaded = np.flatnonzero(patch.graph.kind == NodeKind.LOADER_END)
     chosen = patch.selected.host_rows(edit.select)[patch.graph.row[loaded]]
     patch.workers.append((max(1, edit.workers or 1), loaded[chosen]))
 

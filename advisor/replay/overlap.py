@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node, add_edges
+from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind, add_edges
 
 if TYPE_CHECKING:
     from advisor.replay.edited_graph import GraphEdits
 
-WAITING = (Edge.STREAM, Edge.CROSS_STREAM, Edge.SYNC, Edge.QUEUE)
+WAITING = (EdgeKind.STREAM, EdgeKind.CROSS_STREAM, EdgeKind.SYNC, EdgeKind.QUEUE)
 """Kinds of edges out of moved work by which something else waits for it."""
 
 
@@ -37,7 +37,9 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
     ).to_numpy()
     more: list[tuple[int, int, float, int]] = []
     live = np.flatnonzero(weight > NEVER)
-    leads_in = moved[graph.dst[live]] & np.isin(graph.edge[live], [Edge.STREAM, Edge.CROSS_STREAM])
+    leads_in = moved[graph.dst[live]] & np.isin(
+        graph.edge[live], [EdgeKind.STREAM, EdgeKind.CROSS_STREAM]
+    )
     stands: dict[int, dict[int, tuple[int, float]]] = {}
     """Work that the moved work's place in its stream still waits for, by lane, with the delay."""
     awaited: dict[int, dict[int, int]] = {}
@@ -53,7 +55,7 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
         own = int(group[node])
         gap = 0.0
         for edge in edges_in.get(node, ()):
-            source, ordered = src[edge], kind[edge] == Edge.STREAM
+            source, ordered = src[edge], kind[edge] == EdgeKind.STREAM
             delay = 0.0 if ordered else float(weight[edge])
             gap = float(weight[edge]) if ordered else gap
             if moved[source]:
@@ -67,23 +69,23 @@ def move_to_streams(patch: GraphEdits, weight: Array) -> tuple[Graph, Array]:
             since[own] = max(since.get(own, -1), int(earlier[node]))
         stands[node], awaited[node] = place, since
         if not uploads[node] or patch.merged[node]:
-            more += [(s, node, w + gap, Edge.CROSS_STREAM) for s, w in place.values()]
+            more += [(s, node, w + gap, EdgeKind.CROSS_STREAM) for s, w in place.values()]
         if own in last_of:
-            more.append((last_of[own], node, gap, Edge.STREAM))
+            more.append((last_of[own], node, gap, EdgeKind.STREAM))
         last_of[own] = node
     weight = weight.copy()
     for edge in live[moved[graph.src[live]]].tolist():
         source, target, delay = src[edge], int(graph.dst[edge]), float(weight[edge])
-        in_order = kind[edge] == Edge.STREAM
-        how = Edge.CROSS_STREAM if graph.kind[target] == Node.DEVICE else Edge.SYNC
+        in_order = kind[edge] == EdgeKind.STREAM
+        how = EdgeKind.CROSS_STREAM if graph.kind[target] == NodeKind.DEVICE else EdgeKind.SYNC
         if kind[edge] in WAITING and not (moved[target] and in_order):
             for first, wait in stands[source].values():
                 own = in_order and lane[first] == lane[target]
-                more.append((first, target, wait + delay, Edge.STREAM if own else how))
-            if not moved[target] and kind[edge] != Edge.QUEUE:
+                more.append((first, target, wait + delay, EdgeKind.STREAM if own else how))
+            if not moved[target] and kind[edge] != EdgeKind.QUEUE:
                 more += [(s, target, delay, how) for s in awaited[source].values()]
         weight[edge] = NEVER
-    weight[moved[graph.dst] & np.isin(graph.edge, [Edge.CONTENTION, Edge.STREAM])] = NEVER
+    weight[moved[graph.dst] & np.isin(graph.edge, [EdgeKind.CONTENTION, EdgeKind.STREAM])] = NEVER
     more += _awaited_by_device_syncs(patch, nodes, group)
     lanes = np.where(moved, int(graph.lane.max()) + 1 + group, graph.lane)
     return add_edges(graph, weight, more, lane=lanes, last_nodes=_with_moved(graph, nodes, group))
@@ -136,14 +138,14 @@ def _awaited_by_device_syncs(
 ) -> list[tuple[int, int, float, int]]:
     """Return edges into waits for the whole device, from each name's last moved work."""
     graph = patch.graph
-    done = np.flatnonzero((graph.kind == Node.SYNC_END) & ~patch.unblocked)
+    done = np.flatnonzero((graph.kind == NodeKind.SYNC_END) & ~patch.unblocked)
     call = patch.a.trace.cpu["call"].gather(pl.Series(graph.row[done]))
     done = done[(call == "sync_device").fill_null(False).to_numpy()]
-    edges = np.flatnonzero((graph.edge == Edge.SYNC) & np.isin(graph.dst, done))
+    edges = np.flatnonzero((graph.edge == EdgeKind.SYNC) & np.isin(graph.dst, done))
     more = []
     for place, node in _latest(graph, nodes[~patch.issued_earlier[nodes]], group, graph.src[edges]):
         edge = edges[place]
-        more.append((node, int(graph.dst[edge]), float(graph.weight[edge]), int(Edge.SYNC)))
+        more.append((node, int(graph.dst[edge]), float(graph.weight[edge]), int(EdgeKind.SYNC)))
     return more
 
 

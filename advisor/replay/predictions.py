@@ -98,7 +98,7 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
         return self.measured_low <= self.high and self.measured_high >= self.low
 
 
-class Table(NamedTuple):
+class PredictionTable(NamedTuple):
     """Predictions read from a file."""
 
     predictions: list[Prediction]
@@ -106,7 +106,7 @@ class Table(NamedTuple):
     """Number of lines that could not be read."""
 
 
-class Record(NamedTuple):
+class RuleTrackRecord(NamedTuple):
     """Past accuracy of one rule's predictions."""
 
     trials: int
@@ -166,10 +166,10 @@ def _locked(descriptor: int) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def read_predictions(path: Path) -> Table:
+def read_predictions(path: Path) -> PredictionTable:
     """Read a file; empty where it does not exist. Raises AdvisorError if it cannot be read."""
     if not path.is_file():
-        return Table([], 0)
+        return PredictionTable([], 0)
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
@@ -177,7 +177,7 @@ def read_predictions(path: Path) -> Table:
     return decode_predictions(data)
 
 
-def decode_predictions(data: bytes) -> Table:
+def decode_predictions(data: bytes) -> PredictionTable:
     """Decode the lines of a file, and count those that cannot be read."""
     rows, skipped = [], 0
     for line in data.splitlines():
@@ -196,12 +196,12 @@ def decode_predictions(data: bytes) -> Table:
             skipped += 1
             continue
         rows.append(row)
-    return Table(rows, skipped)
+    return PredictionTable(rows, skipped)
 
 
 # -- what is known ------------------------------------------------------------------------------
 
-left_out: ContextVar[str] = ContextVar("left_out", default="")
+excluded_program: ContextVar[str] = ContextVar("excluded_program", default="")
 """Program whose own measurements the intervals leave out at present."""
 
 
@@ -210,11 +210,11 @@ def without_program(program: str) -> Iterator[None]:
     """Leave a program's measurements, and those of its group (``Prediction.group``), out of the
     intervals. A prediction of it is then not compared with an interval that it widened itself."""
     group = next((row.group for row in shipped_predictions() if row.program == program), "")
-    token = left_out.set(group or program)
+    token = excluded_program.set(group or program)
     try:
         yield
     finally:
-        left_out.reset(token)
+        excluded_program.reset(token)
 
 
 @cache
@@ -242,7 +242,7 @@ def shipped_experiments() -> tuple[Prediction, ...]:
 
 
 def _counts(row: Prediction) -> bool:
-    return not left_out.get() or left_out.get() not in (row.program, row.group)
+    return not excluded_program.get() or excluded_program.get() not in (row.program, row.group)
 
 
 def _users() -> tuple[Prediction, ...]:
@@ -262,14 +262,14 @@ def _read_once(path: Path, _changed: int, _size: int) -> tuple[Prediction, ...]:
         return ()
 
 
-def records_by_rule(predictions: Iterable[Prediction]) -> dict[str, Record]:
+def records_by_rule(predictions: Iterable[Prediction]) -> dict[str, RuleTrackRecord]:
     """Return each rule's record, by rule in the order of their names."""
     by_rule: dict[str, list[Prediction]] = {}
     for row in predictions:
         if row.predicted > 0:
             by_rule.setdefault(row.rule, []).append(row)
     return {
-        rule: Record(
+        rule: RuleTrackRecord(
             len(rows),
             sum(row.inside for row in rows),
             min(row.ratio for row in rows),
@@ -293,7 +293,7 @@ OTHERS = "others"
 """Name for all kinds of fault together, used for those without a band."""
 
 
-class Band(NamedTuple):
+class GainInterval(NamedTuple):
     """Range of a gain, ns per step; of a job, measured over predicted."""
 
     low: float
@@ -339,7 +339,7 @@ def error_of(kinds: Iterable[str], known: Sequence[Prediction]) -> float:
 
 def widened_by_kind(
     gain: float, low: float, high: float, edits: Sequence[Edit], step_ns: float
-) -> Band:
+) -> GainInterval:
     """Return a band (``low`` to ``high``, from the edits' assumptions) widened by past errors of
     these kinds. All ns per step."""
     kinds, known = {edit_kind(edit) for edit in edits}, shipped_experiments()
@@ -350,13 +350,13 @@ def widened_by_kind(
         floor += left * (math.exp(error_of(of_step, known)) - 1)
     factor = math.exp(error_of(kinds - of_step, known)) if kinds - of_step else 1.0
     ends = (gain * factor, gain / factor, gain - floor, gain + floor)
-    return Band(min(low, *ends), min(max(high, *ends), step_ns))
+    return GainInterval(min(low, *ends), min(max(high, *ends), step_ns))
 
 
-def worst_case(low: float, high: float, step_ns: float) -> Band:
+def worst_case(low: float, high: float, step_ns: float) -> GainInterval:
     """Return a band widened by the largest past error, ns per step."""
     factor = math.exp(max(row.error for row in shipped_experiments()))
-    return Band(low / factor, min(high * factor, step_ns))
+    return GainInterval(low / factor, min(high * factor, step_ns))
 
 
 # -- by rule ------------------------------------------------------------------------------------
@@ -365,12 +365,12 @@ def worst_case(low: float, high: float, step_ns: float) -> Band:
 class WidenedRange(NamedTuple):
     """A band, and the record that it was widened by; empty: too little is known of the rule."""
 
-    band: Band
+    band: GainInterval
     note: str
 
 
 def widened_by_rule(
-    rule: str, device: str, gain: float, band: Band, step_ns: float
+    rule: str, device: str, gain: float, band: GainInterval, step_ns: float
 ) -> WidenedRange:
     """Return a band, ns per step, widened by past errors of this rule's fixes: on the same hardware
     where there are enough, else on any. It never becomes narrower."""
@@ -380,7 +380,7 @@ def widened_by_rule(
     if len(used) < MIN_ERRORS:
         return WidenedRange(band, "")
     factor = math.exp(error_bound([row.error for row in used]))
-    wide = Band(
+    wide = GainInterval(
         min(band.low, gain / factor), min(max(band.high, gain * factor), max(step_ns, band.high))
     )
     return WidenedRange(wide, str(records_by_rule(used)[rule]))
@@ -394,7 +394,7 @@ def fault_kind(kind: str, *, moves: bool) -> str:
     return f"{kind} that moves" if moves else kind
 
 
-def job_band(kind: str) -> Band:
+def job_band(kind: str) -> GainInterval:
     """Return measured over predicted gains of faults of a kind; of all, where too few are known.
     They are of simulated jobs that ran again without the fault. The band covers what the replay
     cannot know, such as what overlap hides and hosts that run ahead."""
@@ -403,7 +403,7 @@ def job_band(kind: str) -> Band:
 
 
 @cache
-def job_bands() -> dict[str, Band]:
+def job_bands() -> dict[str, GainInterval]:
     """Return job bands by kind: split conformal, equal tails, rounded outwards to hundredths."""
     ratios: dict[str, list[float]] = {}
     for row in shipped_predictions():
@@ -416,7 +416,7 @@ def job_bands() -> dict[str, Band]:
         if outside:
             values.sort()
             low, high = values[outside - 1], values[-outside]
-            bands[name] = Band(math.floor(low * 100) / 100, math.ceil(high * 100) / 100)
+            bands[name] = GainInterval(math.floor(low * 100) / 100, math.ceil(high * 100) / 100)
     return bands
 
 

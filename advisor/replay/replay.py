@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 
 MIN_STEADY = 3
 """Minimum number of steps of a window that is replayed from the state in which it ended."""
@@ -46,7 +46,7 @@ class ReplayPlan:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        crowded = graph.edge == Edge.CONTENTION
+        crowded = graph.edge == EdgeKind.CONTENTION
         order = np.lexsort((crowded, graph.dst))
         dst = graph.dst[order]
         first = np.searchsorted(dst, np.arange(len(graph)))
@@ -113,7 +113,7 @@ class ReplayPlan:
             g.dst[self._more].tolist(),
             g.src[self._more].tolist(),
             weight[self._more].tolist(),
-            (g.edge[self._more] == Edge.CONTENTION).tolist(),
+            (g.edge[self._more] == EdgeKind.CONTENTION).tolist(),
             strict=True,
         ):
             more.setdefault(node, []).append((source_, value_, crowded))
@@ -239,10 +239,10 @@ class CarriedState:
         the last step came before the first: those at the same place of their thread or stream."""
         graph = self.graph
         step = graph.steps_of_launch()
-        crossing = np.isin(graph.edge, [Edge.CROSS_STREAM, Edge.SYNC, Edge.HANDOFF])
+        crossing = np.isin(graph.edge, [EdgeKind.CROSS_STREAM, EdgeKind.SYNC, EdgeKind.HANDOFF])
         crossing &= (step[graph.src] == 0) & (step[graph.dst] == 1)
         self.between = np.flatnonzero(crossing)
-        key = len(Node) * graph.lane.astype(np.int64) + graph.kind
+        key = len(NodeKind) * graph.lane.astype(np.int64) + graph.kind
         steps = len(graph.step_boundaries) - 1
         members = {
             (int(k), s): np.flatnonzero((key == k) & (step == s))
@@ -264,7 +264,7 @@ class CarriedState:
     def _measure_loader(self) -> None:
         """Measure the time from the window's last awaited batch to the next window's first, ns."""
         graph = self.graph
-        self.loader = np.flatnonzero(graph.edge == Edge.LOADER)
+        self.loader = np.flatnonzero(graph.edge == EdgeKind.LOADER)
         if len(self.loader):
             first, last = graph.time[graph.dst[self.loader[[0, -1]]]]
             self.batch_gap = float(first + graph.time[graph.step_boundaries[-1]] - last)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 
 EXPLAINED_NS = 5_000
 MAX_STEP_ERROR = 0.10
@@ -106,7 +106,9 @@ class WaitTimes(NamedTuple):
         return float(self.explained.sum()) / total if total > 0 else None
 
 
-def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ...]) -> WaitTimes:
+def explain_waits(
+    graph: Graph, nodes: Array, time: Array, kinds: tuple[EdgeKind, ...]
+) -> WaitTimes:
     """Return how edges of these kinds explain waits that took ``time`` and ended at ``nodes``;
     device work ends a wait by its start."""
     base = graph.time[graph.src] - np.where(graph.from_start, graph.dur[graph.src], 0)
@@ -120,15 +122,15 @@ def explain_waits(graph: Graph, nodes: Array, time: Array, kinds: tuple[Edge, ..
 
 def host_waits(graph: Graph) -> WaitTimes:
     """Return the host's waits for the device: blocking calls, and launches into a full queue."""
-    begun = np.flatnonzero(graph.kind == Node.SYNC)
-    done = np.flatnonzero(graph.kind == Node.SYNC_END)
+    begun = np.flatnonzero(graph.kind == NodeKind.SYNC)
+    done = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
     begin = dict(zip(graph.row[begun].tolist(), graph.time[begun].tolist(), strict=True))
     since = np.array([begin.get(row, np.inf) for row in graph.row[done].tolist()])
     took = graph.time[done] - since - graph.latencies.sync_call
     real = took > 0
-    calls = explain_waits(graph, done[real], took[real], (Edge.SYNC,))
+    calls = explain_waits(graph, done[real], took[real], (EdgeKind.SYNC,))
     full, time = graph.hard.get("queue-blocked launches", _NOTHING)
-    queue = explain_waits(graph, full, time, (Edge.QUEUE,))
+    queue = explain_waits(graph, full, time, (EdgeKind.QUEUE,))
     return WaitTimes(*(np.concatenate(pair) for pair in zip(calls, queue, strict=True)))
 
 
@@ -141,7 +143,7 @@ def device_idle(graph: Graph, lanes: Array) -> WaitTimes:
     device, start = device[order], start[order]
     before = np.maximum.accumulate(np.append(0.0, graph.time[device]))[:-1]
     gap = start - before
-    adrift = graph.dst[(graph.edge == Edge.LAUNCH) & (graph.src == 0)]
+    adrift = graph.dst[(graph.edge == EdgeKind.LAUNCH) & (graph.src == 0)]
     idle = (gap > 0) & ~np.isin(device, adrift)
     return explain_waits(graph, device[idle], gap[idle], _STARTS)
 
@@ -162,11 +164,11 @@ def hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
 
 
 _NOTHING = (np.zeros(0, dtype=np.int64), np.zeros(0))
-_STARTS = (Edge.LAUNCH, Edge.STREAM, Edge.CROSS_STREAM, Edge.CONTENTION)
+_STARTS = (EdgeKind.LAUNCH, EdgeKind.STREAM, EdgeKind.CROSS_STREAM, EdgeKind.CONTENTION)
 _EDGES = {
-    "syncs that waited": (Edge.SYNC,),
-    "queue-blocked launches": (Edge.QUEUE,),
-    "thread hand-overs": (Edge.HANDOFF,),
+    "syncs that waited": (EdgeKind.SYNC,),
+    "queue-blocked launches": (EdgeKind.QUEUE,),
+    "thread hand-overs": (EdgeKind.HANDOFF,),
 }
 
 
@@ -177,7 +179,7 @@ NEAR = 0.02
 that launches just in time is critical too, yet nothing gets shorter with it."""
 
 
-class Path(NamedTuple):
+class CriticalPath(NamedTuple):
     """The chain of binding edges back from the last completion, latest first, in columns.
 
     ``edge`` is the edge that decided when ``node`` came, -1 for device work itself; ``ns`` is its
@@ -189,12 +191,12 @@ class Path(NamedTuple):
     ns: Array
 
 
-def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Path:
+def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> CriticalPath:
     """Follow from each node the edge that arrived last, from the last completion to the source. Of
     two that arrive almost together (see ``NEAR``) take the one over the device."""
     if not len(graph.dst):  # nothing happened in these steps
         nothing = np.zeros(0, dtype=np.int64)
-        return Path(edge=nothing, node=nothing, ns=np.zeros(0))
+        return CriticalPath(edge=nothing, node=nothing, ns=np.zeros(0))
     host, work = (
         int(graph.step_boundaries[-1]),
         graph.last_nodes[-1].tolist() if graph.last_nodes else [],
@@ -208,7 +210,7 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Path:
     start = (time - dur).tolist()
     arrived = np.where(stream >= 0, time[graph.src[stream]] + weight[stream], NEVER).tolist()
     source, last, over = graph.src.tolist(), binding.tolist(), stream.tolist()
-    launched = (graph.edge[np.maximum(binding, 0)] == Edge.LAUNCH).tolist()
+    launched = (graph.edge[np.maximum(binding, 0)] == EdgeKind.LAUNCH).tolist()
     chain, chosen = [], []
     while node > 0:  # a walk: each node is known only from the one after it
         edge = last[node]
@@ -227,7 +229,7 @@ def critical_path(graph: Graph, time: Array, weight: Array, dur: Array) -> Path:
     # what the host still did when the device was done is its own
     rest = binding[[host]] if chain and chain[0] != host else binding[:0]
     tail = np.full(len(rest), end - time[nodes[0]] if chain else 0.0)
-    return Path(
+    return CriticalPath(
         edge=np.concatenate([np.full(int(worked.sum()), -1), edges, rest]),
         node=np.concatenate([nodes[worked], nodes, np.full(len(rest), host)]),
         ns=np.concatenate([dur[nodes[worked]], begin - time[graph.src[edges]], tail]),
@@ -238,12 +240,12 @@ def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Arra
     """Return each node's edge that arrives last, and that of its stream; -1: none."""
     binding = np.full(len(graph), -1, dtype=np.int64)
     stream = binding.copy()
-    own = np.flatnonzero((graph.edge == Edge.STREAM) & (weight > NEVER))
+    own = np.flatnonzero((graph.edge == EdgeKind.STREAM) & (weight > NEVER))
     stream[graph.dst[own]] = own
     value = np.where(graph.from_start, weight - dur[graph.src], weight)
     arrive = time[graph.src] + value
     # contention that did not come about
-    idle = (graph.edge == Edge.CONTENTION) & (arrive > (time - dur)[graph.dst] + 1.0)
+    idle = (graph.edge == EdgeKind.CONTENTION) & (arrive > (time - dur)[graph.dst] + 1.0)
     arrive[idle] = NEVER
     starts = np.flatnonzero(np.append(True, graph.dst[1:] != graph.dst[:-1]))
     latest = np.maximum.reduceat(arrive, starts)
@@ -260,12 +262,12 @@ def path_composition(
     ``communication``, ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
     path = critical_path(graph, time, weight, dur)
     own = path.edge < 0
-    kind = np.where(own, Edge.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
+    kind = np.where(own, EdgeKind.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
     row = np.where(own, graph.row[path.node], 0)
     talks = communication.to_numpy()[row] & own if len(communication) else np.zeros_like(own)
-    host = ~own & np.isin(kind, [Edge.PROGRAM.value, Edge.HANDOFF.value])
-    fed = (~own & (kind == Edge.LOADER.value)) | (
-        host & (graph.kind[path.node] == Node.LOADER_END.value)
+    host = ~own & np.isin(kind, [EdgeKind.PROGRAM.value, EdgeKind.HANDOFF.value])
+    fed = (~own & (kind == EdgeKind.LOADER.value)) | (
+        host & (graph.kind[path.node] == NodeKind.LOADER_END.value)
     )
     parts = {
         "communication": talks,

@@ -29,7 +29,7 @@ from advisor.measure.host.stacks import (
     parent_rows,
 )
 from advisor.measure.steps.named_intervals import select_instants
-from advisor.replay.graph import Array, Edge, Graph, Node
+from advisor.replay.graph import Array, EdgeKind, Graph, NodeKind
 
 if TYPE_CHECKING:
     from advisor.core.finding import Select
@@ -288,7 +288,7 @@ class Selection:
 
     def wait_ends(self, select: Select) -> Array:
         """Return the nodes at which selected blocking calls and waits for the loader end."""
-        done = np.flatnonzero(np.isin(self.graph.kind, [Node.SYNC_END, Node.LOADER_END]))
+        done = np.flatnonzero(np.isin(self.graph.kind, [NodeKind.SYNC_END, NodeKind.LOADER_END]))
         return done[self.host_rows(select)[self.graph.row[done]]]
 
     def host_time(self, select: Select) -> dict[int, Intervals]:
@@ -387,7 +387,7 @@ class Selection:
         thread. It lasts from each launch to the next in its step if nothing lies between them.
         Before the first and after the last it is their outermost operator only."""
         graph = self.graph
-        launch = np.flatnonzero((graph.edge == Edge.LAUNCH) & np.isin(graph.dst, nodes))
+        launch = np.flatnonzero((graph.edge == EdgeKind.LAUNCH) & np.isin(graph.dst, nodes))
         chosen = np.zeros(len(graph), dtype=bool)
         chosen[graph.src[launch]] = True
         chosen[0] = False
@@ -395,7 +395,7 @@ class Selection:
         if not len(points):
             return {}
         begin, end = self._outermost_ops(graph.row[points])
-        host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
+        host = np.flatnonzero((graph.kind != NodeKind.DEVICE) & (graph.kind != NodeKind.SOURCE))
         order = host[np.argsort(graph.lane[host], kind="stable")]
         place = np.empty(len(graph), dtype=np.int64)
         place[order] = np.arange(len(order))

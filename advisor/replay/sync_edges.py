@@ -11,7 +11,16 @@ from advisor.core.intervals import union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.syncs import clock_tolerance_ns, recorded_waits, work_past_return_ns
 from advisor.replay.device_work import SLACK_NS, DeviceWork, device_nodes
-from advisor.replay.graph import CALL_NS, FEW, Array, Edge, Graph, Latencies, Node, median_or
+from advisor.replay.graph import (
+    CALL_NS,
+    FEW,
+    Array,
+    EdgeKind,
+    Graph,
+    Latencies,
+    NodeKind,
+    median_or,
+)
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
@@ -27,8 +36,8 @@ MAX_SYNC_RETURN_NS = 100_000
 
 def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork) -> None:
     """Add edges into the ends of blocking calls, which replace their measured ends."""
-    begin = np.flatnonzero(graph.kind == Node.SYNC)
-    done = np.flatnonzero(graph.kind == Node.SYNC_END)
+    begin = np.flatnonzero(graph.kind == NodeKind.SYNC)
+    done = np.flatnonzero(graph.kind == NodeKind.SYNC_END)
     node = device_nodes(graph, work) if len(work.row) else np.zeros(0, dtype=np.int64)
     add_queue_edges(trace, graph, edges, work, node)
     if not len(done):
@@ -60,10 +69,10 @@ def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork
     # what the device cannot have held up is the call's own cost (lazy loading, locks)
     cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.sync_call, ended - called)
     edges.drop_program(done)
-    edges.add(begin, done, np.minimum(cost, np.maximum(ended - called, 1.0)), Edge.PROGRAM)
+    edges.add(begin, done, np.minimum(cost, np.maximum(ended - called, 1.0)), EdgeKind.PROGRAM)
     counts = [len(sources) for sources in awaited]
     source = np.concatenate(awaited).astype(np.int64)
-    edges.add(node[source], np.repeat(done, counts), np.repeat(sync_return, counts), Edge.SYNC)
+    edges.add(node[source], np.repeat(done, counts), np.repeat(sync_return, counts), EdgeKind.SYNC)
     graph.hard["syncs that waited"] = done[waited], (ended - called)[waited]
 
 
@@ -294,12 +303,12 @@ def add_queue_edges(
         source.append(lane.entries[place - lane.depth])
     dst, src = np.concatenate(target), np.concatenate(source)
     point = np.full(trace.cpu.height, -1, dtype=np.int64)
-    launching = np.flatnonzero(graph.kind == Node.LAUNCH)
+    launching = np.flatnonzero(graph.kind == NodeKind.LAUNCH)
     point[graph.row[launching]] = launching
     call = work.launch[dst]
     launch = point[call]
     after = _next_points(graph)[np.maximum(launch, 0)]
-    good = (launch >= 0) & (after >= 0) & ~np.isin(call, graph.row[graph.kind == Node.SYNC])
+    good = (launch >= 0) & (after >= 0) & ~np.isin(call, graph.row[graph.kind == NodeKind.SYNC])
     launch, after, src, call = launch[good], after[good], src[good], call[good]
     length = trace.cpu["dur"].to_numpy()[call].astype(float)
     rest = graph.time[after] - graph.time[launch] - length
@@ -315,7 +324,7 @@ def add_queue_edges(
     # nor does the launch hold its own work back for as long as it waited
     waited = np.isin(work.launch, call[blocked])
     work.launch_overhead[waited] = np.minimum(work.launch_overhead[waited], CALL_NS)
-    edges.add(node[src], after, rest, Edge.QUEUE, from_start=True)
+    edges.add(node[src], after, rest, EdgeKind.QUEUE, from_start=True)
     graph.hard["queue-blocked launches"] = after[blocked], length[blocked] - CALL_NS
 
 
@@ -380,7 +389,7 @@ def _plateau(back: Array, place: Array, returned: Array, started: Array, able: A
 
 def _next_points(graph: Graph) -> Array:
     """Return the next host point on the same thread, -1: none."""
-    host = np.flatnonzero((graph.kind != Node.DEVICE) & (graph.kind != Node.SOURCE))
+    host = np.flatnonzero((graph.kind != NodeKind.DEVICE) & (graph.kind != NodeKind.SOURCE))
     order = host[np.argsort(graph.lane[host], kind="stable")]
     result = np.full(len(graph), -1, dtype=np.int64)
     same = graph.lane[order][1:] == graph.lane[order][:-1]

@@ -11,7 +11,7 @@ import numpy as np
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
 from advisor.replay.exposed_time import ExposedTime
-from advisor.replay.graph import NEVER, Array, Edge, Graph
+from advisor.replay.graph import NEVER, Array, EdgeKind, Graph
 from advisor.replay.graph_builder import build_graph
 from advisor.replay.operations import collect
 from advisor.replay.predictions import widened_by_kind
@@ -406,7 +406,7 @@ class WindowReplayer:
         graph, trace = self.graph, self.a.trace
         cost = _usual_costs(self.a) * (times * event_cost(self.a) / _mean_cost(self.a))
         share = np.ones(len(graph.weight))
-        edges = np.flatnonzero((graph.edge == Edge.PROGRAM) & (graph.weight > 0))
+        edges = np.flatnonzero((graph.edge == EdgeKind.PROGRAM) & (graph.weight > 0))
         lane = graph.lane[graph.dst[edges]]
         cpu = trace.cpu
         thread, ts = cpu["thread"].to_numpy(), cpu["ts"].to_numpy()
@@ -427,7 +427,7 @@ class WindowReplayer:
         """Whether batches come from workers that always had one ready. Their speed is then not in
         the trace, and a faster step may have to wait for them."""
         graph, cpu = self.graph, self.a.trace.cpu
-        rate = graph.weight[graph.edge == Edge.LOADER]
+        rate = graph.weight[graph.edge == EdgeKind.LOADER]
         if (rate > NEVER).any() or cpu.is_empty():
             return False
         begin, end = graph.origin, graph.origin + float(graph.time[graph.step_boundaries[-1]])

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from advisor.tune.knob import GROUP, SO_FAR, TURN, Result, Spec, encode, read_spec
+from advisor.tune.knob import GROUP, SO_FAR, TURN, Result, TrialSpec, encode, read_spec
 from advisor.tune.overlay import Overlay
 
 Note = Callable[[str], None]
@@ -34,7 +34,7 @@ MAX_LOSSES = 20_000
 NORM_STEPS = 6
 """Number of first steps whose gradients are measured; none of them is timed."""
 
-_trial: list[tuple[Spec, Overlay]] = []
+_trial: list[tuple[TrialSpec, Overlay]] = []
 """Trial of this process: one entry, from ``before_program`` on."""
 
 
@@ -53,7 +53,7 @@ def before_program() -> None:
     atexit.register(_refusals, spec, overlay, os.getpid())
 
 
-def _refusals(spec: Spec, overlay: Overlay, process: int) -> None:
+def _refusals(spec: TrialSpec, overlay: Overlay, process: int) -> None:
     if os.getpid() == process and overlay.refused and not _exists(spec.out):
         _write(spec.out, Result(refused=overlay.refused, problem=_last()[0], kind="error"))
 
@@ -71,7 +71,7 @@ def begin(note: Note) -> None:
         _write(spec.out, Result(problem=problem, kind="knob"))
 
 
-def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
+def _begin(spec: TrialSpec, overlay: Overlay, note: Note) -> None:
     import torch
 
     from advisor.tune.knob import find_knob
@@ -88,11 +88,11 @@ def _begin(spec: Spec, overlay: Overlay, note: Note) -> None:
     applied = [(find_knob(item.knob), item) for item in spec.knob_settings]
     for item, knob_setting in applied:
         item.apply(knob_setting.value)
-    timer = Timer(spec, overlay, [item for item, _ in applied], note)
+    timer = TrialRecorder(spec, overlay, [item for item, _ in applied], note)
     timer.start()
 
 
-def _record(spec: Spec, note: Note) -> None:
+def _record(spec: TrialSpec, note: Note) -> None:
     """Run the recorder until there are enough steps."""
     from torch.optim import optimizer as optim
 
@@ -115,10 +115,10 @@ def _record(spec: Spec, note: Note) -> None:
     optim.register_optimizer_step_post_hook(after)
 
 
-class Timer:
+class TrialRecorder:
     """Timer of steps; it also keeps the losses and the first gradients' norms, as tensors."""
 
-    def __init__(self, spec: Spec, overlay: Overlay, applied: list[Any], note: Note) -> None:
+    def __init__(self, spec: TrialSpec, overlay: Overlay, applied: list[Any], note: Note) -> None:
         from advisor.recorder.tape_reader import CallCounter
 
         self.spec, self.overlay, self.applied, self.note = spec, overlay, applied, note
@@ -304,7 +304,7 @@ class PauseControl:
     """Stops the trial's process group before each block of steps, all threads and workers with it,
     so that nobody works ahead. Its parent resumes it (``advisor/tune/process.py``)."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: TrialSpec) -> None:
         self.spec = spec
         self.home = os.path.dirname(spec.out)  # noqa: PTH120
         self.block = max(1, spec.steps // spec.turns)

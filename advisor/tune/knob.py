@@ -239,7 +239,7 @@ def around_forwards(call: Callable[[Any, Callable[[], Any]], Any]) -> None:
 
 
 SPEC: Final = "ADVISOR_TRIAL"
-"""Environment variable with the file of the :class:`Spec`, in the processes of a trial."""
+"""Environment variable with the file of the :class:`TrialSpec`, in the processes of a trial."""
 MODULE: Final = "advisor.tune.child_process"
 """Module that runs in these processes once torch is imported, in the recorder's place."""
 MAX_RESULT_BYTES = 64 << 20
@@ -263,7 +263,7 @@ class KnobSetting(Struct, frozen=True):
         return self.knob if self.value is None else f"{self.knob}={self.value}"
 
 
-class Spec(Struct, frozen=True, kw_only=True):
+class TrialSpec(Struct, frozen=True, kw_only=True):
     """Specification of one process: its changes, and when it ends."""
 
     out: str
@@ -336,12 +336,12 @@ class Result(Struct, kw_only=True):
     """Whether the limit was reached, or the program ended."""
 
 
-def read_spec() -> Spec | None:
+def read_spec() -> TrialSpec | None:
     """Return this process's specification; ``None``: it belongs to no trial."""
     path = os.environ.get(SPEC)
     if not path:
         return None
-    return msgspec.json.decode(Path(path).read_bytes(), type=Spec)
+    return msgspec.json.decode(Path(path).read_bytes(), type=TrialSpec)
 
 
 def read_result(data: bytes) -> Result:

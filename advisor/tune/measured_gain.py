@@ -50,7 +50,8 @@ def measure_gain(
     turns: Sequence[Sequence[float]] = (),
 ) -> MeasuredGain | None:
     """Measure the gain from step times (ns) by run; ``None``: a side without steps. ``turns``:
-    logarithms of ratios, of the blocks of each pair of runs that took turns (:func:`by_turns`)."""
+    logarithms of ratios, of the blocks of each pair of runs that took turns
+    (:func:`block_log_ratios`)."""
     sides = [[np.asarray(run, dtype=float) for run in side if len(run)] for side in (before, after)]
     if not all(sides):
         return None
@@ -110,7 +111,7 @@ def _scatter(groups: Sequence[Sequence[float]]) -> float:
     return _reach(squares / freedom / sum(map(len, logs)), freedom)
 
 
-def by_turns(
+def block_log_ratios(
     before: Sequence[int], after: Sequence[int], first: Sequence[int], second: Sequence[int]
 ) -> list[float]:
     """Return logarithms of after over before, of the mean steps (ns) of blocks. ``first`` and

@@ -111,7 +111,7 @@ def _plan(report: TrialReport, run: Path, words: Sequence[str], request: TrialRe
     report.verdict, report.without = result.verdict, result.by_hand
     report.trials = [
         t
-        for t in [*result.trials, *asked_for(request.only, machine, result.trials)]
+        for t in [*result.trials, *plan_requested_trials(request.only, machine, result.trials)]
         if not request.only or {t.knob_setting.knob, t.name} & set(request.only)
     ]
     script = next((Path(word) for word in words[1:2] if word.endswith(".py")), None)
@@ -286,7 +286,9 @@ def plan_trials(run: Path, machine: Machine) -> TrialPlan:
     return TrialPlan(trials, list(dict.fromkeys(without)), report.verdict)
 
 
-def asked_for(names: tuple[str, ...], machine: Machine, there: list[Trial]) -> list[Trial]:
+def plan_requested_trials(
+    names: tuple[str, ...], machine: Machine, there: list[Trial]
+) -> list[Trial]:
     """Return trials of knobs that the user names and no finding does, without predictions."""
     result = []
     known = {trial.knob_setting for trial in there}

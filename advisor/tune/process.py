@@ -32,7 +32,7 @@ from advisor.tune.knob import (
     TURN,
     KnobSetting,
     Result,
-    Spec,
+    TrialSpec,
     encode,
     find_knob,
     read_result,
@@ -91,13 +91,13 @@ class TrialProgram:
         **limits: Any,
     ) -> RunningTrial:
         """Start one process. ``timeout``: seconds until it is ended, whatever it does, counted anew
-        for each of its ``turns``. ``limits``: fields of :class:`Spec`. Raises AdvisorError: it
+        for each of its ``turns``. ``limits``: fields of :class:`TrialSpec`. Raises AdvisorError: it
         cannot be started."""
         self.count += 1
         home = self.root / f"run{self.count}"
         scratch = home / "scratch"
         (scratch / "tmp").mkdir(parents=True)
-        spec = Spec(
+        spec = TrialSpec(
             out=str(home / "result.json"),
             root=str(self.root),
             scratch=str(scratch),
@@ -284,7 +284,7 @@ class _Ruleset(ctypes.Structure):
     _fields_ = (("handled_access_fs", ctypes.c_uint64),)
 
 
-class _DescendantProcesses(ctypes.Structure):
+class _PathBeneathAttr(ctypes.Structure):
     _pack_ = 1
     _layout_ = "ms"
     _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
@@ -318,7 +318,7 @@ def confinement(folders: Iterable[Path]) -> Callable[[], None] | None:
         if ruleset < 0:
             raise OSError(ctypes.get_errno(), "Landlock")
         for path in paths:
-            beneath = _DescendantProcesses(access, os.open(path, os.O_PATH | os.O_CLOEXEC))
+            beneath = _PathBeneathAttr(access, os.open(path, os.O_PATH | os.O_CLOEXEC))
             if libc.syscall(_ADD, ruleset, 1, ctypes.byref(beneath), ctypes.c_uint32(0)) < 0:
                 raise OSError(ctypes.get_errno(), "Landlock")
             os.close(beneath.parent_fd)

@@ -15,7 +15,7 @@ from advisor.core.errors import AdvisorError
 from advisor.tune.knob import KnobSetting, Result, find_knob
 from advisor.tune.measured_gain import (
     MeasuredGain,
-    by_turns,
+    block_log_ratios,
     check_losses,
     log_ratios,
     measure_gain,
@@ -152,7 +152,7 @@ class TrialSession:
         item = [self._steps(before, a) for a, _ in pairs]
         other = [self._steps(knob_settings, b) for _, b in pairs]
         turns = [
-            by_turns(a, b, first.blocks, second.blocks)
+            block_log_ratios(a, b, first.blocks, second.blocks)
             for a, b, (first, second) in zip(item, other, pairs, strict=True)
             if a and b
         ]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
 from advisor.compare.comparison_text import write_verdict
-from advisor.compare.findings import Remaining, compare_findings
+from advisor.compare.findings import RemainingFinding, compare_findings
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location, SkippedCheck
 from advisor.core.report import Report
@@ -378,7 +378,7 @@ def test_a_cause_that_another_took_the_place_of_is_fixed(report: Report) -> None
     the wait that it named is there still."""
     before = _waits(report, "single-process-loader", "no workers")
     after = _waits(report, "dataloader-wait", "the workers are slow")
-    still = lambda finding, of_before: Remaining(None, "still there")  # noqa: E731
+    still = lambda finding, of_before: RemainingFinding(None, "still there")  # noqa: E731
     changes = {c.rule: c for c, _ in compare_findings(before, after, still)}
     assert changes["single-process-loader"].change == "fixed"
     assert "the workers are slow" in changes["single-process-loader"].reason

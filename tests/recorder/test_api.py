@@ -387,6 +387,6 @@ def test_an_inner_failure_is_repeated_at_the_end(
         for number, batch in enumerate(training.loader(9)):
             training.learn(batch)
             if number == 4:
-                recorder._session.broken(RuntimeError("on purpose"))
+                recorder._session.on_internal_error(RuntimeError("on purpose"))
     said = " ".join(capfd.readouterr().err.split())
     assert "recording stopped early: RuntimeError: on purpose. What was recorded until then" in said

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from advisor.recorder.clock import THREAD, Tape
-from advisor.recorder.slowdown import MAX_PLACES, Pauses
+from advisor.recorder.slowdown import MAX_PLACES, GcPauseHook
 
 
 @pytest.fixture
 def noted() -> Any:
     tape, result = Tape(), []
-    tape.here[THREAD] = threading.get_ident()
-    pauses = Pauses(tape, lambda kind, data: result.append((kind, data)))
+    tape.hook_state[THREAD] = threading.get_ident()
+    pauses = GcPauseHook(tape, lambda kind, data: result.append((kind, data)))
     pauses.install()
     yield result
     pauses.remove()

@@ -25,7 +25,7 @@ class Device:
         self.threads: set[int] = set()
         self.made = self.recorded = 0
         self.capturing = False
-        self.broken = False
+        self.on_internal_error = False
         self.lag_ns = 3_000_000
         self.slower = 1.0
         """Times as long as the host that it takes between two events."""
@@ -52,7 +52,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
         def query(self) -> bool:
             played.used()
-            if played.broken:
+            if played.on_internal_error:
                 raise RuntimeError("CUDA error: device-side assert triggered")
             assert self.at is not None
             return time.perf_counter_ns() > self.at + played.lag_ns
@@ -174,8 +174,8 @@ def test_a_host_that_runs_ahead_of_the_device_does_not_say_that_a_window_is_slow
             training.learn((training.x, training.y))
             time.sleep(0.05 if torch.autograd._profiler_enabled() else 0.01)
         session = recorder._session
-        assert session is not None and session.marks is not None
-        assert session.marks.host_is_ahead == (slower > 1)
+        assert session is not None and session.event_timer is not None
+        assert session.event_timer.host_is_ahead == (slower > 1)
     windows = only_rank(tmp_path / "run").events_of("window")
     assert [event["state"] for event in windows] == ["open", state]
 
@@ -211,7 +211,7 @@ def test_nothing_is_asked_of_the_device_while_a_graph_is_captured(
 def test_a_device_that_fails_is_left_to_the_program(
     training: Any, tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device.broken = True
+    device.on_internal_error = True
     with Recorder(str(tmp_path / "run"), **QUIET):
         for batch in training.loader(32):
             training.learn(batch)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from advisor.core.run_directory import RankRecord
-from advisor.recorder.hooks import FOREIGN
+from advisor.recorder.hooks import THIRD_PARTY_ITERATORS
 
 pytestmark = pytest.mark.timed
 
@@ -52,7 +52,7 @@ def test_a_loop_over_torchs_loader_has_no_time_between_steps(
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("module", "kind"), FOREIGN)
+@pytest.mark.parametrize(("module", "kind"), THIRD_PARTY_ITERATORS)
 def test_waits_for_a_known_loader_are_data(
     module: str,
     kind: str,

@@ -115,7 +115,7 @@ def test_steps_read_together_are_those_read_one_by_one(
     for found in (slowly, fast):
         found.reader.steps.finish(10**9)
     assert fast.steps == slowly.steps
-    assert fast.reader.steps.seen == slowly.reader.steps.seen
+    assert fast.reader.steps.event_counts == slowly.reader.steps.event_counts
     assert fast.reader.steps.forwards == slowly.reader.steps.forwards
     assert fast.events == slowly.events
 

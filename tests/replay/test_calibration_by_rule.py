@@ -13,7 +13,7 @@ from advisor import analyze
 from advisor.advise.select import load_rules
 from advisor.replay import predictions
 from advisor.replay.predictions import (
-    Band,
+    GainInterval,
     Prediction,
     all_trials,
     shipped_experiments,
@@ -25,7 +25,7 @@ from advisor.replay.predictions import (
 from advisor.testing import TraceBuilder
 
 GAIN, STEP = 10.0, 100.0
-NARROW = Band(9.0, 11.0)
+NARROW = GainInterval(9.0, 11.0)
 
 
 def outcome(ratio: float, device: str = "", rule: str = "a-rule", of: str = "") -> Prediction:
@@ -42,7 +42,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def band(device: str = "", before: Band = NARROW) -> Band:
+def band(device: str = "", before: GainInterval = NARROW) -> GainInterval:
     return widened_by_rule("a-rule", device, GAIN, before, STEP).band
 
 
@@ -67,7 +67,7 @@ def test_with_nine_outcomes_the_worst_one_is_left_outside(mine: Path) -> None:
 def test_good_outcomes_make_no_band_narrower(mine: Path) -> None:
     predictions.append_predictions(mine, [outcome(1.0)] * 20)
     assert band() == NARROW
-    assert band(before=Band(2.0, 60.0)) == (2.0, 60.0)
+    assert band(before=GainInterval(2.0, 60.0)) == (2.0, 60.0)
 
 
 def test_no_band_ends_beyond_the_step_by_what_was_learnt(mine: Path) -> None:

@@ -15,7 +15,7 @@ from rewriting import events, load
 from advisor import Analysis
 from advisor.core.finding import Edit, Select
 from advisor.read import read_trace
-from advisor.replay.graph import NEVER, Edge, Node
+from advisor.replay.graph import NEVER, EdgeKind, NodeKind
 from advisor.replay.replay import ReplayPlan
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
@@ -64,10 +64,10 @@ def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
 ) -> None:
     whatif = replay(shared_trace("a100_train_6steps"))
     graph = whatif.graph
-    released = graph.kind[graph.dst] == Node.SYNC_END
+    released = graph.kind[graph.dst] == NodeKind.SYNC_END
     weight = graph.weight.copy()
-    weight[released & (graph.edge == Edge.SYNC)] = NEVER
-    copied = released & (graph.edge == Edge.PROGRAM)
+    weight[released & (graph.edge == EdgeKind.SYNC)] = NEVER
+    copied = released & (graph.edge == EdgeKind.PROGRAM)
     weight[copied] = (graph.time[graph.dst] - graph.time[graph.src])[copied]
     plan = ReplayPlan(replace(graph, weight=weight))
     assert plan.run()[graph.step_boundaries] == pytest.approx(
@@ -87,7 +87,7 @@ def test_idle_time_that_stays_when_the_host_takes_none_is_not_explained(
     whatif = replay(shared_trace("pairs/loader_profiler_workers0"))
     graph = whatif.graph
     before = hard_time(whatif.a, whatif.plan)
-    launch = graph.edge == Edge.LAUNCH
+    launch = graph.edge == EdgeKind.LAUNCH
     weight = graph.weight.copy()
     weight[launch] = (graph.time - graph.dur)[graph.dst[launch]]
     source = np.where(launch, 0, graph.src)

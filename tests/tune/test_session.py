@@ -10,7 +10,7 @@ import pytest
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.tune.knob import KnobSetting, Machine, Result
-from advisor.tune.pipeline import asked_for
+from advisor.tune.pipeline import plan_requested_trials
 from advisor.tune.process import RunningTrial, TrialProgram
 from advisor.tune.report import TrialReport, write_headline
 from advisor.tune.rounds import TrialLimits
@@ -47,7 +47,7 @@ class Made(TrialProgram):
 def tried(
     names: tuple[str, ...], answer: Callable[[tuple[KnobSetting, ...]], Result]
 ) -> TrialReport:
-    report = TrialReport(trials=asked_for(names, Machine(2, False), []))
+    report = TrialReport(trials=plan_requested_trials(names, Machine(2, False), []))
     program = Made(answer)
     TrialSession(program, report, TrialLimits(), time.monotonic() + 3600, lambda text: None).run()
     assert set(program.counted) == {any(name.startswith("batch") for name in names)}
@@ -105,9 +105,9 @@ def test_other_knobs_are_held_against_the_step_and_go_together() -> None:
 
 def test_a_setting_that_is_none_of_a_knobs_own_is_tried_where_it_is_asked_for() -> None:
     machine = Machine(2, False)
-    there = asked_for(("workers",), machine, [])
+    there = plan_requested_trials(("workers",), machine, [])
     assert KnobSetting("workers", 3) not in [trial.knob_setting for trial in there]
-    more = asked_for(("workers=3", "workers=3", "workers=2"), machine, there)
+    more = plan_requested_trials(("workers=3", "workers=3", "workers=2"), machine, there)
     assert [trial.knob_setting for trial in more] == [KnobSetting("workers", 3)]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from advisor.tune import rounds as round_
 from advisor.tune.knob import KnobSetting
-from advisor.tune.measured_gain import by_turns, measure_gain
+from advisor.tune.measured_gain import block_log_ratios, measure_gain
 from advisor.tune.process import RunningTrial, TrialProgram
 from advisor.tune.rounds import Rounds, TrialLimits
 
@@ -240,11 +240,13 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
 
 def test_blocks_are_compared_one_by_one() -> None:
     """By hand: 10 then 20 ms a step, against 5 then 20: a half and the same."""
-    found = by_turns([10, 10, 20, 20], [5, 5, 5, 20], [2, 2], [3, 1])
+    found = block_log_ratios([10, 10, 20, 20], [5, 5, 5, 20], [2, 2], [3, 1])
     assert found == pytest.approx([math.log(0.5), 0.0])
-    assert by_turns([10], [5], [], []) == []
+    assert block_log_ratios([10], [5], [], []) == []
     # steps after the last whole block are of a program that ended in it
-    assert by_turns([10, 10, 30], [5, 5], [2], [2]) == pytest.approx([math.log(5 / (50 / 3))])
+    assert block_log_ratios([10, 10, 30], [5, 5], [2], [2]) == pytest.approx(
+        [math.log(5 / (50 / 3))]
+    )
 
 
 @pytest.mark.parametrize("drift", [0.02, 0.5])
@@ -260,7 +262,7 @@ def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None
             for i in range(1, 56):
                 noise[i] = 0.5 * noise[i - 1] + random.normal(0, 0.05)
             sides.append([int(x) for x in mean * np.repeat(load, 7) * np.exp(noise)])
-        turns = by_turns(sides[0], sides[1], [7] * 8, [7] * 8)
+        turns = block_log_ratios(sides[0], sides[1], [7] * 8, [7] * 8)
         found = measure_gain([sides[0]], [sides[1]], [turns])
         assert found is not None
         held += found.low <= truth <= found.high

@@ -99,7 +99,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bandwidth in ONE direction, GB/s (1e9 bytes/s); vendors usually print both summed."""
 
 
-class GpuTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PublishedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A public document that figures were taken from."""
 
     title: str
@@ -111,10 +111,10 @@ class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rate: float
     """TFLOP/s of a matrix product, or GB/s (1e9 bytes/s) of memory, read and written together."""
-    source: GpuTable
+    source: PublishedSource
 
 
-class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rates that public benchmarks reached on this GPU; what is not in it was not found."""
 
     matmul: dict[str, Rate] = {}
@@ -163,9 +163,9 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     optional bridge, or where they differ from peer to peer."""
     note: str | None
     """Note on figures that were derived because they are not printed, and what to know of them."""
-    sources: tuple[GpuTable, ...]
+    sources: tuple[PublishedSource, ...]
     """Sources of the figures."""
-    measured: Measured = Measured()
+    measured: MeasuredRates = MeasuredRates()
     """Rates that public benchmarks reached, where one was found."""
 
     def peak(self, dtype: str) -> float | None:
@@ -212,10 +212,10 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 __all__ = [
     "GpuMatch",
     "GpuSpec",
-    "GpuTable",
     "Link",
     "Pcie",
     "PeakRates",
+    "PublishedSource",
     "canonical_dtype",
     "find_gpu",
     "known_gpus",
@@ -389,7 +389,7 @@ class Attainable(NamedTuple):
     """A rate that kernels reach, FLOP/s or bytes/s."""
 
     rate: float
-    source: GpuTable | None
+    source: PublishedSource | None
     """Document of the measurement; ``None``: none was found, and the rate is the peak times what
     the vendor's other GPUs reach of theirs (the lower median)."""
 

@@ -331,7 +331,7 @@ def _convolution_backward(x: OpInputs) -> ConvolutionCall | None:
     )
 
 
-class _MatrixCall(NamedTuple):
+class _AttentionArguments(NamedTuple):
     """Positions of an attention operator's query, its causal argument and its sequence lengths."""
 
     query: int
@@ -343,22 +343,22 @@ class _MatrixCall(NamedTuple):
     window: int | None = None
 
 
-_ATTENTION: dict[str, _MatrixCall] = {
-    "_flash_attention_forward": _MatrixCall(0, 8, False, varlen=3, window=11),
-    "_flash_attention_backward": _MatrixCall(1, 11, False, varlen=6, window=15),
-    "_efficient_attention_forward": _MatrixCall(0, 9, False, varlen=4, window=13),
-    "_efficient_attention_backward": _MatrixCall(1, 14, False, varlen=6, window=18),
-    "_cudnn_attention_forward": _MatrixCall(0, 10, True, varlen=4),
-    "_cudnn_attention_backward": _MatrixCall(1, 14, True, varlen=9),
-    "_scaled_dot_product_flash_attention": _MatrixCall(0, 4, True),
-    "_scaled_dot_product_flash_attention_backward": _MatrixCall(1, 11, True, varlen=6),
-    "_scaled_dot_product_efficient_attention": _MatrixCall(0, 6, True),
-    "_scaled_dot_product_efficient_attention_backward": _MatrixCall(1, 11, True),
-    "_scaled_dot_product_cudnn_attention": _MatrixCall(0, 6, True),
-    "_scaled_dot_product_cudnn_attention_backward": _MatrixCall(1, 14, True, varlen=9),
-    "_scaled_dot_product_fused_attention_overrideable": _MatrixCall(0, 5, True),
-    "_scaled_dot_product_fused_attention_overrideable_backward": _MatrixCall(1, 13, True),
-    "scaled_dot_product_attention": _MatrixCall(0, 5, True),
+_ATTENTION: dict[str, _AttentionArguments] = {
+    "_flash_attention_forward": _AttentionArguments(0, 8, False, varlen=3, window=11),
+    "_flash_attention_backward": _AttentionArguments(1, 11, False, varlen=6, window=15),
+    "_efficient_attention_forward": _AttentionArguments(0, 9, False, varlen=4, window=13),
+    "_efficient_attention_backward": _AttentionArguments(1, 14, False, varlen=6, window=18),
+    "_cudnn_attention_forward": _AttentionArguments(0, 10, True, varlen=4),
+    "_cudnn_attention_backward": _AttentionArguments(1, 14, True, varlen=9),
+    "_scaled_dot_product_flash_attention": _AttentionArguments(0, 4, True),
+    "_scaled_dot_product_flash_attention_backward": _AttentionArguments(1, 11, True, varlen=6),
+    "_scaled_dot_product_efficient_attention": _AttentionArguments(0, 6, True),
+    "_scaled_dot_product_efficient_attention_backward": _AttentionArguments(1, 11, True),
+    "_scaled_dot_product_cudnn_attention": _AttentionArguments(0, 6, True),
+    "_scaled_dot_product_cudnn_attention_backward": _AttentionArguments(1, 14, True, varlen=9),
+    "_scaled_dot_product_fused_attention_overrideable": _AttentionArguments(0, 5, True),
+    "_scaled_dot_product_fused_attention_overrideable_backward": _AttentionArguments(1, 13, True),
+    "scaled_dot_product_attention": _AttentionArguments(0, 5, True),
 }
 
 

@@ -205,7 +205,7 @@ WAITING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blockin
 NEVER = np.iinfo(np.int64).max
 
 
-class Queue(NamedTuple):
+class DeviceSteps(NamedTuple):
     """Steps on the device's clock."""
 
     start: Times
@@ -246,7 +246,7 @@ def launched_before_recording(trace: Trace) -> NDArray[np.bool_]:
     return np.asarray(unknown & (ts < first[lane]))
 
 
-def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Queue | None:
+def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> DeviceSteps | None:
     """Return the device's steps for the host's [start, end); ``None``: the host does not run ahead.
 
     The host runs ahead when the first work of a step, in the median, waits for more than
@@ -285,7 +285,7 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Que
         return None
     if not _behind_work(trace, device, called[place[index]], first):
         return None
-    queue = Queue(first, upto, float(np.median(waited)))
+    queue = DeviceSteps(first, upto, float(np.median(waited)))
     if not closed and abs(int(length.sum()) / int((end - start).sum()) - 1) < AHEAD_SHARE:
         return None  # periods between marks: as long as the device's while the queue is steady
     return queue

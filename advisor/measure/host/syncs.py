@@ -95,7 +95,7 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     rows, kind, copy, ts = rows[chosen], kind[chosen], copy[chosen], ts[chosen]
     dur = cpu["dur"].to_numpy()[rows]
     end = ts + dur
-    work = _SyncWork.of(a)
+    work = _LaunchOrder.of(a)
     thread = cpu["thread"].to_numpy()
     parent, is_op = parent_rows(trace), is_operator(trace)
     op = climb_stack(parent, is_op, rows)
@@ -155,7 +155,7 @@ def profiler_syncs(trace: Trace) -> NDArray[np.int64]:
     return rows[own]
 
 
-class _SyncWork(NamedTuple):
+class _LaunchOrder(NamedTuple):
     """Device work of the analysed device in the order of its launches.
 
     Rows of ``trace.cpu`` are ordered by (thread, start), so sorting by launch row is program
@@ -175,7 +175,7 @@ class _SyncWork(NamedTuple):
     """End of ``by_time``."""
 
     @classmethod
-    def of(cls, a: Analysis) -> _SyncWork:
+    def of(cls, a: Analysis) -> _LaunchOrder:
         gpu, cpu = a.trace.gpu, a.trace.cpu
         own = np.flatnonzero((gpu["device"] == (a.device_id or 0)).fill_null(False).to_numpy())
         launch = gpu["launch"].fill_null(-1).to_numpy()[own].astype(np.int64)
@@ -230,7 +230,7 @@ def _calls(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int8], NDArray[n
 
 
 def _copy_before(
-    trace: Trace, work: _SyncWork, rows: NDArray[np.int64], op: NDArray[np.int32]
+    trace: Trace, work: _LaunchOrder, rows: NDArray[np.int64], op: NDArray[np.int32]
 ) -> NDArray[np.int64]:
     """Return the copy between host and device launched last, in the same operator; else -1."""
     gpu = trace.gpu
@@ -246,7 +246,7 @@ def _copy_before(
 
 def _released(
     trace: Trace,
-    work: _SyncWork,
+    work: _LaunchOrder,
     rows: NDArray[np.int64],
     kind: NDArray[np.int8],
     copy: NDArray[np.int64],

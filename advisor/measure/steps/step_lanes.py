@@ -17,7 +17,7 @@ MAX_STREAMS = 8
 CLASSES = ("compute", "communication", "copies", "memset")
 
 
-class Stretch(NamedTuple):
+class CellRun(NamedTuple):
     """Neighbouring cells of one kind."""
 
     kind: str
@@ -30,7 +30,7 @@ class Lane(NamedTuple):
     """Row of the picture: a stream, or idle time."""
 
     label: str
-    runs: list[Stretch]
+    runs: list[CellRun]
     busy: float
     """Share of the step in which there is anything on it."""
 
@@ -147,7 +147,7 @@ def _lane(
     starts = np.concatenate([[0], change]).tolist()
     ends = np.concatenate([change, [CELLS]]).tolist()
     runs = [
-        Stretch(names[code[first]], first, last)
+        CellRun(names[code[first]], first, last)
         for first, last in zip(starts, ends, strict=True)
         if code[first] >= 0
     ]

@@ -30,7 +30,7 @@ NEAR, MIN_AROUND = 20, 5
 """Largest distance of unprofiled steps compared with a profiled one; fewest such steps."""
 MIN_SAMPLES = 3
 """Samples from which the mean use of the cores is reported."""
-MOSTLY = 0.9
+MIN_FORWARD_SHARE = 0.9
 """Share of steps with a recorded forward from which a loop counts as inference: in fewer, what is
 not recorded (a compiled step) may train."""
 MIN_PROFILED = 2
@@ -148,7 +148,9 @@ class StepRecords:
         kinds = [step.phases.keys() for step in self.steps]
         if any(phases & {"backward", "optimizer"} for phases in kinds):
             return False
-        return sum("forward" in phases for phases in kinds) >= max(1, MOSTLY * len(kinds))
+        return sum("forward" in phases for phases in kinds) >= max(
+            1, MIN_FORWARD_SHARE * len(kinds)
+        )
 
     @cached_property
     def outside_steps_ns(self) -> int:

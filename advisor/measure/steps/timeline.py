@@ -124,7 +124,7 @@ class HostPieces(NamedTuple):
     code: NDArray[np.int8]
 
 
-class Timeline(NamedTuple):
+class HostTimeline(NamedTuple):
     """Exclusive segments of all threads, back to back from the beginning to the end of time.
 
     ``key`` is thread x stride + time since ``origin``: one sorted axis for all threads.
@@ -253,8 +253,8 @@ def classify(trace: Trace) -> HostClasses:
     return HostClasses(row, result, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
 
 
-def build_timeline(a: Analysis) -> Timeline:
-    """Build the exclusive segments of all host threads, classified. See :class:`Timeline`.
+def build_timeline(a: Analysis) -> HostTimeline:
+    """Build the exclusive segments of all host threads, classified. See :class:`HostTimeline`.
 
     An unexplained instant inside annotations has the innermost annotation as its row.
     """
@@ -291,7 +291,7 @@ def build_timeline(a: Analysis) -> Timeline:
     fresh = np.ones(len(key), dtype=bool)
     fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
     fresh[np.searchsorted(key, np.arange(threads) * stride)] = True
-    return Timeline(key[fresh], row[fresh], code[fresh], low, stride, threads)
+    return HostTimeline(key[fresh], row[fresh], code[fresh], low, stride, threads)
 
 
 def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:

@@ -44,7 +44,7 @@ def note(text: str) -> None:
         return
 
 
-class Watch:
+class TorchImportHook:
     """Finder that notices any import of torch, and leaves the import unchanged.
 
     Looking for torch is not importing it (``importlib.util.find_spec`` asks only), an import can
@@ -229,7 +229,7 @@ def _record() -> None:
         import importlib
 
         importlib.import_module(other).before_program()
-    Watch().install()
+    TorchImportHook().install()
 
 
 try:

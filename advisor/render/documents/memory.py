@@ -110,7 +110,7 @@ def _ranks(samples: list[MemorySample]) -> list[Block]:
         far = more if abs(more) >= 0.01 * typical else 0
         rows.append(
             [each.name, t.format_bytes(each.allocated), t.format_bytes(each.reserved),
-             t.format_more_bytes(far) if far else "", _differs(each, samples) if far else ""]
+             t.format_bytes_change(far) if far else "", _differs(each, samples) if far else ""]
         )  # fmt: skip
     head = ["rank", "in tensors", "reserved", "over the median", "most of it"]
     return [Section("Memory by rank", [Grid(head, rows, align="<>>><")], "each at its peak")]
@@ -125,7 +125,7 @@ def _differs(own: MemorySample, samples: list[MemorySample]) -> str:
     names = {name for each in samples for name in held(each)}
     more = {n: held(own).get(n, 0) - median(held(s).get(n, 0) for s in samples) for n in names}
     name = max(sorted(more), key=lambda n: abs(more[n]))
-    return f"{name} {t.format_more_bytes(more[name])}"
+    return f"{name} {t.format_bytes_change(more[name])}"
 
 
 def describe_devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:

@@ -18,7 +18,7 @@ from advisor.render.document import (
     TextField,
 )
 from advisor.replay.project.mesh import MeshResult
-from advisor.replay.project.precision import LayerChange, PrecisionResult
+from advisor.replay.project.precision import LinearLayerGroup, PrecisionResult
 from advisor.replay.result import EditResult, WhatIfResult
 
 MAX_EDIT: Final = 30
@@ -215,7 +215,7 @@ def build_precision(result: PrecisionResult) -> Document:
     )
 
 
-def _layers(title: str, layers: Sequence[LayerChange]) -> Section | None:
+def _layers(title: str, layers: Sequence[LinearLayerGroup]) -> Section | None:
     """Build a table of products by shape and module kind, with the reason why they stay."""
     if not layers:
         return None

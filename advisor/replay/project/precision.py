@@ -16,7 +16,7 @@ from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.layers import range_label, work_nodes
 from advisor.measure.host.operators import attainable_roofs
-from advisor.replay.graph import Array, Edge, Node
+from advisor.replay.graph import Array, EdgeKind, NodeKind
 from advisor.replay.project.device_scaling import (
     FORMATS,
     MULTIPLE,
@@ -46,7 +46,7 @@ MEASURE = (
 )
 
 
-class LayerChange(NamedTuple):
+class LinearLayerGroup(NamedTuple):
     """Equal matrix products: of one shape, in modules of one kind. Times ns per step."""
 
     where: str
@@ -80,7 +80,7 @@ class PrecisionResult(NamedTuple):
     all_step_ns: float
     """Step with every product converted that can be, those that get slower included."""
     replayed: bool
-    layers: tuple[LayerChange, ...]
+    layers: tuple[LinearLayerGroup, ...]
     """Groups of equal products, the most time first."""
     unknown_ns: float
     """Matrix products that stay because their shapes or formats are not recorded."""
@@ -328,11 +328,11 @@ class _Conversion:
         dur, weight = graph.dur.copy(), graph.weight.copy()
         device = graph.device
         dur[device] *= factor[graph.row[device]]
-        edge = np.flatnonzero((graph.edge == Edge.LAUNCH) & (graph.src > 0))
+        edge = np.flatnonzero((graph.edge == EdgeKind.LAUNCH) & (graph.src > 0))
         more = np.bincount(
             graph.src[edge], launches[graph.row[graph.dst[edge]]], minlength=len(graph)
         )
-        program = (graph.edge == Edge.PROGRAM) & (graph.kind[graph.dst] == Node.LAUNCH)
+        program = (graph.edge == EdgeKind.PROGRAM) & (graph.kind[graph.dst] == NodeKind.LAUNCH)
         weight[program] += more[graph.dst[program]] * self._launch_ns(whatif)
         before = whatif.plan.steady_step()
         return a.step_ns * whatif.plan.steady_step(weight, dur) / max(before, 1.0)
@@ -340,15 +340,15 @@ class _Conversion:
     def _launch_ns(self, whatif: WindowReplayer) -> float:
         """Return host time from one launch to the next, ns: the median of these steps."""
         graph = whatif.graph
-        between = (graph.edge == Edge.PROGRAM) & (graph.kind[graph.dst] == Node.LAUNCH)
-        between &= graph.kind[graph.src] == Node.LAUNCH
+        between = (graph.edge == EdgeKind.PROGRAM) & (graph.kind[graph.dst] == NodeKind.LAUNCH)
+        between &= graph.kind[graph.src] == NodeKind.LAUNCH
         gaps = graph.weight[between]
         gaps = gaps[gaps > 0]
         return float(np.median(gaps)) if len(gaps) else 0.0
 
     # -- what is said -------------------------------------------------------------------------
 
-    def _layers(self, known: list[_Call]) -> list[LayerChange]:
+    def _layers(self, known: list[_Call]) -> list[LinearLayerGroup]:
         layers = self.a.layers
         groups: dict[tuple[str, Gemm, str], list[_Call]] = {}
         for call in known:
@@ -370,7 +370,7 @@ class _Conversion:
             totals = [c.estimate.total if c.estimate is not None else (c.ns,) * 3 for c in calls]
             low, after, high = (float(sum(column)) * per for column in zip(*totals, strict=True))
             result.append(
-                LayerChange(
+                LinearLayerGroup(
                     where,
                     f"{gemm.m}x{gemm.n}x{gemm.k}",
                     gemm.role,
@@ -461,7 +461,7 @@ class _Conversion:
             notes.append("the steps cannot be replayed: busy time is changed, idle time kept")
         return notes
 
-    def _snippet(self, layers: tuple[LayerChange, ...]) -> str:
+    def _snippet(self, layers: tuple[LinearLayerGroup, ...]) -> str:
         left = sorted({x.where for x in layers if not x.convert and " > " in x.where})
         return conversion_snippet(
             self.name, training=self.training, engine=self.a.engine, leave=left

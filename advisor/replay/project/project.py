@@ -13,7 +13,7 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
-from advisor.replay.graph import NEVER, Array, Edge
+from advisor.replay.graph import NEVER, Array, EdgeKind
 from advisor.replay.predictions import device_error, host_error
 from advisor.replay.project.device_scaling import CODE, KINDS, ScaledDeviceWork, scale_device_work
 from advisor.replay.window_replayer import WindowReplayer
@@ -365,7 +365,7 @@ def describe_cheapest(result: tuple[Choice, ...]) -> str:
     return text
 
 
-HOST_EDGES = (Edge.PROGRAM, Edge.LOADER, Edge.HANDOFF)
+HOST_EDGES = (EdgeKind.PROGRAM, EdgeKind.LOADER, EdgeKind.HANDOFF)
 """Edges that the host's speed decides: its own threads, and the loader's workers."""
 
 
@@ -380,6 +380,6 @@ def scaled_step(
     device = graph.device
     dur[device] *= factor[graph.row[device]]
     weight[np.isin(graph.edge, HOST_EDGES) & (weight > 0)] *= host
-    launch = (graph.edge == Edge.LAUNCH) & (weight > NEVER)
+    launch = (graph.edge == EdgeKind.LAUNCH) & (weight > NEVER)
     weight[launch] = np.maximum(weight[launch] + later, np.minimum(weight[launch], 0.0))
     return whatif.a.step_ns * whatif.plan.steady_step(weight, dur) / max(whatif.steady_ns, 1.0)

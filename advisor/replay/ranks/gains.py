@@ -103,7 +103,7 @@ def without_collectives(replay: RanksReplay, edit: Edit) -> JobChange | None:
     return JobChange(removed=removed, transfer=np.where(removed, left, replay.transfer))
 
 
-class TypicalGain(NamedTuple):
+class TypicalWork(NamedTuple):
     """Median own work of the ranks that have the same part of the job, ns."""
 
     work: Floats
@@ -112,7 +112,7 @@ class TypicalGain(NamedTuple):
     """Work after the last collective, by rank."""
 
 
-def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> TypicalGain:
+def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> TypicalWork:
     """Return a stage's median work over ranks, ``without`` some, with as many collectives in the
     step as most. It is place by place: where a rank is slower in some work, only that counts."""
     stage, place = job.stage[replay.rank], replay.order_in_step()
@@ -134,10 +134,10 @@ def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> 
         like = [row for row in rows.tolist() if row not in without]
         if like:
             tail[rows] = float(np.median(replay.tail[like]))
-    return TypicalGain(work, tail)
+    return TypicalWork(work, tail)
 
 
-def _like_the_others(replay: RanksReplay, usual: TypicalGain, at: Sequence[int]) -> JobChange:
+def _like_the_others(replay: RanksReplay, usual: TypicalWork, at: Sequence[int]) -> JobChange:
     """Give some ranks the others' time for the work that takes them longer."""
     own = np.isin(replay.rank, list(at)) & (usual.work < replay.work)
     tail = replay.tail.copy()
@@ -185,7 +185,7 @@ def _mean(of: Ints, values: Floats, kept: Bools) -> Floats:
     return np.asarray(np.divide(total, count, out=np.zeros_like(total), where=count > 0)[of])
 
 
-def _no_last(replay: RanksReplay, usual: TypicalGain) -> JobChange:
+def _no_last(replay: RanksReplay, usual: TypicalWork) -> JobChange:
     """Remove the excess of the ranks that hold a step up: more work than most. Where all ranks
     differ, the next one is as late; then all of them are given the median."""
     steps = len(replay.columns)
@@ -201,7 +201,7 @@ def _no_last(replay: RanksReplay, usual: TypicalGain) -> JobChange:
     return JobChange(work=np.where(own, usual.work, replay.work))
 
 
-def _all_similar(replay: RanksReplay, usual: TypicalGain) -> JobChange:
+def _all_similar(replay: RanksReplay, usual: TypicalWork) -> JobChange:
     """Give every rank the median work of its part, at every place. Faster ranks get it too, so the
     total work stays and only the differences are gone."""
     work = np.where(np.isfinite(usual.work), usual.work, replay.work)

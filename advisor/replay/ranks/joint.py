@@ -17,7 +17,7 @@ import numpy as np
 from advisor.measure.ranks.join import measure_waits
 from advisor.measure.ranks.skew import Alignment, align_ranks
 from advisor.replay.device_work import SLACK_NS
-from advisor.replay.graph import NEVER, Array, Edge, Graph, Node
+from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 from advisor.replay.graph_builder import MAX_NODES, representative_steps
 from advisor.replay.replay import (
     MIN_STEADY,
@@ -119,7 +119,7 @@ def _same_steps(a: Analysis, names: list[str]) -> tuple[int, int] | None:
 # -- several ranks as one graph --------------------------------------------------------------------
 
 
-class JointReplayed(NamedTuple):
+class JointTimes(NamedTuple):
     """Replay of one rank, ns from its window's start."""
 
     time: Array
@@ -247,7 +247,7 @@ class JointReplay:
 
     # -- replaying ----------------------------------------------------------------------------
 
-    def run(self, ranks: Sequence[EditedGraph]) -> list[JointReplayed]:
+    def run(self, ranks: Sequence[EditedGraph]) -> list[JointTimes]:
         """Replay once, from the state that was measured."""
         return self._split(replay_layout(self._lay_out(ranks)), self.offset)
 
@@ -306,10 +306,10 @@ class JointReplay:
             int(slot[0]),
         )
 
-    def _split(self, time: Array, offset: Array) -> list[JointReplayed]:
+    def _split(self, time: Array, offset: Array) -> list[JointTimes]:
         result = []
         for rank, (slot, place) in enumerate(zip(self.arrival_index, self.end_index, strict=True)):
-            result.append(JointReplayed(time[place] - offset[rank], time[place] - time[slot]))
+            result.append(JointTimes(time[place] - offset[rank], time[place] - time[slot]))
         return result
 
     def _lay_out(self, ranks: Sequence[EditedGraph]) -> Layout:
@@ -331,7 +331,7 @@ class JointReplay:
         if not usual or self._known is None:
             joint = replace(
                 self.graphs[0],
-                kind=np.full(self.node_count, Node.DEVICE, dtype=np.uint8),
+                kind=np.full(self.node_count, NodeKind.DEVICE, dtype=np.uint8),
                 src=src,
                 dst=dst,
                 weight=weight,
@@ -359,7 +359,7 @@ class JointReplay:
             np.concatenate([all_arrived, place, place]),
         )
         weight = np.concatenate([comes, goes, none])
-        kind = np.full(len(src), Edge.COLLECTIVE, dtype=np.uint8)
+        kind = np.full(len(src), EdgeKind.COLLECTIVE, dtype=np.uint8)
         return src, dst, weight, kind, np.zeros(len(src), dtype=bool)
 
 

@@ -82,10 +82,10 @@ def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[s
             hovertemplate="%{customdata[0]}<br>%{y:.4g} ms<br>%{customdata[1]}<extra></extra>",
         )
     )
-    step = -(-len(names) // 5)
+    step = -(-len(names) // 4)
     at = list(range(0, len(names), step))
     labels = [
-        escape_markup(shorten(name, 12)) if line.startswith(NO_COMMIT) else line.partition(" ")[0]
+        escape_markup(shorten(name, 10)) if line.startswith(NO_COMMIT) else line.partition(" ")[0]
         for name, line in zip(names, about, strict=True)
     ]
     made.update_xaxes(tickvals=at, ticktext=[labels[i] for i in at], tickangle=0)

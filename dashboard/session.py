@@ -370,7 +370,9 @@ class DashboardSession:
             entry.gains = {
                 finding.title: finding.impact.gain_ns
                 for finding in ranked_findings(loaded.report)
-                if finding.impact is not None and finding.impact.gain_ns is not None
+                if finding.impact is not None
+                and finding.impact.currency == "step_time"
+                and finding.impact.gain_ns is not None
             }
             ranks = loaded.report.ranks
             if ranks is not None and len(ranks.lines) > len(loaded.analyses):

@@ -1,4 +1,5 @@
-"""A hook of MkDocs: links between the repository's files fit the site."""
+"""Hooks of MkDocs: links between the repository's files fit the site, and the rules' pages are in
+its navigation."""
 
 from __future__ import annotations
 
@@ -11,6 +12,27 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 PAGES = {f"{name.upper()}.md": f"{name}.md" for name in ("glossary", "contributing", "changelog")}
 """Pages at the top of the repository -> their place in the site (symbolic links in docs/)."""
+
+
+GENERATED = re.compile(r"\A<!--.*?-->\s*", re.DOTALL)
+"""Comment above a page's heading, which would hide the heading from MkDocs."""
+CATEGORY = re.compile(r"^## (.+)$|^- \[[^\]]+\]\(([^)]+\.md)\)", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of the rules, by category, where the navigation names their list."""
+    categories: list[dict[str, list[str]]] = []
+    for title, rule in CATEGORY.findall((ROOT / "docs/rules/README.md").read_text()):
+        if title:
+            categories.append({title: []})
+        elif categories:
+            next(iter(categories[-1].values())).append(f"rules/{rule}")
+    for section in config.nav or []:
+        for pages in section.values():
+            for place, page in enumerate(pages):
+                if page == {"Rules": "rules/README.md"}:
+                    pages[place] = {"Rules": ["rules/README.md", *categories]}
+    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
@@ -34,4 +56,4 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             return f"[{text}]({config.repo_url}/blob/main/{inside}{anchor})"
         return text
 
-    return LINK.sub(replaced, markdown)
+    return LINK.sub(replaced, GENERATED.sub("", markdown))

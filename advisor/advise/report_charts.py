@@ -147,10 +147,10 @@ def _ranked(
 
 
 def build_stairs(report: Report) -> Stairs | None:
-    """Return the step time left after each fix; ``None`` if nothing is ranked or measured."""
+    """Return the step time left after each fix; ``None`` if none shortens the step."""
     result = report_text.ranked_findings(report)
     whole = report.step_ns
-    if not result or whole <= 0:
+    if whole <= 0 or not any(finding.marginal_gain_ns for finding in result):
         return None
     left = whole
     fixes = []

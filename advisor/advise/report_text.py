@@ -750,7 +750,7 @@ def define_gains(report: Report) -> list[str]:
         )
     if has_upper_bound(report):
         result.append(
-            "'Up to' is the time during which nothing but the cause keeps the GPU or the step "
-            "waiting: a fix cannot gain more."
+            "'Up to' is the most that a fix gains, such as the time during which nothing but the "
+            "cause keeps the GPU or the step waiting."
         )
     return result

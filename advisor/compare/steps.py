@@ -63,6 +63,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     if result.low > 0 or result.high < 0:
         verdict = "slower" if result.low > 0 else "faster"
     base = result.before or 1.0
+    low = max(result.low, -result.before)  # no step takes less than nothing
     return StepTimeChange(
         verdict=verdict,
         source=source,
@@ -73,10 +74,10 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
         paired=paired,
         level=CONFIDENCE_LEVEL,
         difference_ns=result.amount,
-        low_ns=result.low,
+        low_ns=low,
         high_ns=result.high,
         share=result.amount / base,
-        share_low=result.low / base,
+        share_low=low / base,
         share_high=result.high / base,
         notes=_notes(source, result.statistic, sides, reports),
     )

@@ -303,11 +303,18 @@ def format_saving(impact: Impact) -> str:
 
 
 def is_upper_bound(impact: Impact) -> bool:
-    """Return whether no fix saves more than the gain: it is exposed time, and no assumption of the
-    rule's own puts the end of the range above it."""
-    above = format_duration(impact.high_ns or 0) != format_duration(impact.gain_ns or 0)
-    above = above and (impact.high_ns or 0) > (impact.gain_ns or 0)
-    return impact.method.startswith("upper bound") and not above
+    """Return whether the gain is the upper end of its range, and the range is wide or the gain is
+    exposed time: no fix saves more, and it may save much less."""
+    gain = impact.gain_ns or 0
+    above = format_duration(impact.high_ns or 0) != format_duration(gain)
+    if above and (impact.high_ns or 0) > gain:
+        return False
+    wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW_END * gain
+    return impact.method.startswith("upper bound") or (wide and impact.high_ns is not None)
+
+
+WIDE_LOW_END = 0.5
+"""Share of a gain below which the low end of its range is far from it."""
 
 
 def format_gain_range(finding: Finding) -> str | None:

@@ -49,13 +49,13 @@ class SeveralRuns(AdvisorError):
     def __init__(self, given: str, found: list[Path]) -> None:
         self.given = given
         self.found = found
-        """Run directories, the newest first, by their names, which begin with the date."""
+        """Run directories, the latest start first."""
         count = "a run" if len(found) == 1 else f"{len(found)} runs"
         super().__init__(f"{given}: a folder with {count} in it; give one, such as {found[0]}")
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the runs below a folder, the newest name first; none if it is a run itself."""
+    """Return the runs below a folder, the latest start first; none if it is a run itself."""
     if is_run(folder):
         return []
     paths: list[Path] = []
@@ -64,7 +64,8 @@ def runs_in(folder: Path) -> list[Path]:
         below = [sub for item in level for sub in _folders(item)][:MAX_FOLDERS]
         paths += [sub for sub in below if is_run(sub)]
         level = [sub for sub in below if not is_run(sub)]
-    return sorted(paths, key=lambda path: (path.name, str(path)), reverse=True)
+    keys = {path: (_read_manifest(path).started_unix_ns, path.name, str(path)) for path in paths}
+    return sorted(paths, key=lambda path: keys[path], reverse=True)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -81,12 +82,7 @@ def _folders(folder: Path) -> list[Path]:
 
 def describe_run(run: Path) -> RunLine:
     """Return a run's summary. Damaged or missing facts are left out."""
-    manifest = Manifest()
-    try:
-        with (run / MANIFEST).open("rb") as file:
-            manifest = msgspec.json.decode(file.read(MAX_MANIFEST), type=Manifest)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # listed all the same: reading it says what is wrong
+    manifest = _read_manifest(run)
     ranks = sorted(
         (folder for folder in _folders(run) if folder.name.removeprefix("rank").isdecimal()),
         key=lambda folder: int(folder.name.removeprefix("rank")),
@@ -100,6 +96,15 @@ def describe_run(run: Path) -> RunLine:
         ranks=len(ranks),
         windows=windows,
     )
+
+
+def _read_manifest(run: Path) -> Manifest:
+    """Return a run's manifest; an empty one if damaged: reading the run says what is wrong."""
+    try:
+        with (run / MANIFEST).open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_MANIFEST), type=Manifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return Manifest()
 
 
 def _lines(file: Path) -> int | None:

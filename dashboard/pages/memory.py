@@ -54,13 +54,19 @@ def layout(**query: object) -> Any:
             empty_state(
                 "No device memory",
                 "The trace has no allocator events, so memory over time is not measured.",
-                "Record on a GPU with profile_memory=True, or use advisor record, which samples "
-                "memory after each step."
-                if ours
-                else "",
+                _how_to_record(a) if ours else "",
             )
         )
     return page(title, ooms, *parts, recorded, _calls(a))
+
+
+def _how_to_record(a: Analysis) -> str:
+    if a.recorded is not None:
+        return "The run used no GPU."
+    return (
+        "Record on a GPU with profile_memory=True, or use advisor record, which samples memory "
+        "after each step."
+    )
 
 
 def _is_recorded(a: Analysis) -> bool:

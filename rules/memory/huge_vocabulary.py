@@ -13,7 +13,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.memory_savings import find_logits
+from advisor.measure.memory.memory_savings import LOGITS, find_logits, find_savings
 from advisor.rules.citations import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
@@ -114,7 +114,8 @@ class HugeVocabulary(Rule):
 
     def _of_snapshot(self, post: PostMortem) -> Finding | None:
         held = find_logits(post)
-        if held is None or held.largest < self.min_memory * max(post.allocated, 1):
+        saved = next((each.bytes for each in find_savings(post) if each.name == LOGITS), None)
+        if held is None or not saved or held.largest < self.min_memory * max(post.allocated, 1):
             return None
         share = held.largest / max(post.allocated, 1)
         when = "when memory ran out" if post.history.failed_event is not None else "at the peak"
@@ -131,9 +132,7 @@ class HugeVocabulary(Rule):
                 Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
             where=at_line(held.where, held.blocks),
-            impact=impact_memory(
-                held.freed_bytes, "the snapshot's blocks, less one piece in eight"
-            ),
+            impact=impact_memory(saved, "the snapshot's peak, with one piece in eight at a time"),
             **self.case("as a snapshot shows it"),
         )
 

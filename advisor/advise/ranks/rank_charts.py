@@ -147,6 +147,8 @@ def class_label(name: str) -> str:
         if name.startswith(head):
             rest = name.removeprefix(head)
             return f"{head[:-1]}: {labels.get(rest, clean(rest))}"
+    if name == "communication":
+        return "transfers"  # what the ranks wait for each other is a class of its own
     return t.CLASS_LABELS.get(name) or clean(name).replace("_", " ")
 
 

@@ -17,6 +17,8 @@ from advisor.measure.memory.post_mortem import PostMortem, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
 """Share of the peak below which a saving is not reported."""
+LOGITS = "smaller logits"
+"""Name of the change that makes them in pieces."""
 LOSS_CHUNKS = 8
 """Pieces that a loss over classes is cut into, as fused ones cut it or finer."""
 STATE_8_BIT = (1 + 4 / 256) / 4
@@ -303,11 +305,6 @@ class Logits(NamedTuple):
     where: Origin
     """Origin of the loss's first block: the line that called the loss."""
 
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes freed if they were made in LOSS_CHUNKS pieces, one at a time."""
-        return self.bytes - self.bytes // LOSS_CHUNKS
-
 
 def find_logits(post: PostMortem) -> Logits | None:
     """Find the logits; ``None``: no loss held anything large at the analysed moment."""
@@ -339,7 +336,7 @@ def _logits(post: PostMortem) -> Change | None:
     if result is None:
         return None
     return Change(
-        "smaller logits",
+        LOGITS,
         result.rows,
         1 / LOSS_CHUNKS,
         f"the {result.blocks} blocks of the loss and of the logits' size are made in {LOSS_CHUNKS} "

@@ -8,6 +8,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.intervals import covered_length
+
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
@@ -48,12 +50,14 @@ class StepLanes(NamedTuple):
 
 
 def build_step_lanes(a: Analysis) -> StepLanes | None:
-    """Build the lanes of the used step closest to the median; ``None``: no device work in it."""
+    """Build the lanes of the used step closest to the median duration and the mean busy share;
+    ``None``: no device work in it."""
     used = a.steps.used
     if used.is_empty() or a.device_id is None:
         return None
     dur = used["dur"].to_numpy()
-    chosen = int(np.argmin(np.abs(dur - np.median(dur))))
+    busy = covered_length(used["ts"], used["end"], a.breakdown.busy) / np.maximum(dur, 1)
+    chosen = int(np.argmin(np.abs(dur / np.median(dur) - 1) + np.abs(busy - busy.mean())))
     begin, end = int(used["ts"][chosen]), int(used["end"][chosen])
     gpu = a.trace.gpu
     ts = gpu["ts"].to_numpy()

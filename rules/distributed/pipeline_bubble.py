@@ -41,7 +41,7 @@ class PipelineBubble(Rule):
 
     max_per_stage = Threshold(4.0, "micro-batches per stage", GPIPE)
     min_share = Threshold(0.05, "of the step, the bubble by formula and as measured", CHOSEN)
-    stages = Threshold(2, "stages on each rank in the interleaved schedule", CHOSEN)
+    stages_per_rank = Threshold(2, "stages on each rank in the interleaved schedule", CHOSEN)
 
     fix = (
         "Use an interleaved schedule with two stages on each rank. Or cut the batch into more, "
@@ -78,9 +78,9 @@ class PipelineBubble(Rule):
         if share < self.min_share:
             return
         idle = share * a.span_ns
-        left = bubble_share(size, self.stages * slots)
+        left = bubble_share(size, self.stages_per_rank * slots)
         # (p - 1) slots of time become (p - 1) / v
-        saved = idle * (1 - 1 / self.stages)
+        saved = idle * (1 - 1 / self.stages_per_rank)
         select, part = select_collectives(a, rows)
         then = 1 - part * saved / max(1, sum_column(rows["dur"]))
         gpipe = slots > size and count_passes(a) == 1
@@ -101,7 +101,7 @@ class PipelineBubble(Rule):
                 f"formula. This rank waits in sends and receives for {of_step(a, wait)}.{more}"
             ),
             evidence=[
-                Evidence("stages", size, "count"),
+                Evidence("stages_per_rank", size, "count"),
                 Evidence("micro-batches", slots, "count"),
                 self.compare("micro-batches per stage", slots / size, "max_per_stage", "count"),
                 self.compare("bubble by formula", bubble, "min_share", "share"),

@@ -71,7 +71,9 @@ class SmallGathers(Rule):
     min_count = Threshold(20.0, "small gathers per step", OURS)
     max_transfer = Threshold(0.5, "of a gather's shortest time that its bytes take", CHOSEN)
     min_share = Threshold(0.01, "of the step, exposed in small gathers and scatters", ENGINE_FLOOR)
-    target = Threshold(0.2, "of a gather's time that is latency in larger units", CHOSEN)
+    target_latency_share = Threshold(
+        0.2, "of a gather's time that is latency in larger units", CHOSEN
+    )
 
     fix = (
         "Wrap larger units, about {units} times as large as these, so that a gather has some "
@@ -115,7 +117,9 @@ class SmallGathers(Rule):
         transfer = float(small["transfer"].mean())  # type: ignore[arg-type]
         size = float(small["bytes"].median())  # type: ignore[arg-type]
         # n of them in one: latency / (latency + n transfer) is the target
-        units = max(2, math.ceil(latency * (1 / self.target - 1) / max(transfer, 1.0)))
+        units = max(
+            2, math.ceil(latency * (1 / self.target_latency_share - 1) / max(transfer, 1.0))
+        )
         units = min(units, max(2, round(count)))
         saved = float(small["latency"].sum()) * (1 - 1 / units)
         select, part = select_collectives(a, small)

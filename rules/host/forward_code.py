@@ -54,7 +54,7 @@ class ForwardCode(Rule):
     min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
     min_stretch = Threshold(1.0, "ms without an operator: longer than Python around one", CHOSEN)
     min_samples = Threshold(8, "samples in a function, to name it", OURS)
-    least = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
+    min_gain_share = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
 
     fix = (
         "Compute what does not change once, in the constructor, and keep it with register_buffer. "
@@ -103,7 +103,7 @@ class ForwardCode(Rule):
             impact=impact_per_step(
                 a,
                 0.9 * each,
-                low=self.least * each,
+                low=self.min_gain_share * each,
                 high=int(lengths.sum()) / a.step_count,
                 method="recorded time without an operator",
                 of_median=True,

@@ -67,7 +67,9 @@ class LoopCode(Rule):
 
     min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
     min_ms = Threshold(0.5, "ms per step: Python around small models takes as long", CHOSEN)
-    most = Threshold(0.8, "of a function's time in one that it calls: that one is named", CHOSEN)
+    max_callee_share = Threshold(
+        0.8, "of a function's time in one that it calls: that one is named", CHOSEN
+    )
     many_operators = Threshold(32, "operators per step in a function: a loop over tensors", CHOSEN)
 
     fix = (
@@ -109,7 +111,7 @@ class LoopCode(Rule):
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
         code = LoopTime(a)
-        place = code.largest(self.most)
+        place = code.largest(self.max_callee_share)
         if place is None:
             return
         ns, name = place.ns, place.name
@@ -607,8 +609,10 @@ class TimeBetweenSteps(Rule):
 
     min_share = Threshold(0.30, "of the time of steps and what lies between them", CHOSEN)
     min_steps = Threshold(20, "steps: fewer do not show how often it comes", CHOSEN)
-    half = Threshold(0.5, "of that time, by evaluating half as often", CHOSEN)
-    each = Threshold(0.5, "of the steps follow a pause: evaluation comes less often", CHOSEN)
+    saved_share = Threshold(0.5, "of that time, by evaluating half as often", CHOSEN)
+    min_paused_share = Threshold(
+        0.5, "of the steps follow a pause: evaluation comes less often", CHOSEN
+    )
 
     fix = (
         "Evaluate less often, or on a fixed part of the data. Run it under torch.inference_mode() "
@@ -646,7 +650,7 @@ class TimeBetweenSteps(Rule):
         if outside < self.min_share * whole:
             return
         times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
-        each = times >= self.each * steps
+        each = times >= self.min_paused_share * steps
         yield Finding(
             summary=(
                 f"{t.format_duration(outside)} of the run ({outside / whole:.0%}) lie between the "
@@ -660,7 +664,7 @@ class TimeBetweenSteps(Rule):
                 steps_seen(recorded),
             ],
             impact=impact_over_run(
-                self.half * outside,
+                self.saved_share * outside,
                 high=outside,
                 method="half of the time between steps",
             ),

@@ -37,7 +37,7 @@ class ModuleHooks(Rule):
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
     min_samples = Threshold(8, "samples in hooks", OURS)
-    least = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
+    min_gain_share = Threshold(0.5, "of the time is gained at least: some may have to stay", CHOSEN)
 
     fix = (
         "Compute in the hook only every N steps, or register it for one step and remove it. Keep "
@@ -80,7 +80,7 @@ class ModuleHooks(Rule):
             impact=impact_per_step(
                 a,
                 0.9 * spent,
-                low=self.least * spent,
+                low=self.min_gain_share * spent,
                 high=spent,
                 method="share of the sampled stacks, of the mean step",
             ),

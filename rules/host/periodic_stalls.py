@@ -80,7 +80,7 @@ class PeriodicStalls(Rule):
     factor = Threshold(
         1.5, "times the median step, as the step series sets steps aside", STEP_SERIES
     )
-    mads = Threshold(5.0, "median absolute deviations", STEP_SERIES)
+    min_deviations = Threshold(5.0, "median absolute deviations", STEP_SERIES)
 
     verify = "Profile as many steps again: no step takes much longer than the median."
     falsified_by = "steps that take as long without saving or logging"
@@ -115,7 +115,7 @@ class PeriodicStalls(Rule):
         dur = steps["dur"].to_numpy()
         median = float(np.median(dur))
         mad = float(np.median(np.abs(dur - median)))
-        is_long = dur > max(self.factor * median, median + self.mads * mad)
+        is_long = dur > max(self.factor * median, median + self.min_deviations * mad)
         for cause, pattern in _CAUSES.items():
             rows = self._rows(a, pattern, main)
             if not len(rows):
@@ -199,7 +199,9 @@ class SavingTime(PeriodicStalls):
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)
     min_samples = Threshold(8, "samples in saving or logging", OURS)
-    half = Threshold(0.5, "of the time is gained at least: copying the state remains", CHOSEN)
+    min_gain_share = Threshold(
+        0.5, "of the time is gained at least: copying the state remains", CHOSEN
+    )
 
     verify = "Record again: the mean step is near the median."
     falsified_by = "the same mean step without saving or logging"
@@ -237,7 +239,7 @@ class SavingTime(PeriodicStalls):
                 impact=impact_per_step(
                     a,
                     spent,
-                    low=self.half * spent,
+                    low=self.min_gain_share * spent,
                     method="share of the sampled stacks, of the mean step",
                     outside=outside,
                 ),

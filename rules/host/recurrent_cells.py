@@ -46,10 +46,12 @@ class RecurrentCells(Rule):
 
     min_calls = Threshold(16, "calls of a cell per step: fewer are a step of decoding", OURS)
     min_share = Threshold(0.10, "of the step in these operators and their backward", XPROF)
-    as_often = Threshold(0.5, "of the cell's calls: an operator of the loop runs as often", OURS)
-    left = Threshold(0.1, "of the host time remains with one operator for the sequence", OURS)
-    best = Threshold(0.03, "of it remains, at best", OURS)
-    worst = Threshold(0.3, "of it remains, at worst", OURS)
+    min_calls_share = Threshold(
+        0.5, "of the cell's calls: an operator of the loop runs as often", OURS
+    )
+    factor = Threshold(0.1, "of the host time remains with one operator for the sequence", OURS)
+    best_factor = Threshold(0.03, "of it remains, at best", OURS)
+    worst_factor = Threshold(0.3, "of it remains, at worst", OURS)
 
     fix = (
         "Use nn.{name} for the whole sequence: one call, in which cuDNN runs all elements and "
@@ -72,7 +74,7 @@ class RecurrentCells(Rule):
         cells = table.filter(pl.col("name").str.contains(CELL))
         if len(cells) < self.min_calls * a.step_count:
             return
-        often = table.filter(pl.len().over("name") >= self.as_often * len(cells))
+        often = table.filter(pl.len().over("name") >= self.min_calls_share * len(cells))
         ns = int(often["ns"].sum())
         if ns < self.min_share * a.span_ns:
             return
@@ -100,9 +102,9 @@ class RecurrentCells(Rule):
             edits=[
                 scale_edit(
                     Select(on="host", kind=("op",), name=pattern, at="loop"),
-                    self.left,
-                    self.best,
-                    self.worst,
+                    self.factor,
+                    self.best_factor,
+                    self.worst_factor,
                 ),
             ],
         )

@@ -49,7 +49,9 @@ class SecondForward(Rule):
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.Tensor.detach.html",)
 
     min_share = Threshold(0.05, "of the step in layers that run again", XPROF)
-    none = Threshold(1.0, "of the time remains where the second model is another one", CHOSEN)
+    worst_factor = Threshold(
+        1.0, "of the time remains where the second model is another one", CHOSEN
+    )
 
     fix = (
         "Keep the outputs of the first forward pass, and compute metrics from them. detach() takes "
@@ -92,7 +94,7 @@ class SecondForward(Rule):
             where=costliest_places(
                 a, table["row"].to_numpy(), table["ns"].to_numpy().astype(np.int64), top=1
             ),
-            edits=[scale_edit(each, 0.0, 0.0, self.none) for each in select],
+            edits=[scale_edit(each, 0.0, 0.0, self.worst_factor) for each in select],
         )
 
     @staticmethod

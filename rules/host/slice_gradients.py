@@ -55,7 +55,7 @@ class SliceGradients(Rule):
 
     min_slices = Threshold(16, "slices of one tensor per step", CHOSEN)
     min_share = Threshold(0.05, "of the step in their gradients", XPROF)
-    worst = Threshold(0.3, "of the time remains at most: adding up and launches", CHOSEN)
+    worst_factor = Threshold(0.3, "of the time remains at most: adding up and launches", CHOSEN)
 
     fix = (
         "Take the slices with one call of unbind (or split for parts of several entries) before "
@@ -101,7 +101,7 @@ class SliceGradients(Rule):
             ],
             where=costliest_places(a, rows, np.ones(len(rows), dtype=int), top=1),
             edits=[
-                scale_edit(select, remains, remains, max(self.worst, remains))
+                scale_edit(select, remains, remains, max(self.worst_factor, remains))
                 for select in (
                     *([Select(on="gpu", under=NODE)] if on_gpu else []),
                     Select(on="host", kind=("op",), name=NODE),

@@ -80,9 +80,9 @@ class UnbatchedCalls(Rule):
 
     min_calls = Threshold(16, "calls per step with equal shapes", CHOSEN)
     min_share = Threshold(0.10, "of the step in these calls and their backward", XPROF)
-    nearly = Threshold(0.9, "of the calls", CHOSEN)
+    min_calls_share = Threshold(0.9, "of the calls", CHOSEN)
     factor = Threshold(0.15, "of the time in one call", CHOSEN)
-    least, longest = (
+    best_factor, worst_factor = (
         Threshold(0.03, "of the time in one call, where a sample is hardly any work", CHOSEN),
         Threshold(0.5, "of the time in one call, where a sample is work of its own", CHOSEN),
     )
@@ -128,11 +128,15 @@ class UnbatchedCalls(Rule):
         depends = any(not _is_scalar(a, index) for index in joins["inputs"].to_list())
         if depends:
             return
-        if not _of_batch(a, table, count, self.nearly):
+        if not _of_batch(a, table, count, self.min_calls_share):
             return
-        names = between.group_by("name").agg(pl.len()).filter(pl.col("len") >= self.nearly * count)
+        names = (
+            between.group_by("name")
+            .agg(pl.len())
+            .filter(pl.col("len") >= self.min_calls_share * count)
+        )
         nodes = table.filter(pl.col("name").str.starts_with(_NODE)).group_by("name").agg(pl.len())
-        nodes = nodes.filter(pl.col("len") >= self.nearly * count)
+        nodes = nodes.filter(pl.col("len") >= self.min_calls_share * count)
         chosen = [*names["name"].to_list(), *nodes["name"].to_list()]
         work = table.filter(pl.col("name").is_in(chosen))
         ns = int(work["ns"].sum())
@@ -154,8 +158,8 @@ class UnbatchedCalls(Rule):
                 scale_edit(
                     Select(on="host", kind=("op",), name=exact_pattern(chosen), at="loop"),
                     self.factor,
-                    self.least,
-                    self.longest,
+                    self.best_factor,
+                    self.worst_factor,
                 )
             ],
         )
@@ -199,7 +203,7 @@ class LoopedOperators(Rule):
     min_calls = Threshold(64, "calls of an operator for one join of their results", CHOSEN)
     min_share = Threshold(0.10, "of the step in the loop's operators and their backward", XPROF)
     factor = Threshold(0.1, "of the time, with one operator for all elements", CHOSEN)
-    worst = Threshold(
+    worst_factor = Threshold(
         0.4, "of the time remains at most, where elements are work of their own", CHOSEN
     )
 
@@ -260,7 +264,7 @@ class LoopedOperators(Rule):
                     Select(on="host", kind=("op",), name=exact_pattern(chosen), at="loop"),
                     self.factor,
                     self.factor / 2,
-                    self.worst,
+                    self.worst_factor,
                 )
             ],
         )

@@ -110,7 +110,7 @@ class DataLoaderWait(LoaderWaitRule):
     healthy_share = Threshold(
         0.01, "of the step, exposed: below it the loader keeps up", ENGINE_FLOOR
     )
-    more = Threshold(
+    worker_ratio = Threshold(
         2, "times the workers, for the estimate: one doubling, where cores are free", OURS
     )
 
@@ -191,7 +191,11 @@ class DataLoaderWait(LoaderWaitRule):
             ],
             where=[*calls.where, *costliest_places(a, waits.host, waits.exposed_ns)],
             edits=[
-                Edit(op="parallelize", select=Select(on="host", name=WORKERS), workers=self.more)
+                Edit(
+                    op="parallelize",
+                    select=Select(on="host", name=WORKERS),
+                    workers=self.worker_ratio,
+                )
             ],
         )
 

@@ -67,8 +67,12 @@ class LoaderWorkers(Rule):
     references = ("https://pytorch.org/docs/stable/data.html#multi-process-data-loading",)
 
     min_wait = Threshold(0.05, "of the step in the phase data", TENSORBOARD, XPROF)
-    few = Threshold(0.70, "workers per core: below it, cores are unused", SAGEMAKER)
-    many = Threshold(2.0, "workers per core: above it, workers compete for cores", SAGEMAKER)
+    min_workers_per_core = Threshold(
+        0.70, "workers per core: below it, cores are unused", SAGEMAKER
+    )
+    max_workers_per_core = Threshold(
+        2.0, "workers per core: above it, workers compete for cores", SAGEMAKER
+    )
     busy_cpus = Threshold(
         0.90, "of the cores busy: below it, too many workers cost nothing", SAGEMAKER_CPU
     )
@@ -126,7 +130,7 @@ class LoaderWorkers(Rule):
         mean = float(wait.mean())
         median = float(np.median(wait))
         if (
-            workers < self.few * cores
+            workers < self.min_workers_per_core * cores
             and share >= self.min_wait
             and median >= self.min_wait_ms * 1e6
             and not device_bound(a)
@@ -134,7 +138,7 @@ class LoaderWorkers(Rule):
             and not self._needs_cores(a, workers, share)
         ):
             yield self._too_few(a, workers, cores, mean, share)
-        elif workers > self.many * cores:
+        elif workers > self.max_workers_per_core * cores:
             busy = recorded.used_cores
             if busy is not None and busy >= self.busy_cpus * cores:
                 yield self._too_many(a, workers, cores, busy)
@@ -178,7 +182,7 @@ class LoaderWorkers(Rule):
                 self.compare("share", share, "min_wait", per="step"),
                 Evidence("workers", workers, "count"),
                 Evidence("cores per main process", cores, "count"),
-                self.compare("workers per core", workers / cores, "few", ""),
+                self.compare("workers per core", workers / cores, "min_workers_per_core", ""),
                 steps_seen(recorded),
             ],
             edits=edits,
@@ -198,7 +202,7 @@ class LoaderWorkers(Rule):
             evidence=[
                 Evidence("workers", workers, "count"),
                 Evidence("cores per main process", cores, "count"),
-                self.compare("workers per core", workers / cores, "many", ""),
+                self.compare("workers per core", workers / cores, "max_workers_per_core", ""),
                 self.compare("cores in use", busy, "busy_cpus", "", times=cores),
             ],
             impact=impact_without_gain("the record does not show what fewer workers save; try it"),
@@ -211,15 +215,21 @@ class LoaderWorkers(Rule):
             "no workers on eight cores": _run(0, 8, data=6),
             "two workers on eight cores": _run(2, 8, data=6),
             "forty workers on eight busy cores": _run(40, 8, data=0.1, busy=780),
-            "no workers, and no wait": (_run(0, 8, data=0.1), "workers > self.many * cores"),
-            "as many workers as cores": (_run(8, 8, data=6), "few"),
-            "the cores belong to four ranks": (_run(2, 8, data=6, ranks=4), "few"),
+            "no workers, and no wait": (
+                _run(0, 8, data=0.1),
+                "workers > self.max_workers_per_core * cores",
+            ),
+            "as many workers as cores": (_run(8, 8, data=6), "min_workers_per_core"),
+            "the cores belong to four ranks": (_run(2, 8, data=6, ranks=4), "min_workers_per_core"),
             "only the hand-over of ready batches": (_run(2, 8, data=1.5), "min_wait_ms"),
-            "one core, no workers": (_run(0, 1, data=6), "workers > self.many * cores"),
+            "one core, no workers": (
+                _run(0, 1, data=6),
+                "workers > self.max_workers_per_core * cores",
+            ),
             "many workers, idle cores": (_run(40, 8, data=0.1, busy=200), "busy_cpus"),
             "training on the CPU keeps both cores busy": (
                 _run(0, 2, data=6, busy=170),
-                "workers > self.many * cores",
+                "workers > self.max_workers_per_core * cores",
             ),
             "cores not recorded": (_run(2, None, data=6), "cpus is None"),
         }

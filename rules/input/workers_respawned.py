@@ -224,11 +224,11 @@ class PrefetchStarved(Rule):
     references = ("https://pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader",)
 
     min_steps = Threshold(50, "steps: fewer do not show stretches", CHOSEN)
-    starved = Threshold(0.10, "of the median step, waiting for data", TRACEML)
+    min_wait_share = Threshold(0.10, "of the median step, waiting for data", TRACEML)
     min_starved = Threshold(0.05, "of the steps", CHOSEN)
     min_p95_ms = Threshold(20.0, "ms of wait at the 95th percentile", GPUPROF)
     min_share = Threshold(0.05, "of the step", TENSORBOARD)
-    free = Threshold(0.30, "of the stretches have no starved step", CHOSEN)
+    min_unstarved_share = Threshold(0.30, "of the stretches have no starved step", CHOSEN)
 
     fix = (
         "Prefetch more batches per worker. Where the order does not matter, let ready batches "
@@ -261,7 +261,7 @@ class PrefetchStarved(Rule):
             return
         factor = feed.get("prefetch_factor")
         factor = factor if isinstance(factor, int) and factor > 0 else 2
-        starved = wait >= self.starved * recorded.median
+        starved = wait >= self.min_wait_share * recorded.median
         length = max(8, workers * factor)
         stretches = [
             starved[i : i + length].any() for i in range(0, len(starved) - length + 1, length)
@@ -270,7 +270,7 @@ class PrefetchStarved(Rule):
         p95 = float(np.quantile(wait, 0.95))
         if (
             len(stretches) < 3
-            or float(np.mean(stretches)) > 1 - self.free
+            or float(np.mean(stretches)) > 1 - self.min_unstarved_share
             or starved.mean() < self.min_starved
             or p95 < self.min_p95_ms * 1e6
             or share < self.min_share
@@ -288,7 +288,9 @@ class PrefetchStarved(Rule):
                 self.compare("steps that wait", float(starved.mean()), "min_starved"),
                 self.compare("wait at the 95th percentile", p95, "min_p95_ms", "ns", times=1e6),
                 self.compare("share", share, "min_share", per="step"),
-                self.compare("stretches without a wait", 1 - float(np.mean(stretches)), "free"),
+                self.compare(
+                    "stretches without a wait", 1 - float(np.mean(stretches)), "min_unstarved_share"
+                ),
                 Evidence("prefetched batches", workers * factor, "count"),
                 steps_seen(recorded),
             ],
@@ -302,7 +304,7 @@ class PrefetchStarved(Rule):
             "a slow batch now and then": _prefetch_run(lambda n: n % 30 < 3),
             "a loader that is too slow throughout": (
                 _prefetch_run(lambda n: n % 3 == 0),
-                "float(np.mean(stretches)) > 1 - self.free",
+                "float(np.mean(stretches)) > 1 - self.min_unstarved_share",
             ),
             "no waits": (_prefetch_run(lambda _: False), "starved.mean() < self.min_starved"),
             "no workers": (_prefetch_run(lambda n: n % 30 < 3, workers=0), "not workers"),

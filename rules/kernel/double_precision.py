@@ -54,9 +54,9 @@ class DoublePrecision(Rule):
     min_share = Threshold(
         0.10, "of the step in products of doubles; twice XProf's for input", XPROF
     )
-    same = Threshold(0.9, "of an operator's time with double inputs", CHOSEN)
+    min_double_share = Threshold(0.9, "of an operator's time with double inputs", CHOSEN)
     factor = Threshold(0.5, "of the time in float32: half the bytes, twice the rate", CHOSEN)
-    least, longest = (
+    best_factor, worst_factor = (
         Threshold(0.4, "of the time in float32, where caches hold twice as much", CHOSEN),
         Threshold(0.75, "of the time in float32, where overhead is a half", CHOSEN),
     )
@@ -96,7 +96,7 @@ class DoublePrecision(Rule):
         double = (
             table.group_by("name")
             .agg(pl.col("ns").sum(), pl.col("ns").filter("double").sum().alias("own"))
-            .filter((pl.col("own") >= self.same * pl.col("ns")) & (pl.col("own") > 0))
+            .filter((pl.col("own") >= self.min_double_share * pl.col("ns")) & (pl.col("own") > 0))
         )
         products = table.filter(pl.col("double") & pl.col("name").is_in(_PRODUCTS))
         ns = int(products["ns"].sum())
@@ -115,8 +115,8 @@ class DoublePrecision(Rule):
                 scale_edit(
                     Select(on="host", kind=("op",), name=exact_pattern(double["name"].to_list())),
                     self.factor,
-                    self.least,
-                    self.longest,
+                    self.best_factor,
+                    self.worst_factor,
                 )
             ],
         )
@@ -136,7 +136,7 @@ class DoublePrecision(Rule):
         edits = []
         for rows, factors in (
             (products, (ratio, self.best_product * ratio, min(1.0, self.worst_product * ratio))),
-            (double & ~products, (self.factor, self.least, self.longest)),
+            (double & ~products, (self.factor, self.best_factor, self.worst_factor)),
         ):
             names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique()
             if names.len():

@@ -160,7 +160,7 @@ class HandwrittenOperator(Rule):
     min_busy = Threshold(
         0.2, "share of the step the device is busy: below it the host is the bottleneck", OURS
     )
-    slower = Threshold(1.5, "of the fused kernel's ideal time: what such kernels take", OURS)
+    fused_factor = Threshold(1.5, "of the fused kernel's ideal time: what such kernels take", OURS)
     slower_best = Threshold(1.15, "of that time, at best", OURS)
     slower_worst = Threshold(2.5, "of that time, at worst", OURS)
 
@@ -169,8 +169,8 @@ class HandwrittenOperator(Rule):
     verify = "Profile again: one kernel in place of each chain."
     falsified_by = "code between the operators of a chain that needs the tensor in between"
     assumptions = (
-        "a fused kernel takes {slower:g} times as long as one read and one write of the tensor at "
-        "the memory's rate ({slower_best:g} to {slower_worst:g})",
+        "a fused kernel takes {fused_factor:g} times as long as one read and one write of the "
+        "tensor at the memory's rate ({slower_best:g} to {slower_worst:g})",
     )
     confidence = 0.75
     alternatives = "fuse"
@@ -194,7 +194,7 @@ class HandwrittenOperator(Rule):
         ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
-            for slower in (self.slower, self.slower_best, self.slower_worst)
+            for slower in (self.fused_factor, self.slower_best, self.slower_worst)
         )
         changes = kernel_common.fuse_kernels(
             a,

@@ -63,7 +63,7 @@ class LayoutTransposes(Rule):
     min_busy = Threshold(
         kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
-    reach = Threshold(
+    attainable_share = Threshold(
         ROOFLINE_SHARE, "of the memory's rate: batch norm in channels-last order", TRACELENS
     )
     best_reach = Threshold(1.0, "of the memory's rate, at best", OURS)
@@ -96,7 +96,7 @@ class LayoutTransposes(Rule):
     )
     assumptions = (
         "every op between the convolutions keeps channels-last order",
-        "batch norm reaches {reach:.0%} of the memory's rate ({worst_reach:.0%} to "
+        "batch norm reaches {attainable_share:.0%} of the memory's rate ({worst_reach:.0%} to "
         "{best_reach:.0%})",
         "at best, slow convolutions reach {best_convolution:.0%} of their rate too",
     )
@@ -139,7 +139,7 @@ class LayoutTransposes(Rule):
         norm_ns = kernel_common.summed_duration(a, norms)
         saved = [
             self._saved(a, norms, reach)
-            for reach in (self.reach, self.best_reach, self.worst_reach)
+            for reach in (self.attainable_share, self.best_reach, self.worst_reach)
         ]
         edits = [Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))]
         if saved[1] > 0:

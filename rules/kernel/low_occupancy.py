@@ -51,7 +51,7 @@ class LowOccupancy(Rule):
     min_share = Threshold(0.05, "of kernel time, for one kernel name", OURS)
     max_occupancy = Threshold(40.0, "percent", FOURNEX, NCU)
     max_bandwidth = Threshold(0.6, "of the peak: above, occupancy is high enough", TRACELENS)
-    reachable = Threshold(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
+    attainable_share = Threshold(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
     best_reachable = Threshold(0.875, "of peak bandwidth, at best", TRACELENS)
     worst_reachable = Threshold(0.6, "of peak bandwidth, at worst", TRACELENS)
     min_busy = Threshold(
@@ -72,7 +72,7 @@ class LowOccupancy(Rule):
     verify = "ncu -k <kernel> --section Occupancy --section MemoryWorkloadAnalysis …"
     falsified_by = "another stall than memory latency in Nsight Compute"
     confidence = 0.5
-    assumptions = ("{reachable:.0%} of memory bandwidth can be reached",)
+    assumptions = ("{attainable_share:.0%} of memory bandwidth can be reached",)
 
     framework_advice = in_any_language(
         "Let more threads be in flight: fewer registers and less shared memory per thread, or "
@@ -114,7 +114,7 @@ class LowOccupancy(Rule):
         expected, best, worst_factor = (
             float(sum(d * min(1.0, r / reach) for d, r in low.select("dur", "rate").iter_rows()))
             / float(low["dur"].sum())
-            for reach in (self.reachable, self.best_reachable, self.worst_reachable)
+            for reach in (self.attainable_share, self.best_reachable, self.worst_reachable)
         )
         yield Finding(
             summary=(

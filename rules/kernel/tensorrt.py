@@ -32,10 +32,11 @@ class EngineLayers(Rule):
     _layer: ClassVar[str]
     """Name of one such layer."""
     min_share: Threshold[float]
-    left: Threshold[float]
-    """Share of their time after the change; ``best`` and ``worst``: at the ends of the range."""
-    best: Threshold[float]
-    worst: Threshold[float]
+    factor: Threshold[float]
+    """Share of their time after the change; ``best_factor`` and ``worst_factor``: at the ends of
+    the range."""
+    best_factor: Threshold[float]
+    worst_factor: Threshold[float]
 
     def check(self, a: Analysis) -> Outcomes:
         """Add up the layers whose names fit."""
@@ -46,6 +47,7 @@ class EngineLayers(Rule):
             return
         if ns < self.min_share * a.span_ns:
             return
+        factors = (self.factor, self.best_factor, self.worst_factor)
         yield Finding(
             summary=f"{t.count_noun(int(rows.sum()), self._layer)} take {of_step(a, ns)}.",
             evidence=[
@@ -55,7 +57,7 @@ class EngineLayers(Rule):
             where=kernel_locations(a, rows),
             edits=[
                 scale_kernels(
-                    a, rows, ((1 - left) * ns for left in (self.left, self.best, self.worst)),
+                    a, rows, ((1 - factor) * ns for factor in factors),
                     Select(on="gpu", kind=("kernel",), name=self._pattern),
                 )
             ],
@@ -76,9 +78,9 @@ class TensorRTReformat(EngineLayers):
     title = "Reformat layers of the TensorRT engine copy tensors"
 
     min_share = Threshold(0.05, "of the inference", CHOSEN)
-    left = Threshold(0.42, "of the reformat time, after the additions were quantized", TENSORRT)
-    best = Threshold(0.0, "of the reformat time, where all neighbours agree", CHOSEN)
-    worst = Threshold(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
+    factor = Threshold(0.42, "of the reformat time, after the additions were quantized", TENSORRT)
+    best_factor = Threshold(0.0, "of the reformat time, where all neighbours agree", CHOSEN)
+    worst_factor = Threshold(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
     _layer = "reformat layer"
     _pattern = r"^Reformat(?:_\w+)? "
 
@@ -121,9 +123,9 @@ class TensorRTPrecision(EngineLayers):
     title = "Layers of the TensorRT engine run in fp32"
 
     min_share = Threshold(0.10, "of the inference", CHOSEN)
-    left = Threshold(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
-    best = Threshold(0.34, "of the time, convolutions in fp16 on an RTX 3090", TENSORRT)
-    worst = Threshold(0.7, "of the time, where layers are bound by memory", CHOSEN)
+    factor = Threshold(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
+    best_factor = Threshold(0.34, "of the time, convolutions in fp16 on an RTX 3090", TENSORRT)
+    worst_factor = Threshold(0.7, "of the time, where layers are bound by memory", CHOSEN)
     _layer = "fp32 layer"
     _pattern = r"^\w*(?:Convolution|Conv|Gemm|MatrixMultiply|FullyConnected)\w*_fp32 "
 

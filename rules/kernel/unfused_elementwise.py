@@ -72,7 +72,7 @@ class UnfusedElementwise(Rule):
     min_busy = Threshold(
         kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
-    kept = Threshold(0.7, "of the links whose tensor is no longer written", OURS)
+    kept_share = Threshold(0.7, "of the links whose tensor is no longer written", OURS)
     kept_high = Threshold(1.0, "of the links, at best", OURS)
     kept_low = Threshold(0.4, "of the links, at worst", OURS)
     blind_saving = Threshold(
@@ -97,7 +97,7 @@ class UnfusedElementwise(Rule):
     confidence = 0.7
     alternatives = "fuse"
     assumptions = (
-        "{kept:.0%} of the tensors inside a chain are no longer written ({kept_low:.0%} to "
+        "{kept_share:.0%} of the tensors inside a chain are no longer written ({kept_low:.0%} to "
         "{kept_high:.0%})",
     )
     cases = {
@@ -147,7 +147,7 @@ class UnfusedElementwise(Rule):
             a,
             selected,
             Select(on="gpu", kind=("kernel",), family=FUSIBLE),
-            (saved * kept for kept in (self.kept, self.kept_high, self.kept_low)),
+            (saved * kept for kept in (self.kept_share, self.kept_high, self.kept_low)),
             int(in_chain.sum()),
             chains.height,
         )

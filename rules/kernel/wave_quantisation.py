@@ -55,7 +55,7 @@ class WaveQuantisation(Rule):
     min_busy = Threshold(
         kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
-    part = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
+    recovered_share = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
 
     fix = (
         "Choose the batch or a layer size so that the grid is just below a whole number of waves. "
@@ -70,7 +70,7 @@ class WaveQuantisation(Rule):
     verify = "Samples per second rise at the new size; waves are just below a whole number."
     falsified_by = "no more samples per second with a batch an eighth smaller"
     confidence = 0.5
-    assumptions = ("{part:.0%} of the tail can be won back (none to all)",)
+    assumptions = ("{recovered_share:.0%} of the tail can be won back (none to all)",)
 
     framework_advice = in_any_language(
         "Choose sizes, or tiles, so that the number of blocks is a multiple of what the device "
@@ -119,7 +119,11 @@ class WaveQuantisation(Rule):
                 amount_per_step(a, "time of these kernels", spent),
             ],
             where=kernel_common.kernel_locations(a, rows),
-            edits=[kernel_common.scale_kernels(a, rows, (lost * self.part, lost, 0.0), select)],
+            edits=[
+                kernel_common.scale_kernels(
+                    a, rows, (lost * self.recovered_share, lost, 0.0), select
+                )
+            ],
         )
 
     def _wasteful(self, a: Analysis, rows: kernel_common.Mask, total: int) -> pl.DataFrame:
@@ -205,7 +209,7 @@ def _product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilde
     return example_steps(body)
 
 
-_WON_BACK = "{part:.0%} of the empty time is won back ({worst_part:.0%} to 100%)"
+_WON_BACK = "{recovered_share:.0%} of the empty time is won back ({worst_part:.0%} to 100%)"
 
 
 class SmallGrids(Rule):
@@ -242,7 +246,9 @@ class SmallGrids(Rule):
     min_busy = Threshold(
         kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
-    part = Threshold(0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS)
+    recovered_share = Threshold(
+        0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS
+    )
     worst_part = Threshold(
         0.2,
         "of that time, at worst: fixed costs of a kernel of some microseconds do not shrink",
@@ -302,7 +308,7 @@ class SmallGrids(Rule):
         empty_share = empty / float(dur.sum())
         families = sorted(set(a.kernels["family"].filter(small).drop_nulls().to_list()))
         selected = rows & kernel_common.family_rows(a, *families)
-        saved = (empty * part for part in (self.part, 1.0, self.worst_part))
+        saved = (empty * part for part in (self.recovered_share, 1.0, self.worst_part))
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         yield Finding(
             summary=(

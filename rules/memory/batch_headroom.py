@@ -40,7 +40,7 @@ class BatchHeadroom(Rule):
         "% of the multiprocessors active, or NVML utilization at its 95th percentile",
         SAGEMAKER,
     )
-    target = Threshold(
+    target_share = Threshold(
         0.85, "of GPU memory, with the larger batch: below what counts as near capacity", TRACEML
     )
 
@@ -83,7 +83,7 @@ class BatchHeadroom(Rule):
         label, value, limit = active
         if value >= (self.max_busy if limit == "busy" else self.max_active / 100):
             return
-        factor = int(self.target * total / max(held, 1.0))
+        factor = int(self.target_share * total / max(held, 1.0))
         batch = recorded.column("samples")[recorded.used]
         batch = batch[~np.isnan(batch)]
         now = float(np.median(batch)) if len(batch) else None

@@ -61,7 +61,7 @@ class GrowingConcatenation(Rule):
     min_lengths = Threshold(3, "lengths in a row, each longer by what was appended", CHOSEN)
     min_share = Threshold(0.05, "of the step in these concatenations", XPROF)
     factor = Threshold(0.1, "of their time, to copy the new part alone", CHOSEN)
-    worst = Threshold(0.5, "of it, where launches or allocations are most of it", CHOSEN)
+    worst_factor = Threshold(0.5, "of it, where launches or allocations are most of it", CHOSEN)
 
     fix = (
         "Allocate the tensor once with its largest length, and write each new part at its place. "
@@ -111,7 +111,7 @@ class GrowingConcatenation(Rule):
                     else Select(on="host", kind=("op",), name=CAT),
                     1 - of_all * (1 - self.factor),
                     1 - of_all,
-                    1 - of_all * (1 - self.worst),
+                    1 - of_all * (1 - self.worst_factor),
                 )
             ],
         )

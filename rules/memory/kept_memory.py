@@ -45,7 +45,7 @@ class KeptReferences(Rule):
         "https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
     )
 
-    least = Threshold(0.05, "of the memory in tensors", CHOSEN)
+    min_memory_share = Threshold(0.05, "of the memory in tensors", CHOSEN)
 
     fix = (
         "Delete the outputs at the end of the step, before the next forward pass. Keep numbers "
@@ -71,7 +71,10 @@ class KeptReferences(Rule):
             if not post.growth.is_empty():
                 continue
             for saving in find_savings(post):
-                if saving.name != "references" or saving.bytes < self.least * post.allocated:
+                if (
+                    saving.name != "references"
+                    or saving.bytes < self.min_memory_share * post.allocated
+                ):
                     continue
                 yield Finding(
                     summary=(
@@ -83,7 +86,7 @@ class KeptReferences(Rule):
                         self.compare(
                             "share of the memory in tensors",
                             saving.bytes / max(post.allocated, 1),
-                            "least",
+                            "min_memory_share",
                         ),
                         Evidence("steps found by", post.step_source),
                     ],

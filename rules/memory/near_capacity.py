@@ -65,7 +65,7 @@ class MemoryNearCapacity(Rule):
 
     max_share = Threshold(0.90, "of capacity, reserved", TENSORBOARD, FOURNEX, GPUPROF)
     critical_share = Threshold(0.97, "of capacity, reserved", TRACEML)
-    fragmented = Threshold(
+    max_allocated_share = Threshold(
         0.80, "allocated below this share of reserved: the rest is not in tensors", OURS
     )
 
@@ -132,7 +132,7 @@ class MemoryNearCapacity(Rule):
         if share < self.max_share or a.engine in FILLS_MEMORY:
             return
         used = None if allocated is None else allocated / reserved
-        fragmented = used is not None and used < self.fragmented
+        fragmented = used is not None and used < self.max_allocated_share
         yield Finding(
             summary=(
                 f"PyTorch holds {reserved / GIB:.1f} of {capacity / GIB:.1f} GiB "
@@ -147,7 +147,9 @@ class MemoryNearCapacity(Rule):
                 Evidence("peak reserved", reserved, "bytes"),
                 Evidence("capacity", capacity, "bytes"),
                 self.compare("reserved, share of capacity", share, "max_share"),
-                self.compare("allocated at its peak, share of reserved", used, "fragmented"),
+                self.compare(
+                    "allocated at its peak, share of reserved", used, "max_allocated_share"
+                ),
             ],
             where=[*self._where(a, reserved), *held],
             impact=impact_risk(f"{1 - share:.0%} of GPU memory is left before the run stops"),

@@ -59,8 +59,10 @@ class OutOfMemory(Rule):
     silent_in = CURED_RECORDINGS
     references = ("https://pytorch.org/docs/stable/torch_cuda_memory.html",)
 
-    loose = Threshold(0.80, "allocated below this share of reserved: memory is fragmented", CHOSEN)
-    larger = Threshold(1.2, "the last batch over the median one", CHOSEN)
+    max_allocated_share = Threshold(
+        0.80, "allocated below this share of reserved: memory is fragmented", CHOSEN
+    )
+    min_batch_ratio = Threshold(1.2, "the last batch over the median one", CHOSEN)
 
     verify = "Record again, past the step at which it ended."
     falsified_by = "the same error at the same step with the fix"
@@ -198,7 +200,7 @@ class OutOfMemory(Rule):
         recorded = None if a.recorded is None else recorded_steps(a)
         sizes = [] if recorded is None else [size for size in recorded.column("bytes") if size > 0]
         grown = float(sizes[-1] / median(sizes)) if len(sizes) >= MIN_BATCHES else None
-        batch = grown is not None and grown >= self.larger
+        batch = grown is not None and grown >= self.min_batch_ratio
         if text is not None and not batch:
             yield self._of_text(text)
             return
@@ -209,7 +211,7 @@ class OutOfMemory(Rule):
         allocated, reserved = _number(event.get("allocated")), _number(event.get("reserved"))
         total = gpu_capacity(a)
         used = allocated / reserved if allocated is not None and reserved else None
-        fragments = used is not None and used < self.loose
+        fragments = used is not None and used < self.max_allocated_share
         why = (
             f"only {used:.0%} of the memory that the allocator held was in tensors"
             if fragments
@@ -227,7 +229,7 @@ class OutOfMemory(Rule):
                 Evidence("in tensors", allocated, "bytes"),
                 Evidence("held by the allocator", reserved, "bytes"),
                 Evidence("GPU memory", total, "bytes"),
-                self.compare("last batch over the median one", grown, "larger", ""),
+                self.compare("last batch over the median one", grown, "min_batch_ratio", ""),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
             impact=impact_risk(

@@ -62,7 +62,7 @@ class DenseEmbeddingGradient(Rule):
 
     min_ratio = Threshold(10, "rows of the table for each row that a step looks up", CHOSEN)
     min_share = Threshold(0.05, "of the step in this work", XPROF)
-    worst = Threshold(
+    worst_factor = Threshold(
         0.5, "of the time remains at most: other sparse kernels take its place", CHOSEN
     )
 
@@ -113,7 +113,7 @@ class DenseEmbeddingGradient(Rule):
                 self.compare("share", work.ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, work.backward, np.ones(len(work.backward), dtype=int), top=1),
-            edits=work.edits(largest.used / largest.rows, self.worst),
+            edits=work.edits(largest.used / largest.rows, self.worst_factor),
         )
 
     @staticmethod

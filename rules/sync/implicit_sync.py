@@ -413,7 +413,9 @@ class HostReads(Rule):
         0.05, "of the step, both host waiting and GPU idle; as for the loader", TENSORBOARD
     )
     bulk_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
-    bulk = Threshold(0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS)
+    max_copy_share = Threshold(
+        0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS
+    )
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
     launches_left = Threshold(0.3, "of the launches remain once items go in batches", SAM_LAUNCHES)
     longest_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
@@ -477,7 +479,9 @@ class HostReads(Rule):
         to_host = pl.col("direction") == "DtoH"
         fetches = select_blocking_calls(a, to_host.fill_null(False))
         copy_ns = a.trace.gpu["dur"].gather(fetches.table["copy"]).fill_null(0)
-        is_value = (copy_ns < self.bulk_us * 1000) | (copy_ns < self.bulk * fetches.table["waited"])
+        is_value = (copy_ns < self.bulk_us * 1000) | (
+            copy_ns < self.max_copy_share * fetches.table["waited"]
+        )
         reads = BlockingCalls(fetches.table.filter(is_value), fetches.idle[is_value.to_numpy()])
         calls = row_numbers(reads.table["host"])
         launches = a.trace.gpu["launch"].filter(pl.Series(a.in_window)).n_unique()
@@ -550,7 +554,7 @@ class HostReads(Rule):
                 bulk.host(3000)
         return {
             "one read after four kernels": b,
-            "fetched results": (bulk, "bulk"),
+            "fetched results": (bulk, "max_copy_share"),
             "one read per step": (once, "max_apart"),
             "values that are ready": (ready, "min_share"),
             "a busy GPU": (busy, "min_share"),

@@ -229,7 +229,7 @@ def _roof(made: Any, intensity: list[float], flops_per_s: list[float]) -> None:
 
 
 def icicle(tree: pl.DataFrame, root: str) -> Any:
-    """Draw the tree of modules and operators (``optree.op_tree``), outermost on top."""
+    """Draw the tree of modules and operators (``op_tree.op_tree``), outermost on top."""
     made = empty_figure(460)
     total = int(tree.filter(pl.col("parent").is_null())["ns"].sum())
     ids = [str(node) for node in tree["node"]]

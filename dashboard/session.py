@@ -19,7 +19,7 @@ from advisor.core.report import SCHEMA, Report
 from advisor.core.report_file import read_saved
 from advisor.core.run_directory import STEPS
 from advisor.core.trace import Run
-from advisor.dashboard.follow import Follower
+from advisor.dashboard.live_run import Follower
 from advisor.measure import Analysis
 from advisor.measure.steps.step_records import RunSummary
 from advisor.read import open_run

@@ -17,7 +17,7 @@ from advisor.core.auxiliary_inputs import (
     AuxiliaryInput,
 )
 from advisor.core.report import Report, Scope, Status
-from advisor.measure.comm.flight import UNENDED, describe_problem, of_ranks
+from advisor.measure.comm.flight_recorder import UNENDED, describe_problem, of_ranks
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis

@@ -15,14 +15,6 @@ from typing import TYPE_CHECKING
 import polars as pl
 from msgspec import structs
 
-from advisor.advise.check import (
-    RankFindings,
-    add_hot_lines,
-    hot_lines,
-    merge_ranks,
-    rank_rules,
-    run_ranks,
-)
 from advisor.advise.impact import (
     GainEstimator,
     estimator_for,
@@ -36,8 +28,16 @@ from advisor.advise.priority import prioritize
 from advisor.advise.ranks.job import files_summarised_apart, first_rank, summarise_apart
 from advisor.advise.ranks.task import one_line
 from advisor.advise.report_fields import cost_per_step
+from advisor.advise.report_writer import write_report
+from advisor.advise.rule_runner import (
+    RankFindings,
+    add_hot_lines,
+    hot_lines,
+    merge_ranks,
+    rank_rules,
+    run_ranks,
+)
 from advisor.advise.select import choose_windows, load_rules, read_config
-from advisor.advise.write import write_report
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError

@@ -31,8 +31,8 @@ from advisor.core.report import (
 )
 from advisor.measure.device.energy import step_energy
 from advisor.measure.host.layers import report_layers
+from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
-from advisor.measure.host.optree import op_table, range_table
 from advisor.measure.steps.step_records import MIN_AROUND, MIN_DEVICE_TIMED, MIN_PROFILED
 from advisor.measure.steps.steps import recorded_extent
 

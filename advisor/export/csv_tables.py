@@ -128,7 +128,7 @@ def _kernels(a: Analysis) -> CsvTable:
 
 
 def _operators(a: Analysis) -> CsvTable:
-    from advisor.measure.host.optree import op_table
+    from advisor.measure.host.op_tree import op_table
 
     head = ["operator", "calls", "device_ns", "device_ns_per_step", "host_ns", "host_ns_per_step"]
     if a.record_only:

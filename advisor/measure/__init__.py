@@ -17,7 +17,7 @@ from advisor.core.gpus import find_gpu, lookup
 from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.rule import Per
 from advisor.measure.comm.comms import find_collectives
-from advisor.measure.comm.flight import compare_dumps
+from advisor.measure.comm.flight_recorder import compare_dumps
 from advisor.measure.comm.links import UNKNOWN_LINKS
 from advisor.measure.device.copies import find_copies
 from advisor.measure.device.families import break_down

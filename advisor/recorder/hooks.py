@@ -23,7 +23,9 @@ from types import MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
-from advisor.recorder.clock import (
+from advisor.recorder.loaders import Loaders
+from advisor.recorder.modules import ModuleCalls, hide_from_warnings, leave_to_dynamo
+from advisor.recorder.tape import (
     APPLIED,
     BACKWARD,
     BACKWARD_END,
@@ -58,8 +60,6 @@ from advisor.recorder.clock import (
     SAVE,
     Tape,
 )
-from advisor.recorder.loaders import Loaders
-from advisor.recorder.modules import ModuleCalls, hide_from_warnings, leave_to_dynamo
 
 
 class Listener:

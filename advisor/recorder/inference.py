@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from advisor.recorder import clock as tape
-from advisor.recorder.clock import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
+from advisor.recorder import tape
 from advisor.recorder.steps import MAX_EVENTS
+from advisor.recorder.tape import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
 
 MIN_LOOP_STEPS = 3
 """Steps that make a loop: a model called once or twice is only being tried."""

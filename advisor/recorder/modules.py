@@ -18,7 +18,7 @@ from threading import get_ident
 from types import CodeType, FunctionType
 from typing import Any
 
-from advisor.recorder.clock import PART_OF_GRADIENTS
+from advisor.recorder.tape import PART_OF_GRADIENTS
 
 _FOLDER = str(Path(__file__).parent)
 _NAME = "_wrapped_call_impl"

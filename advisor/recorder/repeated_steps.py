@@ -15,9 +15,9 @@ from itertools import chain
 from operator import add, sub
 from typing import Any, NamedTuple
 
-from advisor.recorder import clock as tape
-from advisor.recorder.clock import DATA, MAX_PHASES, Clock
+from advisor.recorder import tape
 from advisor.recorder.steps import RecordedStep, StepFinder, StepSegment
+from advisor.recorder.tape import DATA, MAX_PHASES, Clock
 
 LIMIT = 128
 """Most steps read at once: handling them takes about half a millisecond, in which the training

@@ -24,7 +24,16 @@ from typing import Any, TypeVar
 from advisor.core.credentials import clean_value
 from advisor.core.run_directory import Event, Manifest, Rank
 from advisor.recorder.call_depth import in_backward
-from advisor.recorder.clock import (
+from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
+from advisor.recorder.hooks import GENERATION, Hooks, Listener
+from advisor.recorder.inference import InferenceStep, InferenceStepFinder
+from advisor.recorder.loaders import Batches, Loaders
+from advisor.recorder.options import RecordOptions
+from advisor.recorder.repeated_steps import RepeatedBlock
+from advisor.recorder.slowdown import GcPauseHook, SlowdownWatch
+from advisor.recorder.stack_samples import StackSampler
+from advisor.recorder.steps import RecordedStep, StepSegment
+from advisor.recorder.tape import (
     ABANDON,
     ACT_ON_OPTIMIZER_STEP,
     BACKWARD,
@@ -49,15 +58,6 @@ from advisor.recorder.clock import (
     THREAD,
     Tape,
 )
-from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
-from advisor.recorder.hooks import GENERATION, Hooks, Listener
-from advisor.recorder.inference import InferenceStep, InferenceStepFinder
-from advisor.recorder.loaders import Batches, Loaders
-from advisor.recorder.options import RecordOptions
-from advisor.recorder.repeated_steps import RepeatedBlock
-from advisor.recorder.slowdown import GcPauseHook, SlowdownWatch
-from advisor.recorder.stack_samples import StackSampler
-from advisor.recorder.steps import RecordedStep, StepSegment
 from advisor.recorder.tape_reader import TapeReader
 from advisor.recorder.watchers import (
     AllocatorStats,

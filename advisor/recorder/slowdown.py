@@ -11,7 +11,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-from advisor.recorder.clock import PAUSE, THREAD, Tape
+from advisor.recorder.tape import PAUSE, THREAD, Tape
 
 SLOWER = 1.25
 """Ratio of the recent median to the first one that counts as slow: a quarter more is noticeable."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable
 from operator import sub
 from typing import Any, NamedTuple
 
-from advisor.recorder.clock import (
+from advisor.recorder.tape import (
     FORWARD_END_EVALUATION,
     FORWARD_END_NO_GRAD,
     FORWARD_END_NO_GRAPH,

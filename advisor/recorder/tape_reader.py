@@ -11,8 +11,13 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-from advisor.recorder import clock as tape
-from advisor.recorder.clock import (
+from advisor.recorder import tape
+from advisor.recorder.hooks import Hooks, Listener
+from advisor.recorder.inference import LEARNING, TRAINING_CODES, InferenceStepFinder
+from advisor.recorder.loaders import Loaders
+from advisor.recorder.repeated_steps import RepeatedBlock, StepMatcher
+from advisor.recorder.steps import StepFinder, StepSegment
+from advisor.recorder.tape import (
     ACT_ON_OPTIMIZER_STEP,
     DATA,
     FORWARD,
@@ -22,11 +27,6 @@ from advisor.recorder.clock import (
     Clock,
     Tape,
 )
-from advisor.recorder.hooks import Hooks, Listener
-from advisor.recorder.inference import LEARNING, TRAINING_CODES, InferenceStepFinder
-from advisor.recorder.loaders import Loaders
-from advisor.recorder.repeated_steps import RepeatedBlock, StepMatcher
-from advisor.recorder.steps import StepFinder, StepSegment
 
 OPENING = frozenset((FORWARD, tape.BACKWARD, OPTIMIZER))
 """Phases that a step may begin with, besides phases of the program's own."""

@@ -23,7 +23,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from advisor.core import run_directory as rundir
-from advisor.recorder.clock import CUDA_EVENT, MARKS_END, Tape
+from advisor.recorder.tape import CUDA_EVENT, MARKS_END, Tape
 
 DOMAIN = "advisor"
 

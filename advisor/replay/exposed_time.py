@@ -24,7 +24,7 @@ from advisor.core.intervals import (
     union,
     union_of,
 )
-from advisor.measure.comm.host import time_on_host
+from advisor.measure.comm.gloo import time_on_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph_builder import host_end

@@ -18,7 +18,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.finding import Select
 from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.measure.comm.comms import list_collectives
-from advisor.measure.comm.host import host_work, list_on_host, time_on_host
+from advisor.measure.comm.gloo import host_work, list_on_host, time_on_host
 from advisor.measure.host.layers import matching_nodes, modules_around, work_nodes
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
@@ -92,7 +92,7 @@ def _begin_in(a: Analysis, select: Select) -> Mask:
 
 
 def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
-    """Return the selected rows of ``comm.host.list_on_host``, for a selector of communication where
+    """Return the selected rows of ``comm.gloo.list_on_host``, for a selector of communication where
     there is no device; else ``None``. ``under``: around the operator that started them."""
     if a.device_id is not None or select.on != "gpu" or "communication" not in select.family:
         return None

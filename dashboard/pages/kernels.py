@@ -43,8 +43,8 @@ from advisor.dashboard.page_view import PageView, parse_query
 from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.host.layers import report_layers
+from advisor.measure.host.op_tree import op_table, op_tree
 from advisor.measure.host.operators import list_attainable_rates, rooflines
-from advisor.measure.host.optree import op_table, op_tree
 from advisor.render.documents import auxiliary_sections, layers
 
 MAX_ROWS = 2_000

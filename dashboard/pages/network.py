@@ -25,7 +25,7 @@ from advisor.dashboard.components import (
     tiles,
 )
 from advisor.dashboard.page_view import PageView
-from advisor.measure.comm.flight import describe_problem, of_ranks
+from advisor.measure.comm.flight_recorder import describe_problem, of_ranks
 from advisor.render.document import FieldList
 from advisor.render.documents import auxiliary_sections
 

@@ -14,7 +14,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.comm.host import COLLECTIVE_WAITS
+from advisor.measure.comm.gloo import COLLECTIVE_WAITS
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import COMMUNICATION
 from advisor.rules.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES

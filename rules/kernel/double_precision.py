@@ -10,7 +10,7 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.optree import own_time, time_inside
+from advisor.measure.host.op_tree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit

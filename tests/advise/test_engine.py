@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.check import RULE_FAILED, run_rules
 from advisor.advise.engine import Options, analyze
+from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Finding, Outcome, Select, SkippedCheck

@@ -337,7 +337,7 @@ def test_kernels_of_a_trace_get_their_time_and_findings_their_line(
 
 
 def test_a_place_without_a_line_takes_that_of_its_kernel() -> None:
-    from advisor.advise.check import _with_line
+    from advisor.advise.rule_runner import _with_line
 
     b = TraceBuilder()
     with b.step():

@@ -29,7 +29,7 @@ from advisor.dashboard import session as home
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.components import editor_href
-from advisor.dashboard.follow import Follower
+from advisor.dashboard.live_run import Follower
 from advisor.dashboard.pages import kernels
 from advisor.dashboard.session import DashboardSession, newest_windows
 from advisor.testing import TraceBuilder

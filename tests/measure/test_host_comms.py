@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
-from advisor.measure.comm.host import has_host_collectives, host_work, list_on_host
+from advisor.measure.comm.gloo import has_host_collectives, host_work, list_on_host
 from advisor.measure.ranks.skew import align_ranks, measure_skew
 from advisor.testing import TraceBuilder
 from tests.measure.stragglers import by_rank, stragglers

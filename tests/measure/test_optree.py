@@ -8,7 +8,7 @@ import polars as pl
 
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
-from advisor.measure.host.optree import REST, op_table, op_tree
+from advisor.measure.host.op_tree import REST, op_table, op_tree
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
 

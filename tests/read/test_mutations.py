@@ -325,8 +325,8 @@ def reading(path: Path) -> None:
 
 def analysing(path: Path) -> None:
     """From the file to every form of report."""
-    from advisor.advise.check import RULE_FAILED
     from advisor.advise.engine import Options, analyze
+    from advisor.advise.rule_runner import RULE_FAILED
 
     report = analyze(str(path), Options(config={}))
     assert not [note.why for note in report.not_checked if note.why.startswith(RULE_FAILED)]

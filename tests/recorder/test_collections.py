@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from advisor.recorder.clock import THREAD, Tape
 from advisor.recorder.slowdown import MAX_PLACES, GcPauseHook
+from advisor.recorder.tape import THREAD, Tape
 
 
 @pytest.fixture

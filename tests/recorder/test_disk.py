@@ -12,9 +12,9 @@ import pytest
 
 from advisor.core.run_directory import STEPS, Step, read_recording
 from advisor.recorder import writer as writing
-from advisor.recorder.clock import MAX_PHASES, PHASES
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.steps import RecordedStep
+from advisor.recorder.tape import MAX_PHASES, PHASES
 from advisor.recorder.writer import StepLines, Writer
 
 torch = pytest.importorskip("torch")

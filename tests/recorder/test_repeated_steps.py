@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from advisor.core.run_directory import Manifest, Rank, Step
-from advisor.recorder import clock as tape
+from advisor.recorder import tape
 from advisor.recorder import tape_reader as reading
 from advisor.recorder.loaders import Batch, Loaders
 from advisor.recorder.repeated_steps import RepeatedBlock

@@ -24,7 +24,7 @@ import pytest
 import zstandard
 
 from advisor import cli
-from advisor.advise.check import RULE_FAILED
+from advisor.advise.rule_runner import RULE_FAILED
 from advisor.advise.select import read_config
 from advisor.compare import Comparison
 from advisor.core.errors import AdvisorError
@@ -261,7 +261,7 @@ def dashboard(path: Path) -> None:
     """Reads the path, then makes all that is shown of it, without a browser."""
     import dash
 
-    from advisor.dashboard.follow import Follower
+    from advisor.dashboard.live_run import Follower
     from advisor.dashboard.page_view import KEY
     from advisor.dashboard.session import DashboardSession
     from advisor.dashboard.timeline.index_builder import build_index

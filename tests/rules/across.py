@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from advisor.advise.check import RankFindings, rank_rules
 from advisor.advise.impact import estimator_for
 from advisor.advise.ranks.estimator import RanksEstimator
 from advisor.advise.ranks.rank_summary import summarise_rank
+from advisor.advise.rule_runner import RankFindings, rank_rules
 from advisor.core.rule import Rule
 from advisor.measure import Analysis
 from advisor.replay.ranks.study import Study, study_ranks

@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from advisor.advise.check import RULE_FAILED, run_rules
 from advisor.advise.report_fields import measure_fields, recorded_view
+from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules
 from advisor.core import run_directory as rundir
 from advisor.core.run_directory import (

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from advisor.advise.check import RULE_FAILED, run_rules
 from advisor.advise.impact import MIN_GAIN_SHARE
+from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding, Impact
 from advisor.core.rule import Rule

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from advisor.advise.check import run_rules
 from advisor.advise.engine import Options, analyze
+from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.measure import Analysis

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.check import run_rules
+from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.measure import Analysis
 from advisor.read import open_run

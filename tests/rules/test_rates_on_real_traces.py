@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
-from advisor.advise.check import RULE_FAILED
 from advisor.advise.engine import AnalysisResult, Options, examine
+from advisor.advise.rule_runner import RULE_FAILED
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
 from advisor.read import open_run

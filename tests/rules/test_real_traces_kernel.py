@@ -16,8 +16,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from advisor.advise.check import run_rules
 from advisor.advise.engine import Options, analyze
+from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcome, PassedCheck

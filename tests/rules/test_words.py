@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from advisor.advise.check import run_rules
+from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.core.rule import ANY_FRAMEWORK, Program, Rule

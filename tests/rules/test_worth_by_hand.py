@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.advise.check import run_rules
+from advisor.advise.rule_runner import run_rules
 from advisor.core.finding import Finding
 from advisor.core.rule import Rule
 from advisor.rules.distributed.missing_no_sync import MissingNoSync

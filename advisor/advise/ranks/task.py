@@ -165,9 +165,9 @@ def summarise_file(
 
     Raises AdvisorError: no trace, no such rank in it, or several and none is asked for.
     """
-    from advisor.advise.check import run_rules
     from advisor.advise.options import Options
     from advisor.advise.ranks.rank_summary import summarise_rank
+    from advisor.advise.rule_runner import run_rules
     from advisor.advise.select import choose_windows, load_rules, read_config
     from advisor.read import open_run
 

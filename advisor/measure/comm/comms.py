@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length, subtract
-from advisor.measure.comm.host import has_host_collectives, host_work, list_on_host
+from advisor.measure.comm.gloo import has_host_collectives, host_work, list_on_host
 from advisor.measure.comm.mesh import AXES, find_axes
 from advisor.measure.comm.messages import COLLECTIVES, collective_facts, kernel_kind
 from advisor.measure.host.names import map_names
@@ -48,7 +48,7 @@ SCHEMA: dict[str, Any] = {
 def find_collectives(a: Analysis) -> pl.DataFrame:
     """Find collectives inside ``spans``; columns as in :data:`SCHEMA`.
 
-    Without a device they are gloo's, in threads of the host (``comm/host.py``).
+    Without a device they are gloo's, in threads of the host (``comm/gloo.py``).
 
     - ``dur``: the kernel's, ns, not clipped. It contains the wait for the last rank to arrive.
     - ``bytes``: the message S of nccl-tests (``messages.message_elements``), from the collective's

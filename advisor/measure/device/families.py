@@ -21,7 +21,7 @@ from advisor.core.intervals import (
     subtract,
     union_of,
 )
-from advisor.measure.comm.host import time_on_host
+from advisor.measure.comm.gloo import time_on_host
 from advisor.measure.host.names import cache_by_name, name_matches
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from advisor.measure.host.module_sources import (
     SourceName,
     split_number,
 )
-from advisor.measure.host.optree import own_time, time_inside
+from advisor.measure.host.op_tree import own_time, time_inside
 from advisor.measure.host.stacks import Rows, climb_stack, is_operator, parent_rows
 from advisor.measure.memory.memory_origin import measure_layer_memory
 from advisor.measure.steps.steps import step_of

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from advisor.core.trace import JAX, TENSORFLOW, Trace
 from advisor.measure.host.names import distinct_names, name_matches
-from advisor.measure.host.optree import MODULE
+from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import Rows, climb_stack, parent_rows, rows_around
 
 MAX_NODES: Final = 20_000

@@ -14,7 +14,7 @@ import polars as pl
 from advisor.core.intervals import Floats, Intervals, Ints, covered_length
 from advisor.core.ranks import format_ranks
 from advisor.measure.comm.comms import list_collectives
-from advisor.measure.comm.host import host_work
+from advisor.measure.comm.gloo import host_work
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.host.names import map_names
 from advisor.measure.ranks.align import group_medians

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import Bools, Ints, covered_length
-from advisor.measure.comm.host import has_host_collectives
+from advisor.measure.comm.gloo import has_host_collectives
 from advisor.measure.ranks.collectives import (
     SYNCHRONISING,
     collective_table,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.optree import own_time, time_inside
+from advisor.measure.host.op_tree import own_time, time_inside
 from advisor.measure.host.stacks import (
     Rows,
     frame_ranks,

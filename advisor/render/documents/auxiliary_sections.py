@@ -22,7 +22,7 @@ from advisor.core.auxiliary_inputs import (
     NetworkLog,
 )
 from advisor.core.report import Report
-from advisor.measure.comm.flight import describe_call, of_ranks
+from advisor.measure.comm.flight_recorder import describe_call, of_ranks
 from advisor.measure.device.kernel_profiles import label_kernels
 from advisor.render.document import (
     Block,

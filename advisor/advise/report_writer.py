@@ -50,9 +50,9 @@ from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_brea
 from advisor.measure.steps.step_differences import CAPTURE
 
 if TYPE_CHECKING:
-    from advisor.advise.check import RankFindings
     from advisor.advise.impact import GainEstimator
     from advisor.advise.priority import PrioritizedFindings
+    from advisor.advise.rule_runner import RankFindings
     from advisor.core.finding import Finding, HotLine, SkippedCheck
     from advisor.core.report import HostShare, StepTime
     from advisor.core.rule import Rule

@@ -156,7 +156,7 @@ def _recorded_scope(a: Analysis) -> Scope:
     """Return the scope of a run without a profiled window: the recorder's own steps."""
     recorded = a.recorded
     assert recorded is not None
-    dur = recorded.lengths
+    dur = recorded.timed_durations
     device = next(iter(recorded.record.rank.devices), None)
     return Scope(
         rank=a.trace.meta.rank,
@@ -277,7 +277,7 @@ def step_durations(a: Analysis) -> list[StepDurations]:
         plain = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
         rows = np.flatnonzero(recorded.timed & plain)
         numbers = [recorded.steps[row].n for row in rows]
-        lengths = recorded.length[rows].astype(np.int64).tolist()
+        lengths = recorded.durations[rows].astype(np.int64).tolist()
         result.append(_durations("recorder", numbers, lengths))
     if a.steps.source != "whole trace":
         result.append(_durations("trace", _numbers(a), a.steps.used["dur"].to_list()))
@@ -440,8 +440,8 @@ def step_time(a: Analysis) -> StepTime | None:
     result.window_slowdown = a.step_ns / run - 1
     kept = recorded.kept_by_window(a.trace.meta.window)
     inside, around = (
-        recorded.length[kept & ~np.isnan(recorded.length)],
-        recorded.lengths_around(kept),
+        recorded.durations[kept & ~np.isnan(recorded.durations)],
+        recorded.durations_around(kept),
     )
     result.in_warm_up = bool(kept.any()) and not recorded.after_warmup[kept].any()
     if len(around) < MIN_AROUND:
@@ -452,7 +452,7 @@ def step_time(a: Analysis) -> StepTime | None:
     result.nearby_ns = beside
     if len(inside) >= MIN_PROFILED:
         result.profiler_overhead = float(np.median(inside)) / beside - 1
-    used = recorded.lengths
+    used = recorded.timed_durations
     result.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
     result.atypical = (
         abs(beside / run - 1) >= MIN_APART_SHARE and result.share_beyond < MAX_SIMILAR_SHARE

@@ -168,9 +168,9 @@ def _figures(record: RankRecord) -> Any:
 
 def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     """Draw durations of recorded steps, if known; profiled steps have their own colour."""
-    known = ~np.isnan(recorded.length)
+    known = ~np.isnan(recorded.durations)
     steps = [step for step, wanted in zip(recorded.steps, known, strict=True) if wanted]
-    durations = (recorded.length[known] / 1e6).tolist()
+    durations = (recorded.durations[known] / 1e6).tolist()
     numbers = [float(step.n) for step in steps]
     series = []
     for name, colour, profiled in (

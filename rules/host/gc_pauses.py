@@ -117,7 +117,7 @@ class GcPauses(Rule):
                     "steps or more",
                 )
             return
-        pause, dur = recorded.column("gc")[recorded.timed], recorded.lengths
+        pause, dur = recorded.column("gc")[recorded.timed], recorded.timed_durations
         beyond = np.maximum(0.0, dur - recorded.median)
         # a step that compiles makes many objects, which are collected in it: once
         usual = (beyond <= self.max_other * pause) | (beyond <= recorded.median)

@@ -52,7 +52,7 @@ class LongSteps(NamedTuple):
 
 def find_long_steps(recorded: StepRecords) -> LongSteps:
     """The long steps of a record. Validation between two steps counts with the step after it."""
-    steps, dur = np.flatnonzero(recorded.timed), recorded.lengths
+    steps, dur = np.flatnonzero(recorded.timed), recorded.timed_durations
     if not len(steps):
         return LongSteps(steps, np.zeros(0), None)
     median = float(np.median(dur))
@@ -146,7 +146,7 @@ class RegularStalls(Rule):
         if recorded.count < self.min_steps or not recorded.median:
             return
         stalls = find_long_steps(recorded)
-        total = float(recorded.lengths.sum())
+        total = float(recorded.timed_durations.sum())
         lost = float(stalls.excess.sum())
         if stalls.period is None or lost < self.min_share * total:
             return
@@ -234,7 +234,7 @@ class StepJitter(Rule):
         recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             return
-        used, dur = recorded.timed, recorded.lengths
+        used, dur = recorded.timed, recorded.timed_durations
         expected = _expect(dur, recorded.column("shapes")[used], recorded.column("samples")[used])
         ratio = float(np.quantile(dur / expected, 0.99))
         is_long = dur > self.min_ratio * expected

@@ -86,7 +86,7 @@ class StepRecords:
         return busy is not None and float(np.median(self.dur[self.used])) < FAR_BELOW * busy
 
     @cached_property
-    def length(self) -> Floats:
+    def durations(self) -> Floats:
         """Length of each step: its device time where the host runs ahead, else its host time, ns.
         NaN: unknown."""
         if not self.host_is_ahead:
@@ -98,13 +98,13 @@ class StepRecords:
     @cached_property
     def timed(self) -> Mask:
         """Steps that count and whose length is known."""
-        result: Mask = self.used & ~np.isnan(self.length)
+        result: Mask = self.used & ~np.isnan(self.durations)
         return result
 
     @cached_property
-    def lengths(self) -> Floats:
+    def timed_durations(self) -> Floats:
         """Lengths of the ``timed`` steps, ns."""
-        return self.length[self.timed]
+        return self.durations[self.timed]
 
     @cached_property
     def ts(self) -> Ints:
@@ -162,23 +162,23 @@ class StepRecords:
     @cached_property
     def count(self) -> int:
         """Number of steps that the figures use."""
-        return len(self.lengths)
+        return len(self.timed_durations)
 
     # -- how long -----------------------------------------------------------------------------
 
     @cached_property
     def median(self) -> float | None:
         """Median length of the steps that count; ``None``: there are none, or it is not known."""
-        return float(np.median(self.lengths)) if self.count else None
+        return float(np.median(self.timed_durations)) if self.count else None
 
     @cached_property
     def mean(self) -> float | None:
         """Mean length of the steps that count."""
-        return float(self.lengths.mean()) if self.count else None
+        return float(self.timed_durations.mean()) if self.count else None
 
     def quantile(self, share: float) -> float | None:
         """Return a quantile of the lengths of the steps that count."""
-        return float(np.quantile(self.lengths, share)) if self.count else None
+        return float(np.quantile(self.timed_durations, share)) if self.count else None
 
     @cached_property
     def active(self) -> Mask:
@@ -201,14 +201,14 @@ class StepRecords:
     @cached_property
     def profiled_median(self) -> float | None:
         """Median length of the steps that windows kept; ``None``: fewer than two."""
-        inside = _known(self.length[self.active])
+        inside = _known(self.durations[self.active])
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
     @cached_property
     def unprofiled_median(self) -> float | None:
         """Median length of the unprofiled steps within 20 of a kept one, so that a run whose speed
         drifts is compared with itself; ``None``: fewer than five."""
-        result = self.lengths_around(self.active)
+        result = self.durations_around(self.active)
         return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
     def kept_by_window(self, window: int) -> Mask:
@@ -216,7 +216,7 @@ class StepRecords:
         result: Mask = self.active & (self.column("window") == window)
         return result
 
-    def lengths_around(self, steps: Mask) -> Floats:
+    def durations_around(self, steps: Mask) -> Floats:
         """Return lengths of the unprofiled steps within 20 of some, where they are known, without
         the first three and the one after a window."""
         some = np.flatnonzero(steps)
@@ -231,7 +231,7 @@ class StepRecords:
         right = some[np.minimum(following, len(some) - 1)]
         left = some[np.maximum(following - 1, 0)]
         near = np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR
-        return _known(self.length[plain & near])
+        return _known(self.durations[plain & near])
 
     @cached_property
     def observer_effect(self) -> float | None:
@@ -284,7 +284,7 @@ class StepRecords:
         known = ~np.isnan(sizes)
         if not known.any() or known.mean() < 0.9:
             return None
-        time = float(self.lengths[known].sum())
+        time = float(self.timed_durations[known].sum())
         return float(sizes[known].sum()) * 1e9 / time if time else None
 
     @cached_property

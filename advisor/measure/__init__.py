@@ -166,7 +166,7 @@ class Analysis:
 
     @cached_property
     def flight(self) -> FlightRecord | None:
-        """Flight-recorder dumps, compared across ranks (``comm/flight_recorder.py``); ``None``: none."""
+        """Dumps of the flight recorder, compared across ranks; ``None``: there are none."""
         dumps = self.trace.meta.flight
         return compare_dumps(dumps) if dumps else None
 

@@ -186,6 +186,8 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
             body = _failed(view)
         else:
             body = _loading(view)
+        if missing := page_view.describe_missing(view, **query):
+            body = [element("P", missing, role="alert", cls="card"), body]
         return page_frame(page, view, body)
 
     return show

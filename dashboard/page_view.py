@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import flask
 
+from advisor.core import labels
 from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 from advisor.measure import Analysis
 
@@ -56,6 +57,17 @@ def view(run: object = None, rank: object = None, **_: object) -> PageView:
     current_session = session()
     entry = current_session.entry(str(run) if run is not None else None)
     return PageView(current_session, entry, _rank(entry, rank))
+
+
+def describe_missing(view: PageView, run: object = None, rank: object = None, **_: object) -> str:
+    """Say which run or rank of a query is not there; ``""`` if both are."""
+    if run is not None and view.entry.key != str(run):
+        return (
+            f"There is no run {str(run)[:MAX_NAME]} here. This is {labels.clean(view.entry.name)}."
+        )
+    if rank not in (None, "") and view.entry.loaded is not None and view.rank is None:
+        return f"There is no rank {str(rank)[:MAX_NAME]} here. This is the first one."
+    return ""
 
 
 def _rank(entry: OpenedPath, rank: object) -> int | None:

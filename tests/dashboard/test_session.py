@@ -30,6 +30,7 @@ from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.components import editor_href
 from advisor.dashboard.live_run import Follower
+from advisor.dashboard.page_view import describe_missing
 from advisor.dashboard.pages import kernels
 from advisor.dashboard.session import DashboardSession, newest_windows
 from advisor.testing import TraceBuilder
@@ -326,3 +327,13 @@ def test_an_editor_that_is_no_address_of_one_is_refused(wrong: str) -> None:
     with pytest.raises(AdvisorError, match="--editor"):
         parse_editor(wrong)
     assert parse_editor("off") == "" and parse_editor(EDITOR) == EDITOR
+
+
+def test_a_page_says_which_run_or_rank_of_its_address_is_not_there() -> None:
+    entry = SimpleNamespace(key="0", name="train", loaded=object())
+    view: Any = SimpleNamespace(entry=entry, rank=None)
+    assert describe_missing(view) == "" and describe_missing(view, run="0", rank="") == ""
+    assert "no run 999 here" in describe_missing(view, run="999")
+    assert "no rank 99 here" in describe_missing(view, rank="99")
+    view.rank = 99
+    assert describe_missing(view, rank="99") == ""

@@ -253,8 +253,12 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
         spread = "one step measured"
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     if report.step is not None:
-        median = t.format_duration(report.step.ns)
-        tiles = [("Step", median, "median of the run, outside the profiler")]
+        which = "median of the run, outside the profiler"
+        if report.step.varies:
+            which = (
+                f"mean of the run, outside the profiler; median {t.format_duration(report.step.ns)}"
+            )
+        tiles = [("Step", t.format_duration(report.step_ns), which)]
         if report.step.window_ns is not None:
             about = "; ".join(compare_window_with_run(report))
             tiles.append(("Profiled step", t.format_duration(report.step.window_ns), about))

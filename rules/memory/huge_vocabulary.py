@@ -13,7 +13,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.memory_savings import LOGITS, find_logits, find_savings
+from advisor.measure.memory.memory_savings import find_logits, find_savings
 from advisor.rules.citations import LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
@@ -114,7 +114,7 @@ class HugeVocabulary(Rule):
 
     def _of_snapshot(self, post: PostMortem) -> Finding | None:
         held = find_logits(post)
-        saved = next((each.bytes for each in find_savings(post) if each.name == LOGITS), None)
+        saved = {each.name: each.bytes for each in find_savings(post)}.get("smaller logits")
         if held is None or not saved or held.largest < self.min_memory * max(post.allocated, 1):
             return None
         share = held.largest / max(post.allocated, 1)

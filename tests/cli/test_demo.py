@@ -101,7 +101,15 @@ def test_make_demo_ends_with_a_command_that_works_in_the_checkout() -> None:
     root, bin_ = Path(__file__).parents[2], Path(sys.executable).parent
     if not (root / "Makefile").is_file():
         pytest.skip("not a checkout")
-    words = ["make", "demo", "-o", ".venv/.base", f"BIN={bin_}", "STAMP=/nowhere"]
+    words = [
+        "make",
+        "--no-print-directory",
+        "demo",
+        "-o",
+        ".venv/.base",
+        f"BIN={bin_}",
+        "STAMP=/nowhere",
+    ]
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
     said = done.stdout.rpartition("Next, ")[2].splitlines()
     assert said[1].split()[:2] == [f"{bin_}/advisor", "analyze"]

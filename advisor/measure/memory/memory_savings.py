@@ -17,8 +17,6 @@ from advisor.measure.memory.post_mortem import PostMortem, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
 """Share of the peak below which a saving is not reported."""
-LOGITS = "smaller logits"
-"""Name of the change that makes them in pieces."""
 LOSS_CHUNKS = 8
 """Pieces that a loss over classes is cut into, as fused ones cut it or finer."""
 STATE_8_BIT = (1 + 4 / 256) / 4
@@ -336,7 +334,7 @@ def _logits(post: PostMortem) -> Change | None:
     if result is None:
         return None
     return Change(
-        LOGITS,
+        "smaller logits",
         result.rows,
         1 / LOSS_CHUNKS,
         f"the {result.blocks} blocks of the loss and of the logits' size are made in {LOSS_CHUNKS} "

@@ -228,26 +228,28 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_written(
     monkeypatch: pytest.MonkeyPatch,
     code: int,
 ) -> None:
-    real, written = os.write, [0]
+    real, is_full, pieces = os.write, threading.Event(), [0]
+    steps = tmp_path / "run" / "rank0" / STEPS
 
     def write(descriptor: int, data: Any) -> int:
         if threading.current_thread().name != "advisor writer":
             return real(descriptor, data)
-        if written[0] > 1400:  # of the steps: what is told of the run comes first
+        pieces[0] += is_full.is_set()
+        if pieces[0] > 1:
             raise OSError(code, os.strerror(code))
-        count = real(descriptor, bytes(data)[:700])  # the disk takes a part, then nothing
-        steps = tmp_path / "run" / "rank0" / STEPS
-        if steps.exists():
-            written[0] += count * (os.fstat(descriptor).st_ino == steps.stat().st_ino)
-        return count
+        return real(descriptor, bytes(data)[:700])  # the disk takes a part, then nothing
 
     monkeypatch.setattr("advisor.recorder.writer.os.write", write)
-    seen = 0
+    seen, until = 0, time.monotonic() + 60
     with Recorder(str(tmp_path / "run"), **QUIET):
-        for _ in range(10):
+        for epoch in range(10):
             for batch in training.loader(20):
                 training.learn(batch)
                 seen += 1
+            while epoch == 4 and time.monotonic() < until and not is_full.is_set():
+                time.sleep(0.01)
+                if steps.exists() and steps.stat().st_size:  # the first steps were written
+                    is_full.set()
     monkeypatch.undo()
     assert seen == 200
     assert [m for m in caplog.messages if "training goes on" in m] == caplog.messages

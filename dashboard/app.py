@@ -31,7 +31,7 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def create_app(session: DashboardSession, access: Access | None = None) -> dash.Dash:
-    """The application that shows a session. ``access``: who may see it; by default nobody who does
+    """Build the application of a session. ``access``: who may see it; by default nobody who does
     not know a token that was just made, ``Access()`` is everybody who reaches it by this machine's
     names.
 

@@ -53,7 +53,7 @@ class PageView:
 
 
 def view(run: object = None, rank: object = None, **_: object) -> PageView:
-    """Return what the query of a request asks for; what is not there becomes the default."""
+    """Return the run and rank that a query names; the first ones if they do not exist."""
     current_session = session()
     entry = current_session.entry(str(run) if run is not None else None)
     return PageView(current_session, entry, _rank(entry, rank))

@@ -85,7 +85,7 @@ def command(
 ) -> None:
     """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves."""
     if not paths:
-        paths, options = _alone(options)
+        paths, options = _inputs_without_trace(options)
     paths = out.newest_run(paths)
     check_ranks(paths, options)
     wanted = choose_output(paths, form, output, csv, table=by is not None)
@@ -139,7 +139,7 @@ def show_table(
     out.show_document(build(report, RenderOptions(top=top)))
 
 
-def _alone(options: Options) -> tuple[list[str], Options]:
+def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
     """Return the inputs to analyse where no trace is given, and the options without them: compile
     logs, else the snapshot, else kernel reports. Raises AdvisorError if there are none."""
     read = options.read

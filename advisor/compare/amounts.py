@@ -81,8 +81,8 @@ def _most_changed(sides: Sequence[Counter[str]], unit: str, group: str) -> list[
 
 
 def _cost(before: Report, after: Report) -> list[Amount]:
-    """Return the cost per step, or of a recording without steps; empty without one currency. On one
-    GPU model both sides use one price, the later one: the program is compared."""
+    """Return the cost per step, or of a recording without steps; empty if currencies differ. If
+    both sides ran on one GPU model, both use the later price: the program is compared."""
     reports = (before, after)
     prices = [report.cost for report in reports]
     devices = [report.scope.device_name for report in reports]

@@ -106,17 +106,17 @@ def difference(
         ]
         spread, freedom = _combined(sides)
     center = np.median if statistic == "median" else np.mean
-    item, other = float(center(before)), float(center(after))
+    before_center, after_center = float(center(before)), float(center(after))
     reach = _reach(spread, freedom, level)
     long = " and ".join(map(str, blocks))
     unit = "pairs of steps" if paired else "steps"
     return Difference(
         f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {long} ({unit})",
         statistic,
-        item,
-        other,
-        other - item - reach,
-        other - item + reach,
+        before_center,
+        after_center,
+        after_center - before_center - reach,
+        after_center - before_center + reach,
     )
 
 
@@ -148,14 +148,14 @@ def difference_of_runs(
         _reach(between, runs_freedom, level),
         _reach(within, steps_freedom, level),
     )
-    item, other = (float(runs.mean()) for runs in centers)
+    before_center, after_center = (float(runs.mean()) for runs in centers)
     return Difference(
         f"Student's t interval over {counts[0]} and {counts[1]} runs",
         statistic,
-        item,
-        other,
-        other - item - reach,
-        other - item + reach,
+        before_center,
+        after_center,
+        after_center - before_center - reach,
+        after_center - before_center + reach,
     )
 
 

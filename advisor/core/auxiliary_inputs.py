@@ -12,7 +12,7 @@ from advisor.core.finding import Location, SkippedCheck
 
 
 class AuxiliaryInput(Struct, frozen=True, kw_only=True):
-    """A kind of file that a report can be made of alone, and in which no step has a length."""
+    """Kind of a file without step times, of which a report can be made without a trace."""
 
     name: str
     """Name, which is ``Scope.step_source`` of a report of it alone."""

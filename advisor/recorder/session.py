@@ -110,7 +110,7 @@ def _innermost_frames(thread: int) -> list[tuple[Any, str]]:
     return names
 
 
-class _ThreadState:
+class _ProcessState:
     """Recording state of the process: the session, and whether forks are watched."""
 
     session: RecordingSession | None = None
@@ -119,7 +119,7 @@ class _ThreadState:
 
 def current_session() -> RecordingSession | None:
     """Return the recording that is active in this process; ``None`` if there is none."""
-    return _ThreadState.session
+    return _ProcessState.session
 
 
 class RecordingSession(Listener):
@@ -217,10 +217,10 @@ class RecordingSession(Listener):
 
     def start(self) -> None:
         """Start recording, with the calling thread as the watched one."""
-        _ThreadState.session = self
-        if not _ThreadState.watches_forks:
+        _ProcessState.session = self
+        if not _ProcessState.watches_forks:
             os.register_at_fork(after_in_child=_forked)
-            _ThreadState.watches_forks = True
+            _ProcessState.watches_forks = True
         made = make_ranges(self.tape) if self.options.nvtx else None
         if made is not None:
             self.tape.add_watcher(made)
@@ -300,8 +300,8 @@ class RecordingSession(Listener):
             if self.finished or os.getpid() != self._pid:
                 return
             self.finished = True
-        if _ThreadState.session is self:
-            _ThreadState.session = None
+        if _ProcessState.session is self:
+            _ProcessState.session = None
         try:
             self._give_signal_back()
             if error is not None:
@@ -902,7 +902,7 @@ def rank_of(torch: Any) -> tuple[int, int]:
 
 def _forked() -> None:
     """Detach the parent's recording in a forked child."""
-    session, _ThreadState.session = _ThreadState.session, None
+    session, _ProcessState.session = _ProcessState.session, None
     if session is not None:
         session.tape.hook_state[THREAD] = -1
         session.windows.forget()

@@ -47,7 +47,7 @@ class SlowdownWatch:
         self._median: float | None = None
         self._quiet_until = 0
 
-    def step(self, dur: int) -> str | None:
+    def add_step(self, dur: int) -> str | None:
         """Add a step of ``dur`` ns; return the reason to open a window, or ``None``."""
         self._seen += 1
         if self._seen <= WARMUP_STEPS:
@@ -74,7 +74,7 @@ class SlowdownWatch:
             return self._alarm(f"a step took {dur / self._median:.1f} times the median")
         return None
 
-    def steps(self, lengths: list[int]) -> str | None:
+    def add_steps(self, lengths: list[int]) -> str | None:
         """Add several steps, ns; return the last reason to open a window, or ``None``."""
         usual = self._median
         if usual is not None:
@@ -87,7 +87,7 @@ class SlowdownWatch:
                 return None
         reason = None
         for length in lengths:
-            reason = self.step(length) or reason
+            reason = self.add_step(length) or reason
         return reason
 
     def _alarm(self, reason: str) -> str:

@@ -84,7 +84,7 @@ class StepSegment(NamedTuple):
     marks: Any
 
 
-class Round(NamedTuple):
+class OptimizerUpdate(NamedTuple):
     """Optimizer step that followed a backward, within a segment; times in ns."""
 
     now: int
@@ -158,7 +158,7 @@ class StepFinder:
         """… and its steps since each other optimizer's last step."""
         self._early: list[tuple[StepSegment, int]] | None = []
         """Parts of the steps so far, and the optimizer that ended each; ``None``: too many."""
-        self._rounds: list[Round] = []
+        self._rounds: list[OptimizerUpdate] = []
         self._last_inner = 0
         """Id of the optimizer that last stepped during a backward."""
         self._ended_by = 0
@@ -307,9 +307,9 @@ class StepFinder:
             self._rounds.clear()
         rounds = self._rounds
         if rounds and rounds[-1].backwards == self._backwards:
-            rounds[-1] = Round(now, self._rest[1], rounds[-1].optimizer, self._backwards)
+            rounds[-1] = OptimizerUpdate(now, self._rest[1], rounds[-1].optimizer, self._backwards)
         elif len(rounds) < MAX_ROUNDS:
-            rounds.append(Round(now, self._rest[1], optimizer, self._backwards))
+            rounds.append(OptimizerUpdate(now, self._rest[1], optimizer, self._backwards))
 
     def _choose_primary(self, optimizer: int) -> bool:
         """Choose which optimizer ends steps, as ``optimizer`` steps. Return whether it replaces one

@@ -274,7 +274,7 @@ class Writer:
                 if device is None:
                     return
                 lengths = [device]
-            reason = self.slowdown.steps(lengths)
+            reason = self.slowdown.add_steps(lengths)
             if reason:
                 self.on_window_request(reason, False)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from advisor.tune.knob import GROUP, SO_FAR, TURN, Result, TrialSpec, encode, read_spec
+from advisor.tune.knob import GROUP, SO_FAR, TURN, TrialResult, TrialSpec, encode, read_spec
 from advisor.tune.overlay import Overlay
 
 Note = Callable[[str], None]
@@ -55,7 +55,7 @@ def before_program() -> None:
 
 def _refusals(spec: TrialSpec, overlay: Overlay, process: int) -> None:
     if os.getpid() == process and overlay.refused and not _exists(spec.out):
-        _write(spec.out, Result(refused=overlay.refused, problem=_last()[0], kind="error"))
+        _write(spec.out, TrialResult(refused=overlay.refused, problem=_last()[0], kind="error"))
 
 
 def begin(note: Note) -> None:
@@ -68,7 +68,7 @@ def begin(note: Note) -> None:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         note(f"problem {problem}")
-        _write(spec.out, Result(problem=problem, kind="knob"))
+        _write(spec.out, TrialResult(problem=problem, kind="knob"))
 
 
 def _begin(spec: TrialSpec, overlay: Overlay, note: Note) -> None:
@@ -260,7 +260,7 @@ class TrialRecorder:
         if os.environ.get("RANK", "0") in ("", "0"):
             _write(self.spec.out, self.result(problem, kind))
 
-    def result(self, problem: str, kind: Any) -> Result:
+    def result(self, problem: str, kind: Any) -> TrialResult:
         """Return what has been measured so far."""
         import torch
 
@@ -277,7 +277,7 @@ class TrialRecorder:
             losses, norms, problem = [], [], problem or str(error)[:300]
             kind = kind or "error"
         warm = self.warm
-        return Result(
+        return TrialResult(
             steps_ns=self.steps_ns,
             blocks=self.blocks,
             warm_ns=sum(warm) // len(warm) if warm else None,
@@ -398,7 +398,7 @@ def _exists(path: str) -> bool:
     return os.path.exists(path)  # noqa: PTH110
 
 
-def _write(path: str, result: Result) -> None:
+def _write(path: str, result: TrialResult) -> None:
     """Write the result completely or not at all."""
     beside = f"{path}.{os.getpid()}"
     with open(beside, "wb") as file:  # noqa: PTH123

@@ -267,7 +267,7 @@ class TrialSpec(Struct, frozen=True, kw_only=True):
     """Specification of one process: its changes, and when it ends."""
 
     out: str
-    """File for the :class:`Result`."""
+    """File for the :class:`TrialResult`."""
     root: str
     """Folder for all trials, in which the program may write …"""
     scratch: str
@@ -292,7 +292,7 @@ class TrialSpec(Struct, frozen=True, kw_only=True):
     """Whether to record the run (``ADVISOR_RUN_DIR``) instead of timing it."""
 
 
-class Result(Struct, kw_only=True):
+class TrialResult(Struct, kw_only=True):
     """Measurements of one process. Times are wall time of the training thread."""
 
     steps_ns: list[int] = field(default_factory=list)
@@ -344,9 +344,9 @@ def read_spec() -> TrialSpec | None:
     return msgspec.json.decode(Path(path).read_bytes(), type=TrialSpec)
 
 
-def read_result(data: bytes) -> Result:
+def read_result(data: bytes) -> TrialResult:
     """Decode a result. Raises msgspec.DecodeError for anything else."""
-    return msgspec.json.decode(data[:MAX_RESULT_BYTES], type=Result)
+    return msgspec.json.decode(data[:MAX_RESULT_BYTES], type=TrialResult)
 
 
 def encode(what: Any) -> bytes:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.compare.statistics import CONFIDENCE_LEVEL, t_quantile
-from advisor.tune.knob import Result, Safety
+from advisor.tune.knob import Safety, TrialResult
 
 BLOCKS_PER_RUN = 6
 """Number of blocks in which the steps of a run are averaged."""
@@ -195,8 +195,8 @@ class LossCheck(NamedTuple):
 def check_losses(
     safety: Safety,
     changes_random_numbers: bool,
-    baseline: Sequence[Result],
-    tried: Sequence[Result],
+    baseline: Sequence[TrialResult],
+    tried: Sequence[TrialResult],
 ) -> LossCheck:
     """Compare the losses of each trial with those of the unchanged program."""
     if not baseline or not baseline[0].losses:
@@ -221,7 +221,11 @@ def check_losses(
 
 
 def _one(
-    safety: Safety, changes_random_numbers: bool, steady: bool, before: Result, after: Result
+    safety: Safety,
+    changes_random_numbers: bool,
+    steady: bool,
+    before: TrialResult,
+    after: TrialResult,
 ) -> LossCheck:
     a, b = before.losses, after.losses
     if not b:
@@ -260,7 +264,7 @@ def _one(
     return LossCheck(True, f"{whole:.1g} apart")
 
 
-def _rounded(before: Result, after: Result) -> bool:
+def _rounded(before: TrialResult, after: TrialResult) -> bool:
     """Return whether another order of the same sums makes as large a difference."""
     a, b = before.losses, after.losses
     if not b or any(value is None for value in b):
@@ -291,7 +295,7 @@ def _apart(a: Numbers, b: Numbers) -> float:
     return max(abs(x - y) / (max(abs(x), mean) or 1.0) for x, y in pairs)
 
 
-def _in_band(before: Result, after: Result) -> LossCheck:
+def _in_band(before: TrialResult, after: TrialResult) -> LossCheck:
     pairs = _pairs(before.losses, after.losses)
     if not pairs:
         return LossCheck(False, "no loss to compare")

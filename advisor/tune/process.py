@@ -31,7 +31,7 @@ from advisor.tune.knob import (
     SPEC,
     TURN,
     KnobSetting,
-    Result,
+    TrialResult,
     TrialSpec,
     encode,
     find_knob,
@@ -72,7 +72,7 @@ class TrialProgram:
         self.cache = root / "cache"
         self.cache.mkdir()
 
-    def run(self, knob_settings: tuple[KnobSetting, ...], **wanted: Any) -> Result:
+    def run(self, knob_settings: tuple[KnobSetting, ...], **wanted: Any) -> TrialResult:
         """Run one process from its start to its end: see :meth:`start`. Raises AdvisorError: it
         cannot be started."""
         running = self.start(knob_settings, **wanted)
@@ -208,20 +208,20 @@ class RunningTrial:
         _end(self.process)
         shutil.rmtree(self.home / "scratch", ignore_errors=True)
 
-    def partial_result(self) -> Result:
+    def partial_result(self) -> TrialResult:
         """Return what it measured before it stopped."""
-        return self._read(Path(f"{self.out}{SO_FAR}")) or Result()
+        return self._read(Path(f"{self.out}{SO_FAR}")) or TrialResult()
 
-    def _read(self, path: Path) -> Result | None:
+    def _read(self, path: Path) -> TrialResult | None:
         try:
             return read_result(path.read_bytes())
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def result(self) -> Result:
+    def result(self) -> TrialResult:
         """Return what it measured, once it has been ended."""
         process = self.process
-        result = self._read(self.out) or (self.partial_result() if self.paused else Result())
+        result = self._read(self.out) or (self.partial_result() if self.paused else TrialResult())
         lines = _output(self.home / "output")
         said = _error(lines)
         if not result.ended and not result.problem:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from advisor.tune.knob import KnobSetting, Result
+from advisor.tune.knob import KnobSetting, TrialResult
 from advisor.tune.process import RunningTrial, TrialProgram
 
 KnobSettings = tuple[KnobSetting, ...]
@@ -76,10 +76,10 @@ class Rounds:
         """Return whether so many runs fit into the remaining budget."""
         return time.monotonic() + runs * self.longest < self.end
 
-    def run(self, sides: Sequence[KnobSettings]) -> dict[KnobSettings, Result]:
+    def run(self, sides: Sequence[KnobSettings]) -> dict[KnobSettings, TrialResult]:
         """Run the first of the sides against each other, and return the results by side. All but
         the first may be left for another round. Raises AdvisorError: none can be started."""
-        result: dict[KnobSettings, Result] = {}
+        result: dict[KnobSettings, TrialResult] = {}
         live: dict[KnobSettings, RunningTrial] = {}
         try:
             if self.one_at_a_time:
@@ -120,8 +120,8 @@ class Rounds:
         return self._one_by_one(sides, result) if self.one_at_a_time else result
 
     def _one_by_one(
-        self, sides: Sequence[KnobSettings], result: dict[KnobSettings, Result]
-    ) -> dict[KnobSettings, Result]:
+        self, sides: Sequence[KnobSettings], result: dict[KnobSettings, TrialResult]
+    ) -> dict[KnobSettings, TrialResult]:
         """Run each to its end, as many as the budget allows."""
         for number, knob_settings in enumerate(sides):
             if knob_settings in result:
@@ -142,7 +142,7 @@ class Rounds:
         self,
         first: KnobSettings,
         live: dict[KnobSettings, RunningTrial],
-        results: dict[KnobSettings, Result],
+        results: dict[KnobSettings, TrialResult],
     ) -> None:
         """Run block by block until all are complete, the first has ended, or time is up."""
         if not live:
@@ -162,7 +162,7 @@ class Rounds:
         for knob_settings in list(live):
             results[knob_settings] = self._ended(live.pop(knob_settings))
 
-    def _crowded(self, result: Result) -> bool:
+    def _crowded(self, result: TrialResult) -> bool:
         """Return whether it ran out of memory that others held, so that it must run alone."""
         self.one_at_a_time |= result.kind == "memory"
         return result.kind == "memory"
@@ -181,14 +181,14 @@ class Rounds:
             turns=turns,
         )
 
-    def _ended(self, item: RunningTrial) -> Result:
+    def _ended(self, item: RunningTrial) -> TrialResult:
         item.end()
         result = item.result()
         if not result.problem:
             self.longest = max(self.longest, item.spent)
         return result
 
-    def _block(self, first: Result) -> int:
+    def _block(self, first: TrialResult) -> int:
         """Return the number of steps of a turn, the same for all: more of short steps."""
         limits, turns = self.limits, self.turns
         least = limits.steps // turns

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import KnobSetting, Result, find_knob
+from advisor.tune.knob import KnobSetting, TrialResult, find_knob
 from advisor.tune.measured_gain import (
     MeasuredGain,
     block_log_ratios,
@@ -56,8 +56,10 @@ class TrialSession:
     ) -> None:
         self.report, self.limits = report, limits
         self.rounds = Rounds(program, limits, end, say)
-        self.runs: dict[KnobSettings, list[Result]] = {}
-        self.pairs: dict[tuple[KnobSettings, KnobSettings], list[tuple[Result, Result]]] = {}
+        self.runs: dict[KnobSettings, list[TrialResult]] = {}
+        self.pairs: dict[
+            tuple[KnobSettings, KnobSettings], list[tuple[TrialResult, TrialResult]]
+        ] = {}
         """Pairs of runs in one round, both of which came to their steps."""
         self.doubtful: set[KnobSetting] = set()
         """Knobs whose losses differ; one more run shows whether the knob is the cause."""
@@ -171,7 +173,7 @@ class TrialSession:
             [self._steps(key[0], a) for a, _ in pairs], [self._steps(key[1], b) for _, b in pairs]
         )
 
-    def _steps(self, knob_settings: tuple[KnobSetting, ...], result: Result) -> list[int]:
+    def _steps(self, knob_settings: tuple[KnobSetting, ...], result: TrialResult) -> list[int]:
         """Return the steps of a run, ns. With another batch size they are scaled to the samples of
         the program's own."""
         if not any(
@@ -340,7 +342,7 @@ class TrialSession:
                 trial.why = "interrupted" if self.report.interrupted else "the budget was spent"
 
 
-def not_tried(message: str, result: Result) -> AdvisorError:
+def not_tried(message: str, result: TrialResult) -> AdvisorError:
     """Return the error, with the last lines that the program printed."""
     error = AdvisorError(message)
     if result.output:
@@ -348,7 +350,7 @@ def not_tried(message: str, result: Result) -> AdvisorError:
     return error
 
 
-def why_not(result: Result) -> str:
+def why_not(result: TrialResult) -> str:
     """Return in a line why the unchanged program cannot be tried."""
     if result.refused:
         return (

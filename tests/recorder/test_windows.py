@@ -335,7 +335,7 @@ def test_a_slowdown_opens_a_window(
 def test_trouble_is_a_slower_median_or_a_spike_and_nothing_else() -> None:
     def alarms(durations: list[int]) -> list[int]:
         trouble = SlowdownWatch()
-        return [n for n, ms in enumerate(durations) if trouble.step(ms * 1_000_000)]
+        return [n for n, ms in enumerate(durations) if trouble.add_step(ms * 1_000_000)]
 
     steady = [100] * 200
     assert alarms(steady) == []

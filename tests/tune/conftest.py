@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.knob import KnobSetting, Result
+from advisor.tune.knob import KnobSetting, TrialResult
 from advisor.tune.process import TrialProgram
 
 TRAPS = '''
@@ -64,12 +64,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="session")
-def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Result, Path]]:
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[TrialResult, Path]]:
     """Runs a program once with knobs pulled: the result, and the folder that it ran in."""
 
     def go(
         text: str, *knob_settings: KnobSetting, here: Path | None = None, steps: int = 45
-    ) -> Result:
+    ) -> TrialResult:
         folder = here or tmp_path_factory.mktemp("program")
         script = folder / "program.py"
         script.write_text(text)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.tune.knob import KnobSetting, Machine, Result, all_knobs, find_knob
+from advisor.tune.knob import KnobSetting, Machine, TrialResult, all_knobs, find_knob
 from advisor.tune.knobs import host as affinity
 from advisor.tune.measured_gain import check_losses
 
 pytest.importorskip("torch")
-Run = Callable[..., Result]
+Run = Callable[..., TrialResult]
 
 DISTRIBUTED = """
 import torch
@@ -140,7 +140,7 @@ ALL = (
 
 
 @pytest.fixture(scope="module")
-def applied(run_once: Run) -> Result:
+def applied(run_once: Run) -> TrialResult:
     return run_once(CONTRARY, *ALL)
 
 
@@ -151,12 +151,12 @@ def test_every_knob_is_pulled_here_or_below() -> None:
 
 
 def test_no_knob_is_undone_by_a_program_that_sets_everything_the_other_way(
-    applied: Result,
+    applied: TrialResult,
 ) -> None:
     assert applied.problem == "RuntimeError: undone: none"
 
 
-def test_every_knob_says_that_it_met_something(applied: Result) -> None:
+def test_every_knob_says_that_it_met_something(applied: TrialResult) -> None:
     assert applied.idle == []
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.tune.knob import Result, Safety
+from advisor.tune.knob import Safety, TrialResult
 from advisor.tune.measured_gain import check_losses
 
 BASE = [2.0 / (1 + step) + 0.5 for step in range(40)]
 
 
-def run(losses: list[float | None], norms: list[float | None] | None = None) -> Result:
-    return Result(losses=losses, norms=norms or [1.0] * 5, loss_dtype="float32")
+def run(losses: list[float | None], norms: list[float | None] | None = None) -> TrialResult:
+    return TrialResult(losses=losses, norms=norms or [1.0] * 5, loss_dtype="float32")
 
 
 def scaled(factor: float) -> list[float | None]:

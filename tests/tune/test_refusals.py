@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.tune.knob import KnobSetting, Result, find_knob
+from advisor.tune.knob import KnobSetting, TrialResult, find_knob
 from advisor.tune.measured_gain import check_losses
 from advisor.tune.session import not_tried, why_not
 
@@ -16,7 +16,7 @@ from .conftest import TRAPS
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.timed
-Run = Callable[..., Result]
+Run = Callable[..., TrialResult]
 
 
 def names(folder: Path) -> list[str]:
@@ -34,12 +34,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unchanged(run_once: Run, home: Path) -> Result:
+def unchanged(run_once: Run, home: Path) -> TrialResult:
     return run_once(TRAPS, here=home)
 
 
 def test_the_unchanged_program_is_timed_and_its_files_stay_as_they_are(
-    unchanged: Result, home: Path
+    unchanged: TrialResult, home: Path
 ) -> None:
     assert unchanged.problem == "" and unchanged.ended
     assert len(unchanged.steps_ns) == 45 and len(unchanged.losses) >= 49
@@ -59,7 +59,7 @@ def test_the_unchanged_program_is_timed_and_its_files_stay_as_they_are(
     ],
 )
 def test_a_knob_that_changes_the_losses_is_refused(
-    name: str, safety: str, why: str, run_once: Run, home: Path, unchanged: Result
+    name: str, safety: str, why: str, run_once: Run, home: Path, unchanged: TrialResult
 ) -> None:
     one = find_knob(name)
     assert one.safety == safety
@@ -78,7 +78,7 @@ def test_a_knob_that_takes_more_memory_than_there_is_is_told_as_that(
 
 
 def test_an_exact_knob_that_meets_nothing_leaves_the_losses_equal_and_says_so(
-    run_once: Run, home: Path, unchanged: Result
+    run_once: Run, home: Path, unchanged: TrialResult
 ) -> None:
     result = run_once(TRAPS, KnobSetting("loader-persistent"), here=home, steps=8)
     assert result.idle == ["loader-persistent"]

@@ -9,7 +9,7 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
-from advisor.tune.knob import KnobSetting, Machine, Result
+from advisor.tune.knob import KnobSetting, Machine, TrialResult
 from advisor.tune.pipeline import plan_requested_trials
 from advisor.tune.process import RunningTrial, TrialProgram
 from advisor.tune.report import TrialReport, write_headline
@@ -20,7 +20,7 @@ from advisor.tune.session import TrialSession
 class Run(RunningTrial):
     """One that is over at once."""
 
-    def __init__(self, answer: Result) -> None:
+    def __init__(self, answer: TrialResult) -> None:
         self.answer, self.spent = answer, 0.0
 
     def run_turn(self, steps: int = 0) -> bool:
@@ -29,14 +29,14 @@ class Run(RunningTrial):
     def end(self) -> None:
         pass
 
-    def result(self) -> Result:
+    def result(self) -> TrialResult:
         return self.answer
 
 
 class Made(TrialProgram):
     """Answers for a program."""
 
-    def __init__(self, answer: Callable[[tuple[KnobSetting, ...]], Result]) -> None:
+    def __init__(self, answer: Callable[[tuple[KnobSetting, ...]], TrialResult]) -> None:
         self.answer, self.samples, self.counted = answer, False, []
 
     def start(self, knob_settings: tuple[KnobSetting, ...], **_: object) -> Run:  # type: ignore[override]
@@ -45,7 +45,7 @@ class Made(TrialProgram):
 
 
 def tried(
-    names: tuple[str, ...], answer: Callable[[tuple[KnobSetting, ...]], Result]
+    names: tuple[str, ...], answer: Callable[[tuple[KnobSetting, ...]], TrialResult]
 ) -> TrialReport:
     report = TrialReport(trials=plan_requested_trials(names, Machine(2, False), []))
     program = Made(answer)
@@ -54,11 +54,11 @@ def tried(
     return report
 
 
-def steps(ms: float, batch: int = 16, **more: object) -> Result:
+def steps(ms: float, batch: int = 16, **more: object) -> TrialResult:
     spread = (1.0, 1.01, 0.99, 1.005, 0.995)
     times = [round(ms * 1e6 * spread[i % 5]) for i in range(40)]
     losses: list[float | None] = [1.0, 0.9, 0.8]
-    return Result(steps_ns=times, losses=losses, samples=batch, batch=batch, **more)  # type: ignore[arg-type]
+    return TrialResult(steps_ns=times, losses=losses, samples=batch, batch=batch, **more)  # type: ignore[arg-type]
 
 
 def test_of_another_batch_size_the_time_of_a_sample_is_compared_and_not_the_step() -> None:
@@ -90,7 +90,7 @@ def test_without_a_loader_nobody_knows_what_a_batch_is() -> None:
 
 
 def test_other_knobs_are_held_against_the_step_and_go_together() -> None:
-    def answer(knob_settings: tuple[KnobSetting, ...]) -> Result:
+    def answer(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
         return (
             steps(20, 64)
             if KnobSetting("batch", 64) in knob_settings
@@ -112,7 +112,7 @@ def test_a_setting_that_is_none_of_a_knobs_own_is_tried_where_it_is_asked_for() 
 
 
 def test_a_program_that_is_too_slow_for_the_budget_is_told_what_to_change() -> None:
-    late = Result(problem="no end after 20 s", kind="late")
+    late = TrialResult(problem="no end after 20 s", kind="late")
     with pytest.raises(AdvisorError, match="give it more --budget, or fewer --steps"):
         tried(("set-to-none",), lambda knob_settings: late)
 
@@ -121,7 +121,7 @@ def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_r
     """Its losses differ from run to run as they do with the knob."""
     count = 0
 
-    def answer(knob_settings: tuple[KnobSetting, ...]) -> Result:
+    def answer(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
         nonlocal count
         count += 1
         found = steps(7 if knob_settings else 10)
@@ -135,13 +135,13 @@ def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_r
 
 
 def test_knobs_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
-    def answer(knob_settings: tuple[KnobSetting, ...]) -> Result:
+    def answer(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
         found = steps(7 if knob_settings else 10)
         name = knob_settings[0].knob if knob_settings else ""
         if name == "set-to-none":
             found.losses = [1.0, 0.9, 0.81]
         if name == "gc-freeze":
-            found = Result(problem="RuntimeError: no more", kind="memory")
+            found = TrialResult(problem="RuntimeError: no more", kind="memory")
         if name == "loader-persistent":
             found.idle = ["loader-persistent"]
         return found

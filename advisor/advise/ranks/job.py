@@ -98,7 +98,7 @@ def summarise_apart(
     unread: list[UnreadRank] = []
 
     def moved(size: int) -> None:
-        progress.moved += size
+        progress.answer_bytes += size
 
     with _workers(options.workers, options.cluster, len(orders)) as workers:
         progress.dashboard = getattr(workers, "link", "")

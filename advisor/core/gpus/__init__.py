@@ -43,7 +43,7 @@ _CANONICAL = {spelling: name for name, spellings in _FORMATS.items() for spellin
 
 
 def canonical_dtype(dtype: str) -> str | None:
-    """Name a number format as `MemoryPeaks` does, whoever spelled it.
+    """Name a number format as the tables of rates do, whoever spelled it.
 
     Takes torch's spellings ("torch.bfloat16", "half"), those of Kineto's ``Input type``
     ("c10::Half", "float", "signed char") and of collectives ("BFloat16", "Float8_e4m3fn").

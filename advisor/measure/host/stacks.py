@@ -411,9 +411,9 @@ def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[
 
 
 def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
-    """Find the one line of the user's code that takes ``share`` of the time. Its share of all
-    samples is that, to within ``NEAR_SHARE`` or a quarter. ``None``: too few samples, no such line,
-    or several. For a call that keeps the thread for a known share of the step."""
+    """Find the one line of the user's code that takes ``share`` of the time, for a call that keeps
+    the thread for a known share of the step. The line's share of all samples is within
+    ``NEAR_SHARE`` or a quarter of it. ``None``: too few samples, no such line, or several."""
     total = sum(stack.samples for stack in stacks)
     if total < MIN_SAMPLES or share < MIN_SHARE:
         return None

@@ -198,7 +198,7 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
             if _is_backward(file, name):
                 return "backward", False
             continue
-        if (kind := _telling(file, name)) is not None:
+        if (kind := _decisive_role(file, name)) is not None:
             return kind, any(_STATE.search(f.name) for f in stack)
         if _is_backward(file, name):
             return "backward", False
@@ -214,7 +214,7 @@ def _role(stack: Stack, own: SnapshotFrame | None) -> tuple[str, bool]:
     return result or "own", False
 
 
-def _telling(file: str, name: str) -> str | None:
+def _decisive_role(file: str, name: str) -> str | None:
     """Return the role of a frame that settles it; ``None``: it does not."""
     if MODULE.search(file):
         return "parameter" if name in _MOVE else None

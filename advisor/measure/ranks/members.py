@@ -140,7 +140,7 @@ def _shared(
     flagged: dict[int, float],
     result: dict[str, float],
 ) -> None:
-    """Add hosts of which one rank is an outlier and most others are unlikely the same way."""
+    """Add hosts with one outlier rank on which most other ranks deviate in the same direction."""
     for name, own in places.hosts.items():
         there = [place for place in own if place in flagged]
         known = [place for place in own if np.isfinite(excess[place])]

@@ -87,8 +87,8 @@ def _sources(url: str, sizes: dict[str, int | None], choose: Choose) -> list[Rem
 
 
 def _bearing(url: str) -> tuple[str, str, str]:
-    """Split a chain of URLs into what stands before the part with the path, that part, and the
-    rest: ``simplecache::s3://b/c`` into ``("simplecache::", "s3://b/c", "")``."""
+    """Split a chain of URLs at the part with the path, into prefix, that part and suffix:
+    ``simplecache::s3://b/c`` into ``("simplecache::", "s3://b/c", "")``."""
     parts = url.split("::")
     index = next((number for number, part in enumerate(parts) if "://" in part), 0)
     before, after = parts[:index], parts[index + 1 :]

@@ -187,7 +187,7 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
         else:
             body = _loading(view)
         if missing := page_view.describe_missing(view, **query):
-            body = [element("P", missing, role="alert", cls="card"), body]
+            body = element("Div", element("P", missing, role="alert", cls="card"), body)
         return page_frame(page, view, body)
 
     return show

@@ -59,13 +59,16 @@ def view(run: object = None, rank: object = None, **_: object) -> PageView:
     return PageView(current_session, entry, _rank(entry, rank))
 
 
-def describe_missing(view: PageView, run: object = None, rank: object = None, **_: object) -> str:
+def describe_missing(
+    view: PageView, /, run: object = None, rank: object = None, **_: object
+) -> str:
     """Say which run or rank of a query is not there; ``""`` if both are."""
     if run is not None and view.entry.key != str(run):
         return (
             f"There is no run {str(run)[:MAX_NAME]} here. This is {labels.clean(view.entry.name)}."
         )
-    if rank not in (None, "") and view.entry.loaded is not None and view.rank is None:
+    several = view.entry.loaded is not None and len(view.entry.loaded.analyses) > 1
+    if several and rank not in (None, "") and view.rank is None:
         return f"There is no rank {str(rank)[:MAX_NAME]} here. This is the first one."
     return ""
 

@@ -330,10 +330,13 @@ def test_an_editor_that_is_no_address_of_one_is_refused(wrong: str) -> None:
 
 
 def test_a_page_says_which_run_or_rank_of_its_address_is_not_there() -> None:
-    entry = SimpleNamespace(key="0", name="train", loaded=object())
+    entry = SimpleNamespace(
+        key="0", name="train", loaded=SimpleNamespace(analyses={0: None, 1: None})
+    )
     view: Any = SimpleNamespace(entry=entry, rank=None)
     assert describe_missing(view) == "" and describe_missing(view, run="0", rank="") == ""
     assert "no run 999 here" in describe_missing(view, run="999")
     assert "no rank 99 here" in describe_missing(view, rank="99")
-    view.rank = 99
-    assert describe_missing(view, rank="99") == ""
+    assert describe_missing(view, view="5", rank="1" * 90).count("1") == 40
+    entry.loaded.analyses.pop(1)
+    assert describe_missing(view, rank="0") == ""  # the only rank, whatever links call it

@@ -6,6 +6,7 @@ the limits of the code as they are now: put them here when they are lower.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -202,6 +203,35 @@ def named() -> set[str]:
 
 def test_no_new_module_has_a_name_that_says_nothing() -> None:
     assert named() == set()
+
+
+FRAGMENT = re.compile(
+    r"(?:That|What|Those|These|Of|So|Where|Were|As|It|Its|They|Up|In|On|From|With|Without|By|At|For"
+    r"|To|Or|And|But|This|If|Is|Are|Not|Such|Which|Who|How|When|Only|Same|Also|One|Before|After"
+    r"|Between|Under|Per)\b"
+)
+"""First words after which a reader does not know yet what the thing is or does."""
+
+
+def docstrings(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the docstrings in a file, those of attributes and constants too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        body = getattr(node, "body", None)
+        for each in body if isinstance(body, list) else ():
+            value = each.value if isinstance(each, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield each.lineno, value.value.strip()
+
+
+def test_docstrings_open_with_what_a_thing_is_or_does() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for _, file in rooms()
+        if "docs" not in file.parts
+        for line, text in docstrings(file)
+        if FRAGMENT.match(text)
+    ]
+    assert found == []
 
 
 if __name__ == "__main__":

@@ -319,12 +319,11 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
     the ``device`` may be as long without it as it was in the window; and steps that are longer than
     the window's need not have more of the cause.
     """
-    impact = finding.impact
-    if step is None or not step.window_ns or impact is None or impact.currency != "step_time":
+    impact, scale = finding.impact, None if step is None else step.gain_scale
+    if step is None or scale is None or impact is None or impact.currency != "step_time":
         return finding
     if impact.gain_ns is None:
         return finding
-    scale = step.ns / step.window_ns
     least = impact.gain_ns if impact.low_ns is None else impact.low_ns
     most = impact.gain_ns if impact.high_ns is None else impact.high_ns
     low, high = least * scale, most * scale

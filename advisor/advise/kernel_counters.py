@@ -178,9 +178,8 @@ RELIEVE: Final = {
 
 def _relieve(views: Sequence[KernelCounters]) -> str:
     """Return advice for the unit that limits the dominant kernel; empty if none is at its limit."""
-    timed = [view for view in views if view.duration_ns is not None]
-    longest = max(timed, key=_total, default=None)
-    if longest is None or _total(longest) < MOST_TIME * sum(map(_total, timed)):
+    longest = _find_longest(views)
+    if longest is None or _total(longest) < MOST_TIME * sum(map(_total, views)):
         return ""
     at_limit = len(views) > 1 and max(longest.use.values(), default=0.0) >= AT_LIMIT
     return f"{RELIEVE[longest.limit]}. " if at_limit and longest.limit in RELIEVE else ""
@@ -193,8 +192,7 @@ LOW_OCCUPANCY = 0.25
 def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
     """Return advice for the longest kernel if it waits with few resident warps; empty if it does
     not."""
-    timed = [view for view in views if view.duration_ns is not None]
-    longest = max(timed, key=_total, default=None)
+    longest = _find_longest(views)
     if longest is None or longest.limit != "latency" or longest.occupancy is None:
         return ""
     if longest.occupancy >= LOW_OCCUPANCY:
@@ -221,18 +219,17 @@ def _longest(views: Sequence[KernelCounters]) -> str:
     """Write a sentence on the kernel with most time in all profiled launches, or without times on
     the one that moves most bytes."""
     short = label_kernels(view.short for view in views)
-    timed = [view for view in views if view.duration_ns is not None]
-    if not timed:
+    longest = _find_longest(views)
+    if longest is None:
         moved = max(views, key=lambda view: view.dram_bytes or 0.0)
         if not moved.dram_bytes:
             return ""
         return f"{short[moved.short]} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
-    longest = max(timed, key=_total)
     took = t.format_duration(longest.duration_ns or 0.0)
     name = short[longest.short]
     text = f"The longest, {name}, takes {took}"
     if longest.profiled > 1:
-        share = _total(longest) / (sum(map(_total, timed)) or 1.0)
+        share = _total(longest) / (sum(map(_total, views)) or 1.0)
         launches = f"{longest.profiled:,} launches of {took}"
         text = f"{name} takes most time ({t.format_share(share)}, {launches})"
     use = max(longest.use.values(), default=None)
@@ -243,6 +240,12 @@ def _longest(views: Sequence[KernelCounters]) -> str:
     elif longest.bandwidth is not None:
         text += f" at {t.format_rate(longest.bandwidth, 'B/s')} of DRAM"
     return f"{text}. "
+
+
+def _find_longest(views: Sequence[KernelCounters]) -> KernelCounters | None:
+    """Find the kernel that takes most time in all profiled launches; ``None`` if none was timed."""
+    timed = [view for view in views if view.duration_ns is not None]
+    return max(timed, key=_total, default=None)
 
 
 def _total(view: KernelCounters) -> float:

@@ -132,7 +132,7 @@ def _share(finding: Finding) -> float:
 def _order(
     findings: list[Finding], estimator: GainEstimator, floor: float, a: Analysis
 ) -> tuple[list[Finding], list[Finding]]:
-    """Return the findings by marginal gain × confidence, the largest first; and those left out.
+    """Return the findings by marginal gain × weight, the largest first; and those left out.
 
     Each choice is made as if the findings chosen before were done. What then keeps almost nothing
     is folded under the one that took most of it, and so are alternatives of a chosen finding.
@@ -240,7 +240,7 @@ def _best(
     chosen: list[Finding],
     estimator: GainEstimator,
 ) -> tuple[int, float]:
-    """Return the waiting finding with the largest marginal gain × confidence, and that gain.
+    """Return the waiting finding with the largest marginal gain × weight, and that gain.
 
     Gains mostly shrink as others are done, so each is looked at again only when its last gain
     could still win; what gained nothing is looked at again every time, because a fix may begin to

@@ -466,7 +466,7 @@ def describe_gain(finding: Finding, *, alone: bool = False) -> str:
     return f"{amount}{unit}{ends}{share}"
 
 
-WIDE_LOW, WIDE_HIGH, NO_GAIN = 0.5, 2.0, 0.01
+WIDE_HIGH, NO_GAIN = 2.0, 0.01
 """Ends of the range, over the gain, beyond which their reasons are given; and the low end that
 counts as no gain."""
 MAX_BEYOND_EVIDENCE = 1.05
@@ -498,7 +498,7 @@ def _reasons(
     """Say what decides those ends of a range that lie far from the gain."""
     low, high = range_ns
     ends = []
-    if low < WIDE_LOW * gain:
+    if low < t.WIDE_LOW * gain:
         ends.append(("low end", decided_by[0]))
     if high > WIDE_HIGH * gain:
         ends.append(("high end", decided_by[1]))
@@ -543,7 +543,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
         return []
     time = f"the {t.format_duration(float(shown.value or 0))} of '{shown.label}'"
     operations = [edit.op for edit in finding.edits]
-    little = (impact.high_ns or impact.gain_ns) < WIDE_LOW * float(shown.value or 0)
+    little = (impact.high_ns or impact.gain_ns) < t.WIDE_LOW * float(shown.value or 0)
     if little and {*operations} == {"overlap"} and t.is_upper_bound(impact):
         return [f"less than {time}: too little other GPU work is known to hide it under"]
     if impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):

@@ -200,6 +200,11 @@ class StepTime(Struct, kw_only=True):
         vary, because the run's duration is made of it, else the median."""
         return self.mean_ns if self.varies else self.ns
 
+    @property
+    def gain_scale(self) -> float | None:
+        """The run's usual step over that of the window; ``None`` if no window was profiled."""
+        return self.ns / self.window_ns if self.window_ns else None
+
 
 class Crash(Struct, kw_only=True):
     """A rank that an exception ended."""
@@ -931,8 +936,7 @@ class Report(Struct, kw_only=True):
     @property
     def gain_scale(self) -> float | None:
         """Median step of the run over the window's mean step; ``None``: one of them is missing."""
-        step = self.step
-        return step.ns / step.window_ns if step is not None and step.window_ns else None
+        return None if self.step is None else self.step.gain_scale
 
     @property
     def per(self) -> Per:

@@ -309,11 +309,11 @@ def is_upper_bound(impact: Impact) -> bool:
     above = format_duration(impact.high_ns or 0) != format_duration(gain)
     if above and (impact.high_ns or 0) > gain:
         return False
-    wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW_END * gain
+    wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW * gain
     return impact.method.startswith("upper bound") or (wide and impact.high_ns is not None)
 
 
-WIDE_LOW_END = 0.5
+WIDE_LOW = 0.5
 """Share of a gain below which the low end of its range is far from it."""
 
 

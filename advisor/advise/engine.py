@@ -4,7 +4,6 @@ findings, and write the report."""
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Rule
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary import RankSummary, UnreadRank
+    from advisor.read.reader import ReadOptions
     from advisor.replay.ranks.study import Study
 
 
@@ -336,6 +336,14 @@ def explain_unrelated(run: Run) -> list[str]:
     return why
 
 
+def open_first_windows(path: str | Path, read: ReadOptions, rank: int | None = None) -> Run:
+    """Open the ranks of a run, each with its first window. Raises AdvisorError if its files cannot
+    be of one run."""
+    run = open_run(path, read, rank=rank, window="first")
+    refuse_unrelated(run)
+    return run
+
+
 def refuse_unrelated(run: Run) -> None:
     """Raise AdvisorError, with reasons and file names, if the files cannot be of one run."""
     if not (why := explain_unrelated(run)):
@@ -365,7 +373,7 @@ def _own_files(source: Trace | MemorySnapshot) -> set[str]:
     else:
         python = source.cpu.filter(pl.col("kind") == "python")["name"].unique().cast(pl.String)
         files = {name.partition("(")[0] for name in python if frame_rank(name) == 2}
-    return {re.split(r"[/\\]", file)[-1] for file in files}
+    return {file.replace("\\", "/").rpartition("/")[2] for file in files}
 
 
 def _names(trace: Trace) -> set[str]:

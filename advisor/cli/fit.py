@@ -82,13 +82,11 @@ def _history(
 ) -> tuple[PostMortem, Analysis | None, RankRecord | None]:
     """Return the memory history, the trace that times changes (or ``None``), and the rank's record.
     Raises AdvisorError if there is no history or its figures contradict each other."""
-    from advisor.advise.engine import refuse_unrelated
+    from advisor.advise.engine import open_first_windows
     from advisor.measure import Analysis
     from advisor.measure.memory.post_mortem import post_mortems
-    from advisor.read import open_run
 
-    run = open_run(path, options.read, rank=options.rank, window="first")
-    refuse_unrelated(run)
+    run = open_first_windows(path, options.read, options.rank)
     number = (
         options.rank
         if options.rank is not None

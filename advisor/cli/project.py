@@ -84,19 +84,17 @@ def command(
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")
     if gpus and (gpu or every):
         raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
-    from advisor.advise.engine import refuse_unrelated
+    from advisor.advise.engine import open_first_windows
     from advisor.core.files import read_toml
     from advisor.core.gpus import find_gpu
     from advisor.core.prices import read_prices
-    from advisor.read import open_run
     from advisor.render.documents.project import build
     from advisor.replay.project.project import Projector, choose_gpus
     from advisor.replay.project.splits import find_epoch, find_pacing_rank, read_instance, read_rank
 
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _targets(gpu, table, every=every)
-    run = open_run(path, options.read, rank=options.rank, window="first")
-    refuse_unrelated(run)
+    run = open_first_windows(path, options.read, options.rank)
     if not run.traces:
         raise AdvisorError(f"{path}: no profiled window, so nothing to project")
     pace = find_pacing_rank(run, options.rank, options.steps)

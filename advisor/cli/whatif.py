@@ -77,15 +77,13 @@ def command(
     from advisor.replay.result import what_if
 
     edits = [parse_edit(line) for line in edit]
-    from advisor.advise.engine import refuse_unrelated
-    from advisor.read import open_run
+    from advisor.advise.engine import open_first_windows
     from advisor.render.documents import whatif as documents
 
     wanted = out.chosen(PREDICTIONS, form, output)
     if number is not None and (edits or mesh is not None):
         raise AdvisorError("whatif: give --precision, --mesh or --edit, not two of them")
-    run = open_run(path, options.read, rank=options.rank, window="first")
-    refuse_unrelated(run)
+    run = open_first_windows(path, options.read, options.rank)
     if number is not None:
         document = _precision(run, number, options)
     elif mesh is not None:

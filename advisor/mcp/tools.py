@@ -287,9 +287,10 @@ class Tools:
     ) -> Projected:
         """Predict the step on another GPU (gpu), or with more or fewer GPUs (gpus), for each split
         of the job; of many ranks for the one with most work."""
+        from advisor.advise.engine import open_first_windows
         from advisor.core.gpus import find_gpu
         from advisor.measure.comm.links import NodeLinks
-        from advisor.read import ReadOptions, open_run
+        from advisor.read import ReadOptions
         from advisor.replay.project.mesh import MeshProjector, parse_mesh
         from advisor.replay.project.project import Projector, choose_gpus
         from advisor.replay.project.splits import (
@@ -310,7 +311,7 @@ class Tools:
         choices: tuple[Choice, ...] = ()
         splits: list[Split] = []
         with self._lock:
-            run = open_run(where, read, rank=rank, window="first")
+            run = open_first_windows(where, read, rank)
             if not run.traces:
                 raise AdvisorError(f"{path}: no profiled window, so nothing to project")
             pace = find_pacing_rank(run, rank)

@@ -312,6 +312,18 @@ def test_a_step_is_projected_onto_other_gpus_and_other_numbers_of_them(folder: P
     assert "is taken for" in shortened["notes"][0]
 
 
+def test_files_that_are_not_of_one_run_are_not_projected_either(folder: Path) -> None:
+    (folder / "mixed").mkdir()
+    for gpu in ("A100", "H100"):
+        b = TraceBuilder(gpu)
+        with b.step():
+            b.launch("k", 1000)
+        b.write(folder / "mixed" / f"{gpu}.json")
+    given = {"path": "mixed"}
+    same = answers(folder, ("analyze", given), ("project", {**given, "gpu": ["h100 sxm5"]}))
+    assert all("do not look like ranks or windows of one run" in text for text in same)
+
+
 def test_rules_and_the_guide_are_resources(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,18 +73,8 @@ class Bar(Figure):
 
     def html(self, *, small: bool = False) -> Markup:
         """Draw a bar and its legend."""
-        bar, x = self.bar, 0.0
-        parts = []
-        for segment in bar.segments:
-            width = max(0.0, min(segment.share, 1.0)) * WIDTH
-            title = tag("title", f"{segment.label} {segment.time}, {segment.share_text}")
-            place = {"x": f"{x:.1f}", "y": 0, "width": f"{width:.1f}", "height": 40}
-            parts.append(tag("rect", title, cls=colour_class_of_segment(segment), **place))
-            x += width
-        drawn = tag(
-            "svg", *parts, cls="bar", viewBox=f"0 0 {WIDTH} 40", preserveAspectRatio="none",
-            role="img", aria_label=f"The {bar.per}'s time: {bar.alt_text}",
-        )  # fmt: skip
+        bar = self.bar
+        drawn = _strip(bar.segments, f"The {bar.per}'s time: {bar.alt_text}")
         if small:
             keys = [
                 tag(
@@ -136,6 +126,46 @@ class Bar(Figure):
                 parts += [(blanks, ""), *right[number]]
             rows.append(parts)
         return [drawn, *rows]
+
+
+def _strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> Markup:
+    """Draw only the bar; ``scale``: its part of the page's width."""
+    parts, x = [], 0.0
+    for segment in segments:
+        width = max(0.0, min(segment.share, 1.0)) * WIDTH * scale
+        title = tag("title", f"{segment.label} {segment.time}, {segment.share_text}")
+        place = {"x": f"{x:.1f}", "y": 0, "width": f"{width:.1f}", "height": 40}
+        parts.append(tag("rect", title, cls=colour_class_of_segment(segment), **place))
+        x += width
+    return tag(
+        "svg", *parts, cls="bar", viewBox=f"0 0 {WIDTH} 40", preserveAspectRatio="none",
+        role="img", aria_label=label,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ComparedBars(Figure):
+    """Bars of the step before and after, on one scale."""
+
+    sides: Sequence[tuple[str, float, Sequence[Segment]]]
+    """Name of each side, its step time in ns, and its parts."""
+
+    def table(self) -> None:
+        """Return ``None``: the table beside it has the numbers."""
+
+    def html(self, *, small: bool = False) -> Markup:
+        """Draw a bar a side, and one legend."""
+        longest, lanes = max(ns for _, ns, _ in self.sides), []
+        for name, ns, own in self.sides:
+            time, scale = t.format_duration(ns), ns / longest
+            label = ", ".join(f"{segment.name} {segment.share_text}" for segment in own)
+            title = tag("span", f"{name} ", tag("small", time), cls="name")
+            lanes.append(
+                tag("div", title, _strip(own, f"{name}, {time}: {label}", scale), cls="lane")
+            )
+        parts = {s.name: colour_class_of_segment(s) for _, _, own in self.sides for s in own}
+        keys = [tag("li", legend_key(cls), name) for name, cls in parts.items()]
+        return join(tag("div", *lanes, cls="strips"), tag("ul", *keys, cls="keys"))
 
 
 def _row(segment: Segment, label: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +137,17 @@ def test_a_slower_kernel_is_the_whole_difference(files: Callable[..., Comparison
     assert c.work[0].op == "aten::mm"
     assert amount(c, "time", "compute") == pytest.approx((1000e3, 1400e3))
     assert amount(c, "kernels", "gemm") == pytest.approx((900e3, 1300e3))
+
+
+def test_the_page_has_the_step_before_and_after_on_one_scale(
+    files: Callable[..., Comparison],
+) -> None:
+    page = COMPARISONS.render("html", files({"gemm": 900.0}, {"gemm": 1900.0}))
+    bars = re.findall(r'<svg class="bar".*?</svg>', page)
+    found = [re.findall(r'rect class="(\S+)".*?width="(\S+)"', bar) for bar in bars]
+    before, after = ({kind: float(width) for kind, width in bar} for bar in found)
+    assert after["c-compute"] / before["c-compute"] == pytest.approx(2000 / 1000, rel=0.01)
+    assert sum(before.values()) < sum(after.values()) == pytest.approx(1000, abs=20)
 
 
 def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Comparison]) -> None:

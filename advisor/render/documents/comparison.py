@@ -7,6 +7,8 @@ from typing import Final
 
 from advisor.compare import comparison_text
 from advisor.compare.comparison import Comparison, Decision
+from advisor.core import charts
+from advisor.core.charts import Segment
 from advisor.core.text import format_value
 from advisor.render.document import (
     DEFAULT,
@@ -22,6 +24,7 @@ from advisor.render.document import (
     Span,
     TextField,
 )
+from advisor.render.figures import ComparedBars
 
 MAX_LINES: Final = 12
 """Number of source lines listed in the table of memory, and of layers."""
@@ -52,7 +55,13 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
                 "Inference by phase", "", comparison_text.figures_of(c, ["phases"]), short=True
             ),
             *_table("Parts of a layer", "", comparison_text.figures_of(c, ["parts"])),
-            *_table("Breakdown", "", comparison_text.breakdown_lines(c), aside=window),
+            *_table(
+                "Breakdown",
+                "",
+                comparison_text.breakdown_lines(c),
+                aside=window,
+                above=_bars(c),
+            ),
             *_table(
                 "Layers",
                 "own time, most changed",
@@ -97,6 +106,7 @@ def _table(
     lines: list[comparison_text.ComparedFigure],
     notes: Sequence[Paragraph] = (),
     *,
+    above: Sequence[Block] = (),
     short: bool = False,
     aside: str = "",
 ) -> Iterator[Block]:
@@ -104,7 +114,39 @@ def _table(
     rows = [[line.label, *line.texts, line.change] for line in lines]
     if rows:
         head = [first, "before", "after", "difference"]
-        yield Section(title, [Grid(head, rows), *notes], aside, short=short)
+        yield Section(title, [*above, Grid(head, rows), *notes], aside, short=short)
+
+
+_KINDS: Final[dict[str, charts.Kind]] = {"time": "work", "idle": "idle", "host": "host"}
+
+
+def _bars(c: Comparison) -> list[ComparedBars]:
+    """Return the step's bar before and after; empty where a side has no breakdown."""
+    lines = [line for line in comparison_text.breakdown_lines(c) if line.group in _KINDS]
+    if any(line.group == "idle" for line in lines):
+        lines = [line for line in lines if (line.group, line.name) != ("time", "idle")]
+    sides = [
+        (
+            name,
+            step_ns,
+            [
+                Segment(
+                    "idle" if line.name == "idle" else _KINDS[line.group],
+                    line.name,
+                    line.label.removeprefix("– "),
+                    charts.OTHER_LOOK,  # a page colours by kind and key
+                    ns,
+                    ns / step_ns,
+                )
+                for line in lines
+                if (ns := getattr(line, name))
+            ],
+        )
+        for name, step_ns in (("before", c.before.step_ns), ("after", c.after.step_ns))
+        if step_ns
+    ]
+    both = len(sides) == 2 and all(parts for _, _, parts in sides)
+    return [ComparedBars(sides)] if both else []
 
 
 def _findings(c: Comparison) -> Iterator[Block]:

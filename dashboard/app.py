@@ -148,20 +148,23 @@ def _refuse(error: Exception) -> Any:
 
 
 def _broken() -> Any:
-    return _message("This page failed", "This is a bug in advisor. Its terminal shows the error.")
+    text = "This is a bug in advisor. Its terminal shows the error."
+    return element("Main", _message("This page failed", text, "/"), id="content")
 
 
-def _not_found(**_query: object) -> Any:
-    return _message("Page not found", "The dashboard has no page at this address.")
+def _not_found(**given: object) -> Any:
+    view = page_view.view(**clean_query(given))
+    text = "The dashboard has no page at this address."
+    body = _message("Page not found", text, view.href("/"))
+    return page_frame(MenuPage("not-found", "", ""), view, body)
 
 
-def _message(title: str, text: str) -> Any:
-    """Build a page with one message."""
-    back = element("P", link("Back to the overview", href="/"))
-    body = element(
+def _message(title: str, text: str, overview: str) -> Any:
+    """Build a card with one message; ``overview``: the address that it leads back to."""
+    back = element("P", link("Back to the overview", href=overview))
+    return element(
         "Section", element("H1", title), element("P", text, role="alert"), back, cls="card centred"
     )
-    return element("Main", body, id="content")
 
 
 def _unknown_path_is_404(response: flask.Response) -> flask.Response:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from advisor.advise.terms import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME
+from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
 from advisor.core.finding import Finding, Location
 from advisor.core.prices import format_money
 from advisor.core.trace import KINETO
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from advisor.core.report import Replay, Report
 
 MAX_NAMES = 6
+
+STATUS: Final = {
+    "bottlenecks": "Bottlenecks found",
+    "healthy": "Healthy",
+    "limited": "Limited data",
+}
 
 Line = tuple[str, list[str]]
 """Label of a line, and the parts that follow it."""
@@ -37,6 +43,15 @@ def describe_scope(report: Report) -> list[Line]:
         ("cost", describe_cost(report)),
     ]
     return [(label, parts) for label, parts in lines if parts]
+
+
+def describe_status(report: Report) -> str:
+    """Describe the status in two words: logs and dumps show faults, snapshots memory, and not where
+    the time goes."""
+    if report.scope.step_source == SNAPSHOT.name:
+        return "Memory problem found" if report.status == "bottlenecks" else "Memory snapshot"
+    fault = report.status == "bottlenecks" and (report.flight or report.network)
+    return "Problems found" if fault and report.scope.has_no_step_time else STATUS[report.status]
 
 
 def _trace(report: Report) -> list[str]:

@@ -35,11 +35,6 @@ from advisor.dashboard.session import DashboardSession
 from advisor.render.documents import auxiliary_sections, serving
 from advisor.render.documents.report import checks
 
-STATUS = {
-    "bottlenecks": "Bottlenecks found",
-    "healthy": "Healthy",
-    "limited": "Limited data",
-}
 OUTLOOK = "outlook"
 MAX_LISTED_FINDINGS = 5
 """Number of findings listed; the others are a click away."""
@@ -104,17 +99,11 @@ def _head(report: Report) -> Any:
     ]
     return element(
         "Div",
-        element("Span", _status(report), cls=f"pill {report.status}"),
+        element("Span", report_text.describe_status(report), cls=f"pill {report.status}"),
         *verdict_head(report.verdict),
         element("Div", *lines, cls="scope"),
         cls="page-head",
     )
-
-
-def _status(report: Report) -> str:
-    """Return the page's status: logs and dumps show faults, not where the time goes."""
-    fault = report.status == "bottlenecks" and (report.flight or report.network)
-    return "Problems found" if fault and report.scope.has_no_step_time else STATUS[report.status]
 
 
 def _staircase(report: Report) -> Any:

@@ -110,5 +110,6 @@ def test_a_snapshot_is_drawn_and_its_advice_is_there(
     assert "Left behind by each step" in told and "train.py" in told
     found = t.open("/findings").locator("main").inner_text()
     assert "The loss keeps several copies of the logits in memory" in found
+    assert t.open("/").locator(".pill").first.inner_text() == "Memory problem found"
     assert len(list(t.walk())) > 5
     assert t.wrong == []

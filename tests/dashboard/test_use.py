@@ -64,6 +64,17 @@ def test_the_theme_is_the_systems_until_one_is_chosen_and_then_stays(
     assert t.wrong == []
 
 
+def test_an_address_without_a_page_keeps_the_header(h100: str, show: Any, tab: Any) -> None:
+    t = tab(show(h100), dark=True)
+    page = t.open("/no-such-page")
+    assert t.wrong and all("404" in said for said in t.wrong)
+    assert page.locator("main h1").inner_text() == "Page not found"
+    page.locator("#theme-switch").click()
+    assert theme(page) == "light"
+    page.locator("header .brand").click()
+    page.locator(".page-overview main h1").wait_for()
+
+
 def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated_anew(
     pair: tuple[str, str], show: Any, tab: Any
 ) -> None:

@@ -38,18 +38,13 @@ MAX_RANKS: Final = 8
 MIN_POSSIBLE: Final = 0.05
 """Share of the step from which a possible gain is named where notes are only counted."""
 MAX_NOTES: Final = 100
-_STATUS: Final = {
-    "bottlenecks": ("bold yellow", "Bottlenecks"),
-    "healthy": ("bold green", "Healthy"),
-    "limited": ("bold", "Limited data"),
-}
+_STYLE: Final = {"bottlenecks": "bold yellow", "healthy": "bold green", "limited": "bold"}
 _ON_HOST: Final = ("GPU", "ops", "ranges", "path")
 """Figures beside the bar that are shown where room is short."""
 
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     """Build the document; ``options`` bring the measurements for a timeline."""
-    style, badge = _STATUS[report.status]
     return Document(
         report.verdict,
         [
@@ -73,8 +68,8 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
         ],
         name="report",
         status=report.status,
-        style=style,
-        badge=badge,
+        style=_STYLE[report.status],
+        badge=report_text.describe_status(report),
         footer=f"advisor {report.version} · {report.schema}",
     )
 

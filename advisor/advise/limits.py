@@ -38,6 +38,8 @@ MIN_LEFT_OUT_SHARE = 0.01
 POSSIBLE_SHARE = 0.5
 """Share of the GPU's work launched in ranges that could be the step."""
 MAX_NAMED = 3
+DONE = ": done"
+"""End of the line of a window that was recorded."""
 ACTIVITIES = "activities=[CPU, CUDA]"
 MIN_EVENTS = 100
 """Number of events below which a file holds less than a small network's step. Its forward pass,
@@ -379,11 +381,14 @@ def _record_limits(a: Analysis) -> list[str]:
     """List what a record without a profiled window cannot show."""
     recorded = a.recorded
     assert recorded is not None
+    windows = window_lines(recorded.record.events_of("window"))
+    done = [line.removesuffix(DONE) for line in windows if line.endswith(DONE)]
+    lack = f"The trace of {', '.join(done)} is missing" if done else "No window was profiled"
     result = [
-        "No window was profiled: what the host did is known by phase, and nothing of what ran on "
+        f"{lack}: what the host did is known by phase, and nothing of what ran on "
         "the device. Host times of phases that only launch work say little about the device."
     ]
-    result += [line + "." for line in window_lines(recorded.record.events_of("window"))]
+    result += [line + "." for line in windows if not line.endswith(DONE)]
     if not recorded.record.has_ended:
         result.append("The run was killed, or is still going on: figures are up to its last step.")
     if not recorded.steps:

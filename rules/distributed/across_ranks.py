@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MIN_READ_SHARE = 0.9
 """Share of the job's ranks that must be read; else one that was not may be later still."""
 
+WAIT = "exposed wait of the others"
+
 
 def per_of(study: Study) -> Per:
     """Return the unit that the job's figures are per, such as a step."""
@@ -41,11 +43,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     whole = len(job.summaries) >= MIN_READ_SHARE * world
     own = "transfer time above the same of other groups"
     if deviation.kind != "network":
-        own = (
-            "own work above the others'"
-            if not deviation.arrives_late
-            else "exposed wait of the others"
-        )
+        own = "own work above the others'" if not deviation.arrives_late else WAIT
     evidence = [
         Evidence("rank", job.topology.ranks[index[0]]) if len(index) == 1 else Evidence("who", who),
         Evidence(own, deviation.excess_ns, "ns", per=per),
@@ -57,10 +55,9 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
         ),
     ]
     if taken:
-        evidence += [
-            Evidence("arrives last at", last / taken, "share"),
-            Evidence("exposed wait of the others", waited, "ns", per=per),
-        ]
+        evidence.append(Evidence("arrives last at", last / taken, "share"))
+        if own != WAIT:
+            evidence.append(Evidence(WAIT, waited, "ns", per=per))
     if error is not None:
         evidence.append(Evidence("error of the clocks' alignment", error, "ns"))
     impact = None

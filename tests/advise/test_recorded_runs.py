@@ -104,6 +104,13 @@ def test_a_window_that_cannot_be_read_is_told_and_the_record_remains(tmp_path: P
     assert any("trace_w0" in line for line in report.limits)
 
 
+def test_a_window_without_its_trace_is_missing_and_that_it_was_recorded_is_no_limit() -> None:
+    report = report_of(Path(__file__).parents[1] / "data" / "recorded" / "worker_respawn.slow")
+    assert report.recorded is not None and report.recorded.windows == ["window 0: done"]
+    assert report.limits[0].startswith("The trace of window 0 is missing: ")
+    assert not any("done" in limit for limit in report.limits)
+
+
 def test_windows_keep_the_numbers_of_their_names(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training(), 1: training()})
     (folder / "rank1" / "trace_w2.json.gz").write_bytes(gzip.compress(window()))

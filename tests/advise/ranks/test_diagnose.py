@@ -489,3 +489,10 @@ def test_a_thousand_ranks_are_diagnosed_in_seconds_and_in_little_memory() -> Non
     assert peak < 1 << 30
     assert took < 60, "seconds of CPU; some 5 where memory is not traced"
     assert len(msgspec.json.encode(report)) < 1 << 20
+
+
+def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[str], str]) -> None:
+    report = analyze(Path(shared_trace("dlrm_8ranks/worker7.pt.trace")).parent)
+    (late,) = [found for found in report.findings if found.rule == "straggler-rank"]
+    labels = [item.label for item in late.evidence]
+    assert "exposed wait of the others" in labels and len(labels) == len(set(labels))

@@ -1,5 +1,5 @@
-// What callbacks do in the browser: filter a grid by the field above it, put a rank into the
-// address.
+// What callbacks do in the browser: filter a grid by the field above it, put a rank or the fixes
+// that are not ticked into the address.
 window.dash_clientside = window.dash_clientside || {};
 window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor || {}, {
   quickFilter: function (text, options) {
@@ -18,6 +18,23 @@ window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor ||
       key = selected[0].query;
     }
     return key ? ["/timeline", "?" + key] : [still, still];
+  },
+  // Only the address changes: to Dash a new one would be a new page.
+  keepTicks: function (ticks, fixes) {
+    "use strict";
+    var address = new URL(location.href);
+    var without = fixes
+      .filter(function (_, i) {
+        return !ticks[i];
+      })
+      .map(function (id) {
+        return id.fix;
+      });
+    address.searchParams.delete("without");
+    if (without.length) {
+      address.search += (address.search ? "&" : "?") + "without=" + without.join(",");
+    }
+    history.replaceState(history.state, "", address);
   },
   chooseRank: function (rank, search) {
     "use strict";

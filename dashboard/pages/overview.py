@@ -6,7 +6,7 @@ from typing import Any
 
 import dash
 import dash_mantine_components as dmc
-from dash import Input, Output, State
+from dash import ClientsideFunction, Input, Output, State
 
 from advisor.advise import report_charts, report_text
 from advisor.core import labels
@@ -31,7 +31,7 @@ from advisor.dashboard.components import (
 )
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages import network
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.render.documents import auxiliary_sections, serving
 from advisor.render.documents.report import checks
 
@@ -40,8 +40,8 @@ MAX_LISTED_FINDINGS = 5
 """Number of findings listed; the others are a click away."""
 
 
-def layout(**query: object) -> Any:
-    """Build the page."""
+def layout(without: object = None, **query: object) -> Any:
+    """Build the page; ``without``: numbers of the fixes that are not ticked."""
     view = page_view.view(**query)
     report = view.loaded.report
     bar, timeless = report_charts.build_step_bar(report), report.scope.has_no_step_time
@@ -58,7 +58,7 @@ def layout(**query: object) -> Any:
         if bar is not None
         else None,
         *map(draw_block, serving.sections(report)),
-        _staircase(report),
+        _staircase(view, without),
         None if timeless else _top(view, report),
         _rest(report),
     )
@@ -106,18 +106,29 @@ def _head(report: Report) -> Any:
     )
 
 
-def _staircase(report: Report) -> Any:
+def _staircase(view: PageView, without: object) -> Any:
     """Draw the step as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked
     to be in or out."""
-    shown = report_charts.build_stairs(report)
-    if shown is None:
+    full = report_charts.build_stairs(view.loaded.report)
+    if full is None:
         return None
+    known = _fixes(full)
+    kept = {fix for fix in known if str(fix) not in str(without).split(",")}
+    drawn = _chosen(view.loaded, kept) if kept != known else None
+    shown, outlook = drawn or (full, report_text.describe_all_fixes(view.loaded.report))
+    kept = kept if drawn else known
     stairs = []
     for stair in shown.all:
         what = f"{stair.number}. {stair.label}" if stair.number else stair.label.capitalize()
         tick: Any = dmc.Checkbox
         label = (
-            tick(id={"fix": stair.priority}, label=what, checked=True, size="xs", radius="sm")
+            tick(
+                id={"fix": stair.priority},
+                label=what,
+                checked=stair.priority in kept,
+                size="xs",
+                radius="sm",
+            )
             if stair.priority is not None
             else what
         )
@@ -127,7 +138,7 @@ def _staircase(report: Report) -> Any:
                 element("Span", label, cls="what", title=what),
                 *(
                     element("Span", made, id={"of": stair.number, "part": part}, cls=part)
-                    for part, made in _parts(shown, stair, kept=True).items()
+                    for part, made in _parts(shown, stair, kept=_is_kept(stair, kept)).items()
                 ),
                 cls="stair",
             )
@@ -135,12 +146,29 @@ def _staircase(report: Report) -> Any:
     return card(
         f"{shown.per.capitalize()} time after each fix",
         element("Ol", *stairs, cls="stairs"),
-        element(
-            "P", report_text.describe_all_fixes(report), id=OUTLOOK, cls="note-line", role="status"
-        ),
+        element("P", outlook, id=OUTLOOK, cls="note-line", role="status"),
         aside="each row adds one fix to those above; untick a fix to leave it out",
         tools=png_button("gains"),
     )
+
+
+def _fixes(stairs: Stairs) -> set[int]:
+    return {stair.priority or 0 for stair in stairs.fixes}
+
+
+def _is_kept(stair: Stair, kept: set[int]) -> bool:
+    return stair.priority is None or stair.priority in kept
+
+
+def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[Stairs, str] | None:
+    """Return the stairs of some fixes, and the sentence below them; ``None``: there are none."""
+    shown = loaded.cached(
+        ("stairs", frozenset(kept)),
+        lambda: report_charts.build_stairs_of_chosen(
+            loaded.report, kept, loaded.examined.estimator
+        ),
+    )
+    return None if shown is None else (shown, report_text.describe_chosen_fixes(shown))
 
 
 def _parts(stairs: Stairs, stair: Stair, *, kept: bool) -> dict[str, Any]:
@@ -175,28 +203,25 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
     def tick(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
         loaded = page_view.view(**page_view.parse_query(search)).loaded
         full = report_charts.build_stairs(loaded.report)
-        known = {stair.priority or 0 for stair in full.fixes} if full is not None else set()
+        known = _fixes(full) if full is not None else set()
         ticked = zip(fixes or (), ticks or (), strict=False)
         on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]
         kept = known & set(filter(lambda fix: isinstance(fix, int), on))
-        shown = loaded.cached(
-            ("stairs", frozenset(kept)),
-            lambda: report_charts.build_stairs_of_chosen(
-                loaded.report, kept, loaded.examined.estimator
-            ),
-        )
-        if shown is None:
+        chosen = _chosen(loaded, kept)
+        if chosen is None:
             raise dash.exceptions.PreventUpdate
-        rows = [
-            _parts(shown, stair, kept=stair.priority is None or stair.priority in kept)
-            for stair in shown.all
-        ]
-        outlook = (
-            report_text.describe_all_fixes(loaded.report)
-            if kept == known
-            else report_text.describe_chosen_fixes(shown)
-        )
+        shown, outlook = chosen
+        rows = [_parts(shown, stair, kept=_is_kept(stair, kept)) for stair in shown.all]
+        if kept == known:
+            outlook = report_text.describe_all_fixes(loaded.report)
         return [row["run"] for row in rows], [row["then"] for row in rows], outlook
+
+    app.clientside_callback(
+        ClientsideFunction("advisor", "keepTicks"),
+        Input({"fix": dash.ALL}, "checked"),
+        State({"fix": dash.ALL}, "id"),
+        prevent_initial_call=True,
+    )
 
 
 def finding_line(view: PageView, finding: Finding) -> Any:

@@ -338,15 +338,24 @@ def code(text: str) -> Any:
     )
 
 
-def figure(made: Any, name: str, *, height: int, description: str, id: Any = None) -> Any:  # noqa: A002
-    """Build a plotly figure with what it shows in words, and its PNG under a button."""
+def figure(
+    made: Any,
+    name: str,
+    *,
+    height: int,
+    description: str,
+    narrow_height: int = 0,
+    id: Any = None,  # noqa: A002
+) -> Any:
+    """Build a plotly figure with what it shows in words, and its PNG under a button.
+    ``narrow_height``: its height on a telephone, where a legend takes many lines."""
     graph: Any = dcc.Graph
     extra = {} if id is None else {"id": id}
     return element(
         "Figure",
         graph(
             figure=made,
-            style={"height": f"{height}px"},
+            style={"height": f"max({height}px, {narrow_height + 195}px - 50vw)"},
             responsive=True,
             config={
                 "displaylogo": False,

@@ -100,7 +100,6 @@ def grid(
 ) -> Any:
     """Build a grid of which one row can be selected (click, or space on the focused row)."""
     make: Any = dash_ag_grid.AgGrid
-    search: Any = dcc.Input
     fixed = any(column.flex is not None for column in columns)  # else all share the room
     made = make(
         id=id,
@@ -138,17 +137,7 @@ def grid(
         "Div",
         element(
             "Div",
-            element(
-                "Label",
-                element("Span", f"Search: {label}", cls="visually-hidden"),
-                search(
-                    id=f"{id}-search",
-                    type="search",
-                    placeholder="Search",
-                    debounce=False,
-                    className="search",
-                ),
-            ),
+            search_field(f"{id}-search", label),
             element(
                 "Button",
                 "CSV",
@@ -162,6 +151,16 @@ def grid(
         ),
         element("Div", made, role="region", aria_label=label),
         cls="searched",
+    )
+
+
+def search_field(id: str, label: str, cls: str = "search") -> Any:  # noqa: A002
+    """Build the field for the text that rows are searched for."""
+    search: Any = dcc.Input
+    return element(
+        "Label",
+        element("Span", f"Search: {label}", cls="visually-hidden"),
+        search(id=id, type="search", placeholder="Search", debounce=False, className=cls),
     )
 
 

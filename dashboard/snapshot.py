@@ -118,7 +118,7 @@ def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: s
         description = f"Bytes in tensors by category over {post.history.count:,} allocator events."
         made = _timeline(post, table_)
         name = f"memory-snapshot-gpu{post.device}"
-        body.append(figure(made, name, height=340, description=description))
+        body.append(figure(made, name, height=340, narrow_height=510, description=description))
         body.append(remark("Point at the picture for the largest blocks then, and a stack."))
     rows = [
         [
@@ -210,7 +210,7 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     made.update_yaxes(title=unit, rangemode="tozero")
     made.update_layout(
         showlegend=True, hovermode="x unified", hoverdistance=-1, margin={"t": 64},
-        hoverlabel={"align": "left"},
+        hoverlabel={"align": "left"}, legend={"maxheight": 1},
     )  # fmt: skip
     return made
 

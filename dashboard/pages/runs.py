@@ -17,6 +17,7 @@ from advisor.dashboard.components import (
     page,
     table,
 )
+from advisor.dashboard.grid import search_field
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
 
@@ -54,6 +55,7 @@ def layout(**query: object) -> Any:
                 stacked=True,
             ),
             aside="a run is read when you open it; each that was read is compared with the newest",
+            tools=search_field("runs-search", "Runs", "search filter-rows"),
         ),
     )
 

@@ -113,3 +113,14 @@ def test_a_snapshot_is_drawn_and_its_advice_is_there(
     assert t.open("/").locator(".pill").first.inner_text() == "Memory problem found"
     assert len(list(t.walk())) > 5
     assert t.wrong == []
+
+
+def test_on_a_telephone_the_legend_of_memory_is_whole(
+    snapshot: Path, show: Any, tab: Callable[..., Any]
+) -> None:
+    page = tab(show(snapshot), width=390).open("/memory")
+    legend = page.locator(".figure .legend").first
+    legend.locator(".traces").first.wait_for()
+    names = legend.locator(".traces").count()
+    assert names > 5
+    assert legend.locator(".bg").evaluate("box => box.getBBox().height") >= 18 * names

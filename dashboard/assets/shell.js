@@ -1,4 +1,5 @@
-// What every page can do: switch the theme, copy code, wait for a run that is being read.
+// What every page can do: switch the theme, copy code, filter rows, print grids, wait for a run that
+// is being read.
 (function () {
   "use strict";
 
@@ -47,6 +48,68 @@
     } else if (target.closest(".print-page")) {
       window.print();
     }
+  });
+
+  // A field above a table keeps the rows with its words.
+  document.addEventListener("input", function (event) {
+    if (!event.target.closest(".filter-rows")) {
+      return;
+    }
+    var words = event.target.value.toLowerCase().split(/\s+/);
+    event.target
+      .closest(".card")
+      .querySelectorAll("tbody tr")
+      .forEach(function (row) {
+        var text = row.textContent.toLowerCase();
+        row.hidden = !words.every(function (word) {
+          return text.includes(word);
+        });
+      });
+  });
+
+  // A grid draws the rows and columns that its window has room for: on paper a table has them all.
+  var MAX_PRINTED = 200;
+  function cell(kind, column, text) {
+    var made = document.createElement(kind);
+    made.textContent = text;
+    var about = column.getColDef();
+    made.className = about.type === "rightAligned" ? "num" : about.cellRenderer ? "name" : "";
+    return made;
+  }
+  function printed(grid) {
+    var table = document.createElement("table"),
+      columns = grid.getAllDisplayedColumns(),
+      head = table.createTHead().insertRow(),
+      body = table.createTBody(),
+      count = grid.getDisplayedRowCount();
+    table.className = "data on-paper";
+    columns.forEach(function (column) {
+      head.append(cell("th", column, column.getColDef().headerName));
+    });
+    for (var i = 0; i < Math.min(count, MAX_PRINTED); i++) {
+      var node = grid.getDisplayedRowAtIndex(i),
+        row = body.insertRow();
+      columns.forEach(function (column) {
+        var value = { rowNode: node, colKey: column, useFormatter: true },
+          short = node.data[column.getColId() + "_short"] || [grid.getCellValue(value)];
+        row.append(cell("td", column, short[short.length - 1]));
+      });
+    }
+    if (count > MAX_PRINTED) {
+      table.createCaption().textContent = "The first " + MAX_PRINTED + " of " + count + " rows";
+    }
+    return table;
+  }
+  window.addEventListener("beforeprint", function () {
+    document.querySelectorAll(".save-csv").forEach(function (button) {
+      var id = button.getAttribute("data-grid");
+      document.getElementById(id).after(printed(window.dash_ag_grid.getApi(id)));
+    });
+  });
+  window.addEventListener("afterprint", function () {
+    document.querySelectorAll(".on-paper").forEach(function (table) {
+      table.remove();
+    });
   });
 
   // A part of the step's bar and its line in the legend light up together.

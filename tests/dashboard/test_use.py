@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
 from advisor.dashboard.session import DashboardSession
 from advisor.testing import TraceBuilder
+
+sys.path.insert(0, str(Path(__file__).parent))
+from recorded import write_run
 
 pytest.importorskip("dash")
 
@@ -98,6 +102,27 @@ def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated
     assert t.wrong == []
 
 
+def test_a_link_restores_which_fixes_are_ticked(pair: tuple[str, str], show: Any, tab: Any) -> None:
+    t = tab(show(pair[0]))
+    page = t.open("/")
+    page.locator(".stair input").first.uncheck()
+    page.locator("#outlook", has_text="With the ticked fixes").wait_for()
+    page.wait_for_url("**/?without=1")
+    rows = page.locator(".stairs").inner_text()
+    t.open(page.url.removeprefix(t.address))
+    assert not page.locator(".stair input").first.is_checked()
+    assert page.locator(".stairs").inner_text() == rows
+    assert page.locator("#outlook").inner_text().startswith("With the ticked fixes")
+    page.locator(".stair input").first.check()
+    page.wait_for_url("**/")
+    for argument in ("", "x", "99", "1e9,-1,,", "²", "without", "%00", "1&without=2", "1" * 5000):
+        t.open(f"/?without={argument}")
+        assert page.locator(".stair input").count() == page.locator(
+            ".stair input:checked"
+        ).count() + (argument.startswith("1&"))
+    assert t.wrong == []
+
+
 def test_a_part_of_the_step_leads_to_its_longest_stretch(
     pair: tuple[str, str], show: Any, tab: Any
 ) -> None:
@@ -159,6 +184,23 @@ def test_the_field_above_a_grid_filters_it(h100: str, show: Any, tab: Any) -> No
     page.locator("#kernel-grid .ag-row", has_text="gemm").first.wait_for(state="detached")
     assert 0 < rows.count() < before
     assert all("flash" in text.lower() for text in rows.all_inner_texts())
+
+
+def test_the_field_above_the_runs_of_a_folder_filters_them(
+    tmp_path: Path, served: Any, tab: Any
+) -> None:
+    paths = [str(write_run(tmp_path / name, steps=80)) for name in ("third", "second", "first")]
+    with served(DashboardSession(paths, folder=str(tmp_path)).load()) as shown:
+        t = tab(shown, width=390)
+        page = t.open("/runs")
+        rows = page.locator("tbody tr:visible")
+        assert rows.count() == 3
+        page.fill("#runs-search", " SEC read")
+        page.locator("tbody tr", has_text="third").wait_for(state="hidden")
+        assert rows.count() == 1 and rows.first.inner_text().startswith("second")
+        rows.first.locator("a").click()
+        page.locator(".page-overview header .run-name", has_text="second").wait_for()
+        assert t.wrong == []
 
 
 def test_kernels_that_differ_look_different_and_are_copied_whole(
@@ -323,6 +365,34 @@ def test_on_paper_there_is_no_navigation_and_no_dark_ground(h100: str, show: Any
     assert not page.locator("nav").is_visible()
     assert not page.locator("#theme-switch").is_visible()
     assert background(page) == "rgb(255, 255, 255)"
+
+
+def test_on_paper_a_grid_has_all_its_columns(h100: str, show: Any, tab: Any) -> None:
+    t = tab(show(h100))
+    page = t.open("/kernels")
+    page.locator("#kernel-grid .ag-row").first.wait_for()
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 718, "height": 1000})  # A4 between its margins
+    table = page.locator("table.on-paper").first
+    heads = table.locator("th").all_inner_texts()
+    assert heads[0] == "Kernel" and heads[-1] == "Launched by" and len(heads) > 8
+    known = page.evaluate("dash_ag_grid.getApi('kernel-grid').getDisplayedRowCount()")
+    assert table.locator("tbody tr").count() == known
+    assert table.bounding_box()["width"] <= 718
+    assert not page.locator("#kernel-grid .ag-row").first.is_visible()
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert page.locator("table.on-paper").count() == 0
+    assert t.wrong == []
+
+
+def test_in_the_dark_pale_figures_are_deep(h100: str, show: Any, tab: Any) -> None:
+    page = tab(show(h100), dark=True).open("/kernels")
+    layer = page.locator(".iciclelayer", has_text="all GPU")
+    layer.wait_for()
+    assert "invert" in layer.evaluate("layer => getComputedStyle(layer).filter")
+    page.locator("#theme-switch").click()
+    assert layer.evaluate("layer => getComputedStyle(layer).filter") == "none"
 
 
 def test_a_figure_is_saved_as_png(h100: str, show: Any, tab: Any) -> None:

@@ -1,5 +1,5 @@
-// What every page can do: switch the theme, copy code, filter rows, print grids, wait for a run that
-// is being read.
+// What every page can do: switch the theme, copy code, filter rows, print grids, wait for a run
+// that is being read.
 (function () {
   "use strict";
 

@@ -43,6 +43,8 @@ def shown_histories(a: Analysis) -> list[PostMortem]:
 def memory_views(a: Analysis) -> list[MemoryView]:
     """Return a view of each device, the fullest first; of a series, also what grows over it."""
     views = [_view(post) for post in shown_histories(a)[:MAX_DEVICES]]
+    for view, post in zip(views, shown_histories(a), strict=False):
+        view.trains = does_train(a, post)
     if a.snapshot_series and views:
         posts = fullest_devices(a.snapshot_series)
         table, per = growing_lines(posts)
@@ -54,6 +56,13 @@ def memory_views(a: Analysis) -> list[MemoryView]:
             for row in table.head(MAX_LINES).iter_rows(named=True)
         ]  # fmt: skip
     return views
+
+
+def does_train(a: Analysis | None, post: PostMortem) -> bool | None:
+    """Return whether the program of a history trains; ``None``: unknown."""
+    if post.trains is None and a is not None and a.forward_only:
+        return False
+    return post.trains
 
 
 def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
@@ -123,7 +132,11 @@ def _view(post: PostMortem) -> MemoryView:
             )
             for row in result.table.head(MAX_LINES).iter_rows(named=True)
         ],
-        returnable=None if result is None or at != "snapshot" else result.returnable,
+        end_allocated=None if result is None else int(h.allocated[-1]),
+        end_reserved=None if result is None else int(h.reserved[-1]),
+        end_free=None if result is None else result.free,
+        end_largest=None if result is None else result.largest,
+        returnable=None if result is None else result.returnable,
         placement="" if placed is None else why_not_placed(placed),
         step_source=post.step_source,
         steps=max(0, len(post.whole_steps) - 1),
@@ -200,8 +213,10 @@ def memory_verdict(
     filled = f"{t.format_bytes(view.allocated)} in tensors"
     if view.reserved:
         filled += f" of {t.format_bytes(view.reserved)} reserved"
-    if view.reserved and view.reserved - view.allocated >= MIN_UNUSED_SHARE * view.reserved:
-        filled += f" ({_unused(view)})"
+    unused = view.reserved - view.allocated
+    if view.reserved and unused >= MIN_UNUSED_SHARE * view.reserved:
+        filled += f" ({t.format_bytes(unused)} reserved and unused"
+        filled += f"; {_returned(view)})" if view.at == "snapshot" else ")"
     most = f", mainly {' and '.join(known)}" if known else ""
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
@@ -217,26 +232,51 @@ def memory_verdict(
         text = f"GPU {view.device} {'at its peak' if view.at == 'peak' else 'in the snapshot'}: "
     text += f"{filled}{most}."
     if report.risks:
-        return "bottlenecks", text
-    return "limited", f"{text} {_memory_action(view)}".rstrip()
+        leads = next((each for each in report.risks if each.rule in LEADING), None)
+        if leads is None or view.request is not None:
+            return "bottlenecks", text
+        return "bottlenecks", f"{leads.summary} {text}"
+    return "limited", f"{text} {_end(view)} {_memory_action(view)}".replace("  ", " ").rstrip()
+
+
+def _end(view: MemoryView) -> str:
+    """Say how much is free in which pieces when the snapshot was taken, where emptying the cache
+    would not return it."""
+    if view.at != "peak" or view.end_free is None or not view.end_reserved:
+        return ""
+    stuck = view.end_free - (view.returnable or 0)
+    if stuck < MIN_UNUSED_SHARE * view.end_reserved:
+        return ""
+    return f"{_free_at_end(view)}; {_returned(view)}."
+
+
+def _free_at_end(view: MemoryView) -> str:
+    return (
+        f"When the snapshot was taken, {t.format_bytes(view.end_free or 0)} of the "
+        f"{t.format_bytes(view.end_reserved or 0)} reserved was free, in pieces of at most "
+        f"{t.format_bytes(view.end_largest or 0)}"
+    )
+
+
+LEADING = ("memory-leak", "memory-fragmentation")
+"""Rules whose finding explains the figures of a snapshot, and so leads the verdict."""
 
 
 NEXT_TO_NONE = 0.05
 """Share of the unused memory below which "almost none" of it is returned."""
 
 
-def _unused(view: MemoryView) -> str:
-    """Say how much memory is reserved and unused, and whether it can be returned."""
-    unused = view.reserved - view.allocated
-    text = f"{t.format_bytes(unused)} reserved and unused"
+def _returned(view: MemoryView) -> str:
+    """Say whether the memory that is free when the snapshot was taken can be returned."""
+    unused = (view.end_reserved or 0) - (view.end_allocated or 0)
     given = "torch.cuda.empty_cache()"
     if view.returnable is None:
-        return f"{text}; whether {given} returns it is not known"
+        return f"whether {given} returns it is unknown"
     if view.returnable >= (1 - NEXT_TO_NONE) * unused:
-        return f"{text}; {given} returns it"
+        return f"{given} returns it"
     if view.returnable <= NEXT_TO_NONE * unused:
-        return f"{text}; {given} returns almost none of it: tensors lie in the same segments"
-    return f"{text}; {given} returns {t.format_bytes(view.returnable)} of it"
+        return f"{given} returns almost none of it: tensors lie in the same segments"
+    return f"{given} returns {t.format_bytes(view.returnable)} of it"
 
 
 def _memory_action(view: MemoryView) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from advisor.advise.memory import does_train
 from advisor.core import text as t
 from advisor.core.gpus import GpuSpec
 from advisor.measure import Analysis
@@ -31,7 +32,8 @@ MAX_CHANGES = 4
 """Largest number of changes in a set."""
 CHANGE_EFFORT = {
     "references": 0, "set_to_none": 0, "fused optimizer": 0, "share graph pools": 0,
-    "16-bit weights": 1, "smaller logits": 1, "autocast without cache": 1, "ZeRO 1": 1, "ZeRO 2": 1,
+    "16-bit weights": 1, "smaller logits": 1, "fused attention": 1, "autocast without cache": 1,
+    "ZeRO 1": 1, "ZeRO 2": 1,
     "16-bit optimizer state": 2, "8-bit optimizer": 2, "checkpointing": 2, "ZeRO 3": 2,
     "half the batch": 3, "offload optimizer state": 4, "offload activations": 4,
 }  # fmt: skip
@@ -42,6 +44,7 @@ CHANGE_EXPLANATIONS = {
     "16-bit optimizer state": "less is read and written; other numbers, so compare the loss",
     "16-bit weights": "less is read; other numbers, so compare the results",
     "smaller logits": "the same work in pieces",
+    "fused attention": "less is read and written",
     "ZeRO 1": "as much traffic as the all-reduce that it replaces",
     "ZeRO 2": "as much traffic as the all-reduce that it replaces",
 }
@@ -105,6 +108,8 @@ class MemoryFit(NamedTuple):
     """Largest batch that fits with the chosen changes, over the recorded one; 0: none."""
     phases: PhaseTimes | None
     """Times by phase; ``None``: no trace."""
+    trains: bool | None = None
+    """Whether the program trains; ``None``: unknown."""
 
     @property
     def fits(self) -> bool:
@@ -162,7 +167,7 @@ def find_fit(
     if after <= available:
         largest = _largest(post, chosen, available / beside)
     return MemoryFit(today, round(today * beside), capacity, available, ways, chosen, after,
-                     largest, phases)  # fmt: skip
+                     largest, phases, does_train(a, post))  # fmt: skip
 
 
 def _cost(made: Sequence[CostedChange]) -> tuple[float, int, int]:

@@ -677,10 +677,19 @@ class MemoryView(Struct, kw_only=True):
     """Bytes in tensors at that moment."""
     reserved: int
     """Bytes in segments at that moment; 0: not recorded."""
+    trains: bool | None = None
+    """Whether the program trains; ``null``: unknown."""
+    end_allocated: int | None = None
+    """Bytes in tensors when the snapshot was taken; ``null``: its segments are not recorded."""
+    end_reserved: int | None = None
+    """Bytes in segments when the snapshot was taken; ``null``: as above."""
+    end_free: int | None = None
+    """Free bytes in these segments; ``null``: as above."""
+    end_largest: int | None = None
+    """Largest free piece of them, bytes; ``null``: as above."""
     returnable: int | None = None
-    """Part of ``reserved`` that ``torch.cuda.empty_cache()`` would give back to the driver:
-    segments that hold no tensor and are of no CUDA graph. ``null``: unknown, as it is for the peak,
-    whose segments are not recorded."""
+    """Part of ``end_free`` that ``torch.cuda.empty_cache()`` would give back to the driver:
+    segments that hold no tensor and are of no CUDA graph. ``null``: unknown."""
     peak: int
     """Largest number of bytes in tensors over the history."""
     request: int | None

@@ -27,8 +27,12 @@ LOWER_PEAK = (
     "8-bit optimizer, or a smaller micro-batch with gradient accumulation."
 )
 LOWER_PEAK_INFERENCE = (
-    "Lower the peak: 16-bit weights, inference_mode, a smaller batch, or a shorter or quantized "
-    "key-value cache."
+    "Lower the peak: 16-bit weights, inference_mode, fewer requests at a time, fused attention, or "
+    "a shorter or quantized key-value cache."
+)
+LOWER_PEAK_UNKNOWN = (
+    "Lower the peak: 16-bit weights, a smaller batch, fused attention. Where the program trains "
+    "also activation checkpointing, or a sharded or 8-bit optimizer."
 )
 EXPANDABLE = (
     "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"

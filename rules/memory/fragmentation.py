@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,14 +14,25 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import (
+    Fragments,
     explain_placement,
     measure_fragments,
     measure_repacking,
+    measure_repacking_at_end,
 )
 from advisor.rules.citations import CHOSEN
 from advisor.rules.common import impact_memory, recorded_steps
-from advisor.rules.memory.device_memory import EXPANDABLE, GIB, gpu_capacity, last_known
+from advisor.rules.memory.device_memory import (
+    EXPANDABLE,
+    GIB,
+    gpu_capacity,
+    last_known,
+    snapshot_example,
+)
 from advisor.testing import Examples, TraceBuilder
+
+if TYPE_CHECKING:
+    from advisor.measure.memory.post_mortem import PostMortem
 
 
 class Fragmentation(Rule):
@@ -38,8 +50,9 @@ class Fragmentation(Rule):
     with expandable segments and without. The rule reports a request that failed although its pool
     and stream had as much free, but in no single piece. The request must be one that expandable
     segments would have met. It also reports where they would have reserved 5% and 1 GiB less at the
-    peak. Memory that is free after the step is cache, and no fragmentation. Without a history the
-    two look the same.
+    peak. The same holds for the moment of the snapshot, where a fifth of reserved memory is free in
+    segments that also hold tensors. There steps must not recur: memory that is free after a step is
+    cache, which the next step fills. Without a history the two look the same.
     """
 
     id = "memory-fragmentation"
@@ -53,9 +66,13 @@ class Fragmentation(Rule):
 
     min_ratio = Threshold(1.3, "reserved over peak allocated", CHOSEN)
     min_device = Threshold(0.10, "the difference, of the GPU's memory", CHOSEN)
-    min_split = Threshold(1.0, "GiB that expandable segments free at a snapshot's peak", CHOSEN)
-    min_freed = Threshold(0.05, "of what is reserved at a snapshot's peak", CHOSEN)
-    min_unused = Threshold(0.20, "of reserved memory, with retries", CHOSEN)
+    min_split = Threshold(1.0, "GiB that expandable segments free in a snapshot", CHOSEN)
+    min_freed = Threshold(0.05, "of what is reserved in a snapshot", CHOSEN)
+    min_unused = Threshold(
+        0.20,
+        "of reserved memory, with retries, or beside tensors when a snapshot was taken",
+        CHOSEN,
+    )
 
     fix = (
         "Let segments grow and shrink (expandable_segments). Keep shapes the same: pad sequences "
@@ -72,6 +89,13 @@ class Fragmentation(Rule):
             "falsified_by": "as much reserved at the peak with expandable segments",
         },
         "of a snapshot in which a request failed": {"confidence": 0.8},
+        "when the snapshot was taken": {
+            "fix": "Let segments grow and shrink (expandable_segments), so that larger requests "
+            "can use the free memory. Or allocate what stays before what is freed.",
+            "verify": "Take a snapshot at the same place: less is reserved.",
+            "confidence": 0.8,
+            "falsified_by": "a program that asks for the same small pieces again",
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -128,11 +152,15 @@ class Fragmentation(Rule):
                 explain_placement(post),
                 measure_repacking(post),
             )
-            if pieces is None or packed is None:
+            if pieces is None:
+                continue
+            if packed is None:
+                yield from self._at_end(post, pieces)
                 continue
             failed = placed is not None and placed.scattered and packed.helps
             limit = max(self.min_freed * post.reserved, self.min_split * GIB)
             if not failed and (post.history.failed_event is not None or packed.freed < limit):
+                yield from self._at_end(post, pieces)
                 continue
             case = self.case("of a snapshot")
             summary = (
@@ -174,6 +202,47 @@ class Fragmentation(Rule):
                 **case,
             )
 
+    def _at_end(self, post: PostMortem, pieces: Fragments) -> Iterator[Finding]:
+        """Report memory that is free in pieces between tensors when the snapshot was taken."""
+        packed, reserved = measure_repacking_at_end(post), int(post.history.reserved[-1])
+        if packed is None or packed.freed < max(self.min_freed * reserved, self.min_split * GIB):
+            return
+        if pieces.split < self.min_unused * reserved:
+            return
+        left = t.format_bytes(reserved - pieces.free_segments - packed.freed)
+        yield Finding(
+            summary=(
+                f"When the snapshot was taken, {t.format_bytes(pieces.free)} of the "
+                f"{t.format_bytes(reserved)} reserved was free, but in pieces of at most "
+                f"{t.format_bytes(pieces.largest)}: a larger request cannot use it. Expandable "
+                f"segments would have kept {left}."
+            ),
+            evidence=[
+                Evidence("free when the snapshot was taken", pieces.free, "bytes"),
+                Evidence("largest free piece", pieces.largest, "bytes"),
+                self.compare(
+                    "free in segments with tensors, share of reserved",
+                    pieces.split / max(reserved, 1),
+                    "min_unused",
+                ),
+                self.compare(
+                    "not reserved with expandable segments",
+                    packed.freed,
+                    "min_split",
+                    "bytes",
+                    times=GIB,
+                ),
+                self.compare(
+                    "share of reserved memory", packed.freed / max(reserved, 1), "min_freed"
+                ),
+            ],
+            impact=impact_memory(
+                packed.freed, "history replayed with and without expandable segments"
+            ),
+            assumptions=[packed.assumes],
+            **self.case("when the snapshot was taken"),
+        )
+
     @staticmethod
     def examples() -> Examples:
         return {
@@ -188,7 +257,11 @@ class Fragmentation(Rule):
             "full of tensors": (_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
             "no GPU": (_run(None, None, None), "reserved is None"),
             "a snapshot without gaps": (_with_gaps(keep=False), "a.recorded is None"),
-            "caches after the step": (_with_gaps(keep=True, full=True), "a.recorded is None"),
+            "free in pieces when the snapshot was taken": _with_gaps(keep=True, full=True),
+            "caches after the step": (
+                snapshot_example(steps=8, activation=512 << 20),
+                "a.recorded is None",
+            ),
         }
 
 

@@ -13,7 +13,7 @@ from advisor.core.intervals import Floats, covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import find_savings
-from advisor.measure.memory.post_mortem import fullest_devices, growing_lines
+from advisor.measure.memory.post_mortem import PostMortem, fullest_devices, growing_lines
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, TRACEML
 from advisor.rules.common import impact_memory, impact_risk, recorded_steps
@@ -262,7 +262,9 @@ class MemoryLeak(Rule):
             if table.is_empty():
                 continue
             each = float(table["step_bytes"].sum())
-            held = int(table["bytes"].sum())
+            lines = table.select("file", "line", "function").rows()
+            held = sum(post.held_at_end(*line) for line in lines)
+            then = sum(post.held_at_moment(*line) for line in lines)
             limit = self.min_growth
             if post.history.failed_event is not None:
                 limit = min(limit, self.min_held * post.allocated)
@@ -283,13 +285,19 @@ class MemoryLeak(Rule):
                         if table.height > 1
                         else ""
                     )
-                    + f" {t.format_bytes(held)} are held at the end."
+                    + (
+                        f" Held: {t.format_bytes(then)} {_moment(post)}, "
+                        f"{t.format_bytes(held)} at the end of the history."
+                        if then != held
+                        else f" At the end of the history {t.format_bytes(held)} are held."
+                    )
                 ),
                 evidence=[
                     Evidence("left behind", each, "bytes", per="step"),
-                    self.compare("held at the end", held, "min_growth", "bytes"),
+                    self.compare("held at the end of the history", held, "min_growth", "bytes"),
+                    Evidence(f"held {_moment(post)}", then, "bytes"),
                     Evidence("steps that left something", int(row["steps"]), "count"),
-                    Evidence("steps in the history", steps, "count"),
+                    Evidence("steps compared: not the first and the last two", steps, "count"),
                     Evidence("steps found by", post.step_source),
                 ],
                 where=[
@@ -366,6 +374,10 @@ class MemoryLeak(Rule):
                 "a.recorded is None",
             ),
         }
+
+
+def _moment(post: PostMortem) -> str:
+    return "at the peak" if post.history.failed_event is None else "when memory ran out"
 
 
 def _resident(recorded: StepRecords) -> Floats:

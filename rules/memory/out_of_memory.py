@@ -18,6 +18,7 @@ from advisor.rules.memory.device_memory import (
     EXPANDABLE,
     LOWER_PEAK,
     LOWER_PEAK_INFERENCE,
+    LOWER_PEAK_UNKNOWN,
     at_line,
     gpu_capacity,
     locate_holders,
@@ -86,8 +87,8 @@ class OutOfMemory(Rule):
             "confidence": 0.9,
         },
         "the text alone": {
-            "fix": f"{LOWER_PEAK} Record the allocator's history for the lines that held it, and "
-            "for whether other allocator settings would have helped.",
+            "fix": f"{LOWER_PEAK_UNKNOWN} Record the allocator's history for the lines that "
+            "held it, and for whether other allocator settings would have helped.",
             "code": "torch.cuda.memory._record_memory_history(max_entries=100_000)\n"
             "# after the exception:\n"
             "torch.cuda.memory._dump_snapshot('oom.pickle')",
@@ -98,6 +99,11 @@ class OutOfMemory(Rule):
             "fix": "Checkpoint the blocks called there",
             "code": "from torch.utils.checkpoint import checkpoint\n"
             "x = checkpoint(block, x, use_reentrant=False)",
+        },
+        "fused attention": {
+            "fix": "Use fused attention, which stores no scores and no softmax of them",
+            "code": "# in place of softmax(q @ k.T / sqrt(d), -1) @ v\n"
+            "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
         },
         "smaller logits": {
             "fix": "Compute the loss in chunks, or with a fused linear cross entropy",
@@ -182,8 +188,8 @@ class OutOfMemory(Rule):
                 "code": "del output                    # at the end of the step",
             },
             "half the batch": {
-                "fix": "Halve the batch",
-                "code": "loader = DataLoader(..., batch_size=half)",
+                "fix": "Run half as many requests at a time",
+                "code": "outputs = [model(part) for part in batch.chunk(2)]",
             },
         },
     }
@@ -281,10 +287,10 @@ class OutOfMemory(Rule):
             ],
             where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
             impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
-            fix=self._name_ways(ways),
-            code=self.case((enough or ways)[0].name)["code"] if ways else "",
+            fix=_name_ways(ways, post),
+            code=describe_change((enough or ways)[0].name, post.trains)[1] if ways else "",
             confidence=0.85,
-            assumptions=[f"{self._name(way)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
+            assumptions=[f"{_name(way, post)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
         )
 
     def _of_text(self, text: OutOfMemoryText) -> Finding:
@@ -324,23 +330,6 @@ class OutOfMemory(Rule):
             **case,
         )
 
-    def _name(self, saving: Saving) -> str:
-        fix = str(self.case(saving.name)["fix"])
-        return f"{fix[0].lower()}{fix[1:]}"
-
-    def _name_ways(self, ways: list[Saving]) -> str:
-        """Write what would have freed most, one sentence each."""
-        sentences = []
-        for way in ways[:MAX_SAVINGS]:
-            place = ""
-            if way.line is not None and way.file is not None:
-                place = f" ({way.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{way.line})"
-            freed = t.format_bytes(way.bytes)
-            sentences.append(f"{self.case(way.name)['fix']}{place}: this frees {freed}.")
-        if len(sentences) > 1:
-            sentences.append("These savings overlap.")
-        return " ".join(sentences)
-
     @staticmethod
     def examples() -> Examples:
         b = TraceBuilder()
@@ -358,10 +347,42 @@ class OutOfMemory(Rule):
         }
 
 
-def describe_change(change: str) -> tuple[str, str]:
-    """Return what to do for one of ``memory_savings.find_changes``, and the code."""
-    case = OutOfMemory.cases.get(change) or SHARDING
+def describe_change(change: str, trains: bool | None) -> tuple[str, str]:
+    """Return what to do for one of ``memory_savings.find_changes``, and the code. ``trains``:
+    whether the program does; ``None``: unknown."""
+    case = dict(OutOfMemory.cases.get(change) or SHARDING)
+    other = {None: UNKNOWN, False: OutOfMemory.inference["cases"]}.get(trains, {})
+    case |= other.get(change, {})
     return str(case["fix"]), str(case["code"])
+
+
+def _name(saving: Saving, post: PostMortem) -> str:
+    fix = describe_change(saving.name, post.trains)[0]
+    return f"{fix[0].lower()}{fix[1:]}"
+
+
+def _name_ways(ways: list[Saving], post: PostMortem) -> str:
+    """Write what would have freed most, one sentence each."""
+    sentences = []
+    for way in ways[:MAX_SAVINGS]:
+        place = ""
+        if way.line is not None and way.file is not None:
+            place = f" ({way.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{way.line})"
+        freed = t.format_bytes(way.bytes)
+        fix = describe_change(way.name, post.trains)[0]
+        sentences.append(f"{fix}{place}: this frees {freed}.")
+    if len(sentences) > 1:
+        sentences.append("These savings overlap.")
+    return " ".join(sentences)
+
+
+UNKNOWN = {
+    "half the batch": {
+        "fix": "Halve the batch; where the program trains, accumulate gradients over two",
+        "code": "loader = DataLoader(..., batch_size=half)",
+    },
+}
+"""Texts where it is unknown whether the program trains."""
 
 
 SHARDING = {

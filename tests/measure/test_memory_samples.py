@@ -12,9 +12,11 @@ import pytest
 
 import advisor
 from advisor.measure.memory.allocator_replay import replay_allocator
-from advisor.measure.memory.memory_savings import count_needed_bytes, find_savings
+from advisor.measure.memory.memory_savings import count_needed_bytes, find_changes, find_savings
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.read.snapshot import read_snapshot
+from advisor.render.formats import REPORTS
+from advisor.rules.memory.out_of_memory import describe_change
 
 FOLDER = Path(__file__).parents[1] / "corpus" / "memory"
 NAMES = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.pickle.gz"))
@@ -139,6 +141,7 @@ def test_a_remedy_frees_no_more_than_what_it_touches() -> None:
 RISKS = {
     "h100_leak": ["memory-leak"],
     "h100_full": ["out-of-memory"],
+    "h100_fragments": ["memory-fragmentation"],
     # logits of 2,048 × 16,000 in fp32, their softmax and its gradient: 375 MiB of 1.17 GiB
     "h100_training": ["huge-vocabulary"],
 }
@@ -155,7 +158,7 @@ def test_the_state_is_what_the_allocator_counted(name: str) -> None:
 def test_a_planted_fault_is_found_at_its_line(name: str) -> None:
     report = advisor.analyze(str(FOLDER / f"{name}.pickle.gz"))
     assert [finding.rule for finding in report.risks] == RISKS[name]
-    if name == "h100_training":
+    if name in ("h100_training", "h100_fragments"):
         return
     place = report.risks[0].where[0]
     assert Path(place.file or "").name == "record_snapshots.py" and place.function == "train"
@@ -170,6 +173,63 @@ def test_a_planted_fault_is_found_at_its_line(name: str) -> None:
 def test_a_healthy_snapshot_has_no_finding(name: str) -> None:
     report = advisor.analyze(str(FOLDER / f"{name}.pickle.gz"))
     assert [finding.rule for finding in report.risks + report.findings] == []
+
+
+def test_pieces_that_are_free_at_the_end_lead_with_the_setting_that_joins_them() -> None:
+    """Counted from the file: 70.49 of 75.34 GiB is inactive, in pieces of at most 96 MiB."""
+    snapshot = pickle.loads(content("h100_fragments"))
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    free = [block["size"] for block in blocks if block["state"] == "inactive"]
+    report = advisor.analyze(str(FOLDER / "h100_fragments.pickle.gz"))
+    (view,) = report.memory
+    assert (view.end_free, view.end_largest) == (sum(free), max(free))
+    assert report.verdict.startswith(
+        "When the snapshot was taken, 70.5 GiB of the 75.3 GiB reserved was free, but in pieces of "
+        "at most 96 MiB"
+    )
+    assert "expandable_segments:True" in (report.risks[0].code or "")
+    text = str(report)
+    assert "By line, at its peak" in text
+    assert "4.85 GiB in tensors when the snapshot was taken" in text
+
+
+def test_a_leak_leads_the_verdict_and_each_figure_of_its_line_says_of_when() -> None:
+    """16 MiB stay of each of 14 steps; at the peak the last one has yet to add its own."""
+    report = advisor.analyze(str(FOLDER / "h100_leak.pickle.gz"))
+    assert report.verdict.startswith("record_snapshots.py:37 leaves 16 MiB behind in 11 of 11")
+    assert "208 MiB at the peak, 224 MiB at the end" in report.verdict
+    (line,) = [each for each in report.memory[0].held if each.line == 37]
+    assert line.bytes == 208 * MIB
+    assert "176 MiB" not in str(report)
+
+
+def test_inference_gets_no_advice_of_training() -> None:
+    """Nothing of 52.8 GiB of activations is left at the end, and there is no backward pass. At the
+    peak attention holds four blocks of 256 MiB: 4 × 16 heads × 1,024² scores in fp32."""
+    post = measured("transformer_inference_ctx1024")
+    assert post.trains is False
+    report = advisor.analyze(str(FOLDER / "transformer_inference_ctx1024.pickle.gz"))
+    changes = [each.change for each in report.memory[0].savings]
+    assert changes[:2] == ["fused attention", "half the batch"]
+    assert report.memory[0].savings[0].bytes <= 4 * 256 * MIB
+    text = REPORTS.render("markdown", report).lower()
+    for word in ("accumulat", "gradient", "optimizer", "backward"):
+        assert word not in text, word
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_changes_of_training_are_for_programs_that_train(name: str) -> None:
+    post = measured(name)
+    if post.trains is False:
+        names = {change.name for change in find_changes(post)}
+        of_training = {"checkpointing", "offload activations", "set_to_none", "8-bit optimizer"}
+        assert not names & of_training
+        for change in names:
+            text = " ".join(describe_change(change, False)).lower()
+            assert "accumulat" not in text and "optimizer" not in text
+    trains = {"h100_training": True, "h100_leak": True, "h100_full": True, "forward_fp32": False,
+              "windows_training": True, "stable_diffusion_no_history": None}  # fmt: skip
+    assert post.trains is trains.get(name, post.trains)
 
 
 def test_impossible_figures_are_said_to_be_so() -> None:

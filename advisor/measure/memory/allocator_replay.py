@@ -391,6 +391,24 @@ def measure_repacking(post: PostMortem) -> Repacking | None:
     return Repacking(slack, freed, helps, assumes)
 
 
+@cached_measurement
+def measure_repacking_at_end(post: PostMortem) -> Repacking | None:
+    """Replay the history to its end: memory that is free in segments with tensors when the snapshot
+    was taken, and that expandable segments could have given back. ``None``: as above, or steps
+    recur, whose next one fills the same pieces."""
+    h, pieces = post.history, measure_fragments(post)
+    expandable = bool(h.segments["expandable"].fill_null(False).any())
+    if pieces is None or h.is_too_short or expandable or post.is_contradictory or post.step_source:
+        return None
+    if h.failed_event is not None or pieces.split < MIN_SLACK * int(h.reserved[-1]):
+        return None
+    fixed, grown = (replay_allocator(h, expandable=each).needed_bytes for each in (False, True))
+    assumes = "the same requests, replayed in a model of the allocator"
+    if h.began_before:
+        assumes += "; what was there before the history lies side by side"
+    return Repacking(pieces.split, max(0, min(pieces.split, fixed - grown)), False, assumes)
+
+
 def measure_fragments(post: PostMortem) -> Fragments | None:
     """Measure free blocks when the snapshot was taken; ``None``: it has no segments."""
     h = post.history

@@ -4,11 +4,13 @@ wherever that is afterwards, and changes can be combined."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from advisor.core.snapshot import SnapshotFrame, Stack
 from advisor.measure.memory.allocator_replay import measure_repacking
 from advisor.measure.memory.memory_history import PHASES, Ints, Mask
 from advisor.measure.memory.memory_kinds import CATEGORIES
@@ -138,9 +140,11 @@ def find_changes(post: PostMortem) -> list[Change]:
     if post.snapshot.exception is not None:
         return []
     made = [
-        _checkpointing(post), _offload(post), _logits(post), _references(post), _set_to_none(post),
-        *_optimizer(post), _batch(post), _autocast(post), _graphs(post),
+        _attention(post), _logits(post), _references(post), _batch(post), _autocast(post),
+        _graphs(post),
     ]  # fmt: skip
+    if post.trains is not False:
+        made += [_checkpointing(post), _offload(post), _set_to_none(post), *_optimizer(post)]
     return [each for each in made if each is not None and len(each.rows)]
 
 
@@ -248,6 +252,43 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
     ]
 
 
+def _attention(post: PostMortem) -> Change | None:
+    """Compute attention in one fused kernel, which stores no scores: the softmax inside a function
+    or file of attention made blocks of their size."""
+    lives, stacks = post.history.block_lifetimes, post.snapshot.stacks
+    place = np.array([*(_find_attention(stack) for stack in stacks), None], dtype=object)
+    soft = np.array([*(any(_SOFTMAX.search(f.name) for f in s) for s in stacks), False])
+    inside = np.array([each is not None for each in place])
+    rows = np.flatnonzero(inside[lives.stack] & _of(post, "activations"))
+    if not len(rows):
+        return None
+    scores = np.unique(lives.size[rows[soft[lives.stack[rows]]]])
+    if not len(scores):
+        return None
+    rows = rows[lives.size[rows] == scores.max()]
+    first = place[lives.stack[rows[soft[lives.stack[rows]]][0]]]
+    return Change(
+        "fused attention",
+        rows,
+        0.0,
+        "a fused kernel stores neither scores nor their softmax",
+        where=Origin("forward", first.file, first.line, first.name),
+    )
+
+
+_SOFTMAX = re.compile(r"(?<!log_)softmax", re.IGNORECASE)
+_ATTENTION = re.compile(r"attention|attn|sdpa", re.IGNORECASE)
+
+
+def _find_attention(stack: Stack) -> SnapshotFrame | None:
+    """Return the innermost frame of the user's attention function or file."""
+    for frame in stack:
+        file = frame.file.replace("\\", "/").rsplit("/", 1)[-1]
+        if frame_owner(frame) >= 1 and (_ATTENTION.search(frame.name) or _ATTENTION.search(file)):
+            return frame
+    return None
+
+
 def _offload(post: PostMortem) -> Change | None:
     """Move activations to host memory while they wait for the backward pass."""
     h, lives = post.history, post.history.block_lifetimes
@@ -350,7 +391,7 @@ def _autocast(post: PostMortem) -> Change | None:
     rows = np.flatnonzero(_of(post, "autocast copies"))
     if not len(rows):
         return None
-    if not _trains(post):
+    if not post.trains:
         weights = np.flatnonzero(_of(post, "weights"))
         return Change(
             "16-bit weights",
@@ -367,13 +408,6 @@ def _autocast(post: PostMortem) -> Change | None:
         lives.start_event[rows] + 2,
         lives.end_event[rows] - 2,
         group="autocast",
-    )
-
-
-def _trains(post: PostMortem) -> bool:
-    return bool(
-        np.isin(post.history.phase, [PHASES.index("backward"), PHASES.index("optimizer")]).any()
-        or _of(post, "gradients", "optimizer state").any()
     )
 
 
@@ -397,7 +431,7 @@ def _references(post: PostMortem) -> Change | None:
         row = post.growth.row(0, named=True)
         where = Origin("own", row["file"], row["line"], row["function"])
     assumes = (
-        "nothing needs what each step leaves behind there"
+        "nothing needs what each step leaves behind there, but the newest step's may be in use"
         if lines
         else "nothing needs the outputs and losses of the steps before any more"
     )

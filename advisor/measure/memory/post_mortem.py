@@ -19,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.snapshot import MemorySnapshot
-from advisor.measure.memory.memory_history import Ints, MemoryHistory
+from advisor.measure.memory.memory_history import PHASES, Ints, MemoryHistory
 from advisor.measure.memory.memory_kinds import BASES, CATEGORIES, Kinds, classify
 from advisor.measure.memory.memory_origin import Origin
 
@@ -54,6 +54,9 @@ GROWTH_SCHEMA: dict[str, Any] = {
 }
 MIN_STEPS = 6
 """Whole steps that are needed to measure growth."""
+MAX_KEPT_SHARE = 0.25
+"""Share of the activations made that is held at the peak, up to which forward passes keep none for
+a backward pass."""
 MIN_SHARE = 0.8
 """Share of the steps in which a line must have left something behind."""
 
@@ -175,6 +178,14 @@ class PostMortem:
             np.flatnonzero(self.history.block_lifetimes.end_event == self.history.count)
         )
 
+    def held_at_end(self, file: str | None, line: int | None, function: str | None) -> int:
+        """Count the bytes of a line that were held when the snapshot was taken."""
+        return _of_line(self.by_line_at_end, file, line, function)
+
+    def held_at_moment(self, file: str | None, line: int | None, function: str | None) -> int:
+        """Count the bytes of a line that are held at the moment."""
+        return _of_line(self.by_line, file, line, function)
+
     def holders(self, rows: Ints) -> pl.DataFrame:
         """Sum blocks by category and line (HELD_SCHEMA), largest first."""
         lives = self.history.block_lifetimes
@@ -223,6 +234,22 @@ class PostMortem:
         at = pl.Series(np.maximum(born, 0))
         result = labels.gather(at).to_list()
         return [label if b >= 0 else None for label, b in zip(result, born.tolist(), strict=True)]
+
+    @cached_property
+    def trains(self) -> bool | None:
+        """Whether the program trains: a backward pass, gradients or an optimizer are in the file.
+        Not where nothing of these is, and forward passes let go of most that they make, or a
+        KV cache is held. ``None``: unknown."""
+        phases = [PHASES.index("backward"), PHASES.index("optimizer")]
+        learns = [CATEGORIES.index(name) for name in ("gradients", "optimizer state")]
+        if np.isin(self.history.phase, phases).any() or np.isin(self.category_codes, learns).any():
+            return True
+        lives = self.history.block_lifetimes
+        passing = self.category_codes == CATEGORIES.index("activations")
+        made = int(lives.size[passing & (lives.start_event >= 0)].sum())
+        kept = int(lives.size[passing & lives.at(self.event)].sum())
+        forgets = bool(made) and kept <= MAX_KEPT_SHARE * made
+        return False if forgets or "KV cache" in self.by_category else None
 
     # -- over the steps -------------------------------------------------------------------------
 
@@ -345,6 +372,14 @@ class PostMortem:
             np.add.at(change, np.minimum(lives.end_event[own], count) + 1, -lives.size[own])
             columns[name] = np.cumsum(change)[index + 1]
         return pl.DataFrame(columns)
+
+
+def _of_line(held: pl.DataFrame, file: str | None, line: int | None, function: str | None) -> int:
+    same = [
+        pl.col(name).eq_missing(pl.lit(value))
+        for name, value in (("file", file), ("line", line), ("function", function))
+    ]
+    return int(held.filter(*same)["bytes"].sum())
 
 
 def cached_measurement(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:

@@ -418,7 +418,7 @@ def find_rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
 def forward_only(a: Analysis) -> bool:
     """Return whether the loop does not train, as far as is recorded: the recorder saw forwards and
     nothing learnt, or a trace has operators and neither a backward nor an optimizer's step. A trace
-    without operators does not tell."""
+    without operators does not tell; a snapshot alone does, by ``PostMortem.trains``."""
     recorded = a.recorded
     if recorded is not None:
         if recorded.inference:
@@ -427,5 +427,5 @@ def forward_only(a: Analysis) -> bool:
             return False
     cpu = a.trace.cpu
     if not name_matches(cpu["name"], r"^aten::").any():
-        return False
+        return a.record_only and {post.trains for post in a.post_mortems} == {False}
     return not has_training_rows(a.trace)

@@ -55,8 +55,8 @@ def sections(report: Report) -> list[Block]:
         fields = FieldList(
             [TextField(label, parts, detail=label == _BASIS) for label, parts in device.lines]
         )
-        first: list[Block] = [each for each in device.tables if each.title not in _FOLDED]
-        rest: list[Block] = [each for each in device.tables if each.title in _FOLDED]
+        first: list[Block] = [each for each in device.tables if not _is_folded(each)]
+        rest: list[Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
             first += _largest_saving(view)
             rest.append(Items(assumptions(view), title="What these savings assume"))
@@ -77,13 +77,23 @@ def sections(report: Report) -> list[Block]:
     return blocks
 
 
+def _is_folded(table: Grid) -> bool:
+    return table.title.startswith(_FOLDED)
+
+
+def _of_peak(view: MemoryView) -> str:
+    return "where memory ran out" if view.at == "out of memory" else "of the peak"
+
+
 def _largest_saving(view: MemoryView) -> list[Block]:
     """Explain the change that frees most. Where each step leaves tensors behind, it is the change
     to that line: memory would run out whatever else was done."""
     growing = {(each.file, each.line) for each in view.growth}
     leaks = [each for each in view.savings if (each.file, each.line) in growing]
     most = max(leaks or view.savings, key=lambda each: each.bytes)
-    text, code = describe_change(most.change)
+    text, code = describe_change(most.change, view.trains)
+    if leaks and most.change == "references":
+        text = "Release what the line leaves behind in each step"
     if most.file is not None:
         text += f": {shorten(most.file)}:{most.line}"
     return [FieldList([TextField("fix", [text], "strong")]), Code(code, indent=2)]
@@ -150,6 +160,9 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     title = f"What held GPU {view.device}'s memory" if named else "What held the memory"
     if view.device < 0:
         title = "What held the host's memory"
+    moment = {"out of memory": "when it ran out", "peak": "at its peak"}.get(
+        view.at, "in the snapshot"
+    )
     peak = f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""
     whole = max(view.allocated, 1)
     by = [
@@ -163,13 +176,18 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         f"from {t.shorten_path(view.file, 40)}" if view.file else "",
     ]
     lines = [("held", held), ("by", by), (_BASIS, _bases(view)), ("failed", [view.placement]),
-             ("steps", _steps(view))]  # fmt: skip
+             ("end", _end(view)), ("steps", _steps(view))]  # fmt: skip
     kept = [(label, [part for part in parts if part]) for label, parts in lines]
     tables = [
-        _table("By line", ["line · category", "bytes", "share", "blocks"], _held(view), rows),
-        modules(view, rows),
         _table(
-            "Left behind by each step", ["line", "per step", "steps"], _lines(view.growth), rows
+            f"By line, {moment}", ["line · category", "bytes", "share", "blocks"], _held(view), rows
+        ),
+        modules(view, rows, moment),
+        _table(
+            "Left behind by each step and held to the end",
+            ["line", "per step", "steps"],
+            _lines(view.growth),
+            rows,
         ),
         _table(
             "Over the run",
@@ -190,10 +208,15 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
             _lines(view.grows, categories=True),
             rows,
         ),
-        _table("What a change frees (savings overlap)", ["change", "frees"], _savings(view), rows),
+        _table(
+            f"What a change frees {_of_peak(view)} (savings overlap)",
+            ["change", "frees"],
+            _savings(view),
+            rows,
+        ),
         _table(_CHURN, ["line", "per step", "times"], _lines(view.churn), rows),
         _table(
-            _POOLS,
+            f"{_POOLS}, when the snapshot was taken",
             ["pool", "number", "reserved", "in tensors", "free", "largest piece"],
             _segments(view),
             rows,
@@ -230,7 +253,7 @@ def _held(view: MemoryView) -> list[list[str]]:
     return rows
 
 
-def modules(view: MemoryView, limit: int = MAX_ROWS) -> Grid:
+def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> Grid:
     """The ``limit`` largest modules as a tree, and what none of them allocated."""
     depth: list[int] = []
     for each in view.modules:
@@ -252,7 +275,8 @@ def modules(view: MemoryView, limit: int = MAX_ROWS) -> Grid:
         rest = view.allocated - outermost
         rows.append(row("in no module", rest, rest, "–"))
     head = ["module", "bytes", "own", "share", "blocks"]
-    return Grid(head, rows, _MODULES, short=rows)
+    title = f"{_MODULES}, {moment}" if moment else _MODULES
+    return Grid(head, rows, title, short=rows)
 
 
 def _module_name(each: ModuleMemory) -> str:
@@ -286,13 +310,31 @@ def _segments(view: MemoryView) -> list[list[str]]:
 def _savings(view: MemoryView) -> list[list[str]]:
     return [
         [
-            each.change
+            _named(each.change)
             if each.file is None
-            else f"{each.change} at {shorten(each.file)}:{each.line}",
+            else f"{_named(each.change)} at {shorten(each.file)}:{each.line}",
             t.format_bytes(each.bytes),
         ]
         for each in view.savings[:MAX_SAVINGS]
     ]
+
+
+def _named(change: str) -> str:
+    return "references of earlier steps" if change == "references" else change
+
+
+def _end(view: MemoryView) -> list[str]:
+    """List what was held and free when the snapshot was taken, after the peak."""
+    if view.at != "peak" or view.end_reserved is None or view.end_free is None:
+        return []
+    held = [f"{t.format_bytes(view.end_allocated or 0)} in tensors when the snapshot was taken"]
+    held.append(f"{t.format_bytes(view.end_reserved)} reserved")
+    if view.end_free:
+        held.append(
+            f"{t.format_bytes(view.end_free)} of it free, in pieces of at most "
+            f"{t.format_bytes(view.end_largest or 0)}"
+        )
+    return held
 
 
 def _steps(view: MemoryView) -> list[str]:

@@ -192,7 +192,7 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
     if fit.chosen:
         blocks.append(_fit_table("The cheapest changes with which it fits", fit.chosen))
         for way in fit.chosen:
-            text, code = describe_change(way.change.name)
+            text, code = describe_change(way.change.name, fit.trains)
             blocks += [Paragraph(f"{text}{_fit_place(way)}: {way.change.assumes}."), Code(code)]
     blocks += [_layers(way.layers) for way in fit.candidates if way.layers]
     names = {way.change.name for way in fit.chosen}

@@ -67,7 +67,8 @@ def _lines(report: Report) -> list[str]:
         report.memory[0].savings[:MAX_LINES] if scope.has_no_step_time and report.memory else []
     )
     lines += [
-        f"saving: {each.change} frees {each.bytes} bytes - {describe_change(each.change)[0]}"
+        f"saving: {each.change} frees {each.bytes} bytes - "
+        + describe_change(each.change, report.memory[0].trains)[0]
         + (f": {labels.clean(each.file)}:{each.line}" if each.file is not None else "")
         for each in savings
     ]

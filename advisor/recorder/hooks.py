@@ -81,8 +81,9 @@ class Listener:
     def on_optimizer_step(self) -> None:
         """Called when an optimizer has stepped."""
 
-    def on_forward(self, module: Any) -> None:
-        """Called after an outermost forward, until a backward or an update is recorded."""
+    def on_forward(self, module: Any, *, replayed: bool = False) -> None:
+        """Called after an outermost forward, until a backward or an update is recorded.
+        ``replayed``: ``module`` is a CUDA graph."""
 
     def on_generate_start(self) -> None:
         """Called before ``generate``, until a backward or an update is recorded …"""
@@ -191,6 +192,8 @@ class Hooks:
             wrap(torch.autograd, "backward", _backward(self._on))
             wrap(torch.autograd, "grad", _backward(self._on))
         opened: Opened = []
+        if hasattr(torch.cuda.CUDAGraph, "replay"):
+            wrap(torch.cuda.CUDAGraph, "replay", _replay(self._on))
         wrap(torch.amp.GradScaler, "step", _scaler_step(self._on, opened))
         wrap(torch, "save", _save(self._on))
         wrap(torch.serialization, "save", lambda original: torch.save)  # the same: it is pickled so
@@ -443,6 +446,43 @@ def _forward(
                 on.on_forward(module)
 
     return forward
+
+
+def _replay(on: Listener) -> Callable[[Any], Any]:
+    """Return a wrapper that times replays of CUDA graphs outside modules as forwards, until a
+    backward or an update is recorded: graphs of a training are more than a forward. Those in code
+    that PyTorch compiled are parts of something else."""
+    compiling = _compiling()
+    tape = on.tape
+    put, hook_state = tape.log.extend, tape.hook_state
+
+    def make(original: Any) -> Any:
+        def replay(self: Any) -> Any:
+            if (
+                compiling()
+                or hook_state[6]
+                or get_ident() != hook_state[0]
+                or hook_state[1] in PART_OF_UPLOADS
+                or str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+            ):
+                return original(self)
+            before = hook_state[1]
+            if hook_state[2]:
+                on.on_enter(FORWARD)
+            hook_state[1] = FORWARD
+            put((FORWARD, now()))
+            try:
+                return original(self)
+            finally:
+                hook_state[1] = before
+                put((FORWARD_END_NO_GRAD, now()))
+                if hook_state[2]:
+                    on.on_leave(before)
+                on.on_forward(self, replayed=True)
+
+        return replay
+
+    return make
 
 
 def _generate(on: Listener) -> Callable[[Any], Any]:

@@ -9,7 +9,8 @@ and many forwards follow, the session has it look again (``RecordingSession._ret
 - With a loader a step goes from one fetch to the next, however many forwards are in it.
 - Without one it ends with an outermost forward, and begins where the one before ended. Where
   several modules take turns (encoder, decoder), the one that comes again ends it.
-- A call of ``generate`` is one forward, whatever it calls.
+- A call of ``generate`` is one forward, whatever it calls. Where calls are long, each forward in
+  them is one: a step is a generated token, and there are enough of them in a short run.
 
 Modules without parameters and submodules (transforms, losses) are not counted. But where no other
 is called and several of them take turns, they are a model's whose weights functions use.
@@ -38,6 +39,11 @@ MAX_CYCLE = 512
 MAX_PREFETCHED = 8
 """Batches fetched without a forward, beyond the number of steps, that end the search: something
 unseen works on them, perhaps a training."""
+
+LONG_CALL_NS = 1_000_000_000
+"""Length of a ``generate`` call after its first forward, ns, from which its forwards are steps …"""
+MIN_TOKENS = 8
+"""… if there were more of them than this."""
 
 LEARNING = frozenset((BACKWARD, OPTIMIZER))
 TRAINING_CODES = frozenset(
@@ -90,18 +96,24 @@ class InferenceStep(NamedTuple):
 
 class InferenceStepFinder:
     """Finder of inference steps. ``emit`` gets each step. ``module_calls_suspended`` tells whether
-    forwards are unrecorded now. ``on_restart`` is called if the steps so far were not a model's;
-    these follow."""
+    forwards are unrecorded now. ``on_restart`` is called, with the reason, if the steps so far were
+    not a model's or too long; others follow. ``splits_calls``: the forwards of long ``generate``
+    calls are steps."""
 
     def __init__(
         self,
         emit: Callable[[InferenceStep], None],
         module_calls_suspended: Callable[[], bool],
-        on_restart: Callable[[], None],
+        on_restart: Callable[[str], None],
+        *,
+        splits_calls: bool = True,
     ) -> None:
         self._emit = emit
         self._module_calls_suspended = module_calls_suspended
         self._on_restart = on_restart
+        self._splits_calls = splits_calls
+        self._by_token = False
+        """True once forwards in ``generate`` are steps."""
         self._plain: list[int] | None = []
         """Modules without parameters, in call order, while it is unknown whether they count;
         ``None`` once it is known."""
@@ -126,7 +138,8 @@ class InferenceStepFinder:
         self._inside = 0
         """Number of ``generate`` calls that are open …"""
         self._inner = 0
-        """… and of the forwards in them."""
+        """… and of the forwards in them; the first one's end, ns."""
+        self._prompted = 0
         self._generated = False
         self._gc = self._graphs = 0
         self._memory: Any = None
@@ -238,6 +251,9 @@ class InferenceStepFinder:
         self._outside = True
 
     def _fetching(self, now: int) -> None:
+        if self._by_token:  # a batch of prompts: tokens are steps
+            self._clock.enter(DATA, now)
+            return
         looping = self.count and not self._outside and self._batches
         if self._outside:
             self._parts.clear()
@@ -265,8 +281,8 @@ class InferenceStepFinder:
                 return
         elif self._only_plain or self._plain is not None:
             self._found_model()
-        if self._inside:
-            self._inner += 1
+        if self._inside and not self._by_token:
+            self._count_token(self._clock.last)
             return
         self._generated = False
         self._piece(self._clock.last, module, 1)
@@ -280,7 +296,25 @@ class InferenceStepFinder:
         self._kept.clear()
         if self.count:
             self.count = 0
-            self._on_restart()
+            self._on_restart("it lies before the model's forwards")
+
+    def _count_token(self, now: int) -> None:
+        """Count a forward in ``generate``; if the call is long, its forwards are steps from now."""
+        self._inner += 1
+        if self._inner == 1:
+            self._prompted = now
+        long = self._inner > MIN_TOKENS and now - self._prompted > LONG_CALL_NS
+        if not long or not self._splits_calls:
+            return
+        self._by_token, self._inner, self._primary = True, 0, None
+        self._known.clear()
+        self._kept.clear()
+        self._leave_loader(now)
+        self._begin(now)
+        self._clock.enter_between_steps()
+        if self.count:
+            self.count = 0
+            self._on_restart("its steps are calls of generate, which are long")
 
     def _generate_ended(self, now: int) -> None:
         self._inside = max(0, self._inside - 1)

@@ -39,7 +39,8 @@ class RecordOptions:
     """Run directory. Default: a new one, ``runs/<date>_<time>_<random>``. One that already holds
     something is left alone: ``_2`` is appended."""
     skip: int = 10
-    """Steps before the first profiled window: start-up is not what training costs."""
+    """Steps before the first profiled window: start-up is not what training costs. If the default
+    would take over 2 s more after the second step, the window opens then."""
     warmup: int = 3
     """Steps in which the profiler runs and nothing is kept, before those that a window keeps."""
     active: int = 5

@@ -360,7 +360,7 @@ class RecordingSession(Listener):
         except Exception as error:
             self.on_internal_error(error)
 
-    def on_forward(self, module: Any) -> None:
+    def on_forward(self, module: Any, *, replayed: bool = False) -> None:
         """Note an outermost forward that has ended, before any backward or update."""
         try:
             put = self.tape.log.extend
@@ -368,7 +368,8 @@ class RecordingSession(Listener):
                 self._leave_generate(sys._getframe(2))
             elif GENERATION in sys.modules:
                 self._hook_generate(sys._getframe(2))
-            model = getattr(module, "_parameters", None) or getattr(module, "_modules", None)
+            model = replayed or getattr(module, "_parameters", None)
+            model = model or getattr(module, "_modules", None)
             put((FORWARD_OF, id(module) if model else -id(module)))
             self._on_inference_step()
         except Exception as error:
@@ -609,7 +610,10 @@ class RecordingSession(Listener):
 
     def _new_inference(self) -> InferenceStepFinder:
         result = InferenceStepFinder(
-            self._emit_inferred, lambda: self.hooks.module_calls_suspended, self._restart_inference
+            self._emit_inferred,
+            lambda: self.hooks.module_calls_suspended,
+            self._restart_inference,
+            splits_calls=not (self.options.stacks or self.options.deep),
         )
         self.reader.inference = result
         return result
@@ -629,11 +633,11 @@ class RecordingSession(Listener):
         self.inference.start(self.reader.clock.last)
         self.tape.hook_state[HAS_TRAINED] = self.tape.hook_state[OPTIMIZED] = 0
 
-    def _restart_inference(self) -> None:
-        """Drop the inference steps found so far: they came before the model's forwards."""
+    def _restart_inference(self, why: str) -> None:
+        """Drop the inference steps found so far: others follow."""
         self.writer.put(NO_INFERENCE)
         if self.windows.enabled:
-            self.windows.restart("it lies before the model's forwards")
+            self.windows.restart(why)
 
     def _stop_inference(self) -> None:
         """Stop looking for inference steps: the tape has a backward, an update or the like."""

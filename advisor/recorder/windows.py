@@ -35,6 +35,11 @@ log = logging.getLogger("advisor")
 
 FIRST_WINDOW_STEP = 3
 """Steps before the first window where each step is long …"""
+EARLY_NS, EARLY_STEPS = 2_000_000_000, 2
+"""Time that the steps until the first window would take, ns, from which it opens early, and the
+steps that come before it even then: the first compiles, and algorithms are chosen in it."""
+LONG_NS = 1_000_000_000
+"""Length of a step, ns, beside which a profiler's start is short: the window needs no warm-up."""
 FORWARDS, MAX_FORWARDS = 8, 64
 """… because it has more forwards than the first; the second is the most in a window."""
 GUARD_STEPS = 3
@@ -222,7 +227,7 @@ class Windows:
                 self._ending = f"step {number - 1} ended {UNSAFE_REASON}"
         else:
             self.add_step(slowed, dur)
-            first = self.first_due and number >= self.first_step
+            first = self.first_due and self._is_first_due(number, dur)
             if self.enabled and (
                 first or self.requested_reason is not None or self.automatic_reason is not None
             ):
@@ -268,6 +273,21 @@ class Windows:
                 self._abandon("stopped", why)
 
     # -- opening --------------------------------------------------------------------------------
+
+    def _is_first_due(self, number: int, dur: int) -> bool:
+        """Return whether the first window may open before step ``number``; the last one took
+        ``dur`` ns. Long steps are not waited for, unless the user said how many to skip, or they
+        end where no window can open."""
+        waiting = max(0, self.first_step - number) * dur
+        early = (
+            number >= EARLY_STEPS and waiting >= EARLY_NS and not (self._unsafe or self._retries)
+        )
+        early = early and self._options.skip == RecordOptions.skip
+        if not early and number < self.first_step:
+            return False
+        if self._options.warmup == RecordOptions.warmup and (early or dur >= LONG_NS):
+            self._warmup = 0 if dur >= LONG_NS else min(self._warmup, 1)
+        return True
 
     def _open_if_due(self, number: int) -> None:
         options = self._options

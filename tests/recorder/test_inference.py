@@ -408,6 +408,65 @@ def test_programs_under_the_command(what: str, steps: int, tmp_path: Path) -> No
     assert record.inference == (what != "evaluate")
 
 
+LONG_CALLS = """
+import time, torch
+from transformers import GPT2Config, GPT2LMHeadModel, StoppingCriteria, StoppingCriteriaList
+
+config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32, n_positions=64,
+                    bos_token_id=0, eos_token_id=None)
+model = GPT2LMHeadModel(config).eval()
+
+class Slow(StoppingCriteria):
+    def __call__(self, input_ids, scores, **others):
+        time.sleep(0.06)
+        return torch.zeros(1, dtype=torch.bool)
+
+for tokens in (4, 50, 20):
+    model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=tokens, do_sample=False,
+                   pad_token_id=0, stopping_criteria=StoppingCriteriaList([Slow()]))
+"""
+
+
+def test_tokens_are_the_steps_of_long_calls_of_generate(tmp_path: Path) -> None:
+    """From a second into the second call on."""
+    pytest.importorskip("transformers")
+    (tmp_path / "write.py").write_text(LONG_CALLS)
+    subprocess.run(
+        [sys.executable, "-m", "advisor", "record", "--no-report", "-o", "run", "write.py"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    record = only_rank(tmp_path / "run")
+    check_sums(record)
+    assert record.inference and 35 <= len(record.steps) <= 60
+    lengths = sorted(step.dur for step in record.steps)
+    assert 60e6 <= lengths[len(lengths) // 2] < 120e6
+    assert record.events_of("window")[-1]["state"] in ("done", "stopped")
+
+
+def test_replays_of_a_cuda_graph_are_steps(record: Recorded, monkeypatch: Any) -> None:
+    """The model itself is called while the graph is captured, and never again."""
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: time.sleep(0.002))
+    graph = object.__new__(torch.cuda.CUDAGraph)
+
+    def replayed(t: Any) -> None:
+        with torch.no_grad():
+            for _ in range(4):
+                t.net(t.x)
+            for _ in range(30):
+                graph.replay()
+
+    found = record(replayed, skip=10, warmup=1, active=3)
+    assert found.inference and 30 <= len(found.steps) <= 34
+    assert all(step.phases["forward"] >= 2e6 for step in found.steps[-25:])
+    (window,) = [w for w in found.events_of("window") if w["state"] == "done"]
+    assert window["steps"][0] >= 11
+    assert torch.cuda.CUDAGraph.replay.__name__ == "<lambda>"
+
+
 WARMED_UP = """
 import time
 import torch

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from recording_checks import check_sums, only_rank
 
-from advisor.recorder import slowdown
+from advisor.recorder import slowdown, windows
 from advisor.recorder.api import Recorder
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.slowdown import SlowdownWatch
@@ -68,6 +68,28 @@ def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: An
     assert marked[:8] == list(range(10, 18))  # and those during which the trace was written
     assert record.steps[9].window is None
     assert not list((tmp_path / "run" / "rank0").glob(".*"))
+
+
+def test_long_steps_are_not_waited_for(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four steps two are profiled, unless the user says how many to skip."""
+    monkeypatch.setattr(windows, "EARLY_NS", 100_000_000)
+    monkeypatch.setattr(windows, "LONG_NS", 100_000_000)
+    for seconds, options, kept in (
+        (0.15, {}, [2, 3]),
+        (0.05, {}, [3, 3]),  # the profiler's start would be much of the first one
+        (0.15, {"skip": 9}, None),
+        (0.0, {}, None),
+    ):
+        folder = str(tmp_path / f"{seconds}{len(options)}")
+        with Recorder(folder, telemetry=0.0, **CALM, **options):
+            for _ in range(4):
+                training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+                time.sleep(seconds)
+        last = only_rank(folder).events_of("window")[-1]
+        assert last["state"] == ("done" if kept else "never"), seconds
+        assert last.get("steps") == kept
 
 
 def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(

@@ -21,7 +21,8 @@ Mask = NDArray[np.bool_]
 
 WARM_UP = 10
 """Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short run,
-a fifth (as ``advisor compare`` does it)."""
+a fifth (as ``advisor compare`` does it), the first one from ``FEW`` steps on."""
+FEW = 3
 MIN_USED = 5
 """Steps that count, at least, where a run has more than twice as many."""
 START_UP = 3
@@ -120,7 +121,8 @@ class StepRecords:
     def after_warmup(self) -> Mask:
         """Steps after the warm-up."""
         result = np.ones(len(self.steps), dtype=bool)
-        result[: min(WARM_UP, len(self.steps) // 5)] = False
+        number = len(self.steps)
+        result[: min(WARM_UP, max(number // 5, int(number >= FEW)))] = False
         return result
 
     @cached_property

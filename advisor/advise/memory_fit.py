@@ -27,7 +27,15 @@ from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_r
 from advisor.rules.kernel.kernel_common import rows_launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
-"""GPU memory of the CUDA context and libraries, bytes; the snapshot does not show it."""
+"""GPU memory of the CUDA context and libraries, bytes; the snapshot does not show it. 200 to 700
+MiB were measured (github.com/pytorch/pytorch/issues/28113, 107667); before CUDA 11.7 it was 1 GiB."""
+DRIVER_SHARE = 0.022
+"""Share of the memory in an NVIDIA GPU's name that the driver keeps, at most: totalGlobalMem of the
+traces in tests/corpus is 97.8% (RTX 2080 Ti) to 99.2% (V100 32GB) of it."""
+MARGIN_SHARE = 0.05
+"""Share of the reserved bytes by which they may differ from an estimate: the same training had 4.4%
+beside its tensors at the peak of one recording (tests/corpus/memory/h100_training), 9.3% in the
+other (h100_leak)."""
 MAX_CHANGES = 4
 """Largest number of changes in a set."""
 CHANGE_EFFORT = {
@@ -105,7 +113,8 @@ class MemoryFit(NamedTuple):
     reserved_after: int
     """Bytes reserved with the chosen changes; if no set fits, with the best one."""
     largest_batch: float
-    """Largest batch that fits with the chosen changes, over the recorded one; 0: none."""
+    """Largest batch at once that fits with the chosen changes and a margin, over the recorded one.
+    Where the batch is halved, that is one of its halves. 0: none."""
     phases: PhaseTimes | None
     """Times by phase; ``None``: no trace."""
     trains: bool | None = None
@@ -116,6 +125,11 @@ class MemoryFit(NamedTuple):
         """Whether the program fits as it is, or with the chosen changes."""
         return self.reserved_after <= self.available
 
+    @property
+    def barely(self) -> bool:
+        """Whether it fits with less than the margin that fragmentation may take."""
+        return self.fits and self.reserved_after * (1 + MARGIN_SHARE) > self.available
+
 
 def find_fit(
     post: PostMortem,
@@ -125,17 +139,20 @@ def find_fit(
     gpu: GpuSpec | None = None,
     ranks: int = 1,
     scale: float = 1.0,
+    driver_share: float = 0.0,
 ) -> MemoryFit:
     """Find the cheapest changes with which a device's history fits.
 
     ``a``: trace of the same program, for the time of changes. ``gpu``: GPU to run on. ``ranks``:
-    number that can share the states. ``scale``: requested batch over the recorded one. The reserved
-    bytes beyond tensors stay the same share as at the recorded peak (none, if that is not
-    recorded).
+    number that can share the states. ``scale``: requested batch over the recorded one.
+    ``driver_share``: share of the capacity that the driver keeps. The reserved bytes beyond tensors
+    stay the same share as at the recorded peak (none, if that is not recorded). A set that leaves a
+    margin of MARGIN_SHARE is taken before one that does not.
     """
     phases = None if a is None else phase_times(a)
     beside = max(1.0, post.reserved / max(1, post.allocated))
-    available = capacity - CUDA_CONTEXT_BYTES
+    available = round(capacity * (1 - driver_share)) - CUDA_CONTEXT_BYTES
+    safe = available / (1 + MARGIN_SHARE)
     today = count_needed_bytes(post, scale=scale)
     options = [*find_changes(post), *(shard_changes(post, ranks) if ranks > 1 else [])]
     ways = []
@@ -152,20 +169,27 @@ def find_fit(
         return round(count_needed_bytes(post, [way.change for way in made], scale) * beside)
 
     chosen: list[CostedChange] = []
-    after = best = reserved([])
-    if after > available:
-        for made in sorted(_sets(ways), key=_cost):
-            after = reserved(made)
-            if after <= available:
-                chosen = [_checkpoint_fewest_calls(way, made, reserved, available) for way in made]
-                after = reserved(chosen)
-                break
-            best = min(best, after)
-        else:
-            after = best
+    after = reserved([])
+    if after > safe:
+        sets = [(made, reserved(made)) for made in sorted(_sets(ways), key=_cost)]
+        room = next(
+            (
+                limit
+                for limit in (safe, available)
+                if any(left <= limit for _, left in sets) or after <= limit
+            ),
+            None,
+        )
+        if room is None:
+            after = min([after, *(left for _, left in sets)])
+        elif after > room:
+            made = next(made for made, left in sets if left <= room)
+            chosen = [_checkpoint_fewest_calls(way, made, reserved, room) for way in made]
+            after = reserved(chosen)
     largest = 0.0
     if after <= available:
-        largest = _largest(post, chosen, available / beside)
+        halved = any(way.change.name == "half the batch" for way in chosen)
+        largest = _largest(post, chosen, min(safe, available) / beside) * (0.5 if halved else 1.0)
     return MemoryFit(today, round(today * beside), capacity, available, ways, chosen, after,
                      largest, phases, does_train(a, post))  # fmt: skip
 
@@ -191,7 +215,7 @@ def _checkpoint_fewest_calls(
     way: CostedChange,
     made: Sequence[CostedChange],
     reserved: Callable[[Sequence[CostedChange]], int],
-    available: int,
+    available: float,
 ) -> CostedChange:
     """Return the change with as few checkpointed calls as fit; other changes stay as they are."""
     if way.change.forward_call is None:

@@ -56,7 +56,7 @@ def command(
     """Check whether the program fits a GPU, and find the cheapest changes with which it does."""
     if (gpu is None) == (capacity is None):
         raise AdvisorError("fit: say which GPU with --gpu NAME, or how much with --capacity SIZE")
-    from advisor.advise.memory_fit import find_fit
+    from advisor.advise.memory_fit import DRIVER_SHARE, find_fit
     from advisor.core.gpus import find_gpu, lookup
 
     target = None if gpu is None else find_gpu(gpu).gpu
@@ -67,11 +67,17 @@ def command(
     if analysis is not None and analysis.device_id is not None:
         device = analysis.trace.working_device(analysis.device_id)
     known = target or lookup(None if device is None else device.name)
-    result = find_fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale)
+    kept = DRIVER_SHARE if target is not None and target.vendor == "nvidia" else 0.0
+    result = find_fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale, driver_share=kept)
     from advisor.render.documents.project import build_fit
 
     asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"
-    document = build_fit(result, gpu="" if target is None else target.name, batch=asked)
+    document = build_fit(
+        result,
+        gpu="" if target is None else target.name,
+        batch=asked,
+        request=post.request or 0,
+    )
     wanted = out.chosen(PREDICTIONS, form, output)
     document = replace(document, data=_plain(result, scale))
     out.deliver(wanted, document, output, [path], details=True)
@@ -157,7 +163,8 @@ def _plain(fit: MemoryFit, scale: float) -> dict[str, Any]:
         }  # fmt: skip
 
     return {
-        "schema": 1, "fits": fit.fits, "peak": fit.peak, "reserved": fit.reserved,
+        "schema": 1, "fits": fit.fits, "barely": fit.barely, "peak": fit.peak,
+        "reserved": fit.reserved,
         "capacity": fit.capacity, "available": fit.available, "after": fit.reserved_after,
         "batch_scale": scale, "largest_batch_scale": fit.largest_batch,
         "chosen": [plain(way) for way in fit.chosen],

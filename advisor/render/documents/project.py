@@ -7,7 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from advisor.advise.memory_fit import CUDA_CONTEXT_BYTES, CostedChange, MemoryFit, RepeatedLayer
+from advisor.advise.memory_fit import (
+    CUDA_CONTEXT_BYTES,
+    MARGIN_SHARE,
+    CostedChange,
+    MemoryFit,
+    RepeatedLayer,
+)
 from advisor.advise.terms import how_to_record
 from advisor.core import labels
 from advisor.core import text as t
@@ -176,15 +182,20 @@ SIMILAR_LAYER_SHARE = 0.05
 """Share by which layers in one row of a table may differ."""
 
 
-def build_fit(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
-    """Build the document of a fit. ``gpu``, ``batch``: what was asked for; empty: nothing."""
+def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Document:
+    """Build the document of a fit. ``gpu``, ``batch``: what was asked for; empty: nothing.
+    ``request``: bytes of the request that failed, which the peak includes; 0: none did."""
     name = gpu or t.format_bytes(fit.capacity)
     context = t.format_bytes(CUDA_CONTEXT_BYTES)
-    room = f"{t.format_bytes(fit.capacity)}, {context} of it for the CUDA context"
+    kept = fit.capacity - CUDA_CONTEXT_BYTES - fit.available
+    rest = [f"{context} for the CUDA context"]
+    if kept > 0:
+        rest.insert(0, f"up to {t.format_bytes(kept)} for the driver")
+    failed = f", the request of {t.format_bytes(request)} that failed included" if request else ""
     fields = [
-        TextField("needs", [f"{t.format_bytes(fit.peak)} in tensors",
+        TextField("needs", [f"{t.format_bytes(fit.peak)} in tensors{failed}",
                             f"{t.format_bytes(fit.reserved)} reserved", batch]),
-        TextField("there is", [room]),
+        TextField("there is", [t.format_bytes(fit.capacity), *rest]),
     ]  # fmt: skip
     if fit.phases is not None:
         fields.append(TextField("step", _phases(fit)))
@@ -196,14 +207,22 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str) -> Document:
             blocks += [Paragraph(f"{text}{_fit_place(way)}: {way.change.assumes}."), Code(code)]
     blocks += [_layers(way.layers) for way in fit.candidates if way.layers]
     names = {way.change.name for way in fit.chosen}
-    others = [way for way in fit.candidates if way.bytes > 0 and way.change.name not in names]
+    least = MIN_FREED_SHARE * fit.peak
+    others = [way for way in fit.candidates if way.bytes > least and way.change.name not in names]
     if others:
         title = "Other changes, each alone" if fit.chosen else "Changes, each alone"
         blocks.append(_fit_table(title, others))
-    if fit.phases is None:
-        blocks.append(Paragraph("No trace was given, so times are unknown.", indent=0))
-    return Document(_fit_headline(fit, name), blocks, name="fit",
-                    status="healthy" if fit.fits else "bad")  # fmt: skip
+    shown = [*fit.chosen, *others]
+    if fit.phases is None and any(way.ns is None for way in shown):
+        rated = "; others are by the GPU's rated bandwidths" if any(way.ns for way in shown) else ""
+        text = f"Times that need a trace are unknown{rated}. Give a trace and --memory SNAPSHOT."
+        blocks.append(Paragraph(text, indent=0))
+    status = "bad" if not fit.fits else "limited" if fit.barely else "healthy"
+    return Document(_fit_headline(fit, name), blocks, name="fit", status=status)
+
+
+MIN_FREED_SHARE: Final = 0.01
+"""Share of the peak that a change frees for it to be shown."""
 
 
 def _fit_table(title: str, ways: list[CostedChange]) -> Grid:
@@ -239,19 +258,52 @@ def _similar(one: RepeatedLayer, other: RepeatedLayer) -> bool:
 
 def _fit_headline(fit: MemoryFit, name: str) -> str:
     left = t.format_bytes(abs(fit.available - fit.reserved_after))
-    more = ""
-    if fit.fits and fit.largest_batch > 0:
-        times = f"{fit.largest_batch:.1f}" if fit.largest_batch < 60 else "more than 60"
-        more = f" Up to {times} times the recorded batch fits."
-    if fit.fits and not fit.chosen:
-        return f"It fits {name}, with {left} left.{more}"
-    if fit.fits:
-        cost = sum(way.ns or 0.0 for way in fit.chosen)
-        known = all(way.ns is not None for way in fit.chosen)
-        price = f"about {t.format_duration(cost)} more per step" if known else "at unknown cost"
-        count = t.count_noun(len(fit.chosen), "change")
-        return f"It fits {name} with {count}, {price}: {left} left.{more}"
-    return f"It does not fit {name}: with the best set of changes, {left} are missing."
+    if not fit.fits:
+        return f"It does not fit {name}: with the best set of changes, {left} are missing."
+    how = f"It fits {name}"
+    if fit.barely:
+        how = f"It barely fits {name}"
+        share = t.format_share((fit.available - fit.reserved_after) / fit.reserved_after)
+        margin = t.format_bytes(MARGIN_SHARE * fit.reserved_after)
+        left += (
+            f" ({share}). Fragmentation can take {margin} ({t.format_share(MARGIN_SHARE)}), so "
+            "expect it to run out of memory"
+        )
+    else:
+        left += " left"
+    more = "" if fit.barely else _largest_batch(fit)
+    if not fit.chosen:
+        return f"{how}, with {left}.{more}" if not fit.barely else f"{how}: {left}."
+    known = all(way.ns is not None for way in fit.chosen)
+    cost = sum(way.ns or 0.0 for way in fit.chosen)
+    price = ", at an unknown cost in time" if not known else ""
+    if known and cost:
+        price = f", about {t.format_duration(cost)} more per step"
+    count = t.count_noun(len(fit.chosen), "change")
+    unchanged = ""
+    if fit.reserved <= fit.available and not fit.barely:
+        short = t.format_bytes(fit.available - fit.reserved)
+        unchanged = f" Unchanged it barely fits: {short} left."
+    return f"{how} with {count}{price}: {left}.{unchanged}{more}"
+
+
+def _largest_batch(fit: MemoryFit) -> str:
+    """Say how large a batch fits with a margin. Never rounded up."""
+    if fit.largest_batch <= 0:
+        return ""
+    if any(way.change.name == "half the batch" for way in fit.chosen):
+        part = int(fit.largest_batch * 100) / 100
+        return f" At once, at most {part:g} of the recorded batch fits."
+    if fit.largest_batch >= LARGEST_SHOWN:
+        return f" More than {LARGEST_SHOWN} times the recorded batch fits."
+    times = int(fit.largest_batch * 10) / 10
+    if times <= 1:
+        return " No larger batch fits."
+    return f" Up to {times:g} times the recorded batch fits."
+
+
+LARGEST_SHOWN: Final = 60
+"""Factor of the batch above which it is not shown."""
 
 
 def _phases(fit: MemoryFit) -> list[str]:

@@ -675,7 +675,7 @@ def _lead(report: Report) -> str:
     if impact.low_ns is not None and (
         impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
     ):
-        share += f"; range {t.format_range(impact.low_ns, high_ns)}"
+        share += f"; range {t.format_gain_range(first)}"
     return f"First: {title}. A fix saves {about}{saving} ({share})"
 
 

@@ -293,8 +293,8 @@ def offer(error: SeveralRuns, arguments: list[str]) -> str:
 
 
 def newest_run(paths: list[str]) -> list[str]:
-    """Replace a folder of several runs by its newest complete recording that is no trial. Stderr
-    names it and the command for another. Other paths are returned unchanged."""
+    """Replace a folder of several runs by the newest that can be analysed. Stderr names it, why a
+    newer one is skipped, and the command for another. Other paths are returned unchanged."""
     from advisor.core.labels import clean
     from advisor.read.directory import refuse_several
     from advisor.read.runs import SeveralRuns, describe_run
@@ -305,28 +305,28 @@ def newest_run(paths: list[str]) -> list[str]:
     except (OSError, SeveralRuns) as error:
         found = error.found[:MAX_RUNS] if isinstance(error, SeveralRuns) else []
         lines = sorted(map(describe_run, found), key=lambda line: -line.started_unix_ns)
-        chosen = next((line for line in lines if _is_complete(line.path)), None)
+        chosen = next((n for n, line in enumerate(lines) if not _why_skipped(line)), None)
         if chosen is not None and len(lines) > 1:
-            others = [line for line in lines if line is not chosen]
+            run, *older = lines[chosen:]
             print(
-                f"{clean(chosen.path)}, the newest of {len(found)} runs: {_about(chosen)}\n"
-                f"another: {clean(_typed(['analyze', str(others[0].path)]))}",
+                f"{clean(run.path)}, the newest of {len(found)} runs"
+                f"{' that can be analysed' * bool(chosen)}: {_about(run)}",
+                *(f"skipped: {clean(new.path)}, {_why_skipped(new)}" for new in lines[:chosen]),
+                f"another: {clean(_typed(['analyze', str((older or lines)[0].path)]))}",
+                sep="\n",
                 file=sys.stderr,
             )
-            return [str(chosen.path)]
+            return [str(run.path)]
     return paths
 
 
-def _is_complete(run: Path) -> bool:
-    """Tell whether a run reached its end, and is no trial of ``advisor try``."""
-    from advisor.core.run_directory import read_recording
+def _why_skipped(run: RunLine) -> str:
+    """Say why a run is not the one to analyse; empty if it can be."""
     from advisor.tune.report import FILE
 
-    try:
-        ranks = read_recording(run).ranks.values()
-    except AdvisorError:
-        return False
-    return any(rank.has_ended for rank in ranks) and not (run / FILE).exists()
+    if (run.path / FILE).exists():
+        return "a trial of advisor try"
+    return "" if run.windows or run.steps != 0 else "no steps recorded"
 
 
 def _typed(words: list[str]) -> str:

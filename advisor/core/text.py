@@ -297,9 +297,11 @@ LOWER_BOUND: Final = "lower bound"
 
 def format_saving(impact: Impact) -> str:
     """Return the time that a fix saves: ``up to 87.9 ms``."""
-    bound = "up to " if is_upper_bound(impact) else ""
-    bound = "at least " if impact.method.startswith(LOWER_BOUND) else bound
-    return f"{bound}{format_duration(impact.gain_ns)}"
+    gain = format_duration(impact.gain_ns)
+    if impact.method.startswith(LOWER_BOUND):
+        known = impact.low_ns is None or format_duration(impact.low_ns) == gain
+        return f"{'at least ' * known}{gain}"
+    return f"{'up to ' * is_upper_bound(impact)}{gain}"
 
 
 def is_upper_bound(impact: Impact) -> bool:
@@ -318,13 +320,16 @@ WIDE_LOW = 0.5
 
 
 def format_gain_range(finding: Finding) -> str | None:
-    """Return the range of the gain, ``8 to 15 ms``; ``None``: it has none."""
+    """Return the range of the gain, ``8 to 15 ms``, ``8 ms or more``; ``None``: it has none."""
     impact = finding.impact
-    if impact is None or impact.low_ns is None or impact.high_ns is None:
+    if impact is None or impact.low_ns is None:
         return None
-    if format_duration(impact.low_ns) == format_duration(impact.high_ns):
+    high = impact.high_ns if impact.high_ns is not None else impact.gain_ns
+    if high is None or format_duration(impact.low_ns) == format_duration(high):
         return None
-    return format_range(impact.low_ns, impact.high_ns)
+    if impact.high_ns is None and impact.method.startswith(LOWER_BOUND):
+        return f"{format_duration(impact.low_ns)} or more"
+    return format_range(impact.low_ns, high)
 
 
 def describe_crashes(result: Sequence[Crash]) -> str:

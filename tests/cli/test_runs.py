@@ -51,11 +51,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        "analyze runs",
-        "analyze runs/ --rank 0",
-        "analyze . --format json",
         "whatif runs -e 'scale work 0'",
-        "report runs --html x.html",
+        "report runs/ --html x.html",
+        "whatif . --rank 0 -e 'scale work 0'",
         "compare runs/2026-11-20_a runs",
         "export runs --perfetto x.json",
         "dashboard runs runs/2026-11-20_a --no-browser",
@@ -76,30 +74,33 @@ def test_a_folder_of_runs_lists_them_and_says_what_to_type(
     wanted = shlex.split(words)
     wanted[given] = "runs/2026-11-21_b"
     assert typed == wanted
-    if words.startswith("analyze"):
-        assert advisor(*typed).code == 0
 
 
-def end(run: Path) -> None:
-    """The program of a run reached its end."""
-    event = Event(t=10**9, kind="end", data={"reason": "finished"})
-    (run / "rank0" / EVENTS).write_bytes(msgspec.json.encode(event) + b"\n")
-
-
-def test_analyze_takes_the_newest_complete_recording_that_is_no_trial(
+def test_analyze_takes_the_newest_run_that_can_be_analysed_and_says_why_not_a_newer_one(
     project: Path, advisor: Cli
 ) -> None:
     runs = project / "runs"
-    trial = record(runs / "2026-11-22_c", 20_002, 12, "train.py")
-    (trial / FILE).write_text("{}")
-    record(runs / "2026-11-23_d", 20_003, 12, "killed.py")
-    for run in (runs / "2026-11-20_a", runs / "2026-11-21_b", trial):
-        end(run)
+    (runs / "2026-11-20_a/rank0" / EVENTS).write_bytes(
+        msgspec.json.encode(Event(t=10**9, kind="end", data={"reason": "finished"}))
+    )  # the newer one, without an end, was killed
     done = advisor("analyze", "runs/", "--format", "json")
     assert done.code == 0
     assert json.loads(done.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
     which, another = done.err.splitlines()
-    assert which.startswith("runs/2026-11-21_b, the newest of 4 runs:") and "345 steps" in which
+    assert which.startswith("runs/2026-11-21_b, the newest of 2 runs:") and "345 steps" in which
+    trial = record(runs / "2026-11-22_c", 20_002, 12, "train.py")
+    (trial / FILE).write_text("{}")
+    started = record(runs / "2026-11-23_d", 20_003, 0, "killed.py") / "rank0"
+    (started / STEPS).unlink()
+    (started / "trace_w0.json.gz").unlink()
+    done = advisor("analyze", "runs/", "--format", "json")
+    assert json.loads(done.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
+    which, *skipped, another = done.err.splitlines()
+    assert which.startswith("runs/2026-11-21_b, the newest of 4 runs that can be analysed:")
+    assert skipped == [
+        "skipped: runs/2026-11-23_d, no steps recorded",
+        "skipped: runs/2026-11-22_c, a trial of advisor try",
+    ]
     typed = shlex.split(another.removeprefix("another: advisor "))
     assert typed[0] == "analyze" and (project / typed[1]).is_dir() and "11-21" not in typed[1]
 
@@ -112,11 +113,11 @@ def test_what_is_in_the_list_is_harmless_and_damaged_runs_are_in_it(
     for n in range(40):
         (project / f"runs/2026-10-{n:02}").mkdir()
         (project / f"runs/2026-10-{n:02}" / MANIFEST).write_text("[" * 5000)
-    done = advisor("analyze", "runs")
+    done = advisor("whatif", "runs")
     lines = done.err.splitlines()
     assert done.code == 2 and len(lines) == 22
     assert "and 22 older runs" in lines[-2]
-    assert "give one: advisor analyze runs/2026-11-21_b" in lines[-1]
+    assert "give one: advisor whatif runs/2026-11-21_b" in lines[-1]
 
 
 def test_traces_that_lie_beside_runs_are_read_and_a_run_itself_is_one(project: Path) -> None:

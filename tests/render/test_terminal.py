@@ -361,10 +361,15 @@ def test_a_known_cost_is_shown_in_full_with_a_gain_that_is_unknown_or_a_lower_bo
 ) -> None:
     unknown = Impact(currency="unpriced", reason="record a run without it")
     least = Impact(
-        currency="step_time", gain_ns=4_000_000, low_ns=0, share=0.01,
+        currency="step_time", gain_ns=4_000_000, low_ns=4_000_000, share=0.01,
         method="lower bound (replay)",
     )  # fmt: skip
-    for impact, text in ((unknown, "unknown: record a run"), (least, "at least 4 ms, 1%")):
+    ranged = replace(least, low_ns=2_000_000)
+    for impact, text in (
+        (unknown, "unknown: record a run"),
+        (least, "at least 4 ms, 1%"),
+        (ranged, "about 4 ms (2 ms or more), 1%"),
+    ):
         one = finding(1, impact=impact, known_cost=True)
         shown = section(REPORTS.render("terminal", report(findings=[one])), "What to change")
         assert text in shown

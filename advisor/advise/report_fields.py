@@ -235,8 +235,8 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
     }
 
 
-def recorded_view(a: Analysis) -> RecordedSteps | None:
-    """Return what the recorder measured of every step; ``None`` for a trace alone."""
+def recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | None:
+    """Return what the recorder measured of every step of a program; ``None`` for a trace alone."""
     recorded = a.recorded
     if recorded is None:
         return None
@@ -266,6 +266,7 @@ def recorded_view(a: Analysis) -> RecordedSteps | None:
         else recorded.outside_steps_ns / whole,
         ended=None if end is None else str(end.get("reason", "finished"))[:100],
         windows=window_lines(recorded.record.events_of("window")),
+        program=program,
     )
 
 

@@ -103,7 +103,9 @@ def write_report(
         step=step_time(a),
         step_durations=step_durations(a),
         crashes=find_crashes(run),
-        recorded=recorded_view(a),
+        recorded=recorded_view(
+            a, None if run.recording is None else run.recording.manifest.program
+        ),
         energy=energy_use(analyses),
         hot_lines=list(hot),
         rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),

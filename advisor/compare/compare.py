@@ -11,11 +11,19 @@ from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
 from advisor.advise.terms import mark_steps
 from advisor.compare.amounts import compare_amounts, counters_verdict
-from advisor.compare.comparison import Comparison, RealisedGain, Side, StepTimeChange
+from advisor.compare.comparison import (
+    MIN_MATCHED,
+    MIN_MATCHED_RENAMED,
+    Comparison,
+    RealisedGain,
+    Side,
+    StepTimeChange,
+)
 from advisor.compare.comparison_text import has_guessed_steps, is_of_whole_recordings, write_verdict
 from advisor.compare.device_work import by_shape, compare_kernels, compare_work, matched_share
 from advisor.compare.findings import RemainingFinding, compare_findings, find_remaining
 from advisor.compare.steps import UNMARKED_STEPS_NOTE, compare_steps
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME
 from advisor.core.errors import AdvisorError
@@ -120,6 +128,7 @@ def _compared(before: Report, after: Report, paths: Sequence[str]) -> Comparison
         same_device=None if None in names else names[0] == names[1],
         steps=steps,
         amounts=compare_amounts(before, after),
+        other_programs=find_other_programs(before, after),
         realised=RealisedGain(rules=[]),
     )
 
@@ -136,6 +145,36 @@ def _refuse_other_kinds(before: Report, after: Report, paths: Sequence[str]) -> 
             f"{' and '.join(what)} cannot be compared: give two traces or runs, two memory "
             "snapshots, or two kernel profiles"
         )
+
+
+def find_other_programs(before: Report, after: Report, *, strict: bool = False) -> str:
+    """Say what in two reports is of different programs; empty if nothing is. A file of one name is
+    one program, whatever it does. ``strict``: files of different names need common operators."""
+    reports = (before, after)
+    names = [str((each.recorded and each.recorded.program) or "") for each in reports]
+    renamed = all(names) and names[0] != names[1]
+    if (all(names) and not renamed) or bool(before.time) != bool(after.time):
+        return ""
+    least = MIN_MATCHED_RENAMED if renamed else MIN_MATCHED
+    one, other = map(_time_by_operator, reports)
+    if whole := min(sum(one.values()), sum(other.values())):
+        common = sum(min(ns, other.get(name, 0.0)) for name, ns in one.items()) / whole
+        text = f"Only {t.format_share(common)} of the time is in operators that both have"
+        return text if common < least else ""
+    if before.recorded and after.recorded and before.recorded.inference != after.recorded.inference:
+        return "One of the two trains, the other does not"
+    if renamed and strict:
+        return f"The programs are {labels.clean(names[0])} and {labels.clean(names[1])}"
+    return ""
+
+
+def _time_by_operator(report: Report) -> dict[str, float]:
+    """Return shares of the time by operator: of the device, else of the host; not of them all."""
+    result: dict[str, float] = {}
+    for item in report.rooflines if report.time else report.operators:
+        if item.name is not None:
+            result[item.name] = result.get(item.name, 0.0) + item.share
+    return result
 
 
 def describe_side(report: Report, path: str = "") -> Side:
@@ -224,7 +263,7 @@ def measure_realised_gain(
     elif c.other_shapes:
         result.reason = "the input shapes differ, and the prediction is for those before"
     elif c.is_of_other_programs:
-        result.reason = "the device work differs, and the prediction is for the work before"
+        result.reason = "the work differs, and the prediction is for the work before"
     elif _other_batch(c):
         result.reason = "the batch sizes differ, and the prediction is for the one before"
     elif result.method == REPLAY:
@@ -278,6 +317,10 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
             "The same operators run on other input shapes: another batch size or sequence length. "
             "Device work is compared by operator alone. Compare time per sample or token."
         )
+    elif c.is_of_other_programs and c.matched is None:
+        result.append(f"{c.other_programs}: these look like different programs.")
+    elif c.matched is None and (why := find_other_programs(before, after, strict=True)):
+        result.append(f"{why}: whether they do the same work is not recorded.")
     elif c.is_of_other_programs:
         result.append(
             f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
@@ -350,7 +393,7 @@ def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Predictio
     """Return the tested prediction of a single fix; ``None`` if there is none."""
     fix = comparison.realised
     step = comparison.before.step_ns
-    if len(fix.rules) != 1 or not step:
+    if len(fix.rules) != 1 or not step or comparison.is_of_other_programs:
         return None
     if fix.predicted_ns is None or fix.measured_ns is None:
         return None

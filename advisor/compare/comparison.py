@@ -17,8 +17,9 @@ Change = Literal["fixed", "replaced", "new", "remaining", "unchecked", "unchecke
 GateAnswer = Literal["passed", "not shown", "regression"]
 
 
-MIN_MATCHED = 0.2
-"""Share of device time in work of both runs, below which they are different programs."""
+MIN_MATCHED, MIN_MATCHED_RENAMED = 0.2, 0.3
+"""Share of time in work of both runs, below which they are different programs: of any, and where
+their files have different names."""
 
 
 class Side(Struct, kw_only=True):
@@ -278,6 +279,9 @@ class Comparison(Struct, kw_only=True):
     """Sum of the device work that ``work`` leaves out; ``null``: none."""
     matched: float | None = None
     """Share of both sides' device time in operators and shapes that both have; ``null``: none."""
+    other_programs: str = ""
+    """What the reports have that is of different programs, in a sentence without a point; empty:
+    nothing. Where ``matched`` is known, that decides."""
     other_shapes: bool = False
     """Whether only the input shapes differ: ``work`` is then by operator alone."""
     kernels: list[ComparedWork] = field(default_factory=list)
@@ -291,8 +295,10 @@ class Comparison(Struct, kw_only=True):
 
     @property
     def is_of_other_programs(self) -> bool:
-        """Whether the device work of the two has next to nothing in common."""
-        return self.matched is not None and self.matched < MIN_MATCHED and not self.other_shapes
+        """Whether the work of the two has next to nothing in common."""
+        if self.matched is None:
+            return bool(self.other_programs)
+        return self.matched < MIN_MATCHED and not self.other_shapes
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts and lists, as in the JSON."""

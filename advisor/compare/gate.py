@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from advisor.advise.terms import mark_steps
-from advisor.compare.compare import compare_reports, describe_side
-from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer, Side
+from advisor.compare.compare import compare_reports, describe_side, find_other_programs
+from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS
 from advisor.compare.steps import with_guessed_steps
 from advisor.core.errors import AdvisorError
@@ -22,10 +22,10 @@ def compare_with_baseline(
 ) -> Comparison:
     """Compare a run with its baseline and decide.
 
-    Raises AdvisorError where they do not compare: other GPUs, batch sizes or ranks, profiled steps
-    on one side only, or too few steps.
+    Raises AdvisorError where they do not compare: other programs, GPUs, batch sizes or ranks,
+    profiled steps on one side only, or too few steps.
     """
-    refuse_incomparable(describe_side(before), describe_side(after))
+    refuse_incomparable(before, after)
     check_steps(before, "the baseline")
     check_steps(after, "the run")
     comparison = compare_reports(before, after, saved=())
@@ -49,7 +49,7 @@ def build_baseline(reports: Sequence[Report], paths: Sequence[str]) -> Report:
             if report.step_durations == first.step_durations:
                 raise AdvisorError(f"{path}: has the same steps as {paths[0]}; give another run")
             try:
-                refuse_incomparable(describe_side(first), describe_side(report))
+                refuse_incomparable(first, report)
             except AdvisorError as error:
                 raise AdvisorError(f"{path}: {error}") from None
         steps += [replace(each, run=number) for each in report.step_durations]
@@ -77,9 +77,12 @@ def check_steps(report: Report, name: str) -> None:
     raise AdvisorError(f"{name}: {max(counts, default=0)} {TOO_FEW}")
 
 
-def refuse_incomparable(before: Side, after: Side) -> None:
+def refuse_incomparable(baseline: Report, run: Report) -> None:
     """Raise AdvisorError if a run and its baseline are not comparable."""
+    before, after = describe_side(baseline), describe_side(run)
     again = "save the baseline again"
+    if why := find_other_programs(baseline, run, strict=True):
+        raise AdvisorError(f"{why}: these may be different programs; {again}")
     devices = {before.device_name, after.device_name} - {None}
     if len(devices) > 1:
         raise AdvisorError(

@@ -466,6 +466,8 @@ class RecordedSteps(Struct, kw_only=True):
     be written); ``null``: killed, or still going on."""
     windows: list[str]
     """Outcome of each profiled window, one line each."""
+    program: str | None = None
+    """File name of the program, ``train.py``; ``null``: not recorded."""
 
 
 class RuleText(Struct, frozen=True, kw_only=True):

@@ -103,6 +103,12 @@ class Manifest(Struct, kw_only=True, omit_defaults=True):
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the recorder."""
 
+    @property
+    def program(self) -> str | None:
+        """File name of the program, ``train.py``; ``None``: the command names no Python file."""
+        names = (word.replace("\\", "/").rpartition("/")[2] for word in self.command)
+        return next((name for name in names if name.endswith((".py", ".pyw"))), None)
+
 
 class RecordedDevice(Struct, kw_only=True, omit_defaults=True):
     """The GPU of a rank."""

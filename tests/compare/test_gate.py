@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,11 +35,15 @@ def trace(path: Path, kernel_us: float, *, steps: int = 8, name: str = "gemm") -
     return b.write(path)
 
 
-def run_directory(folder: Path, milliseconds: list[float], *, samples: int = 32) -> Path:
+def run_directory(
+    folder: Path, milliseconds: list[float], *, samples: int = 32, program: str = "train.py"
+) -> Path:
     """A recorded run without a profiled window."""
     rank = folder / "rank0"
     rank.mkdir(parents=True)
-    (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(run_id="r")))
+    (folder / MANIFEST).write_bytes(
+        msgspec.json.encode(Manifest(run_id="r", command=["python", program]))
+    )
     (rank / RANK).write_bytes(msgspec.json.encode(Rank(rank=0)))
     at, lines = 0, []
     for n, ms in enumerate(milliseconds):
@@ -114,6 +119,7 @@ def test_steps_all_over_the_place_are_not_shown_to_be_slower_and_strict_refuses_
     ("change", "told"),
     [
         ({"samples": 64}, "save the baseline again"),
+        ({"program": "other/eval.py"}, "The programs are train.py and eval.py"),
         (
             {"milliseconds": [10.0] * 5},
             "4 steps cannot tell slower from noise",
@@ -129,6 +135,28 @@ def test_what_cannot_be_held_against_each_other_is_bad_input(
     code, out, err = advisor("gate", "base.json", other)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert told in err
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "told"),
+    [
+        ("slices", "hooks", "Only 15% of the time is in operators that both have"),
+        ("training_mode", "leak", "One of the two trains, the other does not"),
+    ],
+)
+def test_another_program_on_the_cpu_gets_no_verdict_and_passes_no_gate(
+    advisor: Run, tmp_path: Path, name: str, other: str, told: str
+) -> None:
+    runs = [tmp_path / f"{each}.slow" for each in (name, other)]
+    cured = tmp_path / f"{name}.cured"
+    for run in (*runs, cured):
+        shutil.copytree(ROOT / "tests/data/recorded" / run.name, run)
+    code, out, _ = advisor("compare", *runs)
+    assert code == 0 and out.startswith("These look like different programs, so neither is")
+    code, out, err = advisor("gate", *runs)
+    assert (code, out) == (2, "") and told in err
+    assert not (runs[1] / "ledger.jsonl").exists()
+    assert "different programs" not in advisor("compare", runs[0], cured)[1]  # of one file
 
 
 def test_profiled_steps_are_not_held_against_unprofiled_ones_nor_one_gpu_against_another(
@@ -196,6 +224,8 @@ def test_a_workflow_gets_annotations_and_a_summary_that_nobody_can_write_into(
             b.loader_wait(10_000 + number % 3, workers=0)
             with b.op(HOSTILE):
                 b.launch(HOSTILE, 900)
+            with b.op("aten::mm"):
+                b.launch("gemm", 900)
             b.sync()
     slow = b.write(tmp_path / "slow.json")
     advisor("gate", "--save", "base.json", trace(tmp_path / "fast.json", 900))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from rich.cells import cell_len
 
 from advisor.advise import report_text
 from advisor.advise.engine import analyze
+from advisor.advise.select import load_rules
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location
 from advisor.core.ranks import Ranks
@@ -23,6 +25,7 @@ from advisor.core.report import Family, Replay, Report
 from advisor.render.document import Document, Grid, RenderOptions
 from advisor.render.formats import REPORTS
 from advisor.render.formats.terminal import Page, Terminal
+from advisor.replay.project.precision import INFERENCE, TRAINING
 from advisor.testing import TraceBuilder
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -296,6 +299,30 @@ def test_code_is_folded_between_words_and_its_comment_goes_above(
         "│   run(first_argument, second_argument, third_argument,\n"
         "    │       a_fourth_argument_and);\n"
     ) in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_python_that_is_folded_is_the_same_program(width: int) -> None:
+    kept = "  # leave: " + ", ".join(["transformer.layers.0–23 > attention > projection"] * 3)
+    given = [text.format(kept=kept) for each in (INFERENCE, TRAINING) for text in each.values()]
+    for rule in load_rules(config={}):
+        own = [vars(cls) for cls in type(rule).__mro__]
+        given += [each["code"] for each in own if isinstance(each.get("code"), str)]
+        cases = [case for each in own for case in each.get("cases", {}).values()]
+        given += [case["code"] for case in cases if "code" in case]
+    compiled = 0
+    for code in given:
+        try:
+            tree = ast.dump(ast.parse(code))
+        except SyntaxError:  # for a shell, or of C++
+            continue
+        page = Page(width, colour=False)
+        page.code("", code)
+        shown = page.getvalue()
+        assert widest(shown) <= width
+        assert ast.dump(ast.parse(re.sub(r"(?m)^ +│ ?", "", shown))) == tree
+        compiled += 1
+    assert compiled > 100
 
 
 def test_a_column_of_dashes_leaves_its_room_to_the_names() -> None:

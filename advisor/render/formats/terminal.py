@@ -8,6 +8,7 @@ nothing in it reaches the terminal as a command.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -367,9 +368,12 @@ class Page:
         elif label:
             self.line(f"{lead}{label}")
         room = max(20, self.width - len(lead) - 2)
-        for piece in (piece for line in lines for piece in _folded(line, room)):
-            self.line((f"{lead}│ ", "dim"), (piece, "cyan"))
-            lead = " " * len(lead)
+        depth = 0
+        for line in lines:
+            for piece in _folded(line, room, depth):
+                self.line((f"{lead}│ ", "dim"), (piece, "cyan"))
+                lead = " " * len(lead)
+            depth = _breaks(line, depth)[1]
 
     def table(
         self,
@@ -433,19 +437,37 @@ def _comment_above(line: str, room: int) -> list[str]:
     return [line]
 
 
-def _folded(line: str, room: int) -> list[str]:
-    """A line of code of at most ``room`` columns; what is too much goes on below, indented: behind
-    the last blank or bracket, and within a word only if the word is as long."""
+def _folded(line: str, room: int, depth: int) -> list[str]:
+    """A line of code of at most ``room`` columns, that still runs: what is too much goes on below,
+    indented. Within a word or a string it is broken only if that is as long."""
+    comment = re.match(r"\s*(#|//) ", line)
+    lead = comment[0] if comment else line[: len(line) - len(line.lstrip())] + "    "
+    breaks = _breaks(line, depth)[0]
     pieces: list[str] = []
-    lead = line[: len(line) - len(line.lstrip())] + "    "
-    while cell_len(line) > room:
-        first = chop_cells(line, room)[0]
-        least = len(lead) + 4
-        at = max((first.rfind(sign, least) + 1 for sign in (" ", "(", "[")), default=0)
-        first = first[:at] if at else first
-        pieces.append(first.rstrip())
-        line = lead[: room // 2] + line[len(first) :].lstrip()
-    return [*pieces, line]
+    start, before = 0, ""
+    while cell_len(before + line[start:]) > room:
+        end, mark = start + len(chop_cells(line[start:], room - cell_len(before))[0]), ""
+        for at, sign in breaks.items():
+            fits = cell_len(before + line[start:at].rstrip() + sign) <= room
+            if fits and at >= start + (0 if before else len(lead)) + 4:
+                end, mark = at, sign
+        pieces.append(f"{before}{line[start:end].rstrip()}{mark}")
+        start = end + len(line[end:]) - len(line[end:].lstrip())
+        before = lead[: room // 2]
+    return [*pieces, before + line[start:]]
+
+
+def _breaks(line: str, depth: int) -> tuple[dict[int, str], int]:
+    """Return where a line of code can be broken and the mark that it then ends in: a backslash
+    outside brackets, as in Python and a shell. ``depth``: brackets open before it; and after it."""
+    if re.match(r"\s*(#|//)", line):
+        return {match.end(): "" for match in re.finditer(" ", line)}, depth
+    result: dict[int, str] = {}
+    for match in re.finditer(r"""("|')(\\.|(?!\1).)*\1|\s(#|//) .*|[(\[{\s]|[)\]}]""", line):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if match[0] in "([{ ":
+            result[match.end()] = "" if depth else " \\"
+    return result, depth
 
 
 def _others(cells: list[list[str]], gap: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
@@ -449,7 +450,7 @@ class _Conversion:
         if captured < 0.99 * min(step[1], self.a.step_ns):
             notes.append(
                 "launching the kernels that quantise holds the host up: with torch.compile, which "
-                f"fuses them, or in CUDA graphs the step takes {captured / 1e6:,.3f} ms"
+                f"fuses them, or in CUDA graphs the step takes {t.format_duration(captured)}"
             )
         if self.training:
             notes.append(

@@ -93,8 +93,9 @@ def colourful(stream: TextIO) -> bool:
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of a report on this stream: the terminal's, from 40 to 120 columns, or 80.
-    It is 78 where the encoding lacks arrows, which become two characters."""
+    """Return the width of a report on this stream: the terminal's, from 40 to 120 (longer lines are
+    hard to read), or 80. It is 78 where the encoding lacks arrows, which become two
+    characters."""
     try:
         "→".encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):

@@ -68,7 +68,7 @@ def test_every_rule_can_be_shown(advisor: Run) -> None:
             *(told.fix for told in rule.framework_advice.values()),
         ):
             assert text is None or first(text) in " ".join(shown.split())
-        assert max(map(len, shown.splitlines())) <= 80
+        assert max(len(line) for line in shown.splitlines() if "://" not in line) <= 80
 
 
 def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(

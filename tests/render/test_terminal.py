@@ -301,6 +301,19 @@ def test_code_is_folded_between_words_and_its_comment_goes_above(
     ) in shown
 
 
+def test_a_wide_page_has_longer_names_and_links_are_whole_on_any(
+    report: Make, finding: Callable[..., Finding]
+) -> None:
+    link = f"https://docs.nvidia.com/{'a' * 70}"
+    one = finding(1, where=[Location(kernel=f"{'k' * 59}_tail")], references=[link])
+    narrow, wide = (
+        REPORTS.render("terminal", report(findings=[one]), width=width, details=True)
+        for width in (80, 100)
+    )
+    assert f"{'k' * 59}_tail" in wide and f"{'k' * 59}_tail" not in narrow
+    assert all(f" {link}\n" in page for page in (narrow, wide))
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_python_that_is_folded_is_the_same_program(width: int) -> None:
     kept = "  # leave: " + ", ".join(["transformer.layers.0–23 > attention > projection"] * 3)

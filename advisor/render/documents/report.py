@@ -63,7 +63,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *auxiliary_sections.build_compilation(report.compilation, report),
             *auxiliary_sections.build_flight_record(report.flight),
             *auxiliary_sections.build_network_path(report.network),
-            *_findings(report),
+            *_findings(report, options.width),
             *_rest(report),
         ],
         name="report",
@@ -138,12 +138,12 @@ def _ranks(report: Report) -> Iterator[Block]:
 # -- what to do ---------------------------------------------------------------------------------
 
 
-def _findings(report: Report) -> Iterator[Block]:
+def _findings(report: Report, width: int) -> Iterator[Block]:
     ranked = report_text.ranked_findings(report)
     if ranked:
         outlook = report_text.describe_all_fixes(report)
         lead = [Paragraph(outlook, "soft")] if outlook else []
-        result = [_card(report, finding) for finding in ranked]
+        result = [_card(report, finding, width) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
         title = "What to change" if report_text.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
@@ -152,15 +152,15 @@ def _findings(report: Report) -> Iterator[Block]:
         title = "Step time after each fix"
         yield Section(title, [Staircase(stairs)], detail=True, summary=title.lower())
     if report.risks:
-        cards = [_card(report, finding, fix=not ranked) for finding in report.risks]
+        cards = [_card(report, finding, width, fix=not ranked) for finding in report.risks]
         yield Section("Memory and risks", cards)
 
 
-def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
+def _card(report: Report, finding: Finding, width: int, *, fix: bool = True) -> Card:
     """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand."""
     fields = [
         TextField("note", [*report_text.gain_conditions(finding, report)], "warn"),
-        *_where(report, finding),
+        *_where(report, finding, width),
         TextField("why", [finding.summary], prose=True),
         TextField("fix", [finding.fix], "strong", prose=True),
     ]
@@ -202,9 +202,11 @@ def _card(report: Report, finding: Finding, *, fix: bool = True) -> Card:
     )
 
 
-def _where(report: Report, finding: Finding) -> Iterator[TextField]:
-    """List the places, worst first, a line each; what would record the first one's line."""
-    shown = report_text.named_places(finding)
+def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
+    """List the places, worst first, a line each; what would record the first one's line. ``width``:
+    columns of a page, which leave room to names."""
+    names_width, path_width = max(48, width - 32), max(60, width - 20)
+    shown = report_text.named_places(finding, name_width=names_width, path_width=path_width)
     for number, (location, names) in enumerate(shown):
         whole = t.location_names(location, name_width=2000, path_width=2000)
         parts: list[Inline] = [

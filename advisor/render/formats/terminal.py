@@ -315,17 +315,25 @@ class Page:
     def wrap(
         self, *parts: str | tuple[str, str], first: str = "", indent: int = 0, style: str = ""
     ) -> None:
-        """Add parts wrapped at blanks. ``first`` starts the first line, in place of the indent."""
+        """Add parts wrapped at blanks; links stay whole, if need be longer than the page. ``first``
+        starts the first line, in place of the indent."""
         text = _styled(parts)
         if not text:
             return
         text.stylize(style)
         room = max(20, self.width - indent)
-        for number, piece in enumerate(text.wrap(self._console, room)):
+        long_link = any(cell_len(word) > room and "://" in word for word in text.plain.split())
+        lines = _at_blanks(text, room) if long_link else text.wrap(self._console, room)
+        for number, piece in enumerate(lines):
             piece.rstrip()
             line = Text()  # a style of its own would go on for the whole line
             line.append(first.ljust(indent) if number == 0 else " " * indent, style="dim")
-            self._console.print(line.append_text(piece), no_wrap=True, crop=True)
+            self._console.print(
+                line.append_text(piece),
+                no_wrap=True,
+                overflow="ignore" if long_link else None,
+                crop=not long_link,
+            )
 
     def section(self, title: str, aside: str = "") -> None:
         """Add a heading with a thin line after it; an aside that does not fit goes below."""
@@ -405,6 +413,17 @@ class Page:
             self.line(*parts, indent=indent)
             if number and below:
                 self.line((clean(below[number - 1]), "dim"), indent=indent + 2)
+
+
+def _at_blanks(text: Text, room: int) -> Iterable[Text]:
+    """Lines of at most ``room`` columns, or of one longer word."""
+    starts, used = [], 0
+    for word in re.finditer(r"\S+\s*", text.plain):
+        if used and used + cell_len(word[0].rstrip()) > room:
+            starts.append(word.start())
+            used = 0
+        used += cell_len(word[0])
+    return text.divide(starts)
 
 
 def _styled(parts: Sequence[str | tuple[str, str]]) -> Text:

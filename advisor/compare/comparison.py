@@ -280,8 +280,8 @@ class Comparison(Struct, kw_only=True):
     matched: float | None = None
     """Share of both sides' device time in operators and shapes that both have; ``null``: none."""
     other_programs: str = ""
-    """What the reports have that is of different programs, in a sentence without a point; empty:
-    nothing. Where ``matched`` is known, that decides."""
+    """Reason why the reports look like those of different programs, without a full stop; empty:
+    they do not. Where ``matched`` is known, that decides."""
     other_shapes: bool = False
     """Whether only the input shapes differ: ``work`` is then by operator alone."""
     kernels: list[ComparedWork] = field(default_factory=list)

@@ -17,6 +17,7 @@ from advisor.core.report import (
     Status,
     TritonKernel,
 )
+from advisor.core.trace import CUDA, KINETO, TENSORRT
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     MatchedKernel,
@@ -318,7 +319,19 @@ https://docs.vllm.ai/en/stable/cli/bench/latency.html,
 https://docs.sglang.io/developer_guide/benchmark_and_profiling.html."""
 
 
+def _format(report: Report) -> str | None:
+    return report.inputs[0].format if report.inputs else None
+
+
 def _program(report: Report) -> str:
+    """Return the command of the program, by the format and framework of its recording."""
+    form, framework = _format(report), report.scope.framework
+    if form == TENSORRT:
+        return "trtexec --loadEngine=model.plan --warmUp=0 --duration=0 --iterations=3"
+    if framework == CUDA:
+        return "./program"
+    if form != KINETO and form is not None and report.serving is None:
+        return "PROGRAM" if framework is None else "python program.py"
     if report.serving is None:
         return "python train.py"
     return ENGINE_BENCHMARKS.get(report.serving.engine or "", "python infer.py")
@@ -348,8 +361,12 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
         )
     skip, after = (0, "") if report.per == "recording" else (2 * calls, " after two steps")
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
+    which = f"ncu -k 'regex:^({names})'"
+    if _format(report) == TENSORRT:  # its names are of layers, not of kernels
+        layers = round(sum(row.calls for row in report.rooflines))
+        which, skip, count, after = "ncu", layers, layers, " after one inference"
     return (
-        f"ncu -k 'regex:^({names})' \\\n"
+        f"{which} \\\n"
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
         f"  -o kernels {_program(report)}",
         f"{t.count_noun(count, 'launch')}{after}, each repeated some ten times with "

@@ -28,7 +28,7 @@ from advisor.rules.kernel.kernel_common import rows_launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """GPU memory of the CUDA context and libraries, bytes; the snapshot does not show it. 200 to 700
-MiB were measured (github.com/pytorch/pytorch/issues/28113, 107667); before CUDA 11.7 it was 1 GiB."""
+MiB were measured (github.com/pytorch/pytorch/issues/28113, 107667); 1 GiB before CUDA 11.7."""
 DRIVER_SHARE = 0.022
 """Share of the memory in an NVIDIA GPU's name that the driver keeps, at most: totalGlobalMem of the
 traces in tests/corpus is 97.8% (RTX 2080 Ti) to 99.2% (V100 32GB) of it."""

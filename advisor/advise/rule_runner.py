@@ -33,6 +33,7 @@ from advisor.core.finding import Finding, Location, Outcome, PassedCheck, Skippe
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
+from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import line_of_share
 
@@ -222,7 +223,7 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     missing = [rule.id for rule in rules if rule.reads_record]
     if a.record is not None or not missing:
         return []
-    recordable = a.trace.meta.framework not in OTHER_FRAMEWORKS
+    recordable = a.trace.meta.framework not in (*OTHER_FRAMEWORKS, CUDA)
     verb = "reads" if len(missing) == 1 else "read"
     return [
         SkippedCheck(

@@ -99,6 +99,15 @@ _TOOLS = {
     ),
 }
 _TOOLS["xla-timeline"] = _TOOLS["xplane"]
+_TOOLS["tensorrt"] = Tool(
+    "nsys profile --trace=cuda,nvtx,osrt trtexec --loadEngine=model.plan",
+    "an NVTX range around each inference",
+    "NVTX ranges around the host's work, under nsys profile --trace=cuda,nvtx,osrt",
+)
+_NVIDIA = ("nsys", "tensorrt")
+"""Formats whose programs Nsight Systems can record."""
+MEMORY_SNAPSHOT = "a memory snapshot (torch.cuda.memory._dump_snapshot), read with --memory"
+"""What shows the allocator's memory beside a trace of any tool."""
 
 
 _DEEP = frozenset(("with_stack", "profile_memory"))
@@ -119,15 +128,17 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
         name = option.replace("(", "=").partition("=")[0]
         return "advisor record --deep" if recorder and name in _DEEP else option
     torch = meta.framework == PYTORCH
+    if option.startswith("a profiler that writes"):
+        return tool.command if meta.format in _NVIDIA else ""
     match option.replace("(", "=").partition("=")[0]:
         case "record_shapes":
             return "torch.autograd.profiler.emit_nvtx(record_shapes=True)" if torch else ""
-        case "with_stack" | "profile_memory" if torch:
-            return f"PyTorch's profiler and {option}"
+        case "with_stack" if torch:
+            return f"{tool.host.partition(' (')[0]}, or {option} in PyTorch's profiler"
         case "with_stack":
             return tool.host
         case "profile_memory":
-            return ""
+            return MEMORY_SNAPSHOT if torch else ""
         case "activities":
             return tool.command
         case "schedule":

@@ -780,6 +780,9 @@ class ServingPhase(Struct, frozen=True, kw_only=True):
     ``compute``, ``communication``; ``null``: unknown."""
     limit_share: float | None
     """Share of the steps' time that the limit takes; ``null``: unknown."""
+    limit_inferred: bool = False
+    """Whether FLOPs and bytes of most of the kernel time are unknown, so that the limit is inferred
+    from the number of tokens and the kinds of kernels."""
     attainable_ns: float | None
     """Duration of a step if each kernel ran at the rates measured on such a device, ns. Kernels
     whose work is unknown keep their time. ``null``: less than half of the kernel time is known."""
@@ -813,7 +816,8 @@ class Serving(Struct, kw_only=True):
     engine: str | None
     """Inference engine: ``vllm``, ``sglang`` …; ``null``: none, or unknown."""
     source: str
-    """Marks of the steps: ``engine``, ``module calls`` or ``vocabulary look-ups``."""
+    """Marks of the steps: ``engine``, ``module calls``, ``ProfilerStep`` or ``vocabulary
+    look-ups``."""
     phases: list[ServingPhase]
     """Phases by total time, the longest first."""
     between: Quantiles | None

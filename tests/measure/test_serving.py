@@ -156,6 +156,54 @@ def test_the_phase_says_what_limits_it() -> None:
     assert (eager.name, eager.limit, eager.tokens) == ("prefill", "host", 888)
 
 
+def test_an_inferred_limit_has_no_measured_share() -> None:
+    """97% of the kernel time has neither FLOPs nor bytes: 100% memory would contradict that."""
+    report = analyze(VLLM)
+    (decode,) = _serving(report).phases
+    assert decode.limit_inferred and decode.attainable_ns is None
+    text = " ".join(REPORTS.render("terminal", report, width=120).split())
+    assert "memory (inferred)" in text and "memory 100%" not in text
+    assert not _serving(analyze(SGLANG)).phases[0].limit_inferred
+
+
+RECORDED = Path(__file__).parents[1] / "data" / "recorded"
+
+
+def test_passes_that_compute_the_whole_sequence_again_are_counted_so() -> None:
+    """The new token is embedded at the end of a step. Attention has 29, 30 and 31 tokens of 4
+    sequences, in steps of 55.17, 75.28 and 94.67 ms: 120 tokens a step for 4 new ones."""
+    path = RECORDED / "embedded_prefix.slow"
+    serving = _serving(analyze(path))
+    (phase,) = serving.phases
+    assert (phase.name, phase.steps) == ("decode, no KV cache", 3)
+    assert (phase.requests, phase.tokens) == (4, 120)
+    assert phase.ns == pytest.approx((55.174234 + 75.281825 + 94.670423) / 3 * 1e6, rel=1e-3)
+    assert serving.output_tokens_per_s == pytest.approx(12 / 0.2251265, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["grown_cache.slow", "embedded_prefix.cured", "no_cache.cured"])
+def test_a_phase_has_the_time_of_the_steps_above_it(name: str) -> None:
+    """Look-ups at the end of a step: what follows the last one, 60 µs, is no step."""
+    (phase,) = _serving(analyze(RECORDED / name)).phases
+    assert phase.name == "decode"
+    profiled = Analysis(open_run(RECORDED / name).window(0)).step_ns
+    assert phase.ns == pytest.approx(profiled, rel=0.02)  # 1% lies between two marks
+
+
+def test_a_last_pass_that_is_cut_off_is_left_out() -> None:
+    """Without marked steps: from look-up to look-up, and 5 µs after the last."""
+    b = TraceBuilder(None)
+    for number in range(4):
+        with b.op("aten::embedding", [[4000, 64], [2, 1]], ["float", "long int"]):
+            b.host(5)
+        for _ in range(10 if number < 3 else 0):
+            with b.op("aten::mm", [[2, 64], [64, 64]], host_us=100):
+                pass
+    passes = b.analysis().passes
+    assert passes is not None and passes.source == "vocabulary look-ups"
+    assert passes.table.height == 3
+
+
 # -- graphs ------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 import advisor
 from advisor.core.errors import AdvisorError
 from advisor.read import read_trace
+from advisor.render.formats import REPORTS
 
 ARCHIVE = next((Path(__file__).parents[1] / "corpus" / "tensorrt").glob("*.tar.gz"))
 
@@ -107,3 +108,34 @@ def test_damaged_times_are_refused_in_a_line(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(AdvisorError):
         read_trace(str(path))
+
+
+def test_hints_are_for_an_engine(engines: Path) -> None:
+    """trtexec runs it: no PyTorch profiler, no training script, no kernels named like layers."""
+    report = advisor.analyze(engines / "resnet_A100_int8qat.profile.json")
+    text = " ".join(REPORTS.render("terminal", report, details=True, width=200).split())
+    for word in ("activities=", "python train.py", "ncu -k", "profiler.step()", "advisor record."):
+        assert word not in text, word
+    assert "trtexec --loadEngine=model.plan" in text
+    assert "Record with nsys profile --trace=cuda,nvtx,osrt trtexec" in text
+
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rocprof/matmul_result.rpd",
+        "nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite",
+        "nsys/mfu_2gpu_after.sqlite",
+        "xla/tf_gpu_multi_worker.xplane.pb",
+    ],
+)
+def test_hints_are_by_the_format_of_the_file(name: str) -> None:
+    report = advisor.analyze(CORPUS / name)
+    text = " ".join(REPORTS.render("terminal", report, details=True, width=200).split())
+    for word in ("activities=[", "python train.py", "profiler.step()", "with PyTorch's profiler"):
+        assert word not in text, word
+    if name.endswith(".rpd"):
+        assert "Record with ROCTX ranges around the host's work" in report.verdict

@@ -19,6 +19,8 @@ from advisor.core.trace import Trace
 VLLM, SGLANG, TENSORRT_LLM, ATOM, XDIT = "vllm", "sglang", "tensorrt-llm", "atom", "xdit"
 TRANSFORMERS = "transformers"
 PREFILL, DECODE, MIXED, DRAFT = "prefill", "decode", "mixed", "draft"
+NO_CACHE = "decode, no KV cache"
+"""Phase of passes that compute the whole sequence again for each new token."""
 IMAGE, FORWARD = "image", "forward"
 LAUNCHED_INSIDE = 0.9
 """Share of the device's time that ranges called ``prefill`` or ``decode`` must hold to be steps.

@@ -28,6 +28,7 @@ from advisor.measure.serving.annotations import (
     FORWARD,
     IMAGE,
     MIXED,
+    NO_CACHE,
     PREFILL,
     SGLANG,
     TENSORRT_LLM,
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 
-ENGINE, MODULES, LOOKUPS = "engine", "module calls", "vocabulary look-ups"
+ENGINE, MODULES, STEPS, LOOKUPS = "engine", "module calls", "ProfilerStep", "vocabulary look-ups"
 MIN_CALLS = 3
 """Calls of one model, or look-ups in the vocabulary, that make a loop, at least."""
+MIN_OPS_SHARE = 0.5
+"""Share of the operators of the median pass below which the last one is cut off."""
 MAX_INSTANCES = 2
 """Modules, at most, of the outermost class that takes most time: more are layers of a model that is
 called piece by piece."""
@@ -71,7 +74,8 @@ class ForwardPasses:
     marks: list[StepMark]
     """Phase, requests and tokens of each pass, as far as known."""
     source: str
-    """Source of the passes: ``engine``, ``module calls`` or ``vocabulary look-ups``."""
+    """Source of the passes: ``engine``, ``module calls``, ``ProfilerStep`` or ``vocabulary
+    look-ups``."""
     owner: Numbers
     """Pass that launched each piece of work, aligned with ``trace.gpu``; -1: none."""
 
@@ -145,7 +149,7 @@ def find_passes(trace: Trace) -> ForwardPasses | None:
             return None
         rows, source = _module_calls(trace), MODULES
         if rows.is_empty():
-            rows, source = _between_lookups(trace), LOOKUPS
+            rows, source = _between_lookups(trace)
         if rows.is_empty():
             return None
         marks = [StepMark(None, FORWARD)] * rows.height
@@ -213,14 +217,27 @@ def _lookup(trace: Trace, row: int) -> _Lookup | None:
     return _Lookup(weight.shape[0], indices.shape)
 
 
-def _between_lookups(trace: Trace) -> pl.DataFrame:
+def _between_lookups(trace: Trace) -> tuple[pl.DataFrame, str]:
+    """Find the marked steps where each has one look-up, wherever in it; else what lies between two.
+    What follows the last one may be cut off, and is left out then."""
     rows, _ = _lookups(trace)
     if rows.height < MIN_CALLS:
-        return pl.DataFrame(schema={"name": pl.String, "ts": pl.Int64, "dur": pl.Int64})
-    ops = trace.cpu.filter((pl.col("kind") == "op") & (pl.col("thread") == trace.main_thread))
+        return pl.DataFrame(schema={"name": pl.String, "ts": pl.Int64, "dur": pl.Int64}), LOOKUPS
+    own = trace.cpu.filter(pl.col("thread") == trace.main_thread)
+    marked = pl.col("name").cast(pl.String).str.starts_with("ProfilerStep#")
+    steps = own.filter((pl.col("kind") != "python") & marked).sort("ts")
+    start = steps["ts"].to_numpy()
+    end = start + steps["dur"].to_numpy()
+    place = _place(rows["ts"].to_numpy(), start, end) if steps.height else start
+    if steps.height and place.tolist() == list(range(steps.height)):
+        return steps.select(pl.lit("pass").alias("name"), "ts", "dur"), STEPS
+    ops = own.filter(pl.col("kind") == "op")
     last = int((ops["ts"] + ops["dur"]).max())  # type: ignore[arg-type]
     ends = rows["ts"].shift(-1).fill_null(last)
-    return rows.select(pl.lit("pass").alias("name"), "ts", dur=ends - rows["ts"])
+    counts = np.diff(np.searchsorted(np.sort(ops["ts"].to_numpy()), [*rows["ts"], last + 1]))
+    if counts[-1] < MIN_OPS_SHARE * np.median(counts):
+        rows, ends = rows[:-1], ends[:-1]
+    return rows.select(pl.lit("pass").alias("name"), "ts", dur=ends - rows["ts"]), LOOKUPS
 
 
 # -- what shapes tell of a pass --------------------------------------------------------------------
@@ -259,6 +276,27 @@ def _from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[StepMark]) -> lis
             result[index] = mark._replace(phase=FORWARD)
         if not decodes:
             result[index] = result[index]._replace(outputs=old.outputs)
+    for index in _growing(lengths, len(marks)):
+        mark = result[index]
+        result[index] = mark._replace(phase=NO_CACHE, outputs=marks[index].outputs or mark.requests)
+    return result
+
+
+def _growing(lengths: dict[int, set[tuple[int, int, bool]]], count: int) -> list[int]:
+    """Find passes in a row whose sequences attend to themselves alone and are one token longer each
+    time: they compute the whole sequence for one new token."""
+    whole = [0] * count
+    for index, seen in lengths.items():
+        if len({(q, k) for q, k, _ in seen}) == 1:
+            q, k, _ = next(iter(seen))
+            whole[index] = q if q == k and q > 1 else 0
+    result, run = [], [0]
+    for index in range(1, count + 1):
+        if index < count and whole[index - 1] and whole[index] == whole[index - 1] + 1:
+            run.append(index)
+            continue
+        result += run if len(run) >= MIN_CALLS else []
+        run = [index]
     return result
 
 
@@ -287,6 +325,8 @@ def _described(
     new = {q for q, k, _ in seen if k >= q}
     tokens = prod(looked)
     requests = looked[0] if len(looked) == 2 else None
+    if requests and new and min(new) > looked[1]:
+        tokens = requests * max(new)  # embedded elsewhere: the look-up is of the newest token
     if not new and len(looked) == 2:
         new = {looked[1]}
     phase = mark.phase

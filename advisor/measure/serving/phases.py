@@ -116,6 +116,7 @@ def _phase(
         busy_share=None if sums is None or not total else sums.busy / total,
         limit=None if limit == "unknown" else limit,
         limit_share=None if limit in (None, "unknown") else limits[limit] / total,
+        limit_inferred=limit in ("memory", "compute") and not judged,
         attainable_ns=sums.attainable / count if judged and sums is not None else None,
         known_share=None if sums is None else sums.known,
         jitter="" if sums is None else _jitter(dur, sums.busy_each),

@@ -8,6 +8,7 @@ from typing import Final
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import Quantiles, Report, Serving, ServingPhase
+from advisor.measure.serving.annotations import NO_CACHE
 from advisor.render.document import Block, FieldList, Grid, Section, TextField
 
 MAX_ROLES: Final = 6
@@ -53,7 +54,8 @@ def build_row(phase: ServingPhase) -> list[str]:
     """Return the cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
     limit = "–"
     if phase.limit is not None:
-        limit = f"{phase.limit} {t.format_share(phase.limit_share)}"
+        share = "(inferred)" if phase.limit_inferred else t.format_share(phase.limit_share)
+        limit = f"{phase.limit} {share}"
     return [
         labels.shorten(labels.clean(phase.name), MAX_NAME),
         f"{phase.steps:,}",
@@ -100,7 +102,9 @@ def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
         elif phase.attainable_ns is None and phase.known_share is not None:
             share = t.format_share(1 - phase.known_share)
             unknown = f"unknown, as FLOPs and bytes of {share} of its kernel time are not recorded"
-            result.append(("at best", [f"{own}: {unknown}"], False))
+            why = f"{phase.limit} as the limit is inferred from its tokens and kinds of kernels"
+            parts = [f"{own}: {unknown}", *([why] if phase.limit_inferred else [])]
+            result.append(("at best", parts, False))
         if phase.steps > 1:
             parts = [f"{own} {_spread(phase.quantiles)}", *([phase.jitter] if phase.jitter else [])]
             result.append(("spread", parts, not phase.jitter))
@@ -112,8 +116,10 @@ def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
     if serving.between is not None and serving.between_share is not None:
         share = f"{t.format_share(serving.between_share)} of the time"
         result.append(("between", [share, _spread(serving.between)], False))
-    if serving.output_tokens_per_s is not None and len(serving.phases) > 1:
-        rate = f"{_count(serving.output_tokens_per_s)} tokens/s generated, over all phases"
+    again = any(phase.name == NO_CACHE for phase in serving.phases)
+    if serving.output_tokens_per_s is not None and (len(serving.phases) > 1 or again):
+        rate = f"{_count(serving.output_tokens_per_s)} tokens/s generated"
+        rate += ", over all phases" if len(serving.phases) > 1 else "; the others are recomputed"
         result.append(("output", [rate], False))
     graphs = serving.graphs
     if graphs is not None:

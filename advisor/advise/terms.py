@@ -107,7 +107,7 @@ _TOOLS["tensorrt"] = Tool(
 _NVIDIA = ("nsys", "tensorrt")
 """Formats whose programs Nsight Systems can record."""
 MEMORY_SNAPSHOT = "a memory snapshot (torch.cuda.memory._dump_snapshot), read with --memory"
-"""What shows the allocator's memory beside a trace of any tool."""
+"""Recording of the allocator's memory beside a trace of any tool."""
 
 
 _DEEP = frozenset(("with_stack", "profile_memory"))

@@ -781,8 +781,8 @@ class ServingPhase(Struct, frozen=True, kw_only=True):
     limit_share: float | None
     """Share of the steps' time that the limit takes; ``null``: unknown."""
     limit_inferred: bool = False
-    """Whether FLOPs and bytes of most of the kernel time are unknown, so that the limit is inferred
-    from the number of tokens and the kinds of kernels."""
+    """Whether the limit is inferred from the number of tokens and the kinds of kernels. Then FLOPs
+    and bytes of most of the kernel time are unknown."""
     attainable_ns: float | None
     """Duration of a step if each kernel ran at the rates measured on such a device, ns. Kernels
     whose work is unknown keep their time. ``null``: less than half of the kernel time is known."""

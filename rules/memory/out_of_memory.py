@@ -102,8 +102,9 @@ class OutOfMemory(Rule):
         },
         "fused attention": {
             "fix": "Use fused attention, which stores no scores and no softmax of them",
-            "code": "# in place of softmax(q @ k.T / sqrt(d), -1) @ v: is_causal or attn_mask\n"
-            "out = torch.nn.functional.scaled_dot_product_attention(q, k, v)",
+            "code": "from torch.nn.functional import scaled_dot_product_attention\n"
+            "# not softmax(q @ k.mT / sqrt(d), -1) @ v\n"
+            "out = scaled_dot_product_attention(q, k, v, is_causal=True)",
         },
         "smaller logits": {
             "fix": "Compute the loss in chunks, or with a fused linear cross entropy",

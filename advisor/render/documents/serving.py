@@ -54,8 +54,8 @@ def build_row(phase: ServingPhase) -> list[str]:
     """Return the cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
     limit = "–"
     if phase.limit is not None:
-        share = "(inferred)" if phase.limit_inferred else t.format_share(phase.limit_share)
-        limit = f"{phase.limit} {share}"
+        share = "" if phase.limit_inferred else t.format_share(phase.limit_share)
+        limit = f"{phase.limit} {share}".strip()  # the line below says that it is inferred
     return [
         labels.shorten(labels.clean(phase.name), MAX_NAME),
         f"{phase.steps:,}",

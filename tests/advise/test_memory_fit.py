@@ -21,6 +21,7 @@ from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import count_needed_bytes
 from advisor.measure.memory.post_mortem import PostMortem
 from advisor.read.snapshot import read_snapshot
+from advisor.render.documents.project import build_fit
 from advisor.testing import TraceBuilder
 from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training
 
@@ -87,6 +88,8 @@ def test_a_bare_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     post = measured(m)
     found = find_fit(post, None, round(post.reserved * 1.03) + CUDA_CONTEXT_BYTES)
     assert found.fits and found.barely and found.chosen == []
+    headline = build_fit(found, gpu="", batch="").headline
+    assert headline.startswith("It barely fits") and "left (3%). Fragmentation can take" in headline
 
 
 def test_the_drivers_part_of_a_named_gpu_is_taken_off() -> None:

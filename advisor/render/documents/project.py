@@ -266,7 +266,7 @@ def _fit_headline(fit: MemoryFit, name: str) -> str:
         share = t.format_share((fit.available - fit.reserved_after) / fit.reserved_after)
         margin = t.format_bytes(MARGIN_SHARE * fit.reserved_after)
         left += (
-            f" ({share}). Fragmentation can take {margin} ({t.format_share(MARGIN_SHARE)}), so "
+            f" left ({share}). Fragmentation can take {margin} ({t.format_share(MARGIN_SHARE)}), so "
             "expect it to run out of memory"
         )
     else:

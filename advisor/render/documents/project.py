@@ -266,8 +266,8 @@ def _fit_headline(fit: MemoryFit, name: str) -> str:
         share = t.format_share((fit.available - fit.reserved_after) / fit.reserved_after)
         margin = t.format_bytes(MARGIN_SHARE * fit.reserved_after)
         left += (
-            f" left ({share}). Fragmentation can take {margin} ({t.format_share(MARGIN_SHARE)}), so "
-            "expect it to run out of memory"
+            f" left ({share}). Fragmentation can take {margin} "
+            f"({t.format_share(MARGIN_SHARE)}), so expect it to run out of memory"
         )
     else:
         left += " left"

@@ -23,6 +23,7 @@ from advisor.measure.host.stacks import (
     read_stacks,
     share_in,
 )
+from advisor.measure.steps.periodic import OWN_PHASES
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -273,10 +274,19 @@ DEVICE_BOUND = 0.90
 BUSY_PERCENT = 50
 """NVML utilisation from which a sample counts as one under load: idle GPUs lower clocks and links
 to save power."""
-OWN_PHASES = ("between steps", "other")
-"""Recorder phases of the loop's own code: not loading, forward, backward or optimizer."""
 LOOP_SHARE = 0.20
 """Share of the step from which the loop's own code is reported."""
+SAVING_AND_LOGGING = {
+    "a checkpoint is written": (
+        r"^torch/serialization\.py\(\d+\): _?save$"
+        r"|^torch/distributed/checkpoint/.*: save$"
+        r"|safetensors.*: save_file$|save_checkpoint|save_pretrained|ModelCheckpoint"
+    ),
+    "metrics are logged": (
+        r"tensorboard.*: (?:add_\w+|flush)$|^wandb/.*: (?:log|_log)$|^mlflow/.*: log_\w+$"
+    ),
+}
+"""Frames and ranges that save or log, by cause."""
 METHOD = "upper bound (recorded host time)"
 
 

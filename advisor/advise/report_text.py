@@ -684,6 +684,7 @@ def describe_all_fixes(report: Report) -> str:
         report.step_ns - after
     ):  # more than in the profiled window
         after = max(0.0, report.step_ns - saved)
+    after = max(0.0, after - _saved_by_record(report))
     bound = "up to " * has_upper_bound(report)
     ratio = report.step_ns / after if after > 0 else 1.0
     if ratio - 1 < SMALL_SHARE or t.format_duration(report.step_ns) == t.format_duration(after):
@@ -696,6 +697,18 @@ def describe_all_fixes(report: Report) -> str:
         f"With {fixes}: {t.format_duration(report.step_ns)} → "
         f"{t.format_duration(after)}{faster}{f', then limited by {limit}' if limit else ''}."
         f"{slowed}"
+    )
+
+
+def _saved_by_record(report: Report) -> float:
+    """Return what fixes save per step that the replay has no part in, ns."""
+    return sum(
+        finding.impact.gain_ns or 0
+        for finding in ranked_findings(report)
+        if not finding.edits
+        and not finding.other_rank
+        and finding.impact is not None
+        and finding.impact.currency == "step_time"
     )
 
 

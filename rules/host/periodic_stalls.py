@@ -17,6 +17,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import hottest_line, share_in
+from advisor.measure.steps.periodic import find_periodic_work
 from advisor.rules.citations import (
     CHOSEN,
     CURED_RECORDINGS,
@@ -29,6 +30,7 @@ from advisor.rules.citations import (
 from advisor.rules.common import (
     COMPILING,
     LOOP_SHARE,
+    SAVING_AND_LOGGING,
     costliest_places,
     impact_over_run,
     impact_per_step,
@@ -37,17 +39,6 @@ from advisor.rules.common import (
     steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder
-
-_CAUSES = {
-    "a checkpoint is written": (
-        r"^torch/serialization\.py\(\d+\): _?save$"
-        r"|^torch/distributed/checkpoint/.*: save$"
-        r"|safetensors.*: save_file$|save_checkpoint|save_pretrained|ModelCheckpoint"
-    ),
-    "metrics are logged": (
-        r"tensorboard.*: (?:add_\w+|flush)$|^wandb/.*: (?:log|_log)$|^mlflow/.*: log_\w+$"
-    ),
-}
 
 
 class PeriodicStalls(Rule):
@@ -116,7 +107,7 @@ class PeriodicStalls(Rule):
         median = float(np.median(dur))
         mad = float(np.median(np.abs(dur - median)))
         is_long = dur > max(self.factor * median, median + self.min_deviations * mad)
-        for cause, pattern in _CAUSES.items():
+        for cause, pattern in SAVING_AND_LOGGING.items():
             rows = self._rows(a, pattern, main)
             if not len(rows):
                 continue
@@ -216,7 +207,7 @@ class SavingTime(PeriodicStalls):
             return
         outside = recorded.outside_steps_ns / int(recorded.used.sum())
         loop = sum(float(times.mean()) for times in own) + outside
-        for cause, pattern in _CAUSES.items():
+        for cause, pattern in SAVING_AND_LOGGING.items():
             share, saving = share_in(stacks, pattern)
             samples = sum(stack.samples for stack in saving)
             if share < self.min_share or samples < self.min_samples:
@@ -281,7 +272,8 @@ class LongStep(Rule):
     frames, operators and calls of the main thread that take more time than in the other steps. Of
     these it names the innermost one that explains at least half of the difference. The first step
     of the recording is left out, because it has the costs of starting. Stalls that repeat and that
-    frames or ranges explain are the subject of periodic-stalls.
+    frames or ranges explain are the subject of periodic-stalls. Work that the record of the run
+    shows every few steps is the subject of periodic-work.
     """
 
     id = "long-step"
@@ -321,6 +313,10 @@ class LongStep(Rule):
         if dur[longest] < self.factor * median or excess < self.min_share * dur.sum():
             return
         step = steps.row(longest, named=True)
+        work = None if a.recorded is None else find_periodic_work(a.recorded)
+        number = re.search(r"\d+$", step["name"])
+        if work is not None and number is not None and work.contains(int(number[0])):
+            return
         what, took = _what_ran(a, steps, longest, self.min_explained * excess)
         compiling = _compiling_time(a, step)
         if compiling < self.min_explained * excess:
@@ -328,7 +324,7 @@ class LongStep(Rule):
         because = f", {t.format_duration(took)} of it in {labels.clean(what)}" if what else ""
         if compiling:
             because = f", {t.format_duration(compiling)} of it compiling or loading code"
-        saving = any(re.search(pattern, what) for pattern in list(_CAUSES.values())[:1])
+        saving = any(re.search(pattern, what) for pattern in list(SAVING_AND_LOGGING.values())[:1])
         case = "compiling" if compiling else "saving" if saving else ""
         yield Finding(
             title=f"{step['name']} takes {dur[longest] / median:.0f} times as long as the others",

@@ -5,7 +5,7 @@ The rules of this family differ in whether the long steps come at regular distan
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
+from advisor.measure.steps.periodic import OWN_PHASES, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
 from advisor.rules.common import (
@@ -111,7 +112,8 @@ class RegularStalls(Rule):
     recognized are no part of a step and do not count.
 
     The rule periodic-stalls names what is saved or logged, from the stacks of a profiled window.
-    This rule needs no window, but sees no cause.
+    This rule needs no window, but sees no cause. Where the loop's own code takes the time
+    (``other`` or ``between steps``), periodic-work says so.
     """
 
     id = "regular-stalls"
@@ -153,6 +155,8 @@ class RegularStalls(Rule):
         causes = find_causes(recorded, stalls)
         phase = causes[0][0] if causes else "other"
         compiling = _compiling(recorded, lost)
+        if phase in OWN_PHASES and not compiling and find_periodic_work(recorded) is not None:
+            return
         case = "compiling" if compiling else "while data is fetched" if phase == "data" else ""
         texts = {"fix": self.fix, **(self.case(case) if case else {})}
         texts["fix"] = texts["fix"].format(every=stalls.period)
@@ -179,7 +183,11 @@ class RegularStalls(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "every 20 steps": _regular(20, "other"),
+            "every 20 steps": _regular(20, "forward"),
+            "the loop's own code": (
+                _regular(20, "other"),
+                "find_periodic_work(recorded) is not None",
+            ),
             "every 25 steps": _regular(25, "data"),
             "irregular": (_regular(0, "other", at=(12, 31, 90, 130, 190)), "stalls.period is None"),
             "twice": (_regular(0, "other", at=(50, 100)), "stalls.period is None"),
@@ -243,7 +251,7 @@ class StepJitter(Rule):
         stalls = find_long_steps(recorded)
         if ratio < self.min_ratio or excess < self.min_excess or stalls.period is not None:
             return
-        if len(stalls.rows) < 2:
+        if len(stalls.rows) < 2 or find_periodic_work(recorded) is not None:
             return  # a single one may be coincidence
         causes = [(name, ns) for name, ns in find_causes(recorded, stalls)[:3] if ns > 0]
         others = _cpu_share_of_others(recorded)
@@ -303,7 +311,8 @@ def _regular(every: int, phase: str, *, at: tuple[int, ...] = ()) -> TraceBuilde
     for n in range(200):
         slow = n in at or (every and n % every == every - 1)
         ms = 60.0 if slow else 10.0
-        r.step(ms, forward=5, data=ms - 5 if phase == "data" else 0)
+        phases: dict[str, Any] = {"forward": 5.0} | ({phase: ms - 5} if phase != "other" else {})
+        r.step(ms, **phases)
     return b
 
 

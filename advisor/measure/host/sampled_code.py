@@ -1,0 +1,134 @@
+"""Code of the user's that the sampled stacks show outside the model, by line and by function."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from advisor.core.finding import Location
+from advisor.measure.host.stacks import (
+    MIN_COVERED,
+    MIN_SAMPLES,
+    SampledStack,
+    frame_rank,
+    parse_frame,
+)
+
+LEARNING = frozenset(("backward", "optimizer"))
+"""Parts of a step that training alone has."""
+COMPUTING = LEARNING | {"forward", "data", "communication"}
+"""Parts of a step with rules of their own."""
+MAX_INSIDE = 0.1
+"""Share of a line's samples in those parts up to which it counts as outside of them."""
+MOST = 0.8
+"""Share of a line's samples from which a line that it leads to is named in its place."""
+_TRANSFORM = re.compile(r"^torchvision/transforms/")
+_MODULE = re.compile(r"^torch/nn/modules/module\.py\(")
+
+Place = tuple[str, str, int]
+"""File, function and line; line 0 stands for the function."""
+
+
+class SampledCode(NamedTuple):
+    """A line, or a function with its line of most samples."""
+
+    location: Location
+    share: float
+    """Share of all samples in or below it."""
+    samples: int
+    library_function: str | None
+    """Library function below it with most of its samples; ``None``: there is none."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is a wait for the GPU: a host that runs ahead loses nothing there."""
+        return (self.library_function or "").startswith("synchronize (torch/cuda/")
+
+    @property
+    def place(self) -> str:
+        """``send (serve.py:34)``."""
+        return f"{self.location.function} ({self.location.file}:{self.location.line})"
+
+
+def code_outside(
+    stacks: Sequence[SampledStack],
+    parts: frozenset[str],
+    least: float = 0.0,
+    most: float = 1.0,
+) -> SampledCode | None:
+    """Find the user's line or function with most samples that is outside these parts of a step, and
+    in turn the innermost one with most of its samples. ``least``, ``most``: limits of its share of
+    all samples. ``None``: too few samples, or no such line."""
+    total = sum(stack.samples for stack in stacks)
+    if total < MIN_SAMPLES:
+        return None
+    counts: Counter[Place] = Counter()
+    inside: Counter[Place] = Counter()
+    depth: dict[Place, int] = {}
+    leaves: dict[Place, Counter[str]] = {}
+    for stack in stacks:
+        part = part_of(stack)
+        for place, level in _places(stack, parts).items():
+            counts[place] += stack.samples
+            inside[place] += stack.samples * (part in parts)
+            depth[place] = max(depth.get(place, 0), level)
+            leaf = stack.frames[-1] if level < len(stack.frames) - 1 else ""
+            leaves.setdefault(place, Counter())[leaf] += stack.samples
+    outside = {
+        place: count
+        for place, count in counts.items()
+        if inside[place] <= MAX_INSIDE * count and least <= count / total <= most
+    }
+    if not outside:
+        return None
+    top = max(outside.values())
+    if top < MIN_SAMPLES:
+        return None
+    file, function, line = max(
+        (place for place, count in outside.items() if count >= MOST * top),
+        key=lambda place: (depth[place], place[2] > 0, outside[place]),
+    )
+    count = counts[file, function, line]
+    if not line:
+        lines = {p: n for p, n in counts.items() if p[:2] == (file, function) and p[2]}
+        line = max(lines, key=lines.__getitem__)[2]
+    leaf, below = leaves[file, function, line].most_common(1)[0]
+    library = parse_frame(leaf) if below >= MIN_COVERED * count else None
+    return SampledCode(
+        Location(file=file, line=line, function=function),
+        count / total,
+        count,
+        None if library is None else f"{library.function} ({library.file}:{library.line})",
+    )
+
+
+def part_of(stack: SampledStack) -> str:
+    """Return the part of a step; transforms of images are no forward, though some are modules."""
+    if stack.part == "forward" and _model_call(stack.frames) is None:
+        return "loop"
+    return stack.part
+
+
+def _model_call(frames: Sequence[str]) -> int | None:
+    """Return the position of the outermost call of a module that is no transform."""
+    for place, frame in enumerate(frames):
+        if _MODULE.search(frame):
+            called = next((f for f in frames[place:] if not f.startswith("torch/")), "")
+            if not _TRANSFORM.search(called):
+                return place
+    return None
+
+
+def _places(stack: SampledStack, parts: frozenset[str]) -> dict[Place, int]:
+    """Return the user's lines and functions in a stack, down to the model's call, each with its
+    depth."""
+    end = _model_call(stack.frames) if "forward" in parts or part_of(stack) == "forward" else None
+    result: dict[Place, int] = {}
+    for level, name in enumerate(stack.frames[:end]):
+        frame = parse_frame(name)
+        if frame is not None and frame_rank(name) == 2:
+            result[frame.file, frame.function, frame.line] = level
+            result[frame.file, frame.function, 0] = level
+    return result

@@ -1,0 +1,233 @@
+"""Work of the loop that comes every few steps and takes much of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.sampled_code import LEARNING, SampledCode, code_outside
+from advisor.measure.host.stacks import share_in
+from advisor.measure.steps.periodic import MIN_TIMES, PeriodicWork, find_periodic_work
+from advisor.measure.steps.step_records import StepRecords
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.common import (
+    MOSTLY_COMPILING,
+    SAVING_AND_LOGGING,
+    impact_over_run,
+    impact_per_step,
+    recorded_steps,
+    steps_seen,
+    time_compiling,
+)
+from advisor.testing import Examples, TraceBuilder
+
+
+class PeriodicLoopWork(Rule):
+    """The loop does something every N steps that takes much of the run. Examples are a validation,
+    metrics, and advantages before the minibatches of a rollout. The median step does not contain
+    it, and a profiled window may miss it.
+
+    Counted is the recorder's time between and in steps outside loading, forward, backward and
+    optimizer, beyond the median step's, with validation and without garbage collection. It must
+    exceed half a median step and come at equal distances. Where several distances are a multiple,
+    profiled steps lie between, which do not count.
+
+    The function is the one whose share of the sampled Python stacks is near the work's share of the
+    run. It contains no backward pass and no optimizer step. The gain is at most the mean step less
+    the median one. A host that runs ahead of the GPU waits for it now and then, and loses nothing.
+    So there the GPU must idle too, and the function must not be a synchronization. What saves or
+    logs is saving-time's subject.
+    """
+
+    id = "periodic-work"
+    title = "Code that runs every few steps takes much of the run"
+    reads_record = True
+    is_python_time = True
+    silent_in = CURED_RECORDINGS
+    validation_note = (
+        "two recordings of an H100 with other programs on it. A Python loop over time before every "
+        "16 updates: 33% of the run predicted, 37% measured. A confusion matrix on the host every "
+        "8 steps: 31% predicted, 27% measured"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.bincount.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.cumsum.html",
+    )
+
+    min_share = Threshold(0.05, "of the run with what lies between steps", XPROF)
+    min_kept = Threshold(
+        0.5, "of the work must be gain where the host runs ahead: it waits for the GPU", CHOSEN
+    )
+    near = Threshold(
+        0.5, "of the work's share of the run, at least, in samples of the function", OURS
+    )
+    min_gain_share = Threshold(
+        0.5, "of the gain at least: some of the work may have to stay", CHOSEN
+    )
+
+    fix = (
+        "Compute it with operators on whole tensors in place of a Python loop, and read results "
+        "once. Or run it less often, on less data, or in another thread or process while the steps "
+        "go on."
+    )
+    code = ""
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "validation": {
+            "fix": "Compute metrics on the GPU, and copy the result alone to the host. Validate "
+            "under torch.inference_mode() with a larger batch, on less data or less often.",
+            "code": "pred = logits.argmax(1)                       # on the GPU\n"
+            "index = target * n + pred                     # a confusion matrix\n"
+            "counts += torch.bincount(index.flatten(), minlength=n * n)",
+        }
+    }
+    verify = "Record again: the mean step is near the median, with less time between the steps."
+    falsified_by = "the same mean step without this work"
+    assumptions = ("the work can be made shorter, rarer or parallel",)
+    confidence = 0.75
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Look for work at equal distances, and for the function that it is in."""
+        recorded = recorded_steps(a)
+        work = find_periodic_work(recorded)
+        if work is None:
+            return
+        if work.gain < self.min_share * work.step or self._is_other_work(recorded, work):
+            return
+        code = code_outside(
+            recorded.stacks, LEARNING, self.near * work.share, work.share / self.near
+        )
+        if code is not None and code.waits:
+            return
+        if recorded.host_is_ahead and (code is None or not self._idles(work)):
+            return
+        where = f"{t.format_duration(work.per_step)} per step on average"
+        yield Finding(
+            title=f"Code that runs every {work.period} steps takes much of the run",
+            summary=(
+                f"Every {work.period} steps the loop spends {t.format_duration(work.each)} outside "
+                f"loading, forward, backward and optimizer: {where}, {work.share:.0%} of the run. "
+                + self._name(code)
+            ),
+            evidence=[
+                Evidence("time of this work per step", work.per_step, "ns"),
+                self.compare("share of the run", work.share, "min_share"),
+                Evidence("steps apart", work.period, "count"),
+                Evidence("times recorded", work.times, "count", MIN_TIMES),
+                Evidence("time of each", work.each, "ns"),
+                steps_seen(recorded),
+            ],
+            where=[] if code is None else [code.location],
+            impact=self._impact(a, work),
+            **(self.case("validation") if work.outside else {}),
+        )
+
+    def _is_other_work(self, recorded: StepRecords, work: PeriodicWork) -> bool:
+        """Return whether other rules look at this: saving, logging, compiling, a new epoch."""
+        if not work.outside and work.period == recorded.epoch_steps:
+            return True
+        spent = work.per_step * int(recorded.used.sum())
+        if time_compiling(recorded) >= MOSTLY_COMPILING * spent:
+            return True
+        return any(
+            share_in(recorded.stacks, pattern)[0] >= self.near * work.share
+            for pattern in SAVING_AND_LOGGING.values()
+        )
+
+    def _idles(self, work: PeriodicWork) -> bool:
+        """Return whether the device idles during the work too."""
+        if work.outside:
+            return True
+        if work.on_device is not None:
+            return work.on_device >= self.min_kept * work.each
+        return work.gain >= self.min_kept * work.per_step
+
+    @staticmethod
+    def _name(code: SampledCode | None) -> str:
+        if code is None:
+            return "advisor record --deep shows its lines."
+        inside = f", in {code.library_function}" if code.library_function else ""
+        return f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}."
+
+    def _impact(self, a: Analysis, work: PeriodicWork) -> Any:
+        """Gain per step, or over the run where the work lies outside the steps."""
+        recorded = recorded_steps(a)
+        if work.outside:
+            steps = int(recorded.used.sum())
+            gain = work.gain * steps
+            return impact_over_run(
+                0.9 * gain,
+                low=self.min_gain_share * gain,
+                high=gain,
+                method="recorded time beyond the median step",
+                total=work.step * steps,
+            )
+        gain = work.gain / work.step * (recorded.mean or 0.0)
+        return impact_per_step(
+            a,
+            0.9 * gain,
+            low=self.min_gain_share * gain,
+            high=gain,
+            method="recorded time beyond the median step",
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a loop over time before every 16 updates": _every(16, 40),
+            "a validation on the host every 8 steps": _every(8, 40, outside=True),
+            "without samples": _every(16, 40, samples=0),
+            "the host waits for the GPU": (
+                _every(16, 40, leaf="torch/cuda/__init__.py(1162): synchronize"),
+                "code.waits",
+            ),
+            "the host runs ahead": (
+                _every(16, 40, device=9.5),
+                "not self._idles(work)",
+            ),
+            "a checkpoint": (
+                _every(16, 40, leaf="torch/serialization.py(1003): save"),
+                "self._is_other_work(recorded, work)",
+            ),
+            "a short one": (_every(64, 6, steps=640), "work.gain < self.min_share * work.step"),
+            "at random": (_every(0, 40, at=(12, 31, 90, 130, 190)), "work is None"),
+        }
+
+
+def _every(
+    period: int,
+    ms: float,
+    *,
+    outside: bool = False,
+    samples: int = 100,
+    leaf: str = "",
+    device: float = 0.0,
+    steps: int = 200,
+    at: tuple[int, ...] = (),
+) -> TraceBuilder:
+    """Steps of 8 ms, of which every ``period``-th has ``ms`` more."""
+    b = TraceBuilder()
+    r = b.record_of_run()
+    times = 0
+    for n in range(steps):
+        long = n in at or (period and n % period == period - 1)
+        times += bool(long)
+        own: dict[str, Any] = {"between steps": ms if long and not outside else 0.2}
+        r.step(
+            7.8 + own["between steps"],
+            evaluation=ms if long and outside else 0.0,
+            forward=3,
+            backward=4,
+            fields={"gpu": {"forward": device * 1e6}} if device and n % 4 == 0 else {},
+            **own,
+        )
+    inside = round(samples * times * ms / (times * ms + 8 * steps))
+    call = "train.py(9): main"
+    frames = [call, "train.py(40): work", "torch/_tensor.py(9): backward", leaf or call]
+    stacks = [[samples - inside, [0, 2]], [max(1, inside), [0, 1, *([3] if leaf else [])]]]
+    if samples:
+        r.event("stacks", frames=frames, stacks=stacks)
+    return b

@@ -1,0 +1,197 @@
+"""A line of the user's code that keeps the GPU idle, by the stacks sampled outside windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.sampled_code import COMPUTING, code_outside
+from advisor.measure.host.stacks import MIN_SAMPLES, outermost_operator
+from advisor.measure.steps.periodic import find_periodic_work
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
+from advisor.rules.common import (
+    impact_per_step,
+    of_step,
+    recorded_steps,
+    row_numbers,
+    steps_seen,
+)
+from advisor.testing import Examples, TraceBuilder
+
+CAUSES = ("dispatch", "python", "unknown")
+"""Causes of idle time in which the host computes, or does what was not recorded."""
+
+
+class SampledHotSpot(Rule):
+    """The host computes for much of each step, and the GPU idles meanwhile. Examples are images
+    prepared in the loop, metrics counted with NumPy, and weights averaged on the CPU.
+
+    Where the profiled window has no Python stacks, python-hot-spot cannot name the code. The
+    recorder samples the stack outside its windows. The rule names the innermost line or function of
+    your code with most samples. Calls of the model, the backward pass, the optimizer and the loader
+    do not count. Transforms of torchvision are your code, though some are modules.
+
+    The gain is at most that share of the mean step. It is also at most what the GPU idles in the
+    window while the host launches nothing. Gaps of 100 µs or more count: Python around launches has
+    rules of its own. Work that comes every few steps is periodic-work's subject.
+    """
+
+    id = "sampled-hot-spot"
+    title = "Code on the CPU leaves the GPU idle"
+    reads_record = True
+    is_python_time = True
+    silent_in = CURED_RECORDINGS
+    validation_note = (
+        "two recordings of an H100 with other programs on it. Images normalized one by one in a "
+        "service: 75% of the step predicted, 74% measured. Weights averaged on the CPU: 16% "
+        "predicted, 36% measured on a machine of its own"
+    )
+    references = ("https://docs.pytorch.org/vision/stable/transforms.html",)
+
+    min_share = Threshold(0.10, "of the step, of idle time and of the samples", XPROF)
+    min_gap_us = Threshold(100.0, "µs per gap: Python around one launch takes 10 to 80", REAL_HOST)
+    min_samples = Threshold(MIN_SAMPLES, "samples in the line", CHOSEN)
+    min_gain_share = Threshold(0.5, "of the time is gained at least: some has to stay", CHOSEN)
+
+    fix = (
+        "Do this work on the GPU, on the whole batch: copy raw data there (images as uint8) and "
+        "compute with operators on tensors. Or do it in DataLoader workers, while the GPU works on "
+        "the batch before."
+    )
+    code = (
+        "raw = torch.from_numpy(images).pin_memory()          # uint8\n"
+        "x = raw.to('cuda', non_blocking=True).permute(0, 3, 1, 2)\n"
+        "x = x.float().div_(255).sub_(mean).div_(std)         # on the GPU"
+    )
+    inference: ClassVar[Mapping[str, Any]] = {
+        "fix": "Do this work on the GPU, on the whole batch: copy raw data there (images as uint8) "
+        "and compute with operators on tensors. Or do it in other processes, while the GPU works "
+        "on the batch before.",
+    }
+    verify = "Record again: the step is shorter by this time, and the GPU is busy for more of it."
+    falsified_by = "the same step time with the work's result taken from a cache"
+    assumptions = ("the work can run on the GPU, or beside it",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Find the line of most samples, and how long the GPU idles as the host computes."""
+        recorded = recorded_steps(a)
+        mean = recorded.mean
+        if a.device_id is None or a.trains_on_host or not a.span_ns or not mean:
+            return
+        if (a.trace.cpu["kind"] == "python").any() or find_periodic_work(recorded) is not None:
+            return
+        idle = self._idle(a)
+        if idle < self.min_share * a.span_ns:
+            return
+        code = code_outside(recorded.stacks, COMPUTING, self.min_share)
+        if code is None or code.waits:
+            return
+        gain = min(code.share, idle / a.span_ns) * mean
+        inside = f", in {code.library_function}" if code.library_function else ""
+        yield Finding(
+            title=f"The function {code.location.function} leaves the GPU idle",
+            summary=(
+                f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}: "
+                f"{t.format_duration(code.share * mean)} of the mean step. The GPU idles for "
+                f"{of_step(a, idle)} in the profiled window while the host launches nothing."
+            ),
+            evidence=[
+                self.compare("share of the sampled stacks", code.share, "min_share"),
+                self.compare("samples in it", code.samples, "min_samples", "count"),
+                self.compare(
+                    "GPU idle while the host computes", idle / a.span_ns, "min_share", per=a.per
+                ),
+                Evidence("mean step", mean, "ns"),
+                steps_seen(recorded),
+            ],
+            where=[code.location],
+            impact=impact_per_step(
+                a,
+                0.9 * gain,
+                low=self.min_gain_share * gain,
+                high=gain,
+                method="share of the sampled stacks, of the mean step",
+            ),
+        )
+
+    def _idle(self, a: Analysis) -> int:
+        """Return idle time of the GPU, ns, while the host is in no operator that launches work."""
+        outermost = outermost_operator(a.trace)
+        launching = np.zeros(a.trace.cpu.height + 1, dtype=bool)
+        ops = row_numbers(a.trace.gpu["op"])
+        launching[outermost[ops[ops >= 0]]] = True
+        launching[-1] = False  # no operator
+        gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
+        host = row_numbers(gaps["host"])
+        around = np.where(host >= 0, outermost[np.maximum(host, 0)], -1)
+        gaps = gaps.filter(pl.Series(~launching[around]))
+        lengths = gaps.group_by("gap").agg(pl.col("dur").sum())["dur"]
+        return int(lengths.filter(lengths >= self.min_gap_us * 1e3).sum())
+
+    @staticmethod
+    def examples() -> Examples:
+        stacks = _served()
+        with stacks.step(), stacks.python("serve.py(9): main"):
+            stacks.host(300)
+        return {
+            "images prepared one by one": _served(),
+            "operators on the CPU": _served(operator="aten::sub"),
+            "stacks in the window": (stacks, "(a.trace.cpu['kind'] == 'python').any()"),
+            "the GPU works meanwhile": (_served(kernel=7000), "idle < self.min_share * a.span_ns"),
+            "around each launch": (_served(pieces=60), "min_gap_us"),
+            "inside the model": (_served(place="module"), "code is None"),
+            "waiting for the GPU": (_served(place="wait"), "code.waits"),
+            "not sampled": (_served(samples=0), "code is None"),
+            "every few steps": (_served(every=8), "find_periodic_work(recorded) is not None"),
+            "the CPU computes": (_served(gpu=None), "a.device_id is None"),
+        }
+
+
+def _served(
+    *,
+    operator: str = "",
+    kernel: float = 1000,
+    pieces: int = 1,
+    place: str = "",
+    samples: int = 40,
+    every: int = 0,
+    gpu: str | None = "A100",
+) -> TraceBuilder:
+    """Steps of 6 ms of host work in ``pieces``, each before a launch."""
+    b = TraceBuilder(gpu=gpu)
+    for _ in b.steps():
+        for _ in range(pieces):
+            if operator:
+                b.on_host(operator, 6000 / pieces)
+            else:
+                b.host(6000 / pieces)
+            if gpu:
+                b.product(kernel / pieces)
+            else:
+                b.on_host("aten::mm", kernel)
+        if gpu and kernel < 6000:
+            b.sync()
+    run = b.record_of_run()
+    for n in range(80):
+        more = 20.0 if every and n % every == 0 else 0.0
+        own: dict[str, Any] = {"between steps": 1 + more}
+        run.step(7 + more, forward=5, **own)
+    module = "torch/nn/modules/module.py(1779): Module._wrapped_call_impl"
+    below = {
+        "module": [module, "model.py(3): Net.forward"],
+        "wait": ["serve.py(12): prepare", "torch/cuda/__init__.py(1162): synchronize"],
+        "": ["serve.py(12): prepare", module, "torchvision/transforms/transforms.py(9): forward"],
+    }[place]
+    if samples:
+        frames = ["serve.py(9): main", *below, module, "model.py(3): Net.forward"]
+        inside, model = [*range(1 + len(below))], [0, len(frames) - 2, len(frames) - 1]
+        run.event("stacks", frames=frames, stacks=[[samples, inside], [10, model]])
+    return b

@@ -209,7 +209,8 @@ def without_gain(
     findings: Sequence[Finding], estimator: GainEstimator, a: Analysis, floor: float
 ) -> list[Finding]:
     """Return findings without replayed gain whose exposed time is ``floor`` (ns per step) or more.
-    Each says what sets the step's pace instead. Others gain nothing by either estimate."""
+    Each says what sets the step's pace instead. Others gain nothing by either estimate. Without a
+    GPU the pace is that of the host's own work: only a lack of cores can explain those."""
     path = estimator.critical_path() if findings else {}
     if not path:
         return []
@@ -223,13 +224,20 @@ def without_gain(
         if finding.other_rank or not finding.edits:
             continue
         exposed = bound.gain_range(finding.edits).gain
+        reason = f"{who} sets the pace"
+        why = (
+            f"Fixing this alone does not shorten the {a.per}: {reason} ({share} of the critical "
+            "path). Shorten that first."
+        )
+        if part == "host" and a.device_id is None:
+            free = None if a.recorded is None else a.recorded.free_cores
+            if free is None or free >= 1 or finding.edits[0].op != "parallelize":
+                continue
+            reason = "no core is free"
+            why = f"Other processes do not shorten the {a.per}: {reason} for them."
         if exposed >= floor:
-            why = (
-                f"Fixing this alone does not shorten the {a.per}: {who} sets the pace ({share} of "
-                "the critical path). Shorten that first."
-            )
             noted = replace(finding, summary=f"{finding.summary} {why}")
-            kept.append(_not_estimated(noted, f"{who} sets the pace"))
+            kept.append(_not_estimated(noted, reason))
     return kept
 
 

@@ -151,8 +151,9 @@ def compare_window_with_run(report: Report) -> list[str]:
         )
     elif step.profiler_overhead is not None and not why and step.nearby_ns is not None:
         same = (step.nearby_ns - step.ns) * step.window_slowdown > 0
-        which = "so are" if same else "unlike"
-        why.append(f"{which} those around the window ({t.format_duration(step.nearby_ns)})")
+        near = f"{longer_by(step.window_slowdown).split()[1]} too" if same else "not"
+        around = "the unprofiled steps around the window"
+        why.append(f"{around} are {near} ({t.format_duration(step.nearby_ns)})")
     return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
 
 
@@ -521,7 +522,7 @@ def _reasons(
         # the one that has a range itself, or says what happens at worst
         ranged = (text for text in finding.assumptions if " to " in text or "at worst" in text)
         decides = labels.clean(next(ranged, finding.assumptions[0]))
-        lead = "no gain unless" if low < NO_GAIN * gain else "the range assumes"
+        lead = "no gain unless" if low < NO_GAIN * gain else "the range is assumed"
         return [f"{lead}: {decides}"]
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
@@ -692,6 +693,8 @@ def describe_all_fixes(report: Report) -> str:
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     faster = f" ({bound}{times}× faster)"
     limit = t.describe_bottleneck(replay.critical_after, report.scope.framework)
+    if not report.time and " and " not in limit:
+        limit = ""  # without a GPU all time is the host's
     slowed = " Without the profiler the host takes less." * _limited_by_profiled_host(report)
     return (
         f"With {fixes}: {t.format_duration(report.step_ns)} → "
@@ -715,7 +718,7 @@ def _saved_by_record(report: Report) -> float:
 def _limited_by_profiled_host(report: Report) -> bool:
     """Tell whether the host limits the step after the fixes, in times taken under a profiler."""
     after = report.replay.critical_after if report.replay is not None else {}
-    if not report.host or after.get("host", 0.0) <= 0.5 * sum(after.values()):
+    if not report.host or not report.time or after.get("host", 0.0) <= 0.5 * sum(after.values()):
         return False
     overhead = None if report.step is None else report.step.profiler_overhead
     return overhead is None or overhead >= EQUAL_STEP_SHARE

@@ -499,7 +499,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
 
 def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
     """Name what the host does longest, with its share of the step. If the trace does not show it,
-    name the longest recorded phase, range or known class."""
+    name the longest recorded phase or range, or the second class beside it."""
     own, rest = report.scope.framework, ""
     label, share = t.host_label(top.name, own), top.share
     recorded = report.recorded
@@ -516,10 +516,9 @@ def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
             report.ranges[0].share,
         )
     else:
-        known = [part for part in report.host if part.name != "unknown"]
-        part = (known or report.host)[0]
-        label, share = t.host_label(part.name, own), part.share
-        rest = "; the rest is not recorded" * bool(known) + " (with_stack=True shows it)"
+        rest = " (with_stack=True shows what)"
+        for part in report.host[1:2]:
+            rest += f"; {t.host_label(part.name, own)} {t.format_share(part.share)}"
     return f"{label}, {t.format_share(share)} of {of_step}{rest}"
 
 

@@ -377,7 +377,8 @@ def _files(path: str, one_of_several: bool) -> list[str]:
         if not any(Path(path).iterdir()):
             raise AdvisorError(f"{path}: an empty directory; give one with traces, or a file")
         raise AdvisorError(
-            f"{path}: a directory without traces by their names; give a file, or {SEE_FORMATS}"
+            f"{path}: a directory with no file that is named like a trace; give a file, "
+            f"or {SEE_FORMATS}"
         )
     if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")

@@ -292,8 +292,9 @@ class SingleProcessLoader(LoaderWaitRule):
         "the training computes on the same cores": {
             "fix": "Make loading cheaper instead of moving it. The training itself computes on all "
             "cores, and workers would take them away. Work on whole batches, and keep what repeats "
-            "for every sample (decoded, resized). Or leave cores to {workers} workers with "
-            "torch.set_num_threads, and measure that: advisor try --only workers.",
+            "for every sample (decoded, resized). Or leave cores to workers "
+            "(num_workers={workers}) with torch.set_num_threads, and measure that: advisor try "
+            "--only workers.",
             "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
             "    return list(zip(self.x[indices], self.y[indices]))",
         },
@@ -313,7 +314,7 @@ class SingleProcessLoader(LoaderWaitRule):
         per_step = waits.exposed / a.step_count
         calls = find_loading_calls(a, waits)
         rest = a.step_ns - per_step
-        needed = max(1, int(np.ceil(waits.total / a.step_count / max(rest, 1.0))))
+        needed = workers_needed(waits.total / a.step_count, rest)
         cores = None if a.record is None else a.record.rank.cpus
         workers = min(needed + 1, self.most_workers if cores is None else max(1, cores))
         fix, code = self.fix, self.code
@@ -384,6 +385,12 @@ class SingleProcessLoader(LoaderWaitRule):
             "workers": (workers, "waits is None"),
             "in memory": (memory, "min_batch_ms"),
         }
+
+
+def workers_needed(batch: float, rest: float) -> int:
+    """Return how many workers, each loading a batch in ``batch`` ns, keep up with steps of ``rest``
+    ns. One more than that also keeps up with slower batches."""
+    return max(1, int(np.ceil(batch / max(rest, 1.0))))
 
 
 def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:

@@ -30,6 +30,7 @@ from advisor.rules.common import (
     taken_by_training,
     workers_of,
 )
+from advisor.rules.input.dataloader_wait import workers_needed
 from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
 from advisor.testing import Examples, TraceBuilder
 
@@ -155,9 +156,10 @@ class LoaderWorkers(Rule):
     ) -> Finding:
         recorded = recorded_steps(a)
         step = recorded.mean or 0.0
-        best = max(1, int(cores) - (0 if cores < 2 else 1)) if workers else max(1, int(cores) - 1)
-        best = max(best, workers + 1)
         rest = step - wait
+        best = max(1, int(cores) - (0 if cores < 2 else 1), workers + 1)
+        if not workers:
+            best = min(int(cores), workers_needed(wait, rest) + 1)
         # without workers a batch takes the wait; one worker makes a batch while the step runs
         batch = wait if workers == 0 else workers * step
         after = max(rest, batch / best)

@@ -102,9 +102,9 @@ class PageableCopies(Rule):
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."
     falsified_by = "copies that are pinned and take as long"
     assumptions = (
-        "at best compute hides what fits under it, at worst the copy gets {worst_speedup:g} times "
-        "as fast. Where the link is recorded, pinned copies reach {link_share:.0%} of its peak "
-        "({worst_link_share:.0%} at worst)",
+        "at best compute hides the copies while it lasts, at worst they get {worst_speedup:g} "
+        "times as fast. Where the link is recorded, pinned copies reach {link_share:.0%} of its "
+        "peak ({worst_link_share:.0%} at worst)",
         "the host has memory to pin",
     )
     confidence = 0.8

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze
+from advisor.advise.impact import GainEstimator, without_gain
 from advisor.core.errors import AdvisorError
+from advisor.core.finding import Edit, Finding, Select
 from advisor.core.report import Report
 from advisor.core.run_directory import Rank, RankRecord, RecordedDevice
+from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
 from advisor.replay.result import what_if
+from advisor.rules.input.loader_waits import SINGLE_PROCESS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder
 from tests.run_directories import write_run
@@ -44,6 +50,31 @@ def window() -> bytes:
                 b.launch("ampere_sgemm_128x64_nn", 6000)
             b.sync()
     return b.json()
+
+
+def test_a_program_without_a_gpu_is_not_said_to_be_limited_by_its_host() -> None:
+    recorded = Path(__file__).parents[1] / "data/recorded/training_mode.slow"
+    text = report_text.describe_all_fixes(analyze(recorded, OPTIONS))
+    assert text == "With this fix: 6.63 ms → 4.76 ms (1.39× faster)."
+
+
+@pytest.mark.parametrize(("free", "said"), [(0.2, True), (2.0, False), (None, False)])
+def test_without_a_gpu_only_a_lack_of_cores_explains_a_loader_fix_without_gain(
+    monkeypatch: pytest.MonkeyPatch, free: float | None, said: bool
+) -> None:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(5000, workers=0)
+        b.on_host("aten::mm", 4000)
+    a = Analysis(b.trace())
+    monkeypatch.setitem(a.__dict__, "recorded", SimpleNamespace(free_cores=free))
+    estimator = GainEstimator()
+    monkeypatch.setattr(estimator, "critical_path", lambda: {"host": 1.0})
+    edit = Edit(op="parallelize", select=Select(on="host", name=SINGLE_PROCESS), workers=2)
+    notes = without_gain([Finding(summary="S.", edits=[edit])], estimator, a, 1.0)
+    assert [note.summary for note in notes] == (
+        ["S. Other processes do not shorten the step: no core is free for them."] * said
+    )
 
 
 def report_of(folder: Path) -> Report:

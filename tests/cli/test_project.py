@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,15 @@ def test_what_a_person_reads_fits_into_80_columns(
 def test_a_short_name_says_what_it_was_taken_for(advisor: Run, trace: Path) -> None:
     out = words(advisor("project", trace, "--gpu", "h200").out)
     assert "h200 is taken for NVIDIA H200 SXM; it could be NVIDIA H200 NVL." in out
+
+
+def test_gpus_that_the_host_makes_equal_are_one_row_with_the_reason_once(
+    advisor: Run, shared_trace: Callable[[str], str]
+) -> None:
+    done = advisor("project", shared_trace("linear_2080ti_launch_bound"), "--all").out
+    assert re.search(r"\n  \d\d models, as NVIDIA V100 SXM2… +23.9 ms  12.3 to 46.3 ms", done)
+    assert len(done.splitlines()) < 25 and done.count("the host limits the step") == 1
+    assert words(done).startswith("The step on each of ")
 
 
 def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(

@@ -79,7 +79,7 @@ def build(
         remarks += [f"{c.projection.gpu}: too little memory" for c in small]
         if all(c.projection.fit.verdict == "not measured" for c in found):
             remarks.append("memory was not recorded, so whether the step fits is not known")
-    remarks += dict.fromkeys(note for choice in found for note in choice.projection.notes)
+    remarks += _notes_of_each(found)
     refused = [choice.projection for choice in found if choice.projection.refused]
     remarks += [f"{p.gpu}: {p.refused}" for p in refused]
     host = "hosts of other machines lie in it too (--same-host: this one)"
@@ -90,11 +90,23 @@ def build(
     return Document(_headline(found, per), blocks, name="project")
 
 
+def _notes_of_each(found: tuple[Choice, ...]) -> list[str]:
+    """Return the notes of all GPUs; one that differs in its GPU alone once."""
+    named: dict[str, list[str]] = {}
+    for p in (choice.projection for choice in found):
+        for note in p.notes:
+            named.setdefault(note.replace(p.gpu, GPU), []).append(p.gpu)
+    return [
+        note.replace(GPU, " and ".join(of) if len(of) < MIN_EQUAL else f"{len(of)} of these GPUs")
+        for note, of in named.items()
+    ]
+
+
 def _headline(found: tuple[Choice, ...], per: str) -> str:
     if best := describe_cheapest(found):
         return f"{best[:1].upper()}{best[1:]}."
     if len(found) > 1:
-        return f"The step on {len(found)} GPUs."
+        return f"The step on each of {len(found)} GPU models."
     p = found[0].projection
     if p.refused:
         return f"{p.gpu} cannot run it: {p.refused}."
@@ -104,9 +116,16 @@ def _headline(found: tuple[Choice, ...], per: str) -> str:
     )
 
 
+GPU = "\0"
+"""Place of a GPU's name in a note."""
+MIN_EQUAL = 8
+"""Number of GPUs with the same figures or note from which they are counted, not named."""
+
+
 def _choices(found: tuple[Choice, ...], currency: str, epoch: float | None, *, paid: bool) -> Grid:
-    """Build a table with a row a GPU, with its cost where there are prices."""
-    rows = []
+    """Build a table with a row a GPU, with its cost where there are prices. Many GPUs with the same
+    figures are one row."""
+    equal: dict[tuple[str, ...], list[str]] = {}
     for choice in found:
         p = choice.projection
         times = ["–", "–", "–"]
@@ -115,7 +134,12 @@ def _choices(found: tuple[Choice, ...], currency: str, epoch: float | None, *, p
             times = [t.format_duration(p.step_ns), spread, _times(p.speedup)]
         cost = choice.cost if epoch is None else choice.epoch_cost
         price = ["no price" if cost is None else f"{cost:,.2f}"] if paid else []
-        rows.append([p.gpu, *times, *price, p.fit.verdict])
+        equal.setdefault((*times, *price, p.fit.verdict), []).append(p.gpu)
+    rows = []
+    for cells, names in equal.items():
+        many = len(names) >= MIN_EQUAL
+        shown = [f"{len(names)} models, as {names[0]}"] if many else names
+        rows += [[name, *cells] for name in shown]
     what = f"{currency} {'a million' if epoch is None else 'an epoch'}"
     head = ["GPU", "step", "range", "speed", *([what] if paid else []), "memory"]
     optional = (len(head) - 1,) if paid else ()

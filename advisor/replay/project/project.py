@@ -194,8 +194,8 @@ class Projector:
         notes = [f"{a} is computed in {b} on {target.name}" for a, b in moved.instead]
         if self.host_step > HOST_PACE * step:
             notes.append(
-                f"on {target.name} the host sets the pace: with a GPU that takes no time the step "
-                f"would be {self.host_step / step:.0%} of this"
+                f"on {target.name} the host limits the step: an infinitely fast GPU would still "
+                f"take {self.host_step / step:.0%} of this time"
             )
         if not self.replayed:
             notes.append(

@@ -17,7 +17,7 @@ from advisor.core.intervals import Floats
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf, StepSpread
 from advisor.core.ranks import format_ranks as rank_numbers
 from advisor.core.rule import Evidence
-from advisor.core.text import format_count, format_share
+from advisor.core.text import format_count, format_duration, format_share
 from advisor.measure.ranks.collectives import slow_links
 from advisor.measure.ranks.join import match_collectives, measure_waits
 from advisor.measure.ranks.members import RankTopology, find_stages
@@ -214,9 +214,9 @@ class Study:
             return f"Skew between ranks is not measured: {clocks.reason}."
         return (
             f"Ranks put on one clock by the ends of {format_count(clocks.matched)} matched "
-            f"collectives, to within {clocks.error_ns / 1e3:.0f} µs. 'Comes last': share of the "
-            "collectives that the rank enters last. 'Others wait': how long each of them waits for "
-            "it per step, whether compute hides that or not."
+            f"collectives, accurate to {format_duration(clocks.error_ns)}. 'Comes last': share of "
+            "the collectives that the rank enters last. 'Others wait': how long each of them waits "
+            "for it per step, whether compute hides that or not."
         )
 
     def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:

@@ -58,7 +58,7 @@ def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
         found = projector.on(find_gpu(name).gpu)
         assert found.step_ns == pytest.approx(found.measured_ns, rel=0.02)
         assert found.high_ns == pytest.approx(found.measured_ns, rel=0.1)
-        assert any("the host sets the pace" in note for note in found.notes)
+        assert any("the host limits the step" in note for note in found.notes)
     apart = Projector(trace(step)).on(find_gpu("h100 sxm5").gpu)
     assert apart.low_ns < 0.7 * apart.step_ns and apart.high_ns > 1.4 * apart.step_ns
 

@@ -3,6 +3,8 @@ a recorded run its record, its loader and the impact of a fix."""
 
 from __future__ import annotations
 
+import math
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -402,6 +404,12 @@ def taken_by_training(a: Analysis, loading: float) -> float | None:
         return None
     computed = a.recorded.computing_share(loading, on_host=True)
     return None if computed is None else a.recorded.remaining_loading_share(loading, computed)
+
+
+def workers_needed(batch: float, rest: float) -> int:
+    """Return how many workers, each loading a batch in ``batch`` ns, keep up with steps of ``rest``
+    ns. One more than that also keeps up with slower batches."""
+    return max(1, math.ceil(batch / max(rest, 1.0)))
 
 
 def impact_without_gain(reason: str) -> Impact:

@@ -331,6 +331,8 @@ def explain_unrelated(run: Run) -> list[str]:
         and max(m.start_ns for m in firsts) > min(m.start_ns + m.end_ns for m in firsts)
     ):
         why.append("they were not recorded at the same time")
+    if run.path is None and any(len(_processes(run, number)) > 1 for number in run.ranks):
+        why.append("different processes wrote them ('advisor compare' compares two)")
     if not why and _strange([_names(trace) for trace in traces[:MAX_COMPARED]]):
         why.append("they have no operators and kernels in common")
     return why
@@ -363,6 +365,16 @@ def _model(trace: Trace) -> str | None:
     number = analysed_device(trace)
     device = None if number is None else trace.working_device(number)
     return None if device is None else device.name
+
+
+def _processes(run: Run, rank: int) -> set[str]:
+    """Return the processes that drove the steps in the windows of a rank."""
+    traces = [trace for (number, _), trace in run.traces.items() if number == rank]
+    return {
+        str(trace.threads["pid"][trace.main_thread])
+        for trace in traces
+        if trace.main_thread is not None
+    }
 
 
 def _own_files(source: Trace | MemorySnapshot) -> set[str]:

@@ -153,6 +153,8 @@ def _said(error: AdvisorError, arguments: list[str]) -> str:
 
 def _usage(error: Exception) -> str:
     """Return the message of a usage error in one line, with the command that shows the help."""
+    if names := getattr(error, "possibilities", None):  # of --details and --no-details the first
+        error.possibilities = [n for n in names if n.replace("--no-", "--") not in {*names} - {n}]  # type: ignore[attr-defined]
     describe = getattr(error, "format_message", None)
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
@@ -234,7 +236,7 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "Input": ("--memory", *READ),
     },
     "export": {
-        "Output": ("--perfetto", "--tracks", "--redact", "--progress"),
+        "Output": ("--perfetto", "--output", "--tracks", "--redact", "--progress"),
         "Input": READ,
     },
     "dashboard": {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.cli.analyze import deliver, examine_paths
 from advisor.core import text as t
@@ -47,12 +48,13 @@ def command(
     form: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help=out.format_names(REPORTS))
     ] = "terminal",
+    brief: o.Brief = False,
 ) -> None:
     """Analyze a real recording of a slow training run, and compare the advice with the fix."""
     if not record:
         if folder is not None or device is not None:
             raise AdvisorError("--folder and --device need --record")
-        _show_recording(form)
+        _show_recording(form, brief)
         return
     if find_spec("torch") is None:
         raise AdvisorError(
@@ -62,10 +64,10 @@ def command(
         if folder is None:
             folder = stack.enter_context(scratch_folder())
         trace = _record(folder, device, steps)
-        _analyse(trace, form)
+        _analyse(trace, form, brief)
 
 
-def _show_recording(form: str) -> None:
+def _show_recording(form: str, brief: bool) -> None:
     """Analyse the recording made before the fix; on a terminal also show what the fix saved."""
     from advisor.advise.engine import Options, examine
     from advisor.cli.output import Progress
@@ -79,10 +81,10 @@ def _show_recording(form: str) -> None:
         plain = form == "terminal"
         after = examine([str(paths[1])], Options()) if plain else None
     if after is None:
-        deliver(before.report, REPORTS.renderer(form), analysis=before.main)
+        deliver(before.report, REPORTS.renderer(form), analysis=before.main, brief=brief)
         return
     out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
-    deliver(before.report, REPORTS.renderer(form))
+    deliver(before.report, REPORTS.renderer(form), brief=brief)
     predicted = before.report.findings[0].impact
     out.show(_outcome(predicted, compare_examined(before, after)))
     sys.stdout.flush()
@@ -131,11 +133,11 @@ def _usable(device: str | None) -> str:
     return device or best
 
 
-def _analyse(trace: Path, form: str) -> None:
+def _analyse(trace: Path, form: str, brief: bool) -> None:
     from advisor.advise.engine import Options
 
     report = examine_paths([str(trace)], Options(), True).report
     if form == "terminal":
         out.show(f"$ advisor analyze {trace}\n\n")
-    deliver(report, REPORTS.renderer(form))
+    deliver(report, REPORTS.renderer(form), brief=brief)
     sys.stdout.flush()

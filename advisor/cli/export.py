@@ -26,6 +26,8 @@ def command(
         Path,
         typer.Option(
             "--perfetto",
+            "-o",
+            "--output",
             metavar="FILE",
             help="The trace with our tracks, for ui.perfetto.dev or chrome://tracing; "
             "packed when it ends in .gz or .zst.",

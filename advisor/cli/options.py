@@ -60,16 +60,29 @@ Progress = Annotated[
 ]
 
 
+def _one_of(context: typer.Context, parameter: typer.CallbackParam, chosen: bool) -> bool:
+    """Raise AdvisorError where --brief and --details are both given."""
+    if chosen and context.params.get("brief" if parameter.name == "details" else "details"):
+        raise AdvisorError("--brief and --details: choose one")
+    return chosen
+
+
 Details = Annotated[
     bool,
     typer.Option(
         "--details/--no-details",
         show_default=False,
+        callback=_one_of,
         help="Show evidence, caveats, verification, skipped checks and limits too.",
     ),
 ]
 Brief = Annotated[
-    bool, typer.Option("--brief", help="Show the verdict and the three largest findings.")
+    bool,
+    typer.Option(
+        "--brief",
+        callback=_one_of,
+        help="Show the verdict and the three largest findings.",
+    ),
 ]
 
 

@@ -16,7 +16,8 @@ from advisor.cli import output as out
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 
-OPTIONS = ("--budget", "--steps", "--warmup", "--only", "--dry-run", "--remember", "--allow-write")
+OPTIONS = ("--budget", "--steps", "--warmup", "--only", "--dry-run", "--remember", "--allow-write",
+           "--out", "--output", "--format")  # fmt: skip
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Settings for typer, as of ``advisor record``: what follows the program belongs to it."""
 

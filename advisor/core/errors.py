@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 NEAR = 0.6
 """Similarity, 0 to 1, from which a known name may be meant."""
+NEAR_WORD = 0.8
+"""Similarity from which a word of a known name may be meant: short words are soon alike."""
 MAX_NAME = 200
 """Number of characters of a name that are compared."""
 
@@ -33,7 +35,8 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
 
     def nearness(other: str) -> float:
         words = re.findall(r"[^\W_]+", other.casefold())
-        by_words = sum(max((likeness(item, word) for word in words), default=0) for item in wanted)
+        best = (max((likeness(item, word) for word in words), default=0) for item in wanted)
+        by_words = sum(ratio for ratio in best if ratio >= NEAR_WORD)
         return max(likeness(name.casefold(), other.casefold()), by_words / max(1, len(wanted)))
 
     wanted = re.findall(r"[^\W_]+", name[:MAX_NAME].casefold())

@@ -121,15 +121,13 @@ def open_run(
     if rank is not None:
         if rank not in by_rank:
             have = _ranks(by_rank)
-            raise AdvisorError(
-                f"{_shown(given[0])}: no trace of rank {rank} (ranks present: {have})"
-            )
+            raise AdvisorError(f"{_shown(given[0])}: no trace of rank {rank} ({have})")
         by_rank = {rank: by_rank[rank]}
     elif ranks is not None:
         kept = {number: windows for number, windows in by_rank.items() if number in ranks}
         if not kept:
             have = _ranks(by_rank)
-            raise AdvisorError(f"--ranks {ranks.text}: no trace of these (ranks present: {have})")
+            raise AdvisorError(f"--ranks {ranks.text}: no trace of these ({have})")
         by_rank = kept
     keyed = {}
     for number, windows in by_rank.items():
@@ -295,9 +293,9 @@ def _shown(given: str | Path) -> str:
 
 
 def _ranks(numbers: Iterable[int]) -> str:
-    """Format ranks for an error; -1 is a rank whose number is not in its trace."""
-    shown = ("not recorded" if number < 0 else str(number) for number in sorted(numbers)[:20])
-    return ", ".join(shown)
+    """List ranks for an error; -1 is a rank whose number is not in its trace."""
+    known = [str(number) for number in sorted(numbers)[:20] if number >= 0]
+    return f"ranks present: {', '.join(known)}" if known else "no trace says its rank"
 
 
 def _of_ranks(
@@ -377,7 +375,7 @@ def _files(path: str, one_of_several: bool) -> list[str]:
         if not any(Path(path).iterdir()):
             raise AdvisorError(f"{path}: an empty directory; give one with traces, or a file")
         raise AdvisorError(
-            f"{path}: a directory with no file that is named like a trace; give a file, "
+            f"{path}: a directory without traces (no file is named like one); give a file, "
             f"or {SEE_FORMATS}"
         )
     if len(result) > MAX_FILES:

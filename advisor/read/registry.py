@@ -84,7 +84,8 @@ def reader_of(source: ByteSource) -> Reader:
         and other[1] is not None  # a cure: it is another tool's file, and no reader's after all
         and max(claim for claim, _ in result) is not ReaderClaim.SURE
     ):
-        what, cure = other or ("unknown format", None)
+        seen = ascii(head.lstrip()[:24].decode(errors="replace").split("\n")[0].strip())
+        what, cure = other or (f"unknown format (it begins with {seen})", None)
         raise AdvisorError(f"{source.path}: {what}; {cure or SEE_FORMATS}")
     return max(result, key=lambda claim: claim[0])[1]
 

@@ -155,8 +155,9 @@ class Splitter:
         if first in (b"{", b"]", b""):
             return
         raise AdvisorError(
-            f"{self.source.path}: a JSON list, but not of trace events; give a trace written by "
-            "export_chrome_trace or tensorboard_trace_handler"
+            f"{self.source.path}: a JSON list that begins with "
+            f"{_shown(inside[:20].decode(errors='replace').strip())}, not with a trace event; "
+            "give a trace written by export_chrome_trace or tensorboard_trace_handler"
         )
 
     def _no_list(self, buffer: bytes) -> str:

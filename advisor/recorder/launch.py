@@ -69,12 +69,14 @@ def command_line(program: list[str]) -> list[str]:
 def warn_misplaced(program: list[str], options: Sequence[str]) -> str:
     """Return a line about options of advisor given after the program, which gets them; empty if
     there are none, or the script's text has them."""
-    given = [word.partition("=")[0] for word in program[1:]]
-    wrong = [name for name in dict.fromkeys(given) if name in options]
-    if not wrong or not program[0].endswith((".py", ".pyw")):
+    place = next((n for n, word in enumerate(program) if word.endswith((".py", ".pyw"))), None)
+    if place is None:
         return ""
+    script, *after = program[place:]
+    given = [word.partition("=")[0] for word in after]
+    wrong = [name for name in dict.fromkeys(given) if name in options]
     try:
-        text = Path(program[0]).read_text("utf-8", "replace")
+        text = Path(script).read_text("utf-8", "replace")
     except OSError:
         return ""
     words = {name: name[2:].replace("-", "_") for name in wrong}
@@ -82,7 +84,7 @@ def warn_misplaced(program: list[str], options: Sequence[str]) -> str:
     if not wrong:
         return ""
     names = " and ".join(wrong)
-    return f"{names} behind {program[0]} goes to the program; put it before for advisor"
+    return f"{names} behind {script} goes to the program; put it before the program for advisor"
 
 
 def _for_python(path: Path) -> bool:

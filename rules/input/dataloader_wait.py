@@ -20,7 +20,13 @@ from advisor.rules.citations import (
     TENSORBOARD,
     XPROF,
 )
-from advisor.rules.common import amount_per_step, costliest_places, of_step, taken_by_training
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    taken_by_training,
+    workers_needed,
+)
 from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.input.loader_waits import (
     SINGLE_PROCESS,
@@ -385,12 +391,6 @@ class SingleProcessLoader(LoaderWaitRule):
             "workers": (workers, "waits is None"),
             "in memory": (memory, "min_batch_ms"),
         }
-
-
-def workers_needed(batch: float, rest: float) -> int:
-    """Return how many workers, each loading a batch in ``batch`` ns, keep up with steps of ``rest``
-    ns. One more than that also keeps up with slower batches."""
-    return max(1, int(np.ceil(batch / max(rest, 1.0))))
 
 
 def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:

@@ -28,9 +28,9 @@ from advisor.rules.common import (
     recorded_steps,
     steps_seen,
     taken_by_training,
+    workers_needed,
     workers_of,
 )
-from advisor.rules.input.dataloader_wait import workers_needed
 from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
 from advisor.testing import Examples, TraceBuilder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -409,3 +410,33 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
     done = advisor("analyze", b.write(tmp_path / "trace.json"), "--by", "layer")
     text = " ".join(done.out.split())
     assert done.code == 0 and text.startswith("No layers were recorded.") and "with_stack" in text
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("analyze slow.json --brief --details", "--brief and --details: choose one"),
+        ("report slow.json --details --brief", "--brief and --details: choose one"),
+        ("analyze --detials slow.json", "No such option: --detials (Possible options: --details)."),
+        ("analyze notes.md", "notes.md: unknown format (it begins with '# A heading');"),
+        ("analyze slow.json --rank 3", "no trace of rank 3 (no trace says its rank)"),
+        ("analyze slow.json other.json", "different processes wrote them ('advisor compare'"),
+    ],
+)
+def test_what_is_wrong_is_named(advisor: Run, slow_trace: Path, typed: str, said: str) -> None:
+    Path("notes.md").write_text("# A heading\n\nand text")
+    Path("other.json").write_text(re.sub(r'"pid": ?1000', '"pid":77', slow_trace.read_text()))
+    code, out, err = advisor(*typed.split())
+    assert (code, out) == (2, "")
+    assert said in one_line(err)
+
+
+def test_export_takes_output_and_demo_brief(advisor: Run, slow_trace: Path) -> None:
+    assert advisor("export", slow_trace, "-o", "x.json")[0] == 0
+    assert Path("x.json").exists()
+    code, out, _ = advisor("demo", "--brief")
+    assert code == 0 and len(out.splitlines()) < 20
+
+
+def test_whatif_without_an_edit_names_the_option(advisor: Run, slow_trace: Path) -> None:
+    assert "No edit is given: --edit says what to change" in advisor("whatif", slow_trace)[1]

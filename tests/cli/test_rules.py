@@ -159,7 +159,11 @@ def test_every_mistyped_name_gets_the_nearest(
 
 
 def test_a_name_like_no_other_gets_no_suggestion(advisor: Run) -> None:
-    for typed in (("project", "t.json", "--gpu", "zzzz"), ("rules", "show", "---")):
+    for typed in (
+        ("project", "t.json", "--gpu", "zzzz"),
+        ("rules", "show", "---"),
+        ("rules", "show", "nope"),
+    ):
         assert "did you mean" not in advisor(*typed)[2]
 
 

@@ -192,7 +192,9 @@ def test_what_nobody_reads_gets_one_line_with_the_way_to_the_formats(
     toy: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     see = "'advisor analyze --help' lists the formats"
-    with pytest.raises(AdvisorError, match=f"^picture.csv: unknown format; {see}$"):
+    with pytest.raises(
+        AdvisorError, match=f"^picture.csv: unknown format .it begins with 'GIF89a...'.; {see}$"
+    ):
         read_bytes(b"GIF89a...", "picture.csv")
     with pytest.raises(AdvisorError, match=f"^x: an SQLite file .*; {see}$"):
         read_bytes(b"SQLite format 3\0", "x")

@@ -292,12 +292,12 @@ GIVE = "give a PyTorch profiler trace"
         ),
         (
             b'[["a", 2]]',
-            "a JSON list, but not of trace events; "
+            'a JSON list that begins with ["a", 2]], not with a trace event; '
             "give a trace written by export_chrome_trace or tensorboard_trace_handler",
         ),
         (
             b"[1, 2]",
-            "a JSON list, but not of trace events; "
+            "a JSON list that begins with 1, 2], not with a trace event; "
             "give a trace written by export_chrome_trace or tensorboard_trace_handler",
         ),
     ],

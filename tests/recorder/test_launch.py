@@ -490,6 +490,7 @@ def test_options_behind_the_program_are_pointed_out(
         "parser.add_argument('--warmup', '--epochs')\ndef main(signal, layout): ...\n"
     )
     words[0] = str(tmp_path / "train.py")
+    assert bool(warn_misplaced(["python", *words], OPTIONS)) == bool(expected)
     assert warn_misplaced(words, OPTIONS).startswith(expected)
     assert bool(warn_misplaced(words, OPTIONS)) == bool(expected)
 

@@ -52,6 +52,9 @@ def notes(lines: Sequence[str]) -> Items:
 # -- edits ----------------------------------------------------------------------------------------
 
 
+NO_EDIT = "No edit is given: --edit says what to change, such as --edit 'remove sync'."
+
+
 def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     """Build the step with edits; ``lines``: these as they were written."""
     per = "per step" if result.marked else "of the recording"
@@ -74,7 +77,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:
         said.insert(0, UNSEEN_LOADER.rstrip("."))
     return Document(
-        f"{step} → {least}{edited} {per}." if lines else f"{step} {per}.",
+        f"{step} → {least}{edited} {per}." if lines else f"{step} {per}. {NO_EDIT}",
         [FieldList(fields, indent=0), *_edits(result, lines), *([notes(said)] if said else [])],
         name="whatif",
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 NEAR = 0.6
 """Similarity, 0 to 1, from which a known name may be meant."""
 NEAR_WORD = 0.8
-"""Similarity from which a word of a known name may be meant: short words are soon alike."""
+"""Similarity from which a word of a known name may be meant: short words are soon similar."""
 MAX_NAME = 200
 """Number of characters of a name that are compared."""
 

@@ -113,13 +113,16 @@ def _counts_in_run(finding: Finding) -> bool:
 
 def _with_unknown(ordered: list[Finding], others: list[Finding]) -> list[Finding]:
     """Insert findings that no replay orders: gains over the run by their share, and unknown gains
-    ahead of the small ones."""
+    ahead of the small ones, and of those that name no cause."""
     if not others:
         return ordered
     placed = [f for f in ordered if f.priority is not None]
     for finding in sorted(others, key=_share):
         share = _share(finding) or WARNING_SHARE
-        index = next((n for n, other in enumerate(placed) if _share(other) < share), len(placed))
+        index = next(
+            (n for n, other in enumerate(placed) if _share(other) < share or is_vague(other)),
+            len(placed),
+        )
         placed.insert(index, finding)
     ranked = [replace(finding, priority=place) for place, finding in enumerate(placed, 1)]
     return ranked + [f for f in ordered if f.priority is None]
@@ -228,9 +231,14 @@ def _own_gain(finding: Finding) -> float:
 def _weight(finding: Finding) -> float:
     """Return the weight of a finding's gain in the order: its confidence, reduced if it may gain
     nothing and names no place."""
+    return finding.confidence * (VAGUE_WEIGHT if is_vague(finding) else 1.0)
+
+
+def is_vague(finding: Finding) -> bool:
+    """Tell whether a finding names no place and may gain nothing."""
     impact = finding.impact
-    is_vague = not finding.where and impact is not None and not impact.low_ns
-    return finding.confidence * (VAGUE_WEIGHT if is_vague else 1.0)
+    timed = impact is not None and impact.currency == "step_time"
+    return timed and not finding.where and impact is not None and not impact.low_ns
 
 
 def _best(

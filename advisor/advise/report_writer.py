@@ -27,6 +27,7 @@ from advisor.advise.limits import (
     too_little,
 )
 from advisor.advise.memory import memory_of_rank, memory_views
+from advisor.advise.priority import is_vague
 from advisor.advise.report_charts import build_views
 from advisor.advise.report_fields import (
     MIN_APART_SHARE,
@@ -204,7 +205,9 @@ def write_verdict(
     if step is not None and step.varies and f"median {t.format_duration(step.ns)}" not in text:
         text = f"{text} The run's steps vary: {_mean_and_median(step)}."
     if leak := _memory_runs_out(report):
-        text = f"{text} {leak}" if status == "bottlenecks" else f"{leak} {text}"
+        vague = bool(report.findings) and is_vague(report.findings[0])
+        after = status == "bottlenecks" and not vague
+        text = f"{text} {leak}" if after else f"{leak} {text}"
         status = "limited" if status == "healthy" else status
     if between := _time_between_steps(report):
         status, text = "limited" if status == "healthy" else status, f"{between} {text}"

@@ -236,6 +236,7 @@ class ThreadOversubscription(Rule):
                 Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
             ],
             impact=impact_without_gain("the record does not show what fewer threads save; try it"),
+            known_cost=a.trains_on_host,  # operators in threads are then the step
             fix=self.fix.format(threads=t.count_noun(best, "thread")),
             code=self.code.format(best=best),
         )

@@ -402,6 +402,10 @@ class LoopPhases(LoopCode):
 
     id = "loop-phases"
     title = "Code between the training phases takes much of the step"
+    inference: ClassVar[Mapping[str, Any]] = {
+        **LoopCode.inference,
+        "title": "Code outside the model takes much of the step",
+    }
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **LoopCode.cases,
         "the loss": {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run, Trace, TraceMeta
     from advisor.measure import Analysis
     from advisor.measure.steps.step_differences import StepDifference
+    from advisor.measure.steps.step_records import StepRecords
 
 ONE_OFF_CALLS = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""
@@ -37,6 +38,8 @@ MIN_LEFT_OUT_SHARE = 0.01
 """Share of a recording from which the time before the first or after the last GPU work is named."""
 POSSIBLE_SHARE = 0.5
 """Share of the GPU's work launched in ranges that could be the step."""
+MIN_UNSEEN_SHARE, MIN_UNSEEN_NS = 0.5, 1e9
+"""Share of the run, and time, after the last step, from which the steps are not what it does."""
 MAX_NAMED = 3
 DONE = ": done"
 """End of the line of a window that was recorded."""
@@ -391,11 +394,25 @@ def _record_limits(a: Analysis) -> list[str]:
     result += [line + "." for line in windows if not line.endswith(DONE)]
     if not recorded.record.has_ended:
         result.append("The run was killed, or is still going on: figures are up to its last step.")
+    if unseen := describe_unseen_end(recorded):
+        result.append(unseen)
     if not recorded.steps:
         result.append("No step was recorded.")
     elif not recorded.used.any():
         result.append("No step without a profiler was recorded.")
     return result
+
+
+def describe_unseen_end(recorded: StepRecords) -> str:
+    """Say how much of the run follows its last step; empty if that is little."""
+    ns, share = recorded.unseen_end
+    if share < MIN_UNSEEN_SHARE or ns < MIN_UNSEEN_NS:
+        return ""
+    return (
+        f"No step was found in the last {t.format_duration(ns)} of the run "
+        f"({t.format_share(share)}): what calls no module is not seen. Mark the steps with "
+        "advisor.step()."
+    )
 
 
 def too_little(a: Analysis) -> bool:

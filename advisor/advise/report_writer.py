@@ -19,6 +19,7 @@ from advisor.advise.limits import (
     ACTIVITIES,
     count_events,
     count_launches,
+    describe_unseen_end,
     list_limits,
     lost_records,
     lost_replays,
@@ -396,6 +397,9 @@ def _without_gpu(
         why = f"The program {_does(report)} on the CPU."
     elif report.scope.step_source == "record":
         why, action = "No window was profiled.", "GPU bottlenecks are unknown."
+        unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
+        if unseen:
+            return "limited", f"{why} {unseen}"
     host = f"Longest on the host: {_longest_on_host(report, top, of_step)}."
     if has_large_gain(report):
         return "bottlenecks", f"{why} {host} {_lead(report)}."

@@ -301,3 +301,18 @@ def test_a_pause_of_the_host_costs_no_more_than_the_device_waits(tmp_path: Path)
     assert [f.impact is not None and f.impact.gain_ns for f in pauses] == [
         pytest.approx(5 * MS, rel=0.01)
     ]
+
+
+def test_steps_that_end_long_before_the_run_are_not_what_it_does(tmp_path: Path) -> None:
+    """A model is called to capture a CUDA graph, and for 6 s the graph is replayed."""
+    for seconds, seen in ((6, False), (0.2, True)):
+        r = RecordBuilder(Rank(devices=[RecordedDevice(index=0, name="H100")]))
+        for ms in (4000, 9, 8, 90):
+            r.step(ms, forward=ms)
+        r.now += round(seconds * 1000 * MS)
+        r.event("end", steps=4, reason="finished")
+        report = report_of(write_run(tmp_path / f"run{seconds}", {0: r.build()}))
+        line = "No step was found in the last 6 s of the run (59%)"
+        assert seen != (line in report.verdict)
+        assert seen != any(line in limit for limit in report.limits)
+        assert seen == ("Longest on the host" in report.verdict)

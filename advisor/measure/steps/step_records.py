@@ -162,6 +162,17 @@ class StepRecords:
         return sum(length for length in lengths if 0 <= length < MAX_VALUE)
 
     @cached_property
+    def unseen_end(self) -> tuple[int, float]:
+        """Time from the last step to the end of an inference run, ns, and its share of the time
+        since the first step; (0, 0): the end is not known, or the run trains."""
+        ends = [event.t for event in self.record.events if event.kind == "end"]
+        if not self.steps or not ends or not self.inference:
+            return 0, 0.0
+        begin, last = int(self.ts[0]), int((self.ts + self.dur).max())
+        after = max(ends) - last
+        return (after, after / (max(ends) - begin)) if after > 0 else (0, 0.0)
+
+    @cached_property
     def count(self) -> int:
         """Number of steps that the figures use."""
         return len(self.timed_durations)

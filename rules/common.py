@@ -4,7 +4,6 @@ a recorded run its record, its loader and the impact of a fix."""
 from __future__ import annotations
 
 import math
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

@@ -42,7 +42,7 @@ unseen works on them, perhaps a training."""
 
 LONG_CALL_NS = 1_000_000_000
 """Length of a ``generate`` call after its first forward, ns, from which its forwards are steps …"""
-MIN_TOKENS = 8
+MIN_TOKENS = 3
 """… if there were more of them than this."""
 
 LEARNING = frozenset((BACKWARD, OPTIMIZER))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +14,10 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
+from advisor.measure.host.operators import KERNEL_NS, Roofs, attainable_roofs
 from advisor.rules.citations import (
     ALIGNED_RATE,
+    ALIGNED_REACH,
     ENGINE_FLOOR,
     MATMUL_GUIDE,
     SMALL_GRIDS_TRACES,
@@ -33,6 +36,15 @@ ALWAYS_ALIGNED = re.compile(r"nvjet|_tma_|sm90_xmma|sm100_xmma|warpgroup")
 """Kernels that load by TMA, which needs rows on 16-byte boundaries."""
 
 
+PAD_TO = 64
+"""Elements to whose multiple long dimensions are padded, as the fix says."""
+MAX_PADDING = 1 / 8
+"""Share of a dimension that such padding may add: shorter ones are padded to 16 bytes."""
+SIMILAR = 4.0
+"""Products whose calls take at most so many times longer or shorter at the attainable rate show
+what a padded one reaches."""
+
+
 class Misaligned(NamedTuple):
     """Products on one kernel name under one op with one set of inputs."""
 
@@ -40,6 +52,27 @@ class Misaligned(NamedTuple):
     dims: str
     padding: str
     """Dimensions to pad, as text; empty when shapes are not recorded."""
+
+
+class Product(NamedTuple):
+    """Products on one kernel name under one op with one set of inputs, for their rate."""
+
+    dur: int
+    """ns of all calls."""
+    ideal: float
+    """ns of all calls at the attainable rate, padded; 0: not known."""
+    calls: int
+    of: tuple[str | None, bool]
+    """Number format that the padded product has, and whether FLOPs limit it (else bytes)."""
+
+
+class Saving(NamedTuple):
+    """Time that padding saves."""
+
+    times: tuple[float, ...]
+    """ns of all calls: expected, at best, at worst."""
+    by_rate: bool
+    """Whether most of it follows from rates, not from the usual factor."""
 
 
 class MisalignedGemm(Rule):
@@ -61,8 +94,14 @@ class MisalignedGemm(Rule):
     (``n``: contiguous along K). On public A100 traces this predicts the alignment in the name of
     1,942 of 1,946 products; the others are slices with an odd row length.
 
-    The factor comes from the same traces: TF32 kernels with narrow loads reach 0.56 to 0.70 of the
-    FLOP rate of those with wide loads, in five classes of arithmetic intensity.
+    The gain comes from rates. A padded product takes its FLOPs at the rate measured for products on
+    such a GPU, or its bytes at the memory's rate, whichever is longer, over what aligned products
+    reach of that. These are the aligned products of the recording that have the same format and
+    limit and similar work. Without any it is 80%: large aligned products of
+    busy public traces reach 72% and more. Padding adds FLOPs and bytes, too. So an H100, whose
+    tensor cores need wide loads for their own instructions, gains far more than an A100. There,
+    TF32 kernels with narrow loads reach 0.56 to 0.70 of the FLOP rate of those with wide loads, in
+    five classes of arithmetic intensity. That is the factor where shapes or rates are not known.
     """
 
     id = "misaligned-gemm"
@@ -89,7 +128,12 @@ class MisalignedGemm(Rule):
     min_busy = Threshold(
         kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
-    factor = Threshold(0.6, "new duration over old", ALIGNED_RATE)
+    reach = Threshold(
+        0.8, "of the attainable rate, that padded products reach if none is aligned", ALIGNED_REACH
+    )
+    best_reach = Threshold(1.0, "of the attainable rate, at best", ALIGNED_REACH)
+    worst_reach = Threshold(0.6, "of the attainable rate, at worst", ALIGNED_REACH)
+    factor = Threshold(0.6, "new duration over old where rates are unknown", ALIGNED_RATE)
     best_factor = Threshold(0.5, "new duration over old, at best", ALIGNED_RATE)
     worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
@@ -115,9 +159,17 @@ class MisalignedGemm(Rule):
     )
     confidence = 0.75
     assumptions = (
-        "an aligned kernel takes {factor:.0%} of the time ({best_factor:.0%} to "
-        "{worst_factor:.0%}), as on public A100 traces",
+        "padded products reach of the attainable rate what similar aligned ones of the recording "
+        "do, else {reach:.0%} ({worst_reach:.0%} to {best_reach:.0%})",
     )
+    cases = {
+        "rates are not known": {
+            "assumptions": (
+                "an aligned kernel takes {factor:.0%} of the time ({best_factor:.0%} to "
+                "{worst_factor:.0%}), as on public A100 traces",
+            )
+        }
+    }
 
     framework_advice = in_any_language(
         "Pad the dimensions of matrices to multiples of 8 (16-bit) or 16 (8-bit) elements.",
@@ -133,7 +185,7 @@ class MisalignedGemm(Rule):
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         if kernel_common.summed_duration(a, rows) < self.min_share * total:
             return
-        misaligned, undecided, cases = self._judge(a, rows)
+        misaligned, undecided, cases, saved = self._judge(a, rows)
         spent = kernel_common.summed_duration(a, misaligned)
         share = spent / total
         if (
@@ -145,7 +197,6 @@ class MisalignedGemm(Rule):
             return
         if share < self.min_share:
             return
-        saved = (spent * (1 - f) for f in (self.factor, self.best_factor, self.worst_factor))
         select = Select(on="gpu", kind=("kernel",), family=("gemm",))
         worst = cases[0]
         example = f", such as {worst.op} {worst.dims}: {worst.padding}" if worst.padding else ""
@@ -164,14 +215,15 @@ class MisalignedGemm(Rule):
                 ),
             ],
             where=kernel_common.kernel_locations(a, misaligned),
-            edits=[kernel_common.scale_kernels(a, rows, saved, select)],
+            edits=[kernel_common.scale_kernels(a, rows, saved.times, select)],
+            **({} if saved.by_rate else self.case("rates are not known")),
         )
 
     def _judge(
         self, a: Analysis, rows: kernel_common.Mask
-    ) -> tuple[kernel_common.Mask, kernel_common.Mask, list[Misaligned]]:
-        """Rows that are misaligned, rows of unknown alignment, and the misaligned products by
-        time."""
+    ) -> tuple[kernel_common.Mask, kernel_common.Mask, list[Misaligned], Saving]:
+        """Rows that are misaligned, rows of unknown alignment, the misaligned products by time,
+        and what padding them saves."""
         gpu, kernels = a.trace.gpu, a.kernels
         # split-K reductions and the like multiply nothing
         index = np.flatnonzero(rows & (kernels["flops"].fill_null(1.0) > 0).to_numpy())
@@ -184,18 +236,23 @@ class MisalignedGemm(Rule):
                 "dtype": kernels["dtype"].gather(index),
                 "tensor": kernels["tensor_core"].gather(index),
                 "dur": gpu["dur"].gather(index),
+                "flops": kernels["flops"].gather(index).cast(pl.Float64),
+                "moved": kernels["moved"].gather(index).cast(pl.Float64),
             }
         )
         # TF32 is on where FP32 products run on tensor cores: CUDA-core ones then fell off them
         single = pl.col("dtype").cast(pl.String).is_in(["fp32", "tf32"])
         tf32 = table.filter(single & pl.col("tensor")).height > 0
         groups = table.group_by("name", "inputs", "op", "dtype", "tensor").agg(
-            pl.col("row"), pl.col("dur").sum()
+            pl.col("row"), pl.col("dur", "flops", "moved").sum()
         )
         misaligned, undecided = np.zeros((2, len(rows)), dtype=bool)
         cases = []
+        roofs = attainable_roofs(a.hardware)
+        odd: list[Product] = []
+        fine: list[Product] = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
-        for name, inputs, op, dtype, tensor, members, dur in groups.iter_rows():
+        for name, inputs, op, dtype, tensor, members, dur, flops, moved in groups.iter_rows():
             unit = kernel_common.UNIT.get(str(dtype)) if dtype is not None else None
             if str(dtype) == "fp32" and not tensor and not tf32:
                 continue  # full FP32: alignment decides nothing
@@ -206,12 +263,34 @@ class MisalignedGemm(Rule):
             by_name = aligned_by_name(str(name), unit)
             if by_name is None and padding is None:
                 undecided[members] = True
-            elif not (by_name if by_name is not None else not padding):
+                continue
+            is_odd = not (by_name if by_name is not None else not padding)
+            format_ = "tf32" if str(dtype) == "fp32" else dtype
+            growth = shape.growth(unit) if is_odd and shape is not None and unit else 1.0
+            product = _at_rate(roofs, format_, dur, flops * growth, moved * growth, len(members))
+            (odd if is_odd else fine).append(product)
+            if is_odd:
                 misaligned[members] = True
                 dims = shape.text if shape is not None else ""
                 cases.append((dur, Misaligned(str(op or name), dims, " and ".join(padding or ()))))
         cases.sort(key=lambda pair: -pair[0])
-        return misaligned, undecided, [case for _, case in cases]
+        return misaligned, undecided, [case for _, case in cases], self._saving(odd, fine)
+
+    def _saving(self, odd: Sequence[Product], fine: Sequence[Product]) -> Saving:
+        """Time that misaligned products save at the rate that similar aligned ones reach, ns."""
+        times = np.zeros(3)
+        by_rate = 0
+        for product in odd:
+            if not product.ideal:
+                factors = np.array([self.factor, self.best_factor, self.worst_factor])
+                times += product.dur * (1 - factors)
+                continue
+            by_rate += product.dur
+            reach = _reached(product, fine) or float(self.reach)
+            reaches = np.array([reach, max(self.best_reach, reach), min(self.worst_reach, reach)])
+            times += np.maximum(0.0, product.dur - product.ideal / reaches)
+        total = sum(product.dur for product in odd)
+        return Saving(tuple(times.tolist()), 2 * by_rate >= total > 0)
 
     def _shape(self, a: Analysis, inputs: int | None, op: object) -> GemmLayout | None:
         first = PRODUCTS.get(str(op))
@@ -256,6 +335,33 @@ class MisalignedGemm(Rule):
         }
 
 
+def _at_rate(
+    roofs: Roofs, dtype: str | None, dur: int, flops: float, moved: float, calls: int
+) -> Product:
+    """Return the product with the time that it takes at the attainable rates."""
+    rate, memory = roofs.matmul.get(str(dtype)), roofs.memory
+    if rate is None or memory is None or not flops or not moved:
+        return Product(dur, 0.0, calls, (dtype, True))
+    compute, read = 1e9 * flops / rate.rate, 1e9 * moved / memory.rate
+    ideal = max(compute, read) + calls * KERNEL_NS
+    return Product(dur, ideal, calls, (dtype, compute >= read))
+
+
+def _reached(product: Product, aligned: Sequence[Product]) -> float | None:
+    """Return the share of the attainable rate that similar aligned products reach, by time;
+    ``None``: there is none."""
+    each = product.ideal / product.calls
+    similar = [
+        other
+        for other in aligned
+        if other.of == product.of
+        and other.ideal
+        and 1 / SIMILAR <= other.ideal / other.calls / each <= SIMILAR
+    ]
+    spent = sum(other.dur for other in similar)
+    return min(1.0, sum(other.ideal for other in similar) / spent) if spent else None
+
+
 def aligned_by_name(kernel: str, unit: int | None) -> bool | None:
     """Whether a kernel's name says that it loads 16 bytes at once; None: it does not say so."""
     if ALWAYS_ALIGNED.search(kernel):
@@ -278,6 +384,11 @@ class GemmLayout:
     def sizes(self) -> tuple[int, int, int]:
         """M, K, N."""
         return self.m, self.k, self.n
+
+    def growth(self, unit: int) -> float:
+        """Return the work of the padded product over this one's: sizes are padded to a multiple of
+        ``PAD_TO``, short ones to one of ``unit``."""
+        return prod(_padded(n, unit) / n for n in (self.k, self.n))
 
     def misaligned(self, kernel: str, unit: int) -> list[str] | None:
         """The contiguous dimensions that are no multiple of ``unit``, as text; None: the layout
@@ -311,6 +422,13 @@ class GemmLayout:
         return [f"{dim} = {size[dim]}" for dim in sorted(dims)] or None
 
 
+def _padded(size: int, unit: int) -> int:
+    if not size % unit:
+        return size
+    to = -(-size // PAD_TO) * PAD_TO
+    return to if to <= size * (1 + MAX_PADDING) else -(-size // unit) * unit
+
+
 _TN = "ampere_bf16_s16816gemm_bf16_128x128_stages_32x5_tn"
 _TENSILE = "Cijk_some_kernel_MT128x128x32"
 
@@ -326,8 +444,9 @@ def _products(
     gpu: str = "A100",
 ) -> TraceBuilder:
     def body(b: TraceBuilder) -> None:
+        us = max(2000, 2e-6 * m * k * n / 100)  # at 100 TFLOP/s, of 271 on an A100 in bfloat16
         with b.op("aten::mm", [[m, k], [k, n]], dtype, strides=strides):
-            b.launch(kernel, 2000)
+            b.launch(kernel, us)
         pointwise = "void at::native::vectorized_elementwise_kernel<4>"
         b.run("aten::relu", pointwise, 500, [[8192, 4096]], dtype)
 

@@ -80,16 +80,50 @@ def test_on_a_geforce_card_bf16_is_the_faster_format() -> None:
     assert found.edits[0].factor == pytest.approx(35.6 / 71 / 0.6)
 
 
-def test_products_that_are_fine_keep_their_time() -> None:
+SLOW = GEMM.replace("_ldg8", "")
+
+
+def test_padded_products_take_what_similar_aligned_ones_of_the_recording_do() -> None:
+    """4097 is padded to 4160. The aligned product with 4096 takes 200 µs, so 34.9 of its GFLOPs
+    take 203; the misaligned one took 1000, the family 1200."""
+    aligned, odd = [[4096, 1024], [1024, 4096]], [[4096, 1024], [1024, 4097]]
+    b = steps(("aten::mm", aligned, HALF, GEMM, 200), ("aten::mm", odd, HALF, SLOW, 1000))
+    (edit,) = edits("misaligned-gemm", b)
+    assert edit.select.family == ("gemm",)
+    assert edit.factor == pytest.approx((200 + 200 * 4160 / 4096) / 1200, rel=2e-3)
+    ideal = 2 * 4096 * 1024 * 4160 / attainable_roofs(b.analysis().hardware).matmul["bf16"].rate
+    assert edit.factor_low == pytest.approx((200 + ideal * 1e6 + KERNEL_NS / 1e3) / 1200, rel=2e-3)
+
+
+def test_a_misaligned_product_gains_what_its_own_rate_leaves() -> None:
+    """On an H100, an odd width of 1613 leaves tensor cores at 130 of 794.5 TFLOP/s attainable:
+    1312 µs. Padded to 1664, at 80% of that rate, 182 GFLOP take 286 µs and not 60% of 1312."""
+    shapes = [[32768, 1613], [1613, 1613]]
+    b = steps(("aten::mm", shapes, HALF, SLOW, 1312), gpu="H100")
+    (edit,) = edits("misaligned-gemm", b)
+    padded = 2 * 32768 * 1664 * 1664 / (0.8 * 794.5e12) * 1e6
+    assert edit.factor == pytest.approx(padded / 1312, rel=2e-2)
+
+
+def test_a_misaligned_product_at_full_speed_gains_nothing() -> None:
+    """1650 µs are 255 TFLOP/s on an A100, 94% of the attainable rate."""
+    b = steps(("aten::mm", [[4096, 1024], [1024, 50257]], HALF, SLOW, 1650))
+    (edit,) = edits("misaligned-gemm", b)
+    assert edit.factor == 1.0
+
+
+def test_without_a_rate_misaligned_products_take_the_usual_part_of_their_time() -> None:
     """Half of the matrix time is misaligned: the family as a whole gets half of the gain."""
     b = steps(
         ("aten::mm", [[4096, 1024], [1024, 4096]], HALF, GEMM, 1000),
-        ("aten::mm", [[4096, 1024], [1024, 50257]], HALF, GEMM.replace("_ldg8", ""), 1000),
+        ("aten::mm", [[4096, 1024], [1024, 50257]], HALF, SLOW, 1000),
     )
-    (edit,) = edits("misaligned-gemm", b)
-    assert edit.select.family == ("gemm",)
+    b.head["deviceProperties"][0]["name"] = "an unknown GPU"
+    (found,) = findings("misaligned-gemm", b)
+    (edit,) = found.edits
     assert edit.factor == pytest.approx(1 - 0.5 * (1 - 0.6))
     assert edit.factor_high == pytest.approx(1 - 0.5 * (1 - 0.85))
+    assert "60%" in found.assumptions[0]
 
 
 def test_a_row_length_that_is_no_multiple_is_found_in_the_strides() -> None:

@@ -25,8 +25,10 @@ from advisor.core.report import Report
 from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import Tensor
+from advisor.measure.host.operators import share_in
 from advisor.read import read_trace
-from advisor.rules.kernel.misaligned_gemm import GemmLayout
+from advisor.rules.kernel import kernel_common
+from advisor.rules.kernel.misaligned_gemm import GemmLayout, MisalignedGemm
 
 Find = Callable[[str], str]
 
@@ -213,6 +215,29 @@ def test_the_two_rank_run_is_misaligned_too_but_waits_for_something_else(
     narrow = time_of(kernels(path), r"_align1>")
     fallen = time_of(kernels(path), r"sgemm|gemmk1")
     assert narrow <= 2 * figure(found, "misaligned products per step") <= narrow + fallen
+
+
+def test_large_aligned_products_of_busy_gpus_reach_most_of_the_attainable_rate(
+    shared_trace: Find,
+) -> None:
+    """A100 in TF32 and bfloat16, H100 and MI300X in bfloat16; products of 30 µs and more."""
+    names = [
+        *("a100_train_6steps", "h100_qwen_inference", "mi300_timesformer_inference"),
+        *("mi300_torch_compile", "pairs/sam_3_bf16_compiled_sdpa"),
+    ]
+    for name in names:
+        (rule,) = [r for r in load_rules(config={}) if isinstance(r, MisalignedGemm)]
+        a = analysis(shared_trace(name))
+        gemm = kernel_common.family_rows(a, "gemm") & kernel_common.compute_rows(a)
+        misaligned, undecided, _, _ = rule._judge(a, gemm)
+        table = a.rooflines.filter((pl.col("family") == "gemm") & (pl.col("bound") == "compute"))
+        table = table.filter(pl.col("tensor_core") & (pl.col("dtype") != "fp32"))
+        part = share_in(a, misaligned | undecided)
+        table = table.join(part, on=["op", "inputs"], nulls_equal=True).filter(pl.col("part") < 0.1)
+        ideal = table["dur"] * table["efficiency"]
+        large = ideal >= 30_000 * table["calls"]
+        reached = ideal.filter(large).sum() / table["dur"].filter(large).sum()
+        assert 0.7 <= reached <= 1.0, name
 
 
 def test_of_the_b200s_products_none_is_flagged_for_its_odd_m(shared_trace: Find) -> None:

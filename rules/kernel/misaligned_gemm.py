@@ -94,9 +94,9 @@ class MisalignedGemm(Rule):
     (``n``: contiguous along K). On public A100 traces this predicts the alignment in the name of
     1,942 of 1,946 products; the others are slices with an odd row length.
 
-    The gain comes from rates. A padded product takes its FLOPs at the rate measured for products on
-    such a GPU, or its bytes at the memory's rate, whichever is longer, over what aligned products
-    reach of that. These are the aligned products of the recording that have the same format and
+    The gain comes from rates. At best, a padded product takes its FLOPs at the rate measured for
+    products on such a GPU, or its bytes at the memory's rate. It takes as much longer as aligned
+    products do. These are the aligned products of the recording that have the same format and
     limit and similar work. Without any it is 80%: large aligned products of
     busy public traces reach 72% and more. Padding adds FLOPs and bytes, too. So an H100, whose
     tensor cores need wide loads for their own instructions, gains far more than an A100. There,
@@ -249,8 +249,8 @@ class MisalignedGemm(Rule):
         misaligned, undecided = np.zeros((2, len(rows)), dtype=bool)
         cases = []
         roofs = attainable_roofs(a.hardware)
-        odd: list[Product] = []
-        fine: list[Product] = []
+        misaligned_products: list[Product] = []
+        aligned: list[Product] = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur, flops, moved in groups.iter_rows():
             unit = kernel_common.UNIT.get(str(dtype)) if dtype is not None else None
@@ -264,32 +264,37 @@ class MisalignedGemm(Rule):
             if by_name is None and padding is None:
                 undecided[members] = True
                 continue
-            is_odd = not (by_name if by_name is not None else not padding)
+            narrow = not (by_name if by_name is not None else not padding)
             format_ = "tf32" if str(dtype) == "fp32" else dtype
-            growth = shape.growth(unit) if is_odd and shape is not None and unit else 1.0
+            growth = shape.growth(unit) if narrow and shape is not None and unit else 1.0
             product = _at_rate(roofs, format_, dur, flops * growth, moved * growth, len(members))
-            (odd if is_odd else fine).append(product)
-            if is_odd:
+            (misaligned_products if narrow else aligned).append(product)
+            if narrow:
                 misaligned[members] = True
                 dims = shape.text if shape is not None else ""
                 cases.append((dur, Misaligned(str(op or name), dims, " and ".join(padding or ()))))
         cases.sort(key=lambda pair: -pair[0])
-        return misaligned, undecided, [case for _, case in cases], self._saving(odd, fine)
+        return (
+            misaligned,
+            undecided,
+            [case for _, case in cases],
+            self._saving(misaligned_products, aligned),
+        )
 
-    def _saving(self, odd: Sequence[Product], fine: Sequence[Product]) -> Saving:
+    def _saving(self, products: Sequence[Product], aligned: Sequence[Product]) -> Saving:
         """Time that misaligned products save at the rate that similar aligned ones reach, ns."""
         times = np.zeros(3)
         by_rate = 0
-        for product in odd:
+        for product in products:
             if not product.ideal:
                 factors = np.array([self.factor, self.best_factor, self.worst_factor])
                 times += product.dur * (1 - factors)
                 continue
             by_rate += product.dur
-            reach = _reached(product, fine) or float(self.reach)
+            reach = _reached(product, aligned) or float(self.reach)
             reaches = np.array([reach, max(self.best_reach, reach), min(self.worst_reach, reach)])
             times += np.maximum(0.0, product.dur - product.ideal / reaches)
-        total = sum(product.dur for product in odd)
+        total = sum(product.dur for product in products)
         return Saving(tuple(times.tolist()), 2 * by_rate >= total > 0)
 
     def _shape(self, a: Analysis, inputs: int | None, op: object) -> GemmLayout | None:

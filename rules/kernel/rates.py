@@ -34,6 +34,8 @@ class SlowCause(NamedTuple):
     """Text for the summary; ``""``: advice alone."""
     case: str = ""
     """Case of the rule with the advice; ``""``: the rule's own."""
+    searched: bool = False
+    """Whether only a search in the library can tell if there is a faster kernel."""
 
 
 class BelowRate(Rule):
@@ -92,7 +94,7 @@ class BelowRate(Rule):
         worst = slow.sort("saved", descending=True).row(0, named=True)
         causes = self._causes(a, worst, read_inputs(a, worst["inputs"]))
         why = "; ".join(cause.text for cause in causes if cause.text)
-        change, rows = self._edit(a, slow)
+        change, rows = self._edit(a, slow, searched=any(cause.searched for cause in causes))
         name = f", {worst['op']} {shapes_of(a, worst['inputs'])}," if self._names_costliest else ""
         yield Finding(
             summary=(
@@ -125,9 +127,11 @@ class BelowRate(Rule):
         texts = [self.case(name) for name in cases]
         if not any("code" in self.case(name) for name in cases if name != ON_ROCM):
             texts.append({"fix": self.fix, "code": self.code})
+        assumptions = [text for each in texts for text in each.get("assumptions", ())]
         return {
             "fix": " ".join(text["fix"] for text in texts if "fix" in text),
             "code": "\n".join(dict.fromkeys(text["code"] for text in texts if "code" in text)),
+            **({"assumptions": assumptions} if assumptions else {}),
         }
 
     def _evidence(self, a: Analysis, slow: pl.DataFrame) -> list[Evidence]:
@@ -152,8 +156,12 @@ class BelowRate(Rule):
             )
         return lines
 
-    def _edit(self, a: Analysis, slow: pl.DataFrame) -> tuple[Edit, kernel_common.Mask]:
+    def _edit(
+        self, a: Analysis, slow: pl.DataFrame, *, searched: bool = False
+    ) -> tuple[Edit, kernel_common.Mask]:
         """Return the edit to bring the operators' kernels to an efficiency; and a mask of these.
+        Where a kernel has to be ``searched`` for, not even the size of the gain is known: the
+        estimate is the geometric mean of the ends.
 
         Kernels are named: where another operator runs the same ones, its time stays."""
         rows = rows_of(a, slow) & kernel_common.compute_rows(a)
@@ -162,7 +170,7 @@ class BelowRate(Rule):
         selected = (
             kernel_common.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         )
-        saved = (
+        saved, best, worst = (
             saved_time(slow, efficiency, faster)
             for efficiency, faster in (
                 (self.reach, self.faster),
@@ -170,7 +178,10 @@ class BelowRate(Rule):
                 (self.worst_reach, self.worst_faster),
             )
         )
-        return kernel_common.scale_kernels(a, selected, saved, select), rows
+        if searched:
+            saved = (best * worst) ** 0.5
+        saved_times = (saved, best, worst)
+        return kernel_common.scale_kernels(a, selected, saved_times, select), rows
 
 
 def find_slow(

@@ -26,6 +26,7 @@ from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
+SEARCH = "a search in the library"
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 """Kernels of MIOpen and cuDNN that multiply on the vector units."""
 
@@ -82,6 +83,13 @@ class SlowConvolution(BelowRate):
     verify = "Profile again: another kernel, and more of the attainable rate."
     falsified_by = "no faster algorithm among those that the library times at this shape"
     cases = {
+        SEARCH: {
+            "assumptions": (
+                "the library has a faster algorithm for these shapes. The estimate is the "
+                "geometric mean of what {worst_reach:.0%} and {best_reach:.0%} of the attainable "
+                "rate save",
+            ),
+        },
         "channels are no multiples of 8": {
             "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8)."
         },
@@ -113,7 +121,10 @@ class SlowConvolution(BelowRate):
             elif channels % 8 or outer % 8:
                 text = f"{channels} and {outer} channels are no multiples of 8"
                 causes.append(SlowCause(text, "channels are no multiples of 8"))
-        causes = causes or [SlowCause("the library's choice of algorithm does not suit the shape")]
+        choice = SlowCause(
+            "the library's choice of algorithm does not suit the shape", SEARCH, True
+        )
+        causes = causes or [choice]
         return [*causes, SlowCause("", ON_ROCM)] if amd else causes
 
     @staticmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
@@ -39,14 +41,16 @@ class UnfusedElementwise(Rule):
     leaves the chain is moved.
 
     A chain is three or more fusible kernels that follow each other on one stream and work on
-    tensors of the same number of elements. (Where shapes are recorded: consecutive kernels over
-    parameters of different sizes are no chain.) Compiled (Triton) and foreach kernels are fused
-    already, and the optimizer's are another rule's finding.
+    tensors of the same number of elements. Tensors that broadcast count too, as a mean does. (Where
+    shapes are recorded: consecutive kernels over parameters of different sizes are no chain.)
+    Compiled (Triton) and foreach kernels are fused already, and the optimizer's are another rule's
+    finding.
 
     The factor comes from bytes. Between two kernels of a chain, the write and the read of the
-    tensor go away. The merged kernel takes at least as long as the longest of them. Some of those
-    tensors are kept for the backward pass and still have to be written. So 70% of the links count
-    (40 to 100% in the range).
+    tensor go away. The merged kernel takes at least as long as the longest of them. All links count
+    (70 to 100% in the range). Compiled training does not keep pointwise results: the backward pass
+    computes them again from inputs and outputs of products. Two measured programs
+    gained more, because compiled code also reads each tensor once that several kernels read.
     """
 
     id = "unfused-elementwise"
@@ -72,9 +76,9 @@ class UnfusedElementwise(Rule):
     min_busy = Threshold(
         kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
-    kept_share = Threshold(0.7, "of the links whose tensor is no longer written", OURS)
+    kept_share = Threshold(1.0, "of the links whose tensor is no longer written", OURS)
     kept_high = Threshold(1.0, "of the links, at best", OURS)
-    kept_low = Threshold(0.4, "of the links, at worst", OURS)
+    kept_low = Threshold(0.7, "of the links, at worst", OURS)
     blind_saving = Threshold(
         2 / 3,
         "of a chain's bytes without shapes: binary operators, 2 reads and 1 write",
@@ -184,9 +188,9 @@ class UnfusedElementwise(Rule):
         able = fusible[index]
         stream = gpu["stream"].to_numpy()[index]
         inputs = a.trace.cpu["inputs"].gather(gpu["op"].gather(index)).fill_null(-1).to_numpy()
-        size, width = self._sizes(a, np.unique(inputs[able]))
+        size, width, shapes = self._sizes(a, np.unique(inputs[able]))
+        same = _fits(shapes, inputs)
         size, width = size[inputs], width[inputs]
-        same = (size[1:] == size[:-1]) | (size[1:] == 0) | (size[:-1] == 0)  # 0: not known
         # whether a kernel continues the chain of the one before
         link = np.zeros(len(index), dtype=bool)
         link[1:] = able[1:] & able[:-1] & (stream[1:] == stream[:-1]) & same
@@ -199,7 +203,9 @@ class UnfusedElementwise(Rule):
         place = np.arange(len(index)) - np.flatnonzero(~link)[chain - 1] if len(index) else chain
         chain = chain * (len(index) + 1) + place // self.max_chain  # cut where one kernel is full
         moved = a.kernels["moved"].gather(index).cast(pl.Float64)
-        between = np.minimum(2.0 * size * width, moved.fill_null(0.0).to_numpy())
+        # what one kernel leaves to the next is no larger than what that reads
+        passed = np.minimum(size * width, np.append(size[1:] * width[1:], 0))
+        between = np.minimum(2.0 * passed, moved.fill_null(0.0).to_numpy())
         table = (
             pl.DataFrame(
                 {
@@ -243,10 +249,11 @@ class UnfusedElementwise(Rule):
 
     def _sizes(
         self, a: Analysis, wanted: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[int, tuple[int, ...]]]:
         """Aligned with ``trace.inputs``, and a last row for none: elements of the largest tensor
-        and its bytes an element; 0: not known, or not ``wanted``."""
+        and its bytes an element; 0: not known, or not ``wanted``. And its shape, by row."""
         table = a.trace.inputs
+        shapes: dict[int, tuple[int, ...]] = {}
         size = np.zeros(table.height + 1, dtype=np.int64)
         width = np.zeros(table.height + 1, dtype=np.int64)
         rows = wanted[wanted >= 0]
@@ -257,7 +264,8 @@ class UnfusedElementwise(Rule):
             if tensors:
                 largest = max(tensors, key=lambda tensor: tensor.elements)
                 size[row], width[row] = largest.elements, largest.width or 0
-        return size, width
+                shapes[row] = tuple(largest.shape)
+        return size, width, shapes
 
     @staticmethod
     def examples() -> Examples:
@@ -284,6 +292,22 @@ class UnfusedElementwise(Rule):
             "parameters of different sizes": (example_steps(different), "min_chain"),
             "a short chain beside long products": (_step(3, [4, 1024, 1024], 20), "min_share"),
         }
+
+
+def _fits(shapes: dict[int, tuple[int, ...]], inputs: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each kernel's tensor has the size of the one before or broadcasts with it, as that
+    of a mean does, or one of them is not known."""
+    pairs, which = np.unique(np.stack([inputs[:-1], inputs[1:]]), axis=1, return_inverse=True)
+    known = [(shapes.get(one), shapes.get(other)) for one, other in pairs.T.tolist()]
+    return np.array([_one_loop(*pair) for pair in known], dtype=bool)[which.ravel()]
+
+
+def _one_loop(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:
+    if one is None or other is None or prod(one) == prod(other):
+        return True
+    small, large = sorted((one, other), key=prod)
+    ends = zip(reversed(small), reversed(large), strict=False)
+    return len(small) <= len(large) and all(size in (1, whole) for size, whole in ends)
 
 
 def _product(b: TraceBuilder) -> None:

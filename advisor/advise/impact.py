@@ -22,8 +22,13 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
-from advisor.replay.exposed_time import ExposedTime
+from advisor.replay.exposed_time import (
+    ExposedTime,
+    leaves_device_work,
+    remaining_device_time,
+)
 from advisor.replay.host_nodes import ready_batch_ns
+from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_kind, widened_by_rule, worst_case
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.rules.common import device_waits
@@ -304,10 +309,42 @@ def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]
     result = []
     for finding in findings:
         if finding.edits or finding.rule not in of_record:
-            finding = _carry_over(finding, step, device=a.device_id is not None)
+            finding = _carry_over(finding, step, a)
             finding = _match_loading(finding, a)
+            finding = _leave_device_work(finding, a, step)
         result.append(_share_of_reference(finding, step))
     return result
+
+
+def _leave_device_work(finding: Finding, a: Analysis, step: StepTime | None) -> Finding:
+    """Limit a gain and its range to the step less the device work that the fix leaves: no step is
+    shorter. Collectives of several ranks may end earlier, because they wait less."""
+    impact = finding.impact
+    if impact is None or impact.currency != "step_time" or not finding.edits or finding.other_rank:
+        return finding
+    own = all(edit.rank is None for edit in finding.edits) and not impact.of_job
+    left = remaining_device_time(a, finding.edits, communication=own)
+    whole = a.step_ns if step is None else step.reference_ns
+    busy = a.breakdown.busy.total / max(a.step_count, 1)
+    if busy > whole:  # the run's steps are other ones than the window's: the share is the same
+        left *= whole / a.step_ns
+    limit = max(0.0, whole - left)
+    if any(edit.op == "drop_launch" for edit in finding.edits):
+        # a kernel of a graph starts about as long after the one before it as a node costs
+        starts = GRAPH_LAUNCH_NS * int(a.in_window.sum()) / max(a.step_count, 1)
+        finding = _at_most(finding, max(0.0, limit - starts), whole)
+    return _bounded(finding, limit, whole)
+
+
+def _at_most(finding: Finding, gain_ns: float, step_ns: float) -> Finding:
+    """Return the finding with its gain, not the high end of its range, limited to ``gain_ns``."""
+    impact = finding.impact
+    if impact is None or impact.gain_ns is None or impact.gain_ns <= gain_ns:
+        return finding
+    limited = _bounded(finding, gain_ns, step_ns)
+    assert limited.impact is not None
+    ends = replace(limited.impact, high_ns=impact.high_ns, most_ns=impact.most_ns)
+    return replace(limited, impact=ends, marginal_high_ns=finding.marginal_high_ns)
 
 
 def _share_of_reference(finding: Finding, step: StepTime | None) -> Finding:
@@ -320,11 +357,12 @@ def _share_of_reference(finding: Finding, step: StepTime | None) -> Finding:
     return replace(finding, impact=replace(impact, share=share), severity=severity)
 
 
-def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Finding:
-    """Convert a gain found in a window to the run's step: its share of the step stays.
+def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding:
+    """Convert a gain found in a window to the run's step: its share of the step stays, or that of
+    the time in which the device idles where the edits leave all device work.
 
     The range widens by what a share cannot know. What the profiler adds is host time, so a gain on
-    the ``device`` may be as long without it as it was in the window; and steps that are longer than
+    the device may be as long without it as it was in the window; and steps that are longer than
     the window's need not have more of the cause.
     """
     impact, scale = finding.impact, None if step is None else step.gain_scale
@@ -332,11 +370,12 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
         return finding
     if impact.gain_ns is None:
         return finding
+    scale = _idle_scale(finding, step, a) or scale
     least = impact.gain_ns if impact.low_ns is None else impact.low_ns
     most = impact.gain_ns if impact.high_ns is None else impact.high_ns
     low, high = least * scale, most * scale
     if (
-        device
+        a.device_id is not None
         and scale < 1
         and step.profiler_overhead is not None
         and step.profiler_overhead >= MIN_APART_SHARE
@@ -359,6 +398,18 @@ def _carry_over(finding: Finding, step: StepTime | None, *, device: bool) -> Fin
         return finding
     why = "the profiled window is not like the rest of the run"
     return lower_confidence(finding, ATYPICAL_WINDOW_CONFIDENCE, why)
+
+
+def _idle_scale(finding: Finding, step: StepTime, a: Analysis) -> float | None:
+    """Return the idle time of the run's usual step over that of the window's, for edits that leave
+    all device work: that takes no less without the profiler. ``None``: they do not, the device
+    hardly idles, or the run's steps are clearly longer, for whatever reason."""
+    if not finding.edits or not leaves_device_work(finding.edits) or a.device_id is None:
+        return None
+    busy = a.breakdown.busy.total / max(a.step_count, 1)
+    if not busy < step.ns <= (1 + MIN_APART_SHARE) * a.step_ns:
+        return None
+    return (step.ns - busy) / (a.step_ns - busy)
 
 
 def _marginal(finding: Finding, change: Callable[[int], int]) -> Finding:

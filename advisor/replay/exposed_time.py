@@ -146,6 +146,33 @@ def _hideable_time(a: Analysis, mask: Mask) -> float:
     return float(np.minimum(own, np.maximum(rest - own, 0)).sum())
 
 
+def leaves_device_work(edits: Sequence[Edit]) -> bool:
+    """Tell whether edits change host time alone: all device work stays as it is."""
+    return all(
+        edit.op in ("drop_launch", "make_async")
+        or (edit.op in ("remove", "scale", "parallelize") and edit.select.on in ("host", "gap"))
+        for edit in edits
+    )
+
+
+def remaining_device_time(
+    a: Analysis, edits: Sequence[Edit], *, communication: bool = True
+) -> float:
+    """Return the time of device work that no edit selects, ns per step: whatever else they change,
+    a step takes as long. ``communication``: count collectives, which also wait for other ranks."""
+    if a.device_id is None or not a.step_count:
+        return 0.0
+    if any(edit.op in ("resize", "remove_skew") for edit in edits):
+        return 0.0
+    rest = a.in_window.copy()
+    if not communication:
+        rest &= ~a.kernels["communication"].to_numpy()
+    for edit in edits:
+        if edit.select.on == "gpu" and edit.op != "drop_launch":
+            rest &= ~selected_gpu(a, edit.select)
+    return a.device_busy(rest).total / a.step_count
+
+
 # -- the estimate where there is no replay ---------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.measure.host.names import WORKERS, name_matches
+from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
-from advisor.replay.exposed_time import ExposedTime
+from advisor.replay.exposed_time import ExposedTime, leaves_device_work
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph
 from advisor.replay.graph_builder import build_graph
 from advisor.replay.operations import collect
@@ -57,15 +58,16 @@ def event_cost(a: Analysis) -> float:
     Measured: what the median profiled step takes beyond the median of those around the window, over
     the host events of a step on all threads that launch work: the backward pass has its own, and
     the main thread waits for it. On a device that hardly idles the cost is hidden, and the
-    difference says nothing about it. It is bounded, because steps differ for other reasons too.
+    difference says nothing about it. Neither does it where steps differ so much that its standard
+    error exceeds the usual cost. It is bounded, because steps differ for other reasons too.
     """
     usual = _mean_cost(a)
     if a.recorded is None or a.trace.main_thread is None:
         return usual
     if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
         return usual
-    with_it, without = _host_medians(a.recorded)
-    if with_it is None or without is None:
+    with_it, without = _host_times(a.recorded, a.trace.meta.window)
+    if len(with_it) < MIN_PROFILED or len(without) < MIN_AROUND:
         return usual
     cpu = a.trace.cpu
     own = (cpu["thread"] == a.trace.main_thread).to_numpy()
@@ -77,17 +79,30 @@ def event_cost(a: Analysis) -> float:
     events = (np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()
     if not events:
         return usual
-    longer = max(0.0, with_it - without)
+    error = float(np.hypot(median_error(with_it), median_error(without)))
+    if error * a.step_count > usual * float(events):
+        return usual
+    longer = max(0.0, float(np.median(with_it) - np.median(without)))
     return min(longer * a.step_count / float(events), MAX_COST * usual)
 
 
-def _host_medians(recorded: StepRecords) -> tuple[float | None, float | None]:
-    """Return medians of profiled and other steps, ns; of host time where the host runs ahead."""
-    if not recorded.host_is_ahead:
-        return recorded.profiled_median, recorded.unprofiled_median
-    parts = recorded.dur[recorded.active], recorded.dur[recorded.used]
-    with_it, without = (float(np.median(part)) if len(part) else None for part in parts)
-    return with_it, without
+def _host_times(recorded: StepRecords, window: int) -> tuple[Array, Array]:
+    """Return times of the window's steps (of all windows' where it kept too few), and of the
+    unprofiled steps around them, ns; of host time where the host runs ahead."""
+    kept = recorded.kept_by_window(window)
+    if kept.sum() < MIN_PROFILED:
+        kept = recorded.active
+    if recorded.host_is_ahead:
+        return recorded.dur[kept].astype(float), recorded.dur[recorded.used].astype(float)
+    inside = recorded.durations[kept]
+    return inside[~np.isnan(inside)], recorded.durations_around(kept)
+
+
+def median_error(values: Array) -> float:
+    """Return the standard error of a median, as of a normal distribution with the same median
+    deviation."""
+    deviation = 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    return 1.2533 * deviation / float(np.sqrt(len(values)))
 
 
 def _usual_costs(a: Analysis) -> Array:
@@ -109,13 +124,20 @@ class WindowReplayer:
 
     ``others``: the same window of the other ranks, by rank. If they can be put on one clock with
     this one, they are replayed with it, edits included, and a collective waits for the last of
-    them. If not, a collective takes as long as it was measured to.
+    them. If not, a collective takes as long as it was measured to. ``profiled``: False for a
+    simulated trace, whose host times no profiler made longer.
     """
 
     def __init__(
-        self, a: Analysis, rank: int = 0, others: Mapping[int, Analysis] | None = None
+        self,
+        a: Analysis,
+        rank: int = 0,
+        others: Mapping[int, Analysis] | None = None,
+        *,
+        profiled: bool = True,
     ) -> None:
         self.a = a
+        self.profiled = profiled
         self.rank = rank
         self.others = {number: other for number, other in (others or {}).items() if number != rank}
         self._steps: tuple[int, int] | None = None
@@ -247,18 +269,20 @@ class WindowReplayer:
 
     @cached_property
     def _hides_profiler(self) -> bool:
-        """Whether the device is so busy that it sets the pace of the run's own steps. The
-        profiler's host time would lengthen the steps that a fix leaves. So the gains of a recorded
-        run, most of whose steps are not profiled, are of steps without it."""
-        a, recorded = self.a, self.a.recorded
-        if a.device_id is None or recorded is None:
+        """Whether the run's own steps, most of which are not profiled, are known. The gains of a
+        recorded run are of steps without the profiler: its host time would lengthen the steps that
+        a fix leaves, and launches that it makes slower are none that a fix can save."""
+        recorded = self.a.recorded
+        if self.a.device_id is None or recorded is None:
             return False
-        if recorded.host_is_ahead:
-            return True
-        if recorded.unprofiled_median is None:
-            return False
-        step = min(a.step_ns, recorded.unprofiled_median)
-        return a.breakdown.busy.total > VISIBLE * step * a.step_count
+        return recorded.host_is_ahead or recorded.unprofiled_median is not None
+
+    def _central(self, edits: Sequence[Edit]) -> str:
+        """Return the assumption of the estimate itself. Dropped launches are the very time that the
+        profiler lengthens most: without a record of steps without it, its usual cost is no gain."""
+        if not self.profiled or self.a.recorded is not None:
+            return ""
+        return "unprofiled" if any(edit.op == "drop_launch" for edit in edits) else ""
 
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Return the steady-state time of a step with edits applied. ``assumption``: ``low`` or
@@ -309,7 +333,8 @@ class WindowReplayer:
         """Return what edits save per step, on top of others that are applied already."""
         both = [*applied, *edits]
         member = self._paced_member(both)
-        return self._saved(both, "", member) - self._saved(applied, "", member)
+        saved = (self._saved(each, self._central(each), member) for each in (both, applied))
+        return next(saved) - next(saved)
 
     def _saved(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
         """Return what edits save, at most the time of what they select."""
@@ -319,15 +344,21 @@ class WindowReplayer:
         before = self._period((), by, member)
         saved = before - self._period(edits, assumption, member)
         most = self._max_saved(edits, optimistic=assumption == "high")
-        return min(saved, most) * self._of_profiled_step(by, member)
+        return min(saved, most) * self._of_profiled_step(edits, by, member)
 
-    def _of_profiled_step(self, assumption: str = "", member: int = 0) -> float:
+    def _of_profiled_step(
+        self, edits: Sequence[Edit], assumption: str = "", member: int = 0
+    ) -> float:
         """Return the factor from savings of a step without the profiler to savings of the measured
-        one: the ratio of their lengths."""
+        one: the ratio of their lengths, or that of the time in which the device idles where edits
+        leave all device work, which takes as long without the profiler."""
         if not self._hides_profiler:
             return 1.0
-        step = self._period((), assumption, member)
-        return max(1.0, self._period((), "profiled", member) / step) if step > 0 else 1.0
+        step, profiled = self._period((), assumption, member), self._period((), "profiled", member)
+        busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
+        if step > busy and leaves_device_work(edits):
+            step, profiled = step - busy, profiled - busy
+        return max(1.0, profiled / step) if step > 0 else 1.0
 
     def _max_saved(self, edits: Sequence[Edit], *, optimistic: bool) -> float:
         """Return the most that edits can save. With other ranks it is the step: a fix then also
@@ -345,7 +376,8 @@ class WindowReplayer:
             self.gain(edits, applied),
             self._bounds_and_causes(edits, applied),
         )
-        limit = self._max_saved([*applied, *edits], optimistic=True) * self._of_profiled_step()
+        both = [*applied, *edits]
+        limit = self._max_saved(both, optimistic=True) * self._of_profiled_step(both)
         limit += self._exposed.beside_compute([*applied, *edits])
         low = min(gain, max(0.0, low))
         most = limit - self._saved(applied, "", self._paced_member(edits))
@@ -365,15 +397,20 @@ class WindowReplayer:
         both = [*applied, *edits]
         member = self._paced_member(both)
         others = ("profiled", "unprofiled_max") if self._hides_profiler else ("unprofiled",)
+        if self._central(both):
+            others = ("profiled", "unprofiled")
         gains = [
-            self._saved(both, assumption, member) - self._saved(applied, assumption, member)
-            for assumption in ("", "low", "high", *others)
+            self.gain(edits, applied),
+            *(
+                self._saved(both, assumption, member) - self._saved(applied, assumption, member)
+                for assumption in ("low", "high", *others)
+            ),
         ]
         error = abs(self.unedited.period - self.measured.period)
         beside = self._exposed.beside_compute(edits)
         least, largest = min(gains) - error, max(gains) + error + beside
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
-        limit = self._max_saved(both, optimistic=True) * self._of_profiled_step() + beside
+        limit = self._max_saved(both, optimistic=True) * self._of_profiled_step(both) + beside
         limit -= self._saved(applied, "", member)
         steps: dict[RangeCause, list[float]] = {
             "assumption": gains[1:3],

@@ -100,22 +100,25 @@ LAUNCHING = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
 REMOVE_LAUNCH_COST = Edit(op="drop_launch", select=LAUNCHING, host_ns=1000)
 """Edit after which launches cost next to nothing."""
 _ANY_CODE = (*CAUSES, "unknown")
+AT_BEST = scale_edit(Select(on="gap", cause=_ANY_CODE), 1.0, 0.0, 1.0)
+"""Edit of the best case: the graphs hold all the code that keeps the GPU from going on."""
 CAPTURE_STEP = (
     Edit(
         op="drop_launch",
         select=Select(on="gap", cause=_ANY_CODE, max_ns=MAX_PIECE_NS),
         host_ns=1000,
     ),
-    scale_edit(Select(on="gap", cause=_ANY_CODE), 1.0, 0.0, 1.0),
+    AT_BEST,
 )
-"""The whole step is one graph: Python between operators goes too, recorded or not, and at best all
-that keeps the GPU from going on."""
+"""The whole step is one graph: Python between operators goes too, recorded or not."""
 
 
 def capture_edits(static: bool | None, waits: CaptureBlockers) -> list[Edit]:
     """Return what CUDA graphs remove: all host work of steps that launch the same kernels and wait
     for nothing, else the cost of launching."""
-    return [*CAPTURE_STEP] if static and not waits.per_step else [REMOVE_LAUNCH_COST]
+    if static and not waits.per_step:
+        return [*CAPTURE_STEP]
+    return [REMOVE_LAUNCH_COST, AT_BEST]
 
 
 def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool:

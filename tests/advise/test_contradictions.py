@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.engine import examine
+from advisor.advise.engine import AnalysisResult, examine
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
@@ -33,15 +33,21 @@ def files() -> list[Path]:
     found = [
         p for p in CORPUS.rglob("*") if p.name.endswith((".json.gz", ".sqlite", ".rpd", ".pb"))
     ]
-    return sorted(p for p in found if p.stat().st_size <= LARGE)
+    runs = (path.parent for path in CORPUS.glob("h100/*/manifest.json"))
+    return sorted([*(p for p in found if p.stat().st_size <= LARGE), *runs])
 
 
 @pytest.fixture(scope="module", params=files(), ids=lambda p: str(p.relative_to(CORPUS)))
-def report(request: pytest.FixtureRequest) -> Report:
+def result(request: pytest.FixtureRequest) -> AnalysisResult:
     try:
-        return examine(str(request.param)).report
+        return examine(str(request.param))
     except AdvisorError as error:
         pytest.skip(f"no trace of steps: {error}")
+
+
+@pytest.fixture(scope="module")
+def report(result: AnalysisResult) -> Report:
+    return result.report
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,31 @@ def test_a_range_holds_its_point_and_stays_within_the_step(report: Report) -> No
         ends = (impact.gain_ns if low is None else low, impact.gain_ns if high is None else high)
         if not ends[0] <= impact.gain_ns <= ends[1] <= 1.001 * report.step_ns:
             wrong.append((finding.rule, ends, impact.gain_ns, report.step_ns))
+    assert not wrong
+
+
+def test_no_fix_of_host_time_makes_a_step_shorter_than_its_device_work(
+    result: AnalysisResult,
+) -> None:
+    """A gain, the upper end of its range included, leaves all device work that it does not
+    change; waits for other ranks inside collectives may end."""
+    report, a = result.report, next(iter(result.analyses.values()))
+    if a.device_id is None:
+        return
+    step = report.step_ns if report.step is None else report.step.reference_ns
+    busy = a.device_busy(a.in_window).total / max(1, a.step_count)
+    if a.breakdown.busy.total / max(1, a.step_count) > step:
+        return  # the run's steps are shorter than the window's device work: other steps
+    wrong = []
+    for finding in report.findings:
+        impact, edits = finding.impact, finding.edits
+        if impact is None or impact.currency != "step_time" or impact.of_job or not edits:
+            continue
+        if any(e.select.on == "gpu" or e.op in ("resize", "remove_skew") for e in edits):
+            continue
+        high = impact.high_ns or impact.gain_ns or 0
+        if high > 1.001 * (step - busy):
+            wrong.append((finding.rule, high, step, busy))
     assert not wrong
 
 

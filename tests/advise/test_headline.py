@@ -131,11 +131,14 @@ def test_all_renderers_lead_with_the_runs_own_step(tmp_path: Path, trace_alone: 
             assert f"{profiled / 6e6 - 1:.0%} longer than the run" in text, name
 
 
-def test_gains_are_of_the_runs_step_with_the_windows_share(
+def test_gains_are_of_the_runs_step_with_the_windows_share_of_its_idle_time(
     tmp_path: Path, trace_alone: Report
 ) -> None:
-    profiled = trace_alone.scope.step_ns
-    report = report_of(tmp_path / "run", run_of((40, 6), profiled=profiled / MS, rest=(40, 6)))
+    """The profiler lengthens host time. The device is busy for 6 ms of each step, with it and
+    without; of the 9.01 ms with it 1.5 wait for the loader, and half of that of 7.5 ms without."""
+    profiled, busy = trace_alone.scope.step_ns, 6 * MS
+    report = report_of(tmp_path / "run", run_of((40, 7.5), profiled=profiled / MS, rest=(40, 7.5)))
+    part = (7.5 * MS - busy) / (profiled - busy)
     before = {finding.rule: finding for finding in trace_alone.findings}
     assert before
     for finding in report.findings:
@@ -145,13 +148,13 @@ def test_gains_are_of_the_runs_step_with_the_windows_share(
         assert alone is not None and here is not None
         assert alone.gain_ns is not None and here.gain_ns is not None
         # the run's steps have not what the profiler cost the host, where the device is the limit
-        assert here.share == pytest.approx(alone.share, rel=0.01)
-        assert here.gain_ns == pytest.approx(alone.gain_ns * 6 * MS / profiled, rel=0.01)
-        assert here.gain_ns / (6 * MS) == pytest.approx(here.share, abs=1e-6)
-        # what the device does takes as long with and without a profiler: up to the time saved there
+        assert here.gain_ns == pytest.approx(alone.gain_ns * part, rel=0.01)
+        assert here.gain_ns / (7.5 * MS) == pytest.approx(here.share, abs=1e-6)
+        # as long as with the profiler at most, if that leaves the device its time
         assert here.low_ns is not None and alone.high_ns is not None
         assert here.low_ns <= here.gain_ns
-        assert here.high_ns == pytest.approx(min(alone.high_ns, 6 * MS), rel=0.01)
+        most = min(alone.high_ns, 7.5 * MS - busy) if alone.gain_ns else alone.high_ns
+        assert here.high_ns == pytest.approx(most, rel=0.01)
     assert {finding.rule for finding in report.findings} >= before.keys()
 
 

@@ -105,7 +105,7 @@ def loop(shape: Shape) -> Program:
 def replayed(machine: Machine, folder: Path) -> WindowReplayer:
     path = folder / "trace.json"
     path.write_bytes(machine.json())
-    return WindowReplayer(Analysis(read_trace(str(path))))
+    return WindowReplayer(Analysis(read_trace(str(path))), profiled=False)
 
 
 def loader_rate_is_not_in_the_trace(shape: Shape, slow: float, fast: float) -> bool:

@@ -159,7 +159,8 @@ class RanksEstimator(GainEstimator):
             absorbed = min(known.saved.get(place, 0.0) for place in ranks)
             if absorbed > high:
                 high, alone = absorbed, alone._replace(high_by="assumption")
-        high = max(saved, min(high, alone.high))
+        if saved <= alone.gain:  # more: other ranks gain too, and wait less for each other
+            high = max(saved, min(high, alone.high))
         return alone._replace(gain=saved, low=low, high=high)
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:

@@ -1,0 +1,101 @@
+"""Gains of recorded runs are of steps without the profiler; those of bare traces know its cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from advisor.advise.engine import analyze
+from advisor.core.finding import Edit, Select
+from advisor.replay.window_replayer import EVENT_COST_NS, WindowReplayer, event_cost, median_error
+from advisor.testing import TraceBuilder
+from tests.replay.test_event_cost import OPS, host_bound
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+LAUNCHES = Edit(
+    op="drop_launch",
+    select=Select(on="gap", cause=("dispatch", "launch", "python"), max_ns=200_000),
+    host_ns=1000,
+)
+
+
+def test_steps_that_differ_by_more_than_the_usual_cost_do_not_show_the_cost() -> None:
+    """Profiled steps of 100 to 900 µs beside others of 100 to 900 µs: their medians differ by
+    chance, and five of them know theirs to 166 µs; the usual cost is 81 µs."""
+    b = host_bound(median_us=None)
+    r = b.record_of_run()
+    for n in range(40):
+        r.step(0.1 + 0.2 * (n % 5))
+    for n in range(5):
+        r.step(0.1 + 0.2 * n, window=0)
+    assert event_cost(b.analysis()) == EVENT_COST_NS["plain"]
+    times = np.array([100.0, 300.0, 500.0, 700.0, 900.0])
+    assert median_error(times) == pytest.approx(1.2533 * 1.4826 * 200 / 5**0.5)
+
+
+def test_the_cost_is_that_of_the_window_itself_not_of_another_one() -> None:
+    """Window 0: 300 µs beside 200. Window 1, not this one, came in a slower phase: 900."""
+    b = host_bound(median_us=None)
+    r = b.record_of_run()
+    r.steps(40, 0.2)
+    r.steps(5, 0.3, window=0)
+    r.steps(40, 0.2)
+    r.steps(50, 0.9, window=1)
+    assert event_cost(b.analysis()) == pytest.approx(100_000 / (OPS + 1), rel=0.01)
+
+
+def eager(recorded_us: float | None) -> TraceBuilder:
+    """100 kernels of 4 µs, one every 20 µs and more: the device idles for the host."""
+    b = TraceBuilder()
+    for _ in b.steps(4):
+        b.run("aten::add", "elementwise_kernel", 4, times=100, host_us=20)
+        b.sync()
+    if recorded_us is not None:
+        step = b.analysis().step_ns / 1e6
+        r = b.record_of_run()
+        r.steps(40, recorded_us / 1000)
+        r.steps(5, step, window=0)
+    return b
+
+
+def test_launch_costs_of_a_bare_trace_are_those_of_a_step_without_the_profiler() -> None:
+    """100 operators and launch calls of 0.8 µs each that only the profiler takes are no gain; the
+    range still reaches what the profiled step would gain."""
+    whatif = WindowReplayer(eager(None).analysis())
+    gain, low, high, *_ = whatif.gain_range([LAUNCHES])
+    profiled = whatif.period((), "profiled") - whatif.period([LAUNCHES], "profiled")
+    real = whatif.period((), "unprofiled") - whatif.period([LAUNCHES], "unprofiled")
+    assert gain == pytest.approx(real)
+    assert low < gain < 0.95 * profiled
+    assert high >= profiled
+
+
+def test_what_the_profiler_lengthens_is_host_time_so_the_device_keeps_its_own() -> None:
+    """A profiled step idles longer than the run's own. Without launch costs both become the
+    device's 400 µs and little more, not the same share of the step."""
+    whatif = WindowReplayer(eager(1500).analysis())
+    a = whatif.a
+    busy = a.breakdown.busy.total / a.step_count
+    gain = whatif.gain([LAUNCHES])
+    left = whatif.period([LAUNCHES], "unprofiled")
+    idle, real = a.step_ns - busy, whatif.period((), "unprofiled") - busy
+    assert gain == pytest.approx((real + busy - left) * idle / real, rel=0.01)
+
+
+def test_a_decode_step_gains_what_a_cuda_graph_brought() -> None:
+    """Measured: 12.0 to 13.5 of 14.0 ms (tests/corpus/truth.toml), of which 1.28 ms must remain."""
+    report = analyze(str(CORPUS / "h100" / "decode_batch1"))
+    impact = report.findings[0].impact
+    assert impact is not None and impact.gain_ns is not None and impact.high_ns is not None
+    assert 12.0e6 <= impact.gain_ns < impact.high_ns <= 14.0e6 - 1.28e6
+
+
+@pytest.mark.parametrize("name", ["pairs/particle_batch2.json.gz", "dlrm_8ranks"])
+def test_an_estimate_of_launch_costs_is_not_its_own_upper_end(name: str) -> None:
+    impact = next(
+        f for f in analyze(str(CORPUS / name)).findings if f.rule == "launch-bound"
+    ).impact
+    assert impact is not None and impact.gain_ns is not None and impact.high_ns is not None
+    assert impact.gain_ns < 0.95 * impact.high_ns

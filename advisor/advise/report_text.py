@@ -693,7 +693,7 @@ def describe_all_fixes(report: Report) -> str:
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     faster = f" ({bound}{times}× faster)"
     limit = t.describe_bottleneck(replay.critical_after, report.scope.framework)
-    if not report.time and " and " not in limit:
+    if not report.time and limit.startswith("host (") and " and " not in limit:
         limit = ""  # without a GPU all time is the host's
     slowed = " Without the profiler the host takes less." * _limited_by_profiled_host(report)
     return (

@@ -708,7 +708,7 @@ def _saved_by_record(report: Report) -> float:
     return sum(
         finding.impact.gain_ns or 0
         for finding in ranked_findings(report)
-        if not finding.edits
+        if not _is_replayed(finding)
         and not finding.other_rank
         and finding.impact is not None
         and finding.impact.currency == "step_time"

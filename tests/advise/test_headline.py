@@ -205,6 +205,9 @@ def test_a_window_in_a_run_of_two_kinds_of_steps_is_like_it(tmp_path: Path) -> N
     assert report.step is not None
     assert (report.step.ns, report.step.nearby_ns) == (6 * MS, 9 * MS)
     assert not report.step.atypical
+    assert (
+        "the unprofiled steps around the window are longer too (9 ms)" in texts(report)["terminal"]
+    )
 
 
 def test_a_window_like_its_run_is_not_doubted(tmp_path: Path, trace_alone: Report) -> None:

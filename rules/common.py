@@ -246,6 +246,15 @@ def busy_intervals(a: Analysis, work: pl.DataFrame) -> Intervals:
     return a.device_busy(mask)
 
 
+def work_launched_in(a: Analysis, instants: Intervals) -> int:
+    """Return the device time of the work that the host launches in some intervals, ns."""
+    gpu, ts = a.trace.gpu, a.trace.cpu["ts"].to_numpy()
+    launch = row_numbers(gpu["launch"])
+    rows = (launch >= 0) & a.in_window
+    rows[rows] = covered_length(ts[launch[rows]], ts[launch[rows]] + 1, instants) > 0
+    return int(gpu["dur"].to_numpy()[rows].sum())
+
+
 def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit:
     """Scale the selected work to so much of its time; at best, and at worst."""
     return Edit(op="scale", select=select, factor=factor, factor_low=best, factor_high=worst)

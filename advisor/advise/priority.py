@@ -34,7 +34,8 @@ MOSTLY_BUSY = 0.5
 """GPU-busy share of the step from which slow GPU work of its own comes first likewise."""
 WAITS_LEAD_FROM = 0.10
 """Share of the step from which frequent waits for the GPU come before launching less, since no
-graph can hold them. Launching itself is reported from the same share."""
+graph can hold them, and work that need not be done before launching it faster. Launching itself is
+reported from the same share."""
 
 VAGUE_WEIGHT = 0.5
 """Weight of a finding that names no place and may gain nothing."""
@@ -201,8 +202,10 @@ def _named_cause(
         if idles and all(edit.select.on == "gpu" for edit in finding.edits):
             continue
         least = LEADS_FROM * general[1]
-        if captures and WAITS_LEAD_FROM * a.step_ns < least and _fills_queue(finding, a):
-            least = WAITS_LEAD_FROM * a.step_ns
+        if captures and WAITS_LEAD_FROM * a.step_ns < least:
+            needless = all(edit.op == "remove" for edit in finding.edits)
+            if needless or _fills_queue(finding, a):
+                least = WAITS_LEAD_FROM * a.step_ns
         least = max(most, least)
         if _own_gain(finding) >= least and marginal_gain(finding, chosen, estimator) >= least:
             most = marginal_gain(finding, chosen, estimator)

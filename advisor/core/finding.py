@@ -98,6 +98,8 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
         "round_trip",
         "recompute",
         "second_forward",
+        "repeated_backward",
+        "rebuilt_weights",
         "graph_entry",
         "loop",
     ] = ""
@@ -110,7 +112,9 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     work of the next. ``read_loop``: in a loop that reads one device value after the other.
     ``after_read``: from the end of a read of data to the next launch. ``round_trip``: from a copy
     to the host to the end of the copy back. ``recompute``: while the backward pass recomputes
-    activations. ``second_forward``: in layers that repeat those of the trained forward pass."""
+    activations. ``second_forward``: in layers that repeat those of the trained forward pass.
+    ``repeated_backward``: in nodes of the autograd graph that run again.
+    ``rebuilt_weights``: while weights that nothing trains are cast or normalised."""
     region: tuple[str, ...] = ()
     """Compiled functions, by number (``1`` of ``Torch-Compiled Region: 1/0``), into which a break
     must lead to be selected; for ``graph_break``."""

@@ -39,7 +39,8 @@ from advisor.measure.host.launches import (
 from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.operators import measure_operators
 from advisor.measure.host.reads import after_reads, read_loops, round_trips, trip_intervals
-from advisor.measure.host.second_forward import second_forwards
+from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weights_time
+from advisor.measure.host.repeated_passes import repeated_backwards, second_forwards
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
 from advisor.measure.host.syncs import find_syncs
 from advisor.measure.memory.post_mortem import post_mortems
@@ -373,6 +374,15 @@ class Analysis:
 
     second_forwards = cached_property(second_forwards)
     """Host time of layers that run again beside the trained forward pass."""
+
+    repeated_backwards = cached_property(repeated_backwards)
+    """Host time of autograd nodes that run more than once."""
+
+    rebuilt_weights = cached_property(rebuilt_weights)
+    """Operators that make untrained weights again."""
+
+    rebuilt_weights_time = cached_property(rebuilt_weights_time)
+    """Host time of these operators."""
 
     # -- memory -----------------------------------------------------------------------------
 

@@ -325,6 +325,8 @@ _VALUES: dict[str, tuple[str, ...]] = {
         "round_trip",
         "recompute",
         "second_forward",
+        "repeated_backward",
+        "rebuilt_weights",
         "graph_entry",
         "loop",
     ),

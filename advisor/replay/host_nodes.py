@@ -19,6 +19,7 @@ from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.trace import LOADER, Trace
 from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import WORKERS, name_matches
+from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.measure.host.syncs import calls_ended_by_stream
 from advisor.replay.graph import Array, NodeKind
 
@@ -136,7 +137,6 @@ LEFT_OVER_SHARE = 0.3
 LEFT_OVER_NS = 400_000
 """Maximum of a silence left over, ns: to wake a thread, and for Python around ``backward()``."""
 
-ENGINE = r"^autograd::engine::evaluate_function"
 OPERATOR = r"::|Backward\d*$"
 """Pattern of operators and autograd nodes. Other events with an operator's category are named
 ranges, which do not show that their thread works."""
@@ -255,7 +255,7 @@ def _without_blips(own: Intervals, busy: Intervals) -> Intervals:
 
 def _engine(trace: Trace, active: dict[int, Intervals]) -> dict[int, Array]:
     """Return the start times of backward nodes by thread, in order."""
-    rows = np.flatnonzero(name_matches(trace.cpu["name"], ENGINE).to_numpy())
+    rows = np.flatnonzero(name_matches(trace.cpu["name"], ENGINE_NODE).to_numpy())
     thread, ts = trace.cpu["thread"].to_numpy()[rows], trace.cpu["ts"].to_numpy()[rows]
     return {owner: np.sort(ts[thread == owner]) for owner in active}
 

@@ -144,12 +144,33 @@ def selected_host(a: Analysis, select: Select) -> Mask:
 
 def host_spans(a: Analysis, select: Select) -> tuple[NDArray[np.int64], ...]:
     """Return ``(thread, ts, dur)`` of the selected host events, ns; with ``at="loop"`` also of the
-    time between two of them on one thread in one step with no other operator or call in between."""
+    time between two of them on one thread in one step with no other operator or call in between.
+    Of work that is done twice (``WHOLE``) it is all time of the thread from its begin to its end:
+    the Python between its events goes with them."""
     cpu, mask = a.trace.cpu, selected_host(a, select)
+    if select.at in WHOLE and select == Select(on="host", at=select.at):
+        return _whole_stretches(a, mask, select_instants(a, select))
     table = cpu.select("thread", "ts", "dur").filter(pl.Series(mask))
     if select.at == "loop":
         table = pl.concat([table, _between(a, mask).cast(table.schema)])
     return tuple(table[name].to_numpy() for name in ("thread", "ts", "dur"))
+
+
+WHOLE = ("recompute", "second_forward", "repeated_backward", "rebuilt_weights")
+"""Instants of ``Select.at`` in which a thread does nothing but the work that they name."""
+
+
+def _whole_stretches(
+    a: Analysis, mask: Mask, stretches: Intervals
+) -> tuple[NDArray[np.int64], ...]:
+    """Return ``(thread, ts, dur)`` of intervals, each on the thread with most of its events."""
+    rows = a.trace.cpu.select("thread", "ts").filter(pl.Series(mask))
+    place = np.searchsorted(stretches.start, rows["ts"].to_numpy(), side="right") - 1
+    counts = rows.select("thread", place=pl.Series(place)).group_by("place", "thread").len()
+    owner = counts.sort("len", "thread").unique("place", keep="last").sort("place")
+    at = owner["place"].to_numpy()
+    start = stretches.start[at]
+    return owner["thread"].to_numpy(), start, stretches.end[at] - start
 
 
 def _between(a: Analysis, mask: Mask) -> pl.DataFrame:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.intervals import Intervals, covered_length
+from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.families import are_layers
@@ -17,8 +17,8 @@ from advisor.rules.common import (
     costliest_places,
     of_step,
     outermost_in_steps,
-    row_numbers,
     scale_edit,
+    work_launched_in,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -73,7 +73,7 @@ class SecondForward(Rule):
         if not a.span_ns:
             return
         again = a.second_forwards
-        ns = self._device_time(a, again) if a.device_id is not None else again.total
+        ns = work_launched_in(a, again) if a.device_id is not None else again.total
         if ns < self.min_share * a.span_ns:
             return
         table = outermost_in_steps(a)
@@ -96,15 +96,6 @@ class SecondForward(Rule):
             ),
             edits=[scale_edit(each, 0.0, 0.0, self.worst_factor) for each in select],
         )
-
-    @staticmethod
-    def _device_time(a: Analysis, again: Intervals) -> int:
-        """Return the GPU work launched then, ns."""
-        gpu, ts = a.trace.gpu, a.trace.cpu["ts"].to_numpy()
-        launch = row_numbers(gpu["launch"])
-        rows = (launch >= 0) & a.in_window
-        rows[rows] = covered_length(ts[launch[rows]], ts[launch[rows]] + 1, again) > 0
-        return int(gpu["dur"].to_numpy()[rows].sum())
 
     @staticmethod
     def examples() -> Examples:

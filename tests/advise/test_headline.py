@@ -332,7 +332,7 @@ def test_lost_records_of_all_gpu_work_are_said_first(shared_trace: Callable[[str
 
 def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[str], str]) -> None:
     """Three GPUs have work in it; the one with most holds 5.78 GiB."""
-    report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb"))
+    report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb.gz"))
     assert report.scope.device == 6
     assert report_text.memory_peak(report) == "5.78 GiB in tensors"
 

@@ -42,7 +42,7 @@ WITH_MODULES = {
     "diffusion/flux1_mi300x_xdit.json.gz": "module events",
     "nsys/mfu_2gpu_before.sqlite": "FSDP",
     "nsys/mfu_2gpu_after.sqlite": "FSDP",
-    "xla/tf_gpu_multi_worker.xplane.pb": "operator names",
+    "xla/tf_gpu_multi_worker.xplane.pb.gz": "operator names",
 }
 WITHOUT = ("alexnet.json.gz", "a100_train_6steps.json.gz", "two_ranks_rank0.json.gz")
 

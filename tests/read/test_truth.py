@@ -5,6 +5,7 @@ Only families are told apart of which a kernel's name leaves no doubt; the other
 
 from __future__ import annotations
 
+import gzip
 import json
 import sqlite3
 import sys
@@ -129,7 +130,9 @@ def of_rocprof(path: str) -> list[Work]:
 
 def of_xplane(path: str) -> list[Work]:
     found = []
-    for plane, _, name, start, dur, stats in xspace.device_events(Path(path).read_bytes()):
+    data = Path(path).read_bytes()
+    data = gzip.decompress(data) if path.endswith(".gz") else data
+    for plane, _, name, start, dur, stats in xspace.device_events(data):
         told = stats.get("memcpy_details", "")
         size = int(told.split("size:")[1].split()[0]) if told else None
         kind = "memcpy" if told else "memset" if "memset_details" in stats else "kernel"
@@ -163,7 +166,7 @@ FILES: dict[str, Truth] = {
     "nsys/mfu_2gpu_after.sqlite": of_nsys,
     "nsys/ee4fcf3_report1.sqlite": of_nsys,
     "nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite": of_nsys,
-    "xla/tf_gpu_multi_worker.xplane.pb": of_xplane,
+    "xla/tf_gpu_multi_worker.xplane.pb.gz": of_xplane,
     "rocprof/matmul_result.rpd": of_rpd,
 }
 """Of public projects."""

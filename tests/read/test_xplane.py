@@ -104,9 +104,9 @@ def test_fields_are_those_that_a_field_by_field_reading_finds() -> None:
 
 
 def test_device_work_of_a_real_file_is_what_a_field_by_field_reading_sums_up() -> None:
-    path = Path(public_file("xla/tf_gpu_multi_worker.xplane.pb"))
+    path = Path(public_file("xla/tf_gpu_multi_worker.xplane.pb.gz"))
     trace = read_trace(str(path))
-    events = w.device_events(path.read_bytes())
+    events = w.device_events(gzip.decompress(path.read_bytes()))
     sums: dict[tuple[int, str], float] = defaultdict(float)
     spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
     moved: dict[tuple[int, str], int] = defaultdict(int)

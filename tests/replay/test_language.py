@@ -78,6 +78,8 @@ GAP = st.builds(
             "recompute",
             "graph_entry",
             "second_forward",
+            "repeated_backward",
+            "rebuilt_weights",
         ]
     ),
     max_ns=LIMIT,

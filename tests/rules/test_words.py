@@ -32,6 +32,7 @@ OF_TRAINING = {
     "missing-no-sync",
     "pipeline-bubble",
     "recompute-with-free-memory",
+    "repeated-backward",
     "repeated-gathers",
     "second-forward",
     "single-tensor-optimizer",

@@ -37,6 +37,7 @@ from advisor.measure.comm.links import (
 )
 from advisor.measure.comm.messages import bus_factor
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import ENGINE_NODE
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -56,7 +57,6 @@ _WORDS: Final = {
     "data": {"dp", "ddp", "data", "replicate", "shard", "fsdp", "hsdp", "zero"},
 }
 _SHARDED: Final = {"shard", "fsdp", "zero"}
-_BACKWARD: Final = r"^autograd::engine::evaluate_function"
 _SCHEMA: Final[dict[str, Any]] = {"axis": pl.Enum(AXES), "axis_named": pl.Boolean}
 
 
@@ -158,7 +158,7 @@ def _in_forward(a: Analysis, collectives: pl.DataFrame) -> pl.Series:
     nodes and the threads that run them, with such a node after it. In inference all were. Null: the
     backward pass was not recorded."""
     cpu = a.trace.cpu
-    nodes = cpu.filter(name_matches(cpu["name"], _BACKWARD))
+    nodes = cpu.filter(name_matches(cpu["name"], ENGINE_NODE))
     if nodes.is_empty():
         forward = True if a.forward_only else None
         return pl.Series([forward] * collectives.height, dtype=pl.Boolean)

@@ -21,6 +21,7 @@ from advisor.core.intervals import (
 from advisor.core.trace import LOADER
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
+    ENGINE_NODE,
     climb_stack,
     innermost_ancestor,
     is_operator,
@@ -92,7 +93,7 @@ def outermost_aten(a: Analysis) -> NDArray[np.int64]:
 
 def backward_nodes(a: Analysis) -> NDArray[np.int64]:
     """Return the autograd node around each row, aligned with ``trace.cpu``; -1: none."""
-    node = name_matches(a.trace.cpu["name"], r"^autograd::engine::evaluate_function").to_numpy()
+    node = name_matches(a.trace.cpu["name"], ENGINE_NODE).to_numpy()
     return innermost_ancestor(parent_rows(a.trace), node & is_operator(a.trace)).astype(np.int64)
 
 

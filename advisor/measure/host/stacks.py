@@ -253,8 +253,10 @@ def locate_row(a: Analysis, row: int | None) -> tuple[str | None, int | None, st
 
 # -- the backward pass -------------------------------------------------------------------------
 
-BACKWARD = r"^autograd::engine::evaluate_function|Backward\d*$"
-"""Names of events of the autograd engine: a node of the backward pass."""
+ENGINE_NODE = r"^autograd::engine::evaluate_function"
+"""Names of events in which the autograd engine runs a node."""
+BACKWARD = rf"{ENGINE_NODE}|Backward\d*$"
+"""Names of events of the backward pass: the engine's, or a node's own."""
 
 
 def forward_ops(trace: Trace) -> Rows:

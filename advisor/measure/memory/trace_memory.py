@@ -30,6 +30,7 @@ from advisor.core.snapshot import (
 from advisor.measure.comm.comms import step_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
+    ENGINE_NODE,
     climb_stack,
     innermost_ancestor,
     is_operator,
@@ -73,7 +74,6 @@ RECOMPUTE_SCHEMA: dict[str, Any] = {
 _CHECKPOINT = r"torch/utils/checkpoint\.py\(\d+\): "
 RECOMPUTE = _CHECKPOINT + r"(\w+\.)*recompute_fn\b"
 REENTRANT = r"^CheckpointFunctionBackward$"
-_BACKWARD = r"^autograd::engine::evaluate_function"
 _DERIVATIVE = r"^\w+Backward\d+$"
 _FORWARD = (
     r"^aten::(?:linear|addmm|layer_norm|rms_norm|group_norm|batch_norm|conv\dd|embedding|dropout"
@@ -194,7 +194,7 @@ def find_recompute(a: Analysis) -> pl.DataFrame | None:
         stacks = bool((cpu["kind"] == "python").any())
         if not stacks or name_matches(cpu["name"], _CHECKPOINT + "checkpoint$").any():
             return None
-    barrier = again | (op & name_matches(cpu["name"], _BACKWARD).to_numpy())
+    barrier = again | (op & name_matches(cpu["name"], ENGINE_NODE).to_numpy())
     around = (
         innermost_ancestor(parent_rows(trace), barrier) if again.any() else np.full(cpu.height, -1)
     )
@@ -273,7 +273,7 @@ def recompute_time(a: Analysis) -> Intervals:
         return EMPTY
     ts = cpu["ts"].to_numpy()
     end = ts + cpu["dur"].to_numpy()
-    backward = is_operator(a.trace) & name_matches(cpu["name"], _BACKWARD).to_numpy()
+    backward = is_operator(a.trace) & name_matches(cpu["name"], ENGINE_NODE).to_numpy()
     around = innermost_ancestor(parent, again)
     nested = np.flatnonzero(backward & (around >= 0))
     node = is_operator(a.trace)[rows] & (parent[rows] >= 0)

@@ -170,6 +170,8 @@ _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "round_trip": attrgetter("trip_intervals"),
     "recompute": attrgetter("recompute_time"),
     "second_forward": attrgetter("second_forwards"),
+    "repeated_backward": attrgetter("repeated_backwards"),
+    "rebuilt_weights": attrgetter("rebuilt_weights_time"),
     "graph_entry": graph_entries,
 }
 """Name -> intervals; those that edits of one finding use repeatedly are cached."""

@@ -44,7 +44,7 @@ latency is some 10 us."""
 LEAD_SHARE = 0.01
 """Part of all device work that may lie before such a hole for the figures to begin after it."""
 PARTIAL_SHARE = 0.25
-"""A last step shorter than this share of the median was cut off by the end of the recording."""
+"""A first or last step shorter than this share of the median was cut off by the recording."""
 
 STEPS_SCHEMA = {
     "index": pl.Int32,  # 0, 1, … in order of time
@@ -313,6 +313,9 @@ def _finish(
     marked = dur if launched_in is None else end - launched_in["ts"].to_numpy()
     if count > 1 and chosen[:-1].any() and marked[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         chosen[-1] = False  # the profiler stopped inside it
+    by_mark = marks["dur"].to_numpy()
+    if count > 2 and chosen[1:].any() and by_mark[0] < PARTIAL_SHARE * np.median(by_mark[1:]):
+        chosen[0] = False  # the profiler started inside it
     if source in GUESSED_STEP_SOURCES:
         whole = np.zeros(count, dtype=bool)
         whole[without_fragments(dur >= SIMILAR_TIME * np.median(dur))] = True

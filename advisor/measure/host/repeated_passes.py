@@ -1,4 +1,5 @@
-"""Forward passes of a training step that repeat one which the backward pass goes through."""
+"""Passes of a training step that run more often than once: layers that run forward a second time,
+and nodes of the autograd graph that run backward again."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.measure.device.families import are_layers
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
+    ENGINE_NODE,
     climb_stack,
+    innermost_ancestor,
     is_operator,
     outermost_operator,
     parent_rows,
 )
+from advisor.measure.steps.steps import step_of
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -79,3 +84,47 @@ def _repeated(step: pl.DataFrame) -> np.ndarray:
     first = again & ~np.append(False, again[:-1])
     last = again & ~np.append(again[1:], False)
     return np.column_stack([step["ts"].to_numpy()[first], step["end"].to_numpy()[last]])
+
+
+def repeated_backwards(a: Analysis) -> Intervals:
+    """Find host time in which autograd nodes run that run again later in the step, or did in an
+    earlier one: a graph that ``retain_graph=True`` keeps goes backward several times.
+
+    A node is known by its name and its forward operator's sequence number. Gradients that are
+    accumulated after it count with it. Nodes with derivatives of their own (``create_graph=True``)
+    are left out: a gradient of a gradient needs them twice.
+    """
+    cpu = a.trace.cpu
+    node = name_matches(cpu["name"], ENGINE_NODE).to_numpy()
+    rows = np.flatnonzero(node)
+    if not len(rows):
+        return EMPTY
+    around = innermost_ancestor(parent_rows(a.trace), node)
+    number = cpu["sequence"].fill_null(-1).to_numpy()
+    # operators inside a node have a number of their own only if they make nodes in turn
+    differentiated = around[(around >= 0) & (number >= 0) & (number != number[around])]
+    table = cpu[rows].select("sequence", "thread", "ts", end=pl.col("ts") + pl.col("dur"))
+    table = table.with_columns(
+        name=cpu["name"].gather(rows).to_physical(),
+        again=pl.Series(np.isin(rows, differentiated)),
+        step=pl.Series(step_of(a.steps, table["ts"].to_numpy())),
+    ).sort("thread", "ts")
+    key = ("sequence", "name")
+    later = pl.col("ts") < pl.col("ts").max().over(*key, "step")
+    earlier = pl.col("step") > pl.col("step").min().over(*key)
+    excess = (later | earlier) & ~pl.col("again").any().over(*key)
+    table = table.with_columns(
+        excess=pl.when(pl.col("sequence").is_not_null() & pl.col("step").is_not_null()).then(excess)
+    )
+    # gradients that are accumulated have no number: they belong to the node before them
+    table = table.with_columns(
+        pl.col("excess").forward_fill().over("thread").fill_null(value=False)
+    )
+    stretch = (pl.col("excess") != pl.col("excess").shift(1)).fill_null(value=True).cum_sum()
+    spans = (
+        table.with_columns(stretch=stretch.over("thread"))
+        .filter("excess")
+        .group_by("thread", "stretch", maintain_order=True)
+        .agg(pl.col("ts").min(), pl.col("end").max())
+    )
+    return intersect(union(spans["ts"].to_numpy(), spans["end"].to_numpy()), a.steps.host_spans)

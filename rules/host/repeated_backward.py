@@ -1,0 +1,156 @@
+"""A graph that the backward pass goes through more than once."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.intervals import covered_length
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import ENGINE_NODE
+from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.common import amount_per_step, costliest_places, of_step, work_launched_in
+from advisor.testing import Examples, TraceBuilder
+
+
+class RepeatedBackward(Rule):
+    """The backward pass goes through the same graph more than once. Each loss has a ``backward()``
+    of its own with ``retain_graph=True``. Or a tensor that should be detached leads into another
+    network's graph: in a GAN, the discriminator's loss then goes back through the generator.
+
+    A node of the graph is known by its name and the sequence number of its forward operator. The
+    last run of a node in a step is needed, the ones before are what the fix saves. So are all runs
+    in later steps: a recurrent state that is not detached keeps the graphs of earlier steps. Nodes
+    that are differentiated themselves (``create_graph=True``, gradient penalties) do not count.
+    """
+
+    id = "repeated-backward"
+    title = "The backward pass goes through the same graph again"
+    sampled_part = "backward"
+    found_in: ClassVar[tuple[str, ...]] = ("traces/h100/face_gan",)
+    silent_in: ClassVar[tuple[str, ...]] = (
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+        "traces/h100/python_norms",
+    )
+    validation_note = (
+        "a GAN on an H100: 4.3 ms predicted, 4.4 measured; a detector with three backward passes, "
+        "14 to 25 ms measured, inside the range"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html",
+        "https://docs.pytorch.org/docs/stable/notes/autograd.html",
+    )
+
+    min_share = Threshold(0.05, "of the step in nodes that run again", XPROF)
+
+    fix = (
+        "Add the losses and call backward() once: the gradients are the same. Where one network "
+        "only judges what another made, detach() that first. Detach the state that one step hands "
+        "to the next."
+    )
+    code = (
+        "loss = loss_class + loss_box + loss_mask\n"
+        "loss.backward()                        # once, without retain_graph=True\n"
+        "# GAN, discriminator's step: score = discriminator(fake.detach())"
+    )
+    verify = "Record again: each node runs once per step; the loss of a fixed seed is the same."
+    falsified_by = "each loss's own gradient is needed (PCGrad, GradNorm, split backward passes)"
+    assumptions = ("only the sum of the gradients is used",)
+    confidence = 0.85
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Measure the nodes that run again, on the device and on the host."""
+        if not a.span_ns:
+            return
+        again = a.repeated_backwards
+        device = 0 if a.device_id is None else work_launched_in(a, again)
+        ns = max(device, again.total)
+        if ns < self.min_share * a.span_ns:
+            return
+        cpu = a.trace.cpu
+        rows = np.flatnonzero(name_matches(cpu["name"], ENGINE_NODE).to_numpy())
+        ts, dur = cpu["ts"].to_numpy()[rows], cpu["dur"].to_numpy()[rows]
+        inside = covered_length(ts, ts + 1, a.steps.host_spans) > 0
+        repeated = inside & (covered_length(ts, ts + 1, again) > 0)
+        if not repeated.any():
+            return
+        yield Finding(
+            summary=(
+                f"{repeated.sum() / inside.sum():.0%} of the nodes that the backward pass runs are "
+                f"repeats: it goes through one graph several times. They take {of_step(a, ns)}."
+            ),
+            evidence=[
+                amount_per_step(a, "nodes of the backward pass", int(inside.sum()), "count"),
+                amount_per_step(a, "of them, run again", int(repeated.sum()), "count"),
+                amount_per_step(a, "host time of these", again.total),
+                amount_per_step(a, "device time of these", device),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, rows[repeated], dur[repeated], top=1),
+            edits=[
+                Edit(op="remove", select=Select(on=on, at="repeated_backward"))
+                for on in ("gpu", "host")
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "two losses, each with its own backward pass": _training(2),
+            "on a CPU": _training(2, gpu=None),
+            "a state that is not detached": _training(1, kept=1),
+            "one backward pass": (_training(1), "ns < self.min_share * a.span_ns"),
+            "a gradient penalty": (
+                _training(2, differentiated=True),
+                "ns < self.min_share * a.span_ns",
+            ),
+            "a small shared part": (_training(2, rest=300_000), "min_share"),
+        }
+
+
+def _training(
+    passes: int,
+    *,
+    kept: int = 0,
+    gpu: str | None = "A100",
+    differentiated: bool = False,
+    rest: float = 500,
+) -> TraceBuilder:
+    """Six layers, and so many backward passes through them and those of ``kept`` earlier steps."""
+    b = TraceBuilder(gpu=gpu)
+    number, graphs = 0, list[range]()
+
+    def run(name: str, sequence: int, inner: int | None = None) -> None:
+        with b.op(name, [[32, 128], [128, 128]], sequence=sequence, host_us=20 if gpu else 200):
+            if inner is not None:
+                with b.op("aten::mul", [[32, 128]], sequence=inner):
+                    pass
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", 200)
+
+    for _ in b.steps():
+        graphs = (
+            [*graphs[-kept:], range(number, number + 6)] if kept else [range(number, number + 6)]
+        )
+        for sequence in graphs[-1]:
+            run("aten::linear", sequence)
+        number += 6
+        node = "autograd::engine::evaluate_function: "
+        for done in range(passes):
+            for graph in reversed(graphs):
+                for sequence in reversed(graph):
+                    inner = None if not differentiated or done else number
+                    number += inner is not None
+                    run(f"{node}AddmmBackward0", sequence, inner)
+                    with b.op(f"{node}torch::autograd::AccumulateGrad"):
+                        pass
+        if differentiated:
+            for sequence in range(number - 6, number):
+                run(f"{node}MulBackward0", sequence)
+        b.on_host("aten::add_", rest)
+    return b

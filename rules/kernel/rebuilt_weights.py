@@ -1,0 +1,170 @@
+"""Weights that every forward pass makes again, although they do not change."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from advisor.core import text as t
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.rebuilt_weights import CAST
+from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    work_launched_in,
+)
+from advisor.testing import Examples, TraceBuilder
+
+_NORM_FIX = (
+    "Fold the normalisation into the weight once, after loading: remove_parametrizations() of each "
+    "module that has one. Outputs stay the same up to rounding."
+)
+_NORM_CODE = (
+    "from torch.nn.utils import parametrize\n"
+    "for module in model.modules():\n"
+    "    if parametrize.is_parametrized(module):\n"
+    '        parametrize.remove_parametrizations(module, "weight")\n'
+    "# torch.nn.utils.weight_norm: torch.nn.utils.remove_weight_norm(module)"
+)
+
+
+class RebuiltWeights(Rule):
+    """Each forward pass makes weights again that nothing trains. autocast casts float32 weights of
+    a frozen or served model to 16 bits: it keeps casts only of parameters that need a gradient, and
+    only until its block ends. Weight normalisation computes direction times length.
+
+    A cast counts when it runs inside a layer and has the shape and type of its weight or bias. No
+    backward pass may go through it: weights that are trained need it. The gain is the time of these
+    operators and of what they launch, and of Python around parametrizations.
+
+    Needs shapes for casts.
+    """
+
+    id = "rebuilt-weights"
+    title = "Weights that do not change are made again in each forward pass"
+    sampled_part = "forward"
+    found_in: ClassVar[tuple[str, ...]] = (
+        "traces/h100/latent_sampler",
+        "traces/h100/voice_stream",
+    )
+    silent_in: ClassVar[tuple[str, ...]] = (
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+        "traces/h100/python_norms",
+    )
+    validation_note = (
+        "on an H100: casts of a sampler's weights, 2.3 ms predicted, 2.5 measured; weight norm of "
+        "a vocoder, 3 ms predicted (up to 9), 8.3 measured"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/amp.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.parametrize.remove_parametrizations.html",
+    )
+
+    min_share = Threshold(0.05, "of the step in operators that make weights", XPROF)
+
+    fix = (
+        "Store weights that are not trained in 16 bits, once after loading. Inputs follow with one "
+        "cast; autocast stays for what is trained beside them (adapters, heads)."
+    )
+    code = (
+        "for parameter in model.parameters():\n"
+        "    if not parameter.requires_grad:                # when serving: all of them\n"
+        "        parameter.data = parameter.data.to(torch.bfloat16)"
+    )
+    verify = "Record again: the casts are gone. Compare the outputs: they differ by rounding."
+    falsified_by = "weights that change between two forward passes"
+    assumptions = ("the weights stay as they are between forward passes",)
+    confidence = 0.85
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Measure the operators that make weights, on the device and on the host."""
+        if not a.span_ns:
+            return
+        making = a.rebuilt_weights_time
+        device = 0 if a.device_id is None else work_launched_in(a, making)
+        ns = max(device, making.total)
+        if ns < self.min_share * a.span_ns:
+            return
+        table = a.rebuilt_weights
+        rows = table["row"].to_numpy()
+        dur = a.trace.cpu["dur"].to_numpy()[rows]
+        casts = (table["kind"] == CAST).to_numpy()
+        mostly = bool(dur[casts].sum() >= dur[~casts].sum())
+        per_step = t.count_noun(max(1, round(len(rows) / a.step_count)), "weight")
+        what = "cast to another type" if mostly else "normalised"
+        yield Finding(
+            summary=(
+                f"{per_step} are {what} again in each {a.per}, and none of them is trained. This "
+                f"takes {of_step(a, ns)}."
+            ),
+            evidence=[
+                amount_per_step(a, "weights that are made again", len(rows), "count"),
+                amount_per_step(a, "host time of these", making.total),
+                amount_per_step(a, "device time of these", device),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, rows.astype(np.int64), dur, top=1),
+            edits=[
+                Edit(op="remove", select=Select(on="gpu", at="rebuilt_weights")),
+                Edit(op="remove", select=Select(on="host", at="rebuilt_weights")),
+            ],
+            fix=self.fix if mostly else _NORM_FIX,
+            code=self.code if mostly else _NORM_CODE,
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "autocast over float32 weights": _network("cast"),
+            "weight normalisation": _network("norm"),
+            "on a CPU": _network("norm", gpu=None),
+            "weights of 16 bits": (_network("none"), "ns < self.min_share * a.span_ns"),
+            "trained weights": (_network("cast", trained=True), "ns < self.min_share * a.span_ns"),
+            "only inputs are cast": (_network("input"), "ns < self.min_share * a.span_ns"),
+            "little": (_network("cast", rest=300_000), "min_share"),
+        }
+
+
+def _network(
+    made: str, *, gpu: str | None = "A100", trained: bool = False, rest: float = 500
+) -> TraceBuilder:
+    """Six linear layers under autocast; what is ``made`` again before each."""
+    b = TraceBuilder(gpu=gpu)
+    number = 0
+    host_us = 5 if gpu else 300
+
+    def work(us: float) -> None:
+        if gpu:
+            b.launch("elementwise_kernel", us)
+
+    for _ in b.steps():
+        for _layer in range(6):
+            shapes, types = [[64, 512], [2048, 512]], ["c10::BFloat16", "float"]
+            if made == "norm":
+                with b.op("aten::_weight_norm", [[2048, 512], [2048, 1]], host_us=host_us):
+                    work(60)
+            if made == "input":
+                types = ["float", "c10::BFloat16"]
+            with b.op("aten::linear", shapes, types, sequence=number if trained else None):
+                if made in ("cast", "input"):
+                    cast = shapes[made == "cast"]
+                    with (
+                        b.op("aten::to", [cast], sequence=number if trained else None),
+                        b.op("aten::_to_copy", [cast], host_us=host_us),
+                    ):
+                        work(60)
+                b.run("aten::linear", "ampere_bf16_s16816gemm", 100, shapes, "c10::BFloat16")
+            number += 1
+        if trained:
+            for sequence in reversed(range(number - 6, number)):
+                node = "autograd::engine::evaluate_function: ToCopyBackward0"
+                with b.op(node, sequence=sequence):
+                    work(20)
+        b.on_host("aten::add_", rest)
+    return b

@@ -167,7 +167,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
         if source == "ProfilerStep" and trace.meta.step_marks is not None:
             source = trace.meta.step_marks
             marks = marks.with_columns(pl.Series("name", map(plain_step, marks["name"])))
-        return _finish(trace, marks, source, select)
+        return _finish(trace, _without_cut_start(marks), source, select)
     marks = _one_name(_marks(trace, r"^Optimizer\.step#"))
     if marks.height > MIN_OPTIMIZER_STEPS:
         # one step: from the end of one Optimizer.step to the end of the next
@@ -269,6 +269,13 @@ def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
     )
 
 
+def _without_cut_start(marks: pl.DataFrame) -> pl.DataFrame:
+    """Leave out a first step that the profiler was started in, by its length."""
+    dur = marks["dur"].to_numpy()
+    cut = len(dur) > 2 and dur[0] < PARTIAL_SHARE * np.median(dur[1:])
+    return marks[1:] if cut else marks
+
+
 def _one_name(marks: pl.DataFrame) -> pl.DataFrame:
     """Keep only the most frequent name (the first of equals): a loop with several optimizers, or
     with one that wraps another, has as many steps as one of them."""
@@ -313,9 +320,6 @@ def _finish(
     marked = dur if launched_in is None else end - launched_in["ts"].to_numpy()
     if count > 1 and chosen[:-1].any() and marked[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         chosen[-1] = False  # the profiler stopped inside it
-    by_mark = marks["dur"].to_numpy()
-    if count > 2 and chosen[1:].any() and by_mark[0] < PARTIAL_SHARE * np.median(by_mark[1:]):
-        chosen[0] = False  # the profiler started inside it
     if source in GUESSED_STEP_SOURCES:
         whole = np.zeros(count, dtype=bool)
         whole[without_fragments(dur >= SIMILAR_TIME * np.median(dur))] = True

@@ -51,6 +51,7 @@ class RebuiltWeights(Rule):
     found_in: ClassVar[tuple[str, ...]] = (
         "traces/h100/latent_sampler",
         "traces/h100/voice_stream",
+        "traces/pairs/particle_batch128",
     )
     silent_in: ClassVar[tuple[str, ...]] = (
         *SILENT_TRACES,
@@ -97,10 +98,11 @@ class RebuiltWeights(Rule):
         casts = (table["kind"] == CAST).to_numpy()
         mostly = bool(dur[casts].sum() >= dur[~casts].sum())
         per_step = t.count_noun(max(1, round(len(rows) / a.step_count)), "weight")
+        where = "in the recording" if a.per == "recording" else f"in each {a.per}"
         what = "cast to another type" if mostly else "normalised"
         yield Finding(
             summary=(
-                f"{per_step} are {what} again in each {a.per}, and none of them is trained. This "
+                f"{per_step} are {what} again {where}, and none of them is trained. This "
                 f"takes {of_step(a, ns)}."
             ),
             evidence=[

@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.rebuilt_weights import CAST
-from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
 from advisor.rules.common import (
     amount_per_step,
     costliest_places,
@@ -51,7 +51,10 @@ class RebuiltWeights(Rule):
     found_in: ClassVar[tuple[str, ...]] = (
         "traces/h100/latent_sampler",
         "traces/h100/voice_stream",
-        "traces/pairs/particle_batch128",
+        *public_traces(
+            "pairs/particle_batch2 pairs/particle_batch32 pairs/particle_batch64 "
+            "pairs/particle_batch128"
+        ),
     )
     silent_in: ClassVar[tuple[str, ...]] = (
         *SILENT_TRACES,

@@ -34,9 +34,10 @@ _NORM_CODE = (
 
 
 class RebuiltWeights(Rule):
-    """Each forward pass makes weights again that nothing trains. autocast casts float32 weights of
-    a frozen or served model to 16 bits: it keeps casts only of parameters that need a gradient, and
-    only until its block ends. Weight normalisation computes direction times length.
+    """Each forward pass makes weights again that nothing trains. Under autocast these are casts of
+    float32 weights to 16 bits, in a frozen or served model. It keeps casts only of parameters that
+    need a gradient, and only until its block ends. Weight normalisation computes direction times
+    length.
 
     A cast counts when it runs inside a layer and has the shape and type of its weight or bias. No
     backward pass may go through it: weights that are trained need it. The gain is the time of these

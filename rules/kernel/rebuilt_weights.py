@@ -63,8 +63,8 @@ class RebuiltWeights(Rule):
         "traces/h100/python_norms",
     )
     validation_note = (
-        "on an H100: casts of a sampler's weights, 2.2 ms predicted, 2.5 measured; weight norm of "
-        "a vocoder, 4.6 ms predicted (up to 9.1), 8.3 measured"
+        "on an H100: a sampler's casts, 2.2 ms predicted, 2.5 measured; weight norm of "
+        "a vocoder, 4.6 ms (up to 9.1) and 8.3"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/amp.html",

@@ -47,8 +47,8 @@ MAX_WORSE = 0.01
 """Share of the steps by which the error with other ranks may exceed the error alone."""
 PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
-CALIBRATION_ROUNDS = 4
-"""Number of halvings in search of the profiler's cost: to 6% of what it may be."""
+DEVICE_BOUND = 0.9
+"""Busy share of the run's own step from which the device sets its pace."""
 MIN_LEFT = 0.3
 """Least share of a stretch of host time that remains without the profiler."""
 
@@ -312,11 +312,6 @@ class WindowReplayer:
             "unprofiled_max": self._max_cost_ratio,
         }.get(assumption, self._usual_cost_ratio if self._hides_profiler else 0.0)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
-        return self._replayed_step(edits, assumption, member, times)
-
-    def _replayed_step(
-        self, edits: Sequence[Edit], assumption: str, member: int, times: float
-    ) -> float:
         if self._joint_replay is not None:
             return self._joint_replay[0].steady_step(
                 self._patches(edits, assumption, times), member
@@ -441,25 +436,14 @@ class WindowReplayer:
 
     @cached_property
     def _usual_cost_ratio(self) -> float:
-        """Cost of an event over the assumed one, where the device sets the pace of the run's own
-        steps; 1.0 elsewhere. Where the host ran ahead it did not hold the device up: the largest.
-        Else the one with which the replay takes as long as these steps."""
+        """Cost of an event over the assumed one: the largest where the device is busy for nearly
+        all of the run's own step, since the host does not hold it up then; else 1.0."""
         recorded = self.a.recorded
         step = None if recorded is None else recorded.median
-        if not self._hides_profiler or recorded is None or step is None:
+        if not self._hides_profiler or step is None:
             return 1.0
-        low, high = 1.0, self._max_cost_ratio
-        if recorded.host_is_ahead:
-            return max(low, high)
-        if high <= low or self._replayed_step((), "", 0, low) <= step:
-            return low
-        for _ in range(CALIBRATION_ROUNDS):
-            middle = (low + high) / 2
-            if self._replayed_step((), "", 0, middle) <= step:
-                high = middle
-            else:
-                low = middle
-        return high
+        busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
+        return max(1.0, self._max_cost_ratio) if busy >= DEVICE_BOUND * step else 1.0
 
     def _real_share(self, times: float) -> Array | None:
         """Return the share of each edge's host time that remains without a profiler of ``times``

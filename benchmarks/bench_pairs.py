@@ -509,7 +509,9 @@ def coverage(rows: Sequence[Row]) -> str:
             f"{'' if name == 'all' else few} |"
         )
     outside = ", ".join(
-        f"{p.program} ({p.rule or p.group})" for p in own_runs if not measured_here(p).inside
+        f"{p.program} ({p.rule or p.group})" if p.rule or p.group else p.program
+        for p in own_runs
+        if not measured_here(p).inside
     )
     outside = ", ".join(filter(None, [*(r.pair.title for r in rows if not r.inside), outside]))
     return "\n".join(lines) + f"\n\nOutside: {outside or 'none'}."

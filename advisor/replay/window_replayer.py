@@ -49,6 +49,9 @@ PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
 DEVICE_BOUND = 0.9
 """Busy share of the run's own step from which the device sets its pace."""
+MAX_HIDDEN_COST = 6.0
+"""Largest cost of an event where the device sets the pace and hides it, in multiples of the usual
+one. Steps that the host paces, on the same machine, cost up to 5.7 times the usual one."""
 MIN_LEFT = 0.3
 """Least share of a stretch of host time that remains without the profiler."""
 
@@ -432,18 +435,24 @@ class WindowReplayer:
     @cached_property
     def _max_cost_ratio(self) -> float:
         """Largest cost of an event over the assumed one, since a hidden cost is not measured."""
-        return MAX_COST * _mean_cost(self.a) / max(event_cost(self.a), 1.0)
+        most = MAX_HIDDEN_COST if self._device_bound else MAX_COST
+        return most * _mean_cost(self.a) / max(event_cost(self.a), 1.0)
 
     @cached_property
-    def _usual_cost_ratio(self) -> float:
-        """Cost of an event over the assumed one: the largest where the device is busy for nearly
-        all of the run's own step, since the host does not hold it up then; else 1.0."""
+    def _device_bound(self) -> bool:
+        """Whether the device is busy for nearly all of the run's own step."""
         recorded = self.a.recorded
         step = None if recorded is None else recorded.median
         if not self._hides_profiler or step is None:
-            return 1.0
+            return False
         busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
-        return max(1.0, self._max_cost_ratio) if busy >= DEVICE_BOUND * step else 1.0
+        return bool(busy >= DEVICE_BOUND * step)
+
+    @cached_property
+    def _usual_cost_ratio(self) -> float:
+        """Cost of an event over the assumed one: the largest where the device sets the pace of the
+        run's own step, since the host does not hold it up then; else 1.0."""
+        return max(1.0, self._max_cost_ratio) if self._device_bound else 1.0
 
     def _real_share(self, times: float) -> Array | None:
         """Return the share of each edge's host time that remains without a profiler of ``times``

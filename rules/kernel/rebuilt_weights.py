@@ -1,16 +1,17 @@
-"""Weights that every forward pass makes again, although they do not change."""
+"""Weights and other tensors that stay the same, and that every forward pass makes again."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import numpy as np
+import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.rebuilt_weights import CAST
+from advisor.measure.host.rebuilt_weights import CAST, NORM, OPERAND
 from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
 from advisor.rules.common import (
     amount_per_step,
@@ -33,23 +34,35 @@ _NORM_CODE = (
 )
 
 
+_OPERAND_FIX = (
+    "Do this once, when the tensor is loaded or changes, and keep the result. A search index is "
+    "normalised as it is built; then its scores are a plain product."
+)
+_OPERAND_CODE = (
+    "index = torch.nn.functional.normalize(index, dim=1)   # once\n"
+    "scores = queries @ index.T                            # for each batch of queries"
+)
+
+
 class RebuiltWeights(Rule):
-    """Each forward pass makes weights again that nothing trains. Under autocast these are casts of
+    """Each forward pass makes tensors again that stay the same. Under autocast these are casts of
     float32 weights to 16 bits, in a frozen or served model. It keeps casts only of parameters that
     need a gradient, and only until its block ends. Weight normalisation computes direction times
-    length.
+    length. In a search, each query may normalise the whole index.
 
     A cast counts when it runs inside a layer and has the shape and type of its weight or bias. No
-    backward pass may go through it: weights that are trained need it. The gain is the time of these
+    backward pass may go through it: weights that are trained need it. In
+    inference, the large matrix of a product counts too, if operators of its own shape make it right
+    before. The gain is the time of these
     operators and of what they launch, and of Python around parametrizations.
 
-    Needs shapes for casts.
+    Needs shapes, but for weight normalisation.
     """
 
     id = "rebuilt-weights"
-    title = "Weights that do not change are made again in each forward pass"
-    sampled_part = "forward"
+    title = "Tensors that do not change are made again in each forward pass"
     found_in: ClassVar[tuple[str, ...]] = (
+        "traces/h100/doc_finder",
         "traces/h100/latent_sampler",
         "traces/h100/voice_stream",
         *public_traces(
@@ -99,18 +112,30 @@ class RebuiltWeights(Rule):
         table = a.rebuilt_weights
         rows = table["row"].to_numpy()
         dur = a.trace.cpu["dur"].to_numpy()[rows]
-        casts = (table["kind"] == CAST).to_numpy()
-        mostly = bool(dur[casts].sum() >= dur[~casts].sum())
-        per_step = t.count_noun(max(1, round(len(rows) / a.step_count)), "weight")
+        kind = str(
+            table.with_columns(ns=dur)
+            .group_by("kind")
+            .agg(pl.col("ns").sum())
+            .sort("ns")["kind"][-1]
+        )
         where = "in the recording" if a.per == "recording" else f"in each {a.per}"
-        what = "cast to another type" if mostly else "normalised"
+        count = max(1, round(len(rows) / a.step_count))
+        if kind == OPERAND:
+            what = (
+                f"{t.count_noun(count, 'operator')} make the stored operand of a product {where}."
+            )
+        else:
+            done = "cast to another type" if kind == CAST else "normalised"
+            what = f"{t.count_noun(count, 'weight')} are {done} {where}, and none is trained."
+        fix, code = {
+            CAST: (self.fix, self.code),
+            NORM: (_NORM_FIX, _NORM_CODE),
+            OPERAND: (_OPERAND_FIX, _OPERAND_CODE),
+        }[kind]
         yield Finding(
-            summary=(
-                f"{per_step} are {what} again {where}, and none of them is trained. This "
-                f"takes {of_step(a, ns)}."
-            ),
+            summary=f"{what} This takes {of_step(a, ns)}.",
             evidence=[
-                amount_per_step(a, "weights that are made again", len(rows), "count"),
+                amount_per_step(a, "operators that make them", len(rows), "count"),
                 amount_per_step(a, "host time of these", making.total),
                 amount_per_step(a, "device time of these", device),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
@@ -120,8 +145,8 @@ class RebuiltWeights(Rule):
                 Edit(op="remove", select=Select(on="gpu", at="rebuilt_weights")),
                 Edit(op="remove", select=Select(on="host", at="rebuilt_weights")),
             ],
-            fix=self.fix if mostly else _NORM_FIX,
-            code=self.code if mostly else _NORM_CODE,
+            fix=fix,
+            code=code,
         )
 
     @staticmethod
@@ -130,6 +155,8 @@ class RebuiltWeights(Rule):
             "autocast over float32 weights": _network("cast"),
             "weight normalisation": _network("norm"),
             "on a CPU": _network("norm", gpu=None),
+            "an index that each query normalises": _search(2_000_000),
+            "a small index": (_search(600), "ns < self.min_share * a.span_ns"),
             "weights of 16 bits": (_network("none"), "ns < self.min_share * a.span_ns"),
             "trained weights": (_network("cast", trained=True), "ns < self.min_share * a.span_ns"),
             "only inputs are cast": (_network("input"), "ns < self.min_share * a.span_ns"),
@@ -173,4 +200,18 @@ def _network(
                 with b.op(node, sequence=sequence):
                     work(20)
         b.on_host("aten::add_", rest)
+    return b
+
+
+def _search(rows: int) -> TraceBuilder:
+    """Queries against an index of so many rows, which is normalised before each product."""
+    b = TraceBuilder(gpu="A100")
+    for _ in b.steps():
+        b.run(
+            "aten::linear", "ampere_bf16_s16816gemm", 500, [[64, 768], [768, 768]], "c10::BFloat16"
+        )
+        for op, us in (("aten::linalg_vector_norm", 300), ("aten::div", 600)):
+            b.run(op, "elementwise_kernel", us, [[rows, 768]], "c10::BFloat16")
+        shapes = [[64, 768], [768, rows]]
+        b.run("aten::matmul", "ampere_bf16_s16816gemm", 400, shapes, "c10::BFloat16")
     return b

@@ -107,7 +107,7 @@ class MisalignedGemm(Rule):
     id = "misaligned-gemm"
     subject = "matrix products"
     title = "GEMM dimensions are not aligned for tensor cores"
-    found_in = ("traces/a100_train_6steps",)
+    found_in = ("traces/a100_train_6steps", "traces/h100/tab_cross_width")
     silent_in = public_traces(
         "v100_train_copy_heavy two_ranks_rank0 b200_eager h100_bert_small_inference"
     )

@@ -117,10 +117,11 @@ class AllocationsInLoop(DriverAllocationRule):
     id = "allocations-in-loop"
     title = "The loop allocates GPU memory through the driver"
     knobs = ("expandable-segments",)
+    found_in = ("traces/h100/points_max_split",)
     silent_in = SILENT_TRACES
     validation_note = (
         "silent where it must be: A100 and V100 training (no such call in six steps), AlexNet (24 "
-        "cudaMalloc at the start); has not fired on a real trace"
+        "cudaMalloc at the start). Fires on an H100 under max_split_size_mb:32, where batches vary"
     )
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",

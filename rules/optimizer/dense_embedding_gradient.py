@@ -52,7 +52,10 @@ class DenseEmbeddingGradient(Rule):
 
     id = "dense-embedding-gradient"
     title = "The whole embedding table is updated for a few rows"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/dense_embedding.slow",)
+    found_in: ClassVar[tuple[str, ...]] = (
+        "recorded/dense_embedding.slow",
+        "traces/h100/ads_ranker",
+    )
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/dense_embedding.cured", *CURED_RECORDINGS)
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (

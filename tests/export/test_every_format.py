@@ -206,7 +206,8 @@ def test_lines_fit_the_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     for more in ([], ["--operators"]):
         assert run("analyze", file, *more) == 0
-        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+        lines = capsys.readouterr().out.splitlines()
+        assert max(len(line) for line in lines if "://" not in line) <= 80  # links are whole
 
 
 TORCH = re.compile(

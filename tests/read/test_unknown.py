@@ -127,8 +127,8 @@ def test_the_xplane_wins_over_what_was_made_of_it(tmp_path: Path) -> None:
     copies = [f"{folder}/host0.trace.json.gz", f"{folder}/perfetto_trace.json.gz"]
     assert without_copies([xplane, torch, *copies]) == [xplane, torch]
     assert without_copies([torch, *copies]) == [torch, *copies]
-    source = next((CORPUS / "xla").glob("*.xplane.pb"))
-    (tmp_path / "host0.xplane.pb").write_bytes(source.read_bytes())
+    source = next((CORPUS / "xla").glob("*.xplane.pb.gz"))
+    (tmp_path / "host0.xplane.pb").write_bytes(gzip.decompress(source.read_bytes()))
     event = '{"ph":"X","cat":"kernel","name":"k","pid":1,"tid":1,"ts":1,"dur":1}'
     text = f'{{"traceEvents":[{event}]}}'.encode()
     (tmp_path / "perfetto_trace.json.gz").write_bytes(gzip.compress(text))

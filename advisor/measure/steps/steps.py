@@ -44,7 +44,8 @@ latency is some 10 us."""
 LEAD_SHARE = 0.01
 """Part of all device work that may lie before such a hole for the figures to begin after it."""
 PARTIAL_SHARE = 0.25
-"""A first or last step shorter than this share of the median was cut off by the recording."""
+"""A last step shorter than this share of the median was cut off by the end of the recording. A
+first one shorter than this share of every other was cut off by its begin."""
 
 STEPS_SCHEMA = {
     "index": pl.Int32,  # 0, 1, … in order of time
@@ -272,7 +273,7 @@ def _marks(trace: Trace, pattern: str) -> pl.DataFrame:
 def _without_cut_start(marks: pl.DataFrame) -> pl.DataFrame:
     """Leave out a first step that the profiler was started in, by its length."""
     dur = marks["dur"].to_numpy()
-    cut = len(dur) > 2 and dur[0] < PARTIAL_SHARE * np.median(dur[1:])
+    cut = len(dur) > 2 and dur[0] < PARTIAL_SHARE * dur[1:].min()
     return marks[1:] if cut else marks
 
 

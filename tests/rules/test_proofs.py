@@ -42,7 +42,7 @@ def fired(*paths: str) -> frozenset[str]:
     run = open_run(paths if len(paths) > 1 else paths[0])
     records = {} if run.recording is None else run.recording.ranks
     analyses = {n: Analysis(trace, None, records.get(n)) for (n, _), trace in run.traces.items()}
-    rules = [rule for rule in RULES.values() if not rule.reads_record]
+    rules = [rule for rule in RULES.values() if records or not rule.reads_record]
     found = {
         finding.rule
         for number, a in analyses.items()

@@ -4,7 +4,7 @@ a recorded run its record, its loader and the impact of a fix."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import polars as pl
@@ -20,7 +20,7 @@ from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
-    outermost_operator,
+    outermost_rows,
     read_stacks,
     share_in,
 )
@@ -98,16 +98,10 @@ def rows_in_steps(a: Analysis, rows: Rows) -> Rows:
     return rows[covered_length(ts, ts + 1, a.steps.host_spans) > 0]
 
 
-def outermost_operators(a: Analysis) -> Rows:
-    """Return operators that lie in no other one: rows of ``trace.cpu``."""
-    outermost = outermost_operator(a.trace)
-    return np.flatnonzero(outermost == np.arange(len(outermost)))
-
-
 def outermost_in_steps(a: Analysis) -> pl.DataFrame:
     """Return outermost operators of the analysed steps: ``row, name, ts, ns, inputs``."""
     cpu = a.trace.cpu
-    rows = rows_in_steps(a, outermost_operators(a))
+    rows = rows_in_steps(a, outermost_rows(a.trace))
     return pl.DataFrame(
         {
             "row": rows,
@@ -253,6 +247,22 @@ def work_launched_in(a: Analysis, instants: Intervals) -> int:
     rows = (launch >= 0) & a.in_window
     rows[rows] = covered_length(ts[launch[rows]], ts[launch[rows]] + 1, instants) > 0
     return int(gpu["dur"].to_numpy()[rows].sum())
+
+
+def time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:
+    """Return the time that the host spends in some stretches or the device with the work launched
+    in them, whichever is longer, ns; and both as evidence."""
+    device = 0 if a.device_id is None else work_launched_in(a, stretches)
+    evidence = [
+        amount_per_step(a, "host time of these", stretches.total),
+        amount_per_step(a, "device time of these", device),
+    ]
+    return max(device, stretches.total), evidence
+
+
+def remove_at(instants: Literal["repeated_backward", "rebuilt_weights"]) -> list[Edit]:
+    """Remove the host's work in the instants that ``Select.at`` names, and what it launches."""
+    return [Edit(op="remove", select=Select(on=on, at=instants)) for on in ("gpu", "host")]
 
 
 def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit:

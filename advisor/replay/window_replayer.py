@@ -273,7 +273,7 @@ class WindowReplayer:
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
     @cached_property
-    def _hides_profiler(self) -> bool:
+    def _knows_own_steps(self) -> bool:
         """Whether the run's own steps, most of which are not profiled, are known. The gains of a
         recorded run are of steps without the profiler: its host time would lengthen the steps that
         a fix leaves, and launches that it makes slower are none that a fix can save."""
@@ -313,7 +313,7 @@ class WindowReplayer:
             "profiled": 0.0,
             "unprofiled": self._usual_cost_ratio,
             "unprofiled_max": self._max_cost_ratio,
-        }.get(assumption, self._usual_cost_ratio if self._hides_profiler else 0.0)
+        }.get(assumption, self._usual_cost_ratio if self._knows_own_steps else 0.0)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
         if self._joint_replay is not None:
             return self._joint_replay[0].steady_step(
@@ -359,7 +359,7 @@ class WindowReplayer:
         """Return the factor from savings of a step without the profiler to savings of the measured
         one: the ratio of their lengths, or that of the time in which the device idles where edits
         leave all device work, which takes as long without the profiler."""
-        if not self._hides_profiler:
+        if not self._knows_own_steps:
             return 1.0
         step, profiled = self._period((), assumption, member), self._period((), "profiled", member)
         busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
@@ -403,7 +403,7 @@ class WindowReplayer:
     ) -> tuple[float, float, RangeCause, RangeCause]:
         both = [*applied, *edits]
         member = self._paced_member(both)
-        others = ("profiled", "unprofiled_max") if self._hides_profiler else ("unprofiled",)
+        others = ("profiled", "unprofiled_max") if self._knows_own_steps else ("unprofiled",)
         if self._central(both):
             others = ("profiled", "unprofiled")
         gains = [
@@ -443,7 +443,7 @@ class WindowReplayer:
         """Whether the device is busy for nearly all of the run's own step."""
         recorded = self.a.recorded
         step = None if recorded is None else recorded.median
-        if not self._hides_profiler or step is None:
+        if not self._knows_own_steps or step is None:
             return False
         busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
         return bool(busy >= DEVICE_BOUND * step)

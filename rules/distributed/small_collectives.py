@@ -16,7 +16,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.comm.gloo import COLLECTIVE_WAITS
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import COMMUNICATION
+from advisor.measure.host.stacks import COMMUNICATION, outermost_rows
 from advisor.rules.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
@@ -24,7 +24,6 @@ from advisor.rules.common import (
     example_steps,
     impact_without_gain,
     int_column,
-    outermost_operators,
     row_numbers,
     sum_column,
 )
@@ -164,7 +163,7 @@ class SmallCollectives(Rule):
         size_known = table["bytes"].is_not_null().to_numpy()
         small = size_known & (int_column(table, "bytes") < self.max_bytes) & (launch >= 0)
         if on_host:
-            launches = outermost_operators(a)
+            launches = outermost_rows(a.trace)
             waits = name_matches(cpu["name"], COLLECTIVE_WAITS).to_numpy()
             launches = launches[~waits[launches]]
         else:

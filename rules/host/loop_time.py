@@ -29,7 +29,6 @@ from advisor.rules.common import (
     impact_per_step,
     locate_row,
     of_step,
-    outermost_operators,
     own_phases,
     recorded_steps,
     row_numbers,
@@ -386,7 +385,7 @@ class LoopTime:
 
     def _operators(self, here: NDArray[np.bool_]) -> int:
         """Count operators of the analysed steps inside these rows, without those inside others."""
-        rows = rows_in_steps(self._a, outermost_operators(self._a))
+        rows = rows_in_steps(self._a, stacks.outermost_rows(self._a.trace))
         rows = rows[~self._left_out[rows]]
         return int((stacks.climb_stack(self._parent, here, rows) >= 0).sum())
 
@@ -534,7 +533,7 @@ def _operators_beside_training(a: Analysis) -> Rows:
         return np.empty(0, dtype=np.int64)
     left_out = stacks.innermost_ancestor(stacks.parent_rows(a.trace), trains) >= 0
     left_out |= (a.trace.cpu["thread"] != a.trace.main_thread).to_numpy()
-    rows = rows_in_steps(a, outermost_operators(a))
+    rows = rows_in_steps(a, stacks.outermost_rows(a.trace))
     return rows[~left_out[rows]]
 
 

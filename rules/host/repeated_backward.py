@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
-from advisor.rules.common import amount_per_step, costliest_places, of_step, work_launched_in
+from advisor.rules.common import amount_per_step, costliest_places, of_step, remove_at, time_in
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -68,8 +68,7 @@ class RepeatedBackward(Rule):
         if not a.span_ns:
             return
         again = a.repeated_backwards
-        device = 0 if a.device_id is None else work_launched_in(a, again)
-        ns = max(device, again.total)
+        ns, times = time_in(a, again)
         if ns < self.min_share * a.span_ns:
             return
         cpu = a.trace.cpu
@@ -87,15 +86,11 @@ class RepeatedBackward(Rule):
             evidence=[
                 amount_per_step(a, "nodes of the backward pass", int(inside.sum()), "count"),
                 amount_per_step(a, "of them, run again", int(repeated.sum()), "count"),
-                amount_per_step(a, "host time of these", again.total),
-                amount_per_step(a, "device time of these", device),
+                *times,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, rows[repeated], dur[repeated], top=1),
-            edits=[
-                Edit(op="remove", select=Select(on=on, at="repeated_backward"))
-                for on in ("gpu", "host")
-            ],
+            edits=remove_at("repeated_backward"),
         )
 
     @staticmethod

@@ -243,7 +243,7 @@ class MisalignedGemm(Rule):
         # TF32 is on where FP32 products run on tensor cores: CUDA-core ones then fell off them
         single = pl.col("dtype").cast(pl.String).is_in(["fp32", "tf32"])
         tf32 = table.filter(single & pl.col("tensor")).height > 0
-        groups = table.group_by("name", "inputs", "op", "dtype", "tensor").agg(
+        groups = table.group_by("name", "inputs", "op", "dtype", "tensor", maintain_order=True).agg(
             pl.col("row"), pl.col("dur", "flops", "moved").sum()
         )
         misaligned, undecided = np.zeros((2, len(rows)), dtype=bool)

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.rebuilt_weights import CAST, NORM, OPERAND
@@ -17,7 +17,8 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     of_step,
-    work_launched_in,
+    remove_at,
+    time_in,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -105,8 +106,7 @@ class RebuiltWeights(Rule):
         if not a.span_ns:
             return
         making = a.rebuilt_weights_time
-        device = 0 if a.device_id is None else work_launched_in(a, making)
-        ns = max(device, making.total)
+        ns, times = time_in(a, making)
         if ns < self.min_share * a.span_ns:
             return
         table = a.rebuilt_weights
@@ -136,15 +136,11 @@ class RebuiltWeights(Rule):
             summary=f"{what} This takes {of_step(a, ns)}.",
             evidence=[
                 amount_per_step(a, "operators that make them", len(rows), "count"),
-                amount_per_step(a, "host time of these", making.total),
-                amount_per_step(a, "device time of these", device),
+                *times,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, rows.astype(np.int64), dur, top=1),
-            edits=[
-                Edit(op="remove", select=Select(on="gpu", at="rebuilt_weights")),
-                Edit(op="remove", select=Select(on="host", at="rebuilt_weights")),
-            ],
+            edits=remove_at("rebuilt_weights"),
             fix=fix,
             code=code,
         )

@@ -427,19 +427,24 @@ for tokens in (4, 50, 20):
 """
 
 
-def test_tokens_are_the_steps_of_long_calls_of_generate(tmp_path: Path) -> None:
-    """From a second into the second call on."""
-    pytest.importorskip("transformers")
-    (tmp_path / "write.py").write_text(LONG_CALLS)
+def _recorded(folder: Path, source: str) -> Any:
+    """Record a program in a process of its own, and return what its only rank recorded."""
+    (folder / "infer.py").write_text(source)
     subprocess.run(
-        [sys.executable, "-m", "advisor", "record", "--no-report", "-o", "run", "write.py"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "advisor", "record", "--no-report", "-o", "run", "infer.py"],
+        cwd=folder,
         check=True,
         capture_output=True,
         timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    record = only_rank(tmp_path / "run")
+    return only_rank(folder / "run")
+
+
+def test_tokens_are_the_steps_of_long_calls_of_generate(tmp_path: Path) -> None:
+    """From a second into the second call on."""
+    pytest.importorskip("transformers")
+    record = _recorded(tmp_path, LONG_CALLS)
     check_sums(record)
     assert record.inference and 35 <= len(record.steps) <= 60
     lengths = sorted(step.dur for step in record.steps)
@@ -485,16 +490,7 @@ with torch.no_grad():
 
 
 def test_layers_called_one_by_one_after_a_warm_up_are_profiled(tmp_path: Path) -> None:
-    (tmp_path / "infer.py").write_text(WARMED_UP)
-    subprocess.run(
-        [sys.executable, "-m", "advisor", "record", "--no-report", "-o", "run", "infer.py"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    record = only_rank(tmp_path / "run")
+    record = _recorded(tmp_path, WARMED_UP)
     assert record.inference and 65 <= len(record.steps) <= 80
     first = next(event for event in record.events_of("window") if event["state"] != "open")
     assert (

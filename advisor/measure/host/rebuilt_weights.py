@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     climb_stack,
     is_operator,
-    outermost_operator,
+    outermost_rows,
     parent_rows,
     rows_around,
 )
@@ -91,8 +92,7 @@ def _made_operands(a: Analysis) -> NDArray[np.int64]:
     shape, right before the product, once a step or more. In inference it is stored: what makes it
     could run once."""
     cpu = a.trace.cpu
-    outer = outermost_operator(a.trace)
-    outer = np.flatnonzero(outer == np.arange(len(outer)))
+    outer = outermost_rows(a.trace)
     none = np.zeros(0, dtype=np.int64)
     if not a.forward_only or not len(outer) or a.trace.inputs.is_empty():
         return none
@@ -102,23 +102,21 @@ def _made_operands(a: Analysis) -> NDArray[np.int64]:
     )
     inputs = cpu["inputs"].gather(outer).fill_null(-1).to_list()
     thread = cpu["thread"].gather(outer).to_list()
-    tensors: dict[int, list[Tensor]] = {
-        row: _tensors(a, row) if row >= 0 else [] for row in set(inputs)
-    }
+    tensors = cache(lambda row: _tensors(a, row) if row >= 0 else [])
     by_shape: dict[tuple[int, ...], list[list[int]]] = {}
     for at in np.flatnonzero(product).tolist():
-        shape = _stored_operand(tensors[inputs[at]], addmm=names[at] == "aten::addmm")
+        shape = _stored_operand(tensors(inputs[at]), addmm=names[at] == "aten::addmm")
         if shape is None:
             continue
         chain = []
         for before in range(at - 1, max(-1, at - 1 - MAX_MAKING), -1):
-            sizes = {tuple(sorted(each.shape)) for each in tensors[inputs[before]]}
+            sizes = {tuple(sorted(each.shape)) for each in tensors(inputs[before])}
             same = sizes & {shape, (1, shape[1])}
             if thread[before] != thread[at] or not same or not (makes[before] or views[before]):
                 break
             if makes[before]:
                 chain.append(before)
-        if any(shape in {tuple(sorted(e.shape)) for e in tensors[inputs[n]]} for n in chain):
+        if any(shape in {tuple(sorted(e.shape)) for e in tensors(inputs[n])} for n in chain):
             by_shape.setdefault(shape, []).append(chain)
     found = [
         n for chains in by_shape.values() if len(chains) >= a.step_count for c in chains for n in c
@@ -159,8 +157,7 @@ def rebuilt_weights_time(a: Analysis) -> Intervals:
         return EMPTY
     ts, dur, thread = (a.trace.cpu[name].to_numpy() for name in ("ts", "dur", "thread"))
     end = ts + dur
-    outer = outermost_operator(a.trace)
-    outer = np.flatnonzero(outer == np.arange(len(outer)))  # rows are in order of thread and time
+    outer = outermost_rows(a.trace)
     usual = np.maximum(ts[outer][1:] - end[outer][:-1], 0)
     usual = usual[thread[outer][1:] == thread[outer][:-1]]
     typical = int(np.median(usual)) if len(usual) else 0

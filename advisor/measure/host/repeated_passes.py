@@ -12,12 +12,12 @@ import polars as pl
 from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.measure.device.families import are_layers
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.reads import backward_nodes
 from advisor.measure.host.stacks import (
     ENGINE_NODE,
     climb_stack,
-    innermost_ancestor,
     is_operator,
-    outermost_operator,
+    outermost_rows,
     parent_rows,
 )
 from advisor.measure.steps.steps import step_of
@@ -55,8 +55,7 @@ def _layers(a: Analysis, main: int) -> pl.DataFrame:
     and shapes), ``trained``."""
     trace, cpu = a.trace, a.trace.cpu
     operator = is_operator(trace)
-    outermost = outermost_operator(trace)
-    rows = np.flatnonzero((outermost == np.arange(len(outermost))) & operator)
+    rows = outermost_rows(trace)
     own = cpu[rows].select("name", "inputs", "ts", "dur", "thread").with_columns(row=rows)
     graph = climb_stack(
         parent_rows(trace), operator, np.unique(a.forward_op[a.forward_op >= 0]), top=True
@@ -95,11 +94,10 @@ def repeated_backwards(a: Analysis) -> Intervals:
     are left out: a gradient of a gradient needs them twice.
     """
     cpu = a.trace.cpu
-    node = name_matches(cpu["name"], ENGINE_NODE).to_numpy()
-    rows = np.flatnonzero(node)
+    rows = np.flatnonzero(name_matches(cpu["name"], ENGINE_NODE).to_numpy())
     if not len(rows):
         return EMPTY
-    around = innermost_ancestor(parent_rows(a.trace), node)
+    around = backward_nodes(a)
     number = cpu["sequence"].fill_null(-1).to_numpy()
     # operators inside a node have a number of their own only if they make nodes in turn
     differentiated = around[(around >= 0) & (number >= 0) & (number != number[around])]

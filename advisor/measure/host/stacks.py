@@ -106,6 +106,12 @@ def outermost_operator(trace: Trace) -> Rows:
     return outermost_ancestor(parent_rows(trace), is_operator(trace))
 
 
+def outermost_rows(trace: Trace) -> NDArray[np.int64]:
+    """Return operators that lie in no other one: rows of ``trace.cpu``, by thread and time."""
+    outermost = outermost_operator(trace)
+    return np.flatnonzero(outermost == np.arange(len(outermost)))
+
+
 def climb_stack(parent: Rows, mask: Mask, rows: Rows, *, top: bool = False) -> Rows:
     """Find :func:`innermost_ancestor` (with ``top``: :func:`outermost_ancestor`) of a few rows only
     (-1: none): as many rounds as their stacks are deep."""

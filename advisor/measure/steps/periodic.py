@@ -68,9 +68,7 @@ def find_periodic_work(recorded: StepRecords) -> PeriodicWork | None:
     own = evaluation - np.nan_to_num(recorded.column("gc"))
     for name in OWN_PHASES:
         own += np.nan_to_num(recorded.phases.get(name, np.zeros(len(own))))
-    after = np.zeros(len(own), dtype=bool)
-    after[1:] = recorded.profiled[:-1]
-    plain = recorded.after_warmup & ~recorded.profiled & ~after
+    plain = recorded.after_warmup & recorded.unprofiled
     usual = float(np.median(own[plain]))
     deviation = float(np.median(np.abs(own[plain] - usual)))
     excess = own - usual

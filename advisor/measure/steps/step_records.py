@@ -126,14 +126,19 @@ class StepRecords:
         return result
 
     @cached_property
+    def unprofiled(self) -> Mask:
+        """Steps with no window open, without the one after a window, which stops the profiler."""
+        result = ~self.profiled
+        result[1:] &= ~self.profiled[:-1]
+        return result
+
+    @cached_property
     def used(self) -> Mask:
         """Steps that count: after the warm-up, with no window open, not the one after a window,
         which stops the profiler, and not while a trace is written. Where those are too few, as in
         a short run of fast steps, the ones while it is written count; where there are too few of
         them as well, none does."""
-        after = np.zeros(len(self.steps), dtype=bool)
-        after[1:] = self.profiled[:-1]
-        plain = self.after_warmup & ~self.profiled & ~after
+        plain = self.after_warmup & self.unprofiled
         exporting = np.array([step.exporting for step in self.steps], dtype=bool)
         enough = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
         for some in (plain & ~exporting, plain):
@@ -235,9 +240,7 @@ class StepRecords:
         some = np.flatnonzero(steps)
         if not len(some):
             return np.zeros(0)
-        after = np.zeros(len(self.steps), dtype=bool)
-        after[1:] = self.profiled[:-1]
-        plain = ~self.profiled & ~after
+        plain = self.unprofiled.copy()
         plain[:START_UP] = False
         at = np.arange(len(self.steps))
         following = np.searchsorted(some, at)

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import polars as pl
 
 from advisor.core import labels
 from advisor.core import text as t
@@ -26,6 +29,7 @@ from advisor.measure.device.kernel_profiles import (
     label_kernels,
     shorten_kernel,
 )
+from advisor.measure.steps.steps import step_of
 
 if TYPE_CHECKING:
     from advisor.advise.impact import GainEstimator
@@ -337,34 +341,36 @@ def _program(report: Report) -> str:
     return ENGINE_BENCHMARKS.get(report.serving.engine or "", "python infer.py")
 
 
-def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | None:
+def profiling_command(report: Report, a: Analysis) -> tuple[str, str] | None:
     """Return the command that collects counters of the longest kernels below their attainable rate,
     and its cost. ``None`` if there is nothing to profile."""
-    chosen: dict[str, float] = {}
+    chosen: dict[str, str] = {}
     for row in report.rooflines:
         slow = row.efficiency is None or row.efficiency < FAST_KERNEL_SHARE
         if slow and row.share >= MIN_SHARE and row.family != "communication" and row.kernel:
-            name = re.match(r"[\w$]{1,24}", _base(row.kernel))
-            if name is not None and (name[0] in chosen or len(chosen) < MAX_NAMES):
-                chosen[name[0]] = chosen.get(name[0], 0.0) + row.calls
+            name = re.match(r"[\w$]{1,24}", base_name(row.kernel))
+            known = set(chosen.values())
+            if name is not None and (name[0] in known or len(known) < MAX_NAMES):
+                chosen[row.kernel] = name[0]
     if not chosen or report.kernel_counters:
         return None
-    calls = max(1, round(sum(chosen.values())))
-    count = min(calls, MAX_LAUNCHES)
-    names = "|".join(chosen)
-    if vendor == "amd":
+    names = list(dict.fromkeys(chosen.values()))
+    if a.trace.meta.vendor == "amd":
         return (
             "rocprof-compute profile -n run \\\n"
-            + "".join(f"  -k {name} \\\n" for name in chosen)
+            + "".join(f"  -k {name} \\\n" for name in names)
             + f"  -- {_program(report)}",
             "The program runs some ten times, once per group of counters.",
         )
-    skip, after = (0, "") if report.per == "recording" else (2 * calls, " after two steps")
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
-    which = f"ncu -k 'regex:^({names})'"
+    pattern = f"^({'|'.join(names)})"
+    which = f"ncu -k 'regex:{pattern}'"
     if _format(report) == TENSORRT:  # its names are of layers, not of kernels
         layers = round(sum(row.calls for row in report.rooflines))
         which, skip, count, after = "ncu", layers, layers, " after one inference"
+    else:
+        skip, count = _launches_to_profile(a, pattern, chosen.keys())
+        after = "" if report.per == "recording" else f" of the third {report.per}"
     return (
         f"{which} \\\n"
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
@@ -374,7 +380,47 @@ def profiling_command(report: Report, vendor: str | None) -> tuple[str, str] | N
     )
 
 
-def _base(kernel: str) -> str:
-    """Return a kernel's name without return type, namespaces, templates and arguments."""
-    text = re.sub(r"^\s*(?:void|static)\s+", "", kernel)
+def _launches_to_profile(a: Analysis, pattern: str, chosen: Set[str]) -> tuple[int, int]:
+    """Return how many launches that match the pattern to skip, and how many to profile.
+
+    ``ncu`` counts every kernel whose base name matches, also siblings of the ``chosen`` kernels. So
+    both numbers are of all these: two steps are skipped, and of the third the
+    :data:`MAX_LAUNCHES` launches in a row that have most of the chosen kernels.
+    """
+    gpu = a.trace.gpu
+    index = np.flatnonzero(a.in_window & (gpu["kind"] == "kernel").to_numpy())
+    rows = gpu.select("name", "ts", "launch")[index]
+    every = rows["name"].unique().cast(pl.String)
+    matching = [name for name in every if re.match(pattern, base_name(name))]
+    step = step_of(a.steps, rows["ts"].to_numpy())
+    rows = rows.with_columns(
+        pl.col("name").cast(pl.String),
+        step=step,
+        called=a.trace.cpu["ts"].gather(rows["launch"]).fill_null(rows["ts"]),
+    ).filter(pl.col("name").is_in(matching) & pl.col("step").is_not_null())
+    if rows.is_empty():
+        return 0, 1
+    steps = rows.sort("called").group_by("step").agg("name").sort(pl.col("name").list.len(), "step")
+    typical = steps["name"][steps.height // 2].to_list()
+    count = min(len(typical), MAX_LAUNCHES)
+    parts = [typical[start : start + count] for start in range(len(typical) - count + 1)]
+    seen = [(len(chosen & set(part)), sum(n in chosen for n in part)) for part in parts]
+    before = 0 if a.per == "recording" else round(2 * rows.height / a.step_count)
+    return before + seen.index(max(seen)), count
+
+
+def base_name(kernel: str) -> str:
+    """Return a kernel's name as ``ncu`` matches it: without return type, namespaces, templates and
+    arguments, and not mangled."""
+    text = kernel[:4096]
+    if text.startswith("_Z"):
+        parts, rest = list[str](), re.sub(r"^_ZN?", "", text)
+        while length := re.match(r"\d{1,4}", rest):
+            end = length.end() + int(length[0])
+            parts.append(rest[length.end() : end])
+            rest = rest[end:]
+        return parts[-1] if parts else text
+    text = re.sub(r"\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N__\w+::", "", text)
+    text = re.sub(r"^std::enable_if<.*?>::type\s+", "", text)
+    text = re.sub(r"^\s*(?:(?:void|static|__global__)\s+)*", "", text)
     return re.split(r"[<(\s]", text)[0].rpartition("::")[2]

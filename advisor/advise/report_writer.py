@@ -120,7 +120,7 @@ def write_report(
         network=a.trace.meta.network,
         **measure_fields(a),
     )
-    command = profiling_command(report, a.trace.meta.vendor)
+    command = profiling_command(report, a)
     start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
     if start_up:
         report = replace(report, serving=None)  # its passes stand for no others

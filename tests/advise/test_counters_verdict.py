@@ -1,13 +1,18 @@
-"""The verdict about hardware counters alone: it names kernels as the table does, and what to do."""
+"""The verdict about hardware counters alone names kernels as the table does, and says what to do;
+the command that collects them profiles the chosen kernels."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 import advisor
+from advisor.advise.kernel_counters import base_name
 from advisor.render.formats import REPORTS
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -41,3 +46,57 @@ def test_times_alone_say_how_to_add_the_counters() -> None:
     assert "collect it with rocprof-compute profile (AMD)" in report.verdict
     report = advisor.analyze(CORPUS / "rocprof" / "laplacian" / "kernel1_data_movement.csv.gz")
     assert "Give the file of their times with it (--kernels FILE)" in report.verdict
+
+
+def raw_launches(path: Path) -> list[str]:
+    """Names of a file's kernels in the order of their start, without polars or the reader: those in
+    the device's step marks, where it has any."""
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    marks = [e for e in events if e.get("cat") == "gpu_user_annotation" and "Step#" in e["name"]]
+    first = min((e["ts"] for e in marks), default=0)
+    last = max((e["ts"] + e["dur"] for e in marks), default=math.inf)
+    kernels = [e for e in events if str(e.get("cat", "")).lower() == "kernel"]
+    kernels = [e for e in kernels if first <= e["ts"] < last]
+    return [e["name"] for e in sorted(kernels, key=lambda e: float(e["ts"]))]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "per_step", "chosen"),
+    [
+        # counted in the files: flash_fwd_kernel 24, elementwise_kernel<…> of all functors 387
+        ("h100_qwen_inference", 1, 411, ["flash_fwd_kernel", "BinaryFunctor<c10::BFloat16"]),
+        # six kernels begin with split_embedding_backward, 16 with CatArrayBatchedCopy
+        ("a100_train_6steps", 6, 22, ["adagrad_unweighted_kernel_cta_per_row_1"]),
+        ("linear_2080ti_launch_bound", 40, 41, ["volta_sgemm_128x64_nn", "volta_sgemm_64x64_tn"]),
+    ],
+)
+def test_the_profiled_launches_are_of_the_third_step_and_have_the_chosen_kernels(
+    name: str, steps: int, per_step: int, chosen: list[str]
+) -> None:
+    path = CORPUS / f"{name}.json.gz"
+    command, cost = advisor.analyze(path).profile_kernels
+    pattern = re.search(r"regex:\^\(([^)]+)\)", command)
+    numbers = re.search(r"--launch-skip (\d+) --launch-count (\d+)", command)
+    assert pattern is not None and numbers is not None
+    skip, count = map(int, numbers.groups())
+    base = re.compile(rf"(?:^|[\s:])(?:{pattern[1]})[^:]*?(?:[<(]|$)")
+    matching = [each for each in raw_launches(path) if base.search(each.split("<")[0] + "<")]
+    assert len(matching) == pytest.approx(steps * per_step, rel=0.02)
+    assert 2 * per_step <= skip and skip + count <= 3 * per_step
+    profiled = matching[skip % per_step :][:count]
+    assert all(any(kernel in each for each in profiled) for kernel in chosen)
+    assert cost.startswith(f"{count} launches of the third step, each")
+
+
+def test_a_kernel_is_matched_by_the_name_that_nsight_compute_gives_it() -> None:
+    names = {
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 4>(float*)": (
+            "CatArrayBatchedCopy"
+        ),
+        "_ZN19cutlass_cudnn_train6KernelINS_4conv6kernel23ImplicitGemmEEEvNT_6ParamsE": "Kernel",
+        "_Z12scale_kernelPfi": "scale_kernel",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop>(int)": "Kernel2",
+        "volta_sgemm_64x64_tn": "volta_sgemm_64x64_tn",
+    }
+    assert {name: base_name(name) for name in names} == names

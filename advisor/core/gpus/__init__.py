@@ -220,6 +220,7 @@ __all__ = [
     "find_gpu",
     "known_gpus",
     "lookup",
+    "outdoes",
 ]
 
 # Drivers keep some memory back, and ECC on GDDR takes another sixteenth: a T4 sold with 16 GiB
@@ -290,7 +291,7 @@ class GpuMatch(NamedTuple):
 
 def find_gpu(name: str) -> GpuMatch:
     """Return the GPU that its driver calls so; else the first whose name has all the words:
-    ``h200``, ``a100 pcie 80gb``.
+    ``h200``, ``a100 pcie 80gb``, ``h100 sxm``, ``rtx4090``.
 
     Raises AdvisorError if none has.
     """
@@ -300,17 +301,25 @@ def find_gpu(name: str) -> GpuMatch:
     ]
     if len(called) == 1:
         return GpuMatch(called[0], ())
-    fitting = [gpu for gpu in known_gpus() if wanted and wanted <= _words(gpu.name)]
+    fitting = [gpu for gpu in known_gpus() if wanted and wanted <= _spellings(gpu.name)]
     if not fitting:
         near = suggest(name, (gpu.name for gpu in known_gpus()), "give a name such as 'h100 sxm'")
         raise AdvisorError(f"no GPU {name!r} is known; {near}")
-    exact = [gpu for gpu in fitting if _words(gpu.name) - {"nvidia", "amd"} == wanted]
-    gpu = (exact or fitting)[0]
+    gpu = min(fitting, key=lambda gpu: len(_model(_words(gpu.name))[0]))  # not "Ti" where unsaid
     return GpuMatch(gpu, tuple(other.name for other in fitting if other is not gpu))
 
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.casefold()))
+
+
+def _spellings(name: str) -> set[str]:
+    """Return the words of a name, boards also without their generation, and neighbours also written
+    as one: ``sxm`` of SXM5, ``rtx4090``."""
+    words = re.findall(r"[a-z0-9]+", name.casefold())
+    short = [match[1] if (match := _FORM.fullmatch(word)) else word for word in words]
+    ends = [(i, j) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
+    return {"".join(each[i:j]) for each in (words, short) for i, j in ends}
 
 
 def _fits(
@@ -391,7 +400,8 @@ class Attainable(NamedTuple):
     rate: float
     source: PublishedSource | None
     """Document of the measurement; ``None``: none was found, and the rate is the peak times what
-    the vendor's other GPUs reach of theirs (the lower median)."""
+    the vendor's other GPUs reach of theirs (the lower median). It is no less than was measured on
+    one of them with lower peaks, and no more than was on one with higher peaks."""
 
 
 def attainable_matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
@@ -401,7 +411,10 @@ def attainable_matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
         return Attainable(measured.rate * 1e12, measured.source)
     peak = gpu.peak(dtype)
     share = _usual(gpu.vendor)[0]
-    return None if peak is None or share is None else Attainable(peak * share, None)
+    if peak is None or share is None:
+        return None
+    rates = [(other, other.measured_matmul(dtype)) for other in known_gpus()]
+    return Attainable(_between(gpu, peak * share, rates, 1e12), None)
 
 
 def attainable_bandwidth(gpu: GpuSpec) -> Attainable | None:
@@ -410,7 +423,34 @@ def attainable_bandwidth(gpu: GpuSpec) -> Attainable | None:
     if measured is not None:
         return Attainable(measured.rate * 1e9, measured.source)
     share = _usual(gpu.vendor)[1]
-    return None if share is None else Attainable(gpu.bandwidth * share, None)
+    if share is None:
+        return None
+    rates = [(other, other.measured.memory) for other in known_gpus()]
+    return Attainable(_between(gpu, gpu.bandwidth * share, rates, 1e9), None)
+
+
+def _between(
+    gpu: GpuSpec, rate: float, measured: list[tuple[GpuSpec, Rate | None]], unit: float
+) -> float:
+    """Return an estimated rate, limited to those measured on GPUs with lower and higher peaks."""
+    least = [r.rate * unit for other, r in measured if r is not None and outdoes(gpu, other)]
+    most = [r.rate * unit for other, r in measured if r is not None and outdoes(other, gpu)]
+    return min([max([rate, *least]), *most])
+
+
+def outdoes(gpu: GpuSpec, other: GpuSpec) -> bool:
+    """Tell whether a GPU's datasheet has no lower rate than another's of its vendor: matrix
+    products in each of the other's formats, and memory."""
+    peaks = zip(
+        msgspec.structs.astuple(gpu.peak_tflops),
+        msgspec.structs.astuple(other.peak_tflops),
+        strict=True,
+    )
+    return (
+        gpu.vendor == other.vendor
+        and gpu.memory_gb_per_s >= other.memory_gb_per_s
+        and all(theirs is None or (own is not None and own >= theirs) for own, theirs in peaks)
+    )
 
 
 @cache

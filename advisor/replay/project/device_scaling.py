@@ -14,6 +14,7 @@ shortest kernel each, as torchao counts them (``torchao/testing/training/rooflin
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from advisor.measure.device.families import MATRIX
 from advisor.measure.host.operators import KERNEL_NS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from advisor.core.gpus import GpuSpec
     from advisor.measure import Analysis
 
@@ -100,7 +103,7 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
 
     # A kernel with fewer blocks than processors leaves the others empty, on each GPU its share.
     # Libraries cut matrix products otherwise for another GPU: half of that, and all in the band.
-    fill = _fill(gpu, source, target)
+    fill = rows.fill(recorded, by_memory)
     computing = is_kernel & ~link
     low[computing] = np.minimum(low, low * fill)[computing]
     high[computing] = np.maximum(high, high * fill)[computing]
@@ -158,6 +161,24 @@ class _Ratios:
         }
         of = [rates[work] for work in works]
         here, there = (np.array([pair[i] for pair in of], dtype=float) for i in (0, 1))
+
+        def products_on(gpu: GpuSpec, dtype: str, half: bool, convolves: bool) -> float:
+            return _rate(gpu, format_on_target(dtype, convolves, source, gpu), half)
+
+        per_sm = a.trace.gpu["blocks_per_sm"].cast(pl.Float64).fill_null(np.nan).to_numpy()
+        blocks = np.maximum(np.round(per_sm * source.sms), 1.0)
+        fills = []
+        """Of the source and the target: time of products, and of moving bytes, with so many blocks
+        over that with enough."""
+        for gpu in (source, target):
+            processors = {
+                (d, h, c): _processors(gpu, partial(products_on, dtype=d, half=h, convolves=c))
+                for d, h, c in rates
+            }
+            counts = np.array([processors[work] for work in works], dtype=float)
+            both = counts, _processors(gpu, memory_rate)
+            fills.append([np.nan_to_num(np.maximum(n / blocks, 1.0), nan=1.0) for n in both])
+        self._fills = [there / here for here, there in zip(*fills, strict=True)]
         self.compute = np.where(np.isfinite(here / there), here / there, self.memory)
         flops, moved = (
             kernels[name].cast(pl.Float64).fill_null(np.nan).to_numpy()
@@ -169,8 +190,20 @@ class _Ratios:
                 for rate, band in zip((here, there), memory, strict=True)
             ]
             self.roofline = ideal[1] / ideal[0]
+            filled = [
+                np.maximum(flops / rate * fill[0], moved / band * fill[1])
+                for rate, band, fill in zip((here, there), memory, fills, strict=True)
+            ]
+            self._known_fill = filled[1] / filled[0] / self.roofline
             self.computes = flops / here >= moved / memory[0]
         self.known = np.isfinite(self.roofline) & (self.roofline > 0)
+
+    def fill(self, recorded: Array, by_memory: Array) -> Array:
+        """Return the source's used share of processors over the target's, by what limits a kernel:
+        ``recorded`` FLOPs and bytes, memory, or either."""
+        products, memory = self._fills
+        either = np.sqrt(products * memory)
+        return np.where(recorded, self._known_fill, np.where(by_memory, memory, either))
 
 
 def format_on_target(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:
@@ -187,12 +220,12 @@ def _rate(gpu: GpuSpec, dtype: str, half: bool) -> float:
     return np.nan if result is None else result
 
 
-def _fill(gpu: pl.DataFrame, source: GpuSpec, target: GpuSpec) -> Array:
-    """Return the source's used share of processors over the target's; 1 without recorded blocks."""
-    per_sm = gpu["blocks_per_sm"].cast(pl.Float64).fill_null(np.nan).to_numpy()
-    blocks = np.maximum(np.round(per_sm * source.sms), 1.0)
-    used = [np.minimum(blocks, g.sms) / g.sms for g in (source, target)]
-    return np.nan_to_num(used[0] / used[1], nan=1.0)
+def _processors(target: GpuSpec, rate: Callable[[GpuSpec], float]) -> float:
+    """Return the processors that a kernel of few blocks has to fill: the target's, or so many that
+    one has the rate of one of a lesser GPU. Larger GPUs do not get slower by more of them."""
+    own = rate(target)
+    lesser = [gpu for gpu in gpus.known_gpus() if gpus.outdoes(target, gpu) and rate(gpu) <= own]
+    return min([float(target.sms), *(gpu.sms * own / rate(gpu) for gpu in lesser)])
 
 
 def _copies(

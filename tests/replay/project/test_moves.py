@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from advisor.core.gpus import GpuSpec, find_gpu
-from advisor.replay.project.device_scaling import KINDS, ScaledDeviceWork, scale_device_work
+from advisor.replay.project.device_scaling import (
+    KINDS,
+    ScaledDeviceWork,
+    memory_rate,
+    scale_device_work,
+)
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
@@ -74,16 +79,16 @@ def test_a_product_without_shapes_lies_between_both_rates() -> None:
 
 
 def test_a_kernel_of_few_blocks_gains_nothing_from_more_processors() -> None:
-    """54 blocks use half of an A100's 108 processors; of the MI300X's 304 they use 54. Its memory
-    attains 3948 GB/s, the A100's 1725."""
+    """54 blocks use half of an A100's 108 processors, and about a third of a B200's 148."""
 
     def small(b: TraceBuilder) -> None:
         with b.op("aten::add", [[8192, 8192], [8192, 8192]], "float"):
             b.launch(ADD, 1_000, blocks=54)
 
-    ratio = 1725 / 3948 * (54 / 108) / (54 / 304)
-    expected = (3.6 + 998.2 * ratio) / 1000
-    assert moved(small, "mi300x").factor[0] == pytest.approx(expected, rel=1e-3)
+    b200 = memory_rate(gpu("b200")) / 1e9
+    ratio = 1725 / b200 * (54 / 108) / (54 / 148)
+    expected = (1.8 + 998.2 * ratio) / 1000
+    assert moved(small, "b200").factor[0] == pytest.approx(expected, rel=1e-3)
     # as many as there are in either: its share of the memory
     full = (3.6 + 998.2 * 1725 / 3948) / 1000
     assert moved(sum_, "mi300x").factor[0] == pytest.approx(full, rel=1e-3)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.core.gpus import find_gpu
+from advisor.core.gpus import GpuSpec, find_gpu, known_gpus, outdoes
 from advisor.core.prices import Prices
 from advisor.measure import Analysis
 from advisor.read import open_run
+from advisor.replay.project.device_scaling import host_rate, matmul_rate, peer_rate
 from advisor.replay.project.project import Projector, choose_gpus, cost_of_steps, hourly_prices
 from advisor.testing import TraceBuilder
 
 SGEMM = "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32"
 BF16 = "c10::BFloat16"
+CORPUS = Path(__file__).parents[2] / "corpus"
 MIB = 1 << 20
 
 
@@ -240,6 +244,13 @@ def test_a_price_is_of_all_gpus_that_have_its_words_and_of_none_other() -> None:
         ("rtx 3090", "NVIDIA GeForce RTX 3090"),
         ("rtx 3090 ti", "NVIDIA GeForce RTX 3090 Ti"),
         ("l4", "NVIDIA L4"),
+        ("h100 sxm", "NVIDIA H100 SXM5 80GB"),
+        ("H100-SXM", "NVIDIA H100 SXM5 80GB"),
+        ("h100sxm", "NVIDIA H100 SXM5 80GB"),
+        ("a100 sxm", "NVIDIA A100 SXM4 40GB"),
+        ("h100 pcie", "NVIDIA H100 PCIe"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+        ("rtx 2080", "NVIDIA GeForce RTX 2080"),
     ],
 )
 def test_a_gpu_is_found_by_its_words_and_by_its_drivers_name(name: str, expected: str) -> None:
@@ -270,3 +281,35 @@ def test_real_steps_are_slower_on_a_slower_gpu_and_no_slower_on_a_faster(
     for found in (down, up):
         assert 0 < found.low_ns < found.step_ns < found.high_ns
     assert Path(projector.a.trace.meta.path).exists()
+
+
+@pytest.mark.parametrize("name", ["h100/healthy_lm", "h100/decode_batch1", "nccl_collectives"])
+def test_no_gpu_that_is_faster_in_every_figure_is_projected_slower(
+    name: str,
+) -> None:
+    """Figures: those of the datasheets, and what kernels reach: an H200 SXM is measured slower than
+    an H200 NVL, though its datasheet has higher peaks."""
+    path = CORPUS / name
+    run = open_run(str(path if path.exists() else f"{path}.json.gz"), window="first")
+    projector = Projector(Analysis(run.window(run.ranks[0])))
+    steps = {gpu.name: projector.on(gpu).step_ns for gpu in known_gpus()}
+    pairs = [
+        (gpu, other)
+        for gpu in known_gpus()
+        for other in known_gpus()
+        if gpu is not other and _is_faster(gpu, other) and not math.isnan(steps[other.name])
+    ]
+    assert len(pairs) > 1000
+    slower = {
+        (gpu.name, other.name)
+        for gpu, other in pairs
+        if not steps[gpu.name] <= steps[other.name] * (1 + 1e-9)
+    }
+    assert not slower
+    assert steps["NVIDIA GeForce RTX 5090"] <= steps["NVIDIA GeForce RTX 4090"]
+
+
+def _is_faster(gpu: GpuSpec, other: GpuSpec) -> bool:
+    rates = [partial(matmul_rate, dtype=d) for d in ("fp32", "tf32", "fp16", "bf16", "fp8")]
+    figures = [*rates, partial(matmul_rate, dtype="fp16", half_sums=True), host_rate, peer_rate]
+    return outdoes(gpu, other) and all((of(gpu) or 0) >= (of(other) or 0) for of in figures)

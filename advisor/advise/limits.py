@@ -13,7 +13,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.trace import ANOTHER_TRACE, JAX
+from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX
 from advisor.measure.steps.step_differences import MAX_BUSY
 from advisor.measure.steps.step_records import MIN_DEVICE_TIMED
 from advisor.measure.steps.steps import recorded_extent
@@ -85,16 +85,22 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
             continue
         result.append(f"{count:,} event{'' if count == 1 else 's'}: {reason}.")
     if a.steps.source == "whole trace":
-        how = mark_steps(meta.format)
+        how = mark_steps(meta.format, meta.framework)
         result.append(
             f"Steps were not recorded: the figures are for {_unmarked(a)}. "
             f"{how[0].upper()}{how[1:]} for figures per step."
         )
     elif a.steps.source in GUESSED_STEP_SOURCES:
-        how = mark_steps(meta.format)
+        how = mark_steps(meta.format, meta.framework)
         result.append(
             "Nothing marks the steps. A repetition is where the same work comes again; it may be a "
             f"part of an iteration, such as a layer. {how[0].upper()}{how[1:]}."
+        )
+    elif a.steps.source == DEVICE_STEPS:
+        how = mark_steps(meta.format, meta.framework)
+        result.append(
+            "The program marks no steps. These are the ones that the profiler derived from the "
+            f"GPU's work; work outside them is left out. {how[0].upper()}{how[1:]}."
         )
     if a.steps.source == "whole trace" or a.steps.source in GUESSED_STEP_SOURCES:
         result += _possible_steps(a.trace)

@@ -16,6 +16,7 @@ from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
 from advisor.measure.serving.annotations import FORWARD, TRANSFORMERS
 
 if TYPE_CHECKING:
+    from advisor.core.report import Report
     from advisor.core.rule import Rule
     from advisor.core.trace import TraceMeta
     from advisor.measure import Analysis
@@ -92,13 +93,31 @@ _TOOLS = {
     "rocpd": Tool("rocprofv3 --sys-trace", *_ROCTX),
     "rpd": Tool("runTracer.sh", *_ROCTX),
     "rocprofv3": Tool("rocprofv3 --sys-trace", *_ROCTX),
-    "xplane": Tool(
-        "TensorFlow's or JAX's profiler",
-        "jax.profiler.StepTraceAnnotation (or tf.profiler.experimental.Trace) around each step",
-        "ProfilerOptions(python_tracer_level=1)",
+}
+_XLA_FORMATS = ("xplane", "xla-timeline")
+_XLA_TOOLS = {
+    TENSORFLOW: Tool(
+        "tf.profiler.experimental.start",
+        "tf.profiler.experimental.Trace around each step",
+        "tf.profiler.experimental.ProfilerOptions(python_tracer_level=1)",
+    ),
+    JAX: Tool(
+        "jax.profiler.trace",
+        "jax.profiler.StepTraceAnnotation around each step",
+        "jax.profiler.ProfileOptions (python_tracer_level = 1)",
+    ),
+    PYTORCH: Tool(
+        "torch_xla.debug.profiler.trace",
+        "torch_xla.debug.profiler.StepTrace around each step",
+        "torch_xla.debug.profiler.Trace around the host's work",
     ),
 }
-_TOOLS["xla-timeline"] = _TOOLS["xplane"]
+_XLA = Tool(
+    "TensorFlow's or JAX's profiler",
+    "tf.profiler.experimental.Trace or jax.profiler.StepTraceAnnotation around each step",
+    "python_tracer_level=1 in the profiler's options",
+)
+"""For files of XLA's profiler whose framework is not known."""
 _TOOLS["tensorrt"] = Tool(
     "nsys profile --trace=cuda,nvtx,osrt trtexec --loadEngine=model.plan",
     "an NVTX range around each inference",
@@ -116,7 +135,13 @@ _DEEP = frozenset(("with_stack", "profile_memory"))
 
 def tool_of(meta: TraceMeta) -> Tool | None:
     """Return the tool that recorded a trace; ``None`` for PyTorch's profiler or a similar one."""
-    return _TOOLS.get(meta.format)
+    return _tool(meta.format, meta.framework)
+
+
+def _tool(trace_format: str | None, framework: str | None) -> Tool | None:
+    if trace_format in _XLA_FORMATS:
+        return _XLA_TOOLS.get(framework or "", _XLA)
+    return _TOOLS.get(trace_format or "")
 
 
 def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> str:
@@ -163,9 +188,15 @@ def ask_to_record(how: str) -> str:
     return f"Record {how}" if _RECORDING.match(how) else f"Record with {how}"
 
 
-def mark_steps(trace_format: str | None) -> str:
+def mark_steps(trace_format: str | None, framework: str | None) -> str:
     """Say how to mark steps: ``call profiler.step() once an iteration``."""
-    tool = _TOOLS.get(trace_format or "")
+    tool = _tool(trace_format, framework)
     if tool is None:
         return "call profiler.step() once an iteration"
     return f"put {tool.step}, or name a range with --steps"
+
+
+def mark_steps_of(report: Report) -> str:
+    """Say how to mark the steps of a report's program."""
+    trace_format = report.inputs[0].format if report.inputs else None
+    return mark_steps(trace_format, report.scope.framework)

@@ -9,7 +9,7 @@ from pathlib import Path
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.impact import REPLAY
-from advisor.advise.terms import mark_steps
+from advisor.advise.terms import mark_steps_of
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import (
     MIN_MATCHED,
@@ -351,7 +351,7 @@ def _step_limits(c: Comparison, before: Report) -> list[str]:
     unmarked = [which for which, source in sources.items() if source == "whole trace"]
     result = []
     if is_of_whole_recordings(c):
-        how = mark_steps(before.inputs[0].format if before.inputs else None)
+        how = mark_steps_of(before)
         result.append(
             "No steps are marked in either: figures are totals of the whole recordings. To "
             f"compare iterations, {how}."

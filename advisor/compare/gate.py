@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from advisor.advise.terms import mark_steps
+from advisor.advise.terms import mark_steps_of
 from advisor.compare.compare import compare_reports, describe_side, find_other_programs
 from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS
@@ -67,13 +67,11 @@ def check_steps(report: Report, name: str) -> None:
     if with_guessed_steps([report]) and not any(
         s.source == "recorder" for s in report.step_durations
     ):
-        trace_format = report.inputs[0].format if report.inputs else None
-        raise AdvisorError(f"{name}: nothing marks the steps; {mark_steps(trace_format)}")
+        raise AdvisorError(f"{name}: nothing marks the steps; {mark_steps_of(report)}")
     if max(counts, default=0) >= MIN_DEPENDENT_STEPS:
         return
     if report.scope.step_source == "whole trace":
-        trace_format = report.inputs[0].format if report.inputs else None
-        raise AdvisorError(f"{name}: no steps are marked; {mark_steps(trace_format)}")
+        raise AdvisorError(f"{name}: no steps are marked; {mark_steps_of(report)}")
     raise AdvisorError(f"{name}: {max(counts, default=0)} {TOO_FEW}")
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from advisor.advise.terms import mark_steps
+from advisor.advise.terms import mark_steps_of
 from advisor.compare.comparison import Distribution, StepTimeChange, Verdict
 from advisor.compare.statistics import (
     CONFIDENCE_LEVEL,
@@ -139,20 +139,18 @@ def _distribution(runs: Runs) -> Distribution | None:
 def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
     """Say why step times are not compared."""
     if guesses := with_guessed_steps(reports):
-        how = mark_steps(guesses[0].inputs[0].format if guesses[0].inputs else None)
+        how = mark_steps_of(guesses[0])
         return f"nothing marks the steps, and what repeats may be a part of one; {how}"
-    unmarked, unmarked_format = [], None
+    unmarked, example = [], reports[0]
     for side, report in zip(SIDES, reports, strict=True):
         if report.scope.step_source == "whole trace":
             unmarked.append(side)
-            unmarked_format = report.inputs[0].format if report.inputs else None
+            example = report
         elif not report.step_durations and report.scope.steps_used:
             return f"the report {side} does not hold its steps; analyze the trace again"
     if unmarked:
-        return (
-            f"no steps are marked in the trace {' and '.join(unmarked)}; "
-            f"{mark_steps(unmarked_format)}"
-        )
+        how = mark_steps_of(example)
+        return f"no steps are marked in the trace {' and '.join(unmarked)}; {how}"
     sources = [{steps.source for steps in report.step_durations} for report in reports]
     if all(sources) and not sources[0] & sources[1]:
         return "profiled steps on one side, unprofiled ones on the other; record both the same way"

@@ -26,9 +26,10 @@ TF_DATA = "tf.data::"
 """Prefix of the names of waits for TensorFlow's input pipeline."""
 ANOTHER_TRACE = "of another trace behind the first one in the same file"
 """Reason given for events that were left out and that nobody counted."""
-STEP_MARKS = ("StepTraceAnnotation", "step_num", "program")
-"""Values of ``TraceMeta.step_marks``: JAX's, TensorFlow's, and the period of a program that is
-called again and again."""
+DEVICE_STEPS = "device steps"
+STEP_MARKS = ("StepTraceAnnotation", "step_num", "program", DEVICE_STEPS)
+"""Values of ``TraceMeta.step_marks``: JAX's, TensorFlow's, the period of a program that is called
+again and again, and the line ``Steps`` that the profiler derived of a device's work."""
 _STEP, _MARKED_STEP = r"^ProfilerStep\s*#?\d+", r"^(?:step #|ProfilerStep\s*#?)\d+$"
 LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
 """Regular expression of the ranges in which the loop waits for its next batch."""

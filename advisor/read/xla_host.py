@@ -11,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, Ints, union
-from advisor.core.trace import CALLS, CPU_KINDS, JAX, PYTORCH, TENSORFLOW, TF_DATA
+from advisor.core.trace import CALLS, CPU_KINDS, DEVICE_STEPS, JAX, PYTORCH, TENSORFLOW, TF_DATA
 from advisor.read.trace_events import call_class
 from advisor.read.xspace import Events, Plane, XLine
 
@@ -236,11 +236,14 @@ def _memory(events: Events, allocation: NDArray[np.bool_], plane: Plane) -> pl.D
 _CALLS_SCHEMA = {"thread": pl.String, "name": pl.String, "ts": pl.Int64, "dur": pl.Int64}
 
 
-def step_rows(host: XlaHost) -> tuple[pl.DataFrame, str | None]:
+def step_rows(
+    host: XlaHost, derived: pl.DataFrame | None = None
+) -> tuple[pl.DataFrame, str | None]:
     """Return steps as annotations, and the thread that drives the loop. Steps are the program's
     marks (JAX's ``StepTraceAnnotation``, TensorFlow's ``Trace`` and Keras, with a ``step_num``),
-    else the periods of the program that runs longest of those called at least MIN_CALLS times.
-    Their origin is in ``XlaHost.step_marks``."""
+    else the periods of the program that runs longest of those called at least MIN_CALLS times,
+    else those that the profiler ``derived`` on the device (``number``, ``ts``, ``dur``). Their
+    origin is in ``XlaHost.step_marks``."""
     marks = pl.concat(host.marks) if host.marks else pl.DataFrame()
     if marks.height:
         spent = marks.group_by("thread", maintain_order=True).agg(pl.col("dur").sum())
@@ -251,7 +254,12 @@ def step_rows(host: XlaHost) -> tuple[pl.DataFrame, str | None]:
         return _as_steps(ts, dur, own["number"].to_list(), thread), thread
     calls, main = _longest_program(host)
     if calls is None or main is None:
-        return pl.DataFrame(), main or _python_thread(host)
+        main = main or _python_thread(host)
+        if derived is None or main is None:
+            return pl.DataFrame(), main
+        host.step_marks = DEVICE_STEPS
+        ts, dur = derived["ts"].to_numpy(), derived["dur"].to_numpy()
+        return _as_steps(ts, dur, derived["number"].to_list(), main), main
     ts = calls["ts"].to_numpy()
     dur = np.append(np.diff(ts), calls["dur"].to_numpy()[-1])
     host.step_marks = "program"

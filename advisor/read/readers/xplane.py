@@ -118,6 +118,7 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
     hosts = xla_host.XlaHost()
     devices: list[Device] = []
     device_rows: list[pl.DataFrame] = []
+    derived: list[pl.DataFrame] = []
     tpus: list[str] = []
     vendor = None
     aside = 0
@@ -128,10 +129,11 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
             number = min(int(gpu[1]), (1 << 31) - 1)
             devices.append(_device(number, plane))
             vendor = vendor or _vendor(plane)
-            # other lines are derived from the streams' events: steps, modules, ops, scopes
+            # other lines are derived from the streams' events: modules, ops, scopes
             result = [_STREAM.match(line.name) for line in lines]
             streams = np.array([-1 if item is None else int(item[1][:15]) for item in result])
             device_rows.append(_work(hosts, plane, events, number, streams))
+            derived.append(_derived_steps(plane, lines, events))
         elif plane.name.startswith("/host:") and plane.name != "/host:metadata":
             xla_host.read_names(hosts, plane)
             xla_host.add_plane(hosts, plane, lines, events, _PROCESS)
@@ -147,7 +149,7 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
             f"{path}: a profile of a TPU ({tpus[0][:60]}): TPUs are not read, only GPUs and hosts "
             "are; XProf shows it"
         )
-    steps, main = xla_host.step_rows(hosts)
+    steps, main = xla_host.step_rows(hosts, _steps_of_busiest(device_rows, derived))
     waits = xla_host.wait_rows(hosts, main)
     host = xla_host.all_rows(hosts, steps, waits, main)
     if device is not None and device.height:
@@ -181,6 +183,27 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
         memory=pl.concat(memory) if memory else None,
         thread_names=hosts.thread_names_by_id(main),
     )
+
+
+def _derived_steps(plane: Plane, lines: list[XLine], events: Events) -> pl.DataFrame:
+    """Return the steps that the profiler derived for a device (line ``Steps``): ``number``, ``ts``,
+    ``dur``."""
+    own = [index for index, line in enumerate(lines) if line.name == "Steps"]
+    rows = np.flatnonzero(np.isin(events.line, own) & (events.dur > 0))
+    names = [plane.names.get(code, "") for code in events.meta[rows].tolist()]
+    numbered = [name.isdecimal() and len(name) < 18 for name in names]
+    rows, names = rows[numbered], [name for name in names if name.isdecimal() and len(name) < 18]
+    return pl.DataFrame(
+        {"number": list(map(int, names)), "ts": events.ts[rows], "dur": events.dur[rows]},
+        schema={"number": pl.Int64, "ts": pl.Int64, "dur": pl.Int64},
+    ).sort("ts")
+
+
+def _steps_of_busiest(work: list[pl.DataFrame], steps: list[pl.DataFrame]) -> pl.DataFrame | None:
+    """Return the derived steps of the device with most work; ``None``: it has none."""
+    pairs = [(int(rows["dur"].sum()), own) for rows, own in zip(work, steps, strict=True)]
+    best = max(pairs, key=lambda pair: pair[0], default=None)
+    return best[1] if best is not None and best[1].height else None
 
 
 def _dropped(space: Space, others: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from advisor.core import text as t
@@ -11,7 +12,7 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import COMMUNICATION
+from advisor.measure.host.stacks import COMMUNICATION, ancestor_chains, parent_rows
 from advisor.rules.citations import OURS, TRACELENS, public_traces
 from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
@@ -51,6 +52,9 @@ class ExposedCommunication(Rule):
     )
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
+    other_share = Threshold(
+        0.25, "of exposed communication, from which a kind is advised too", OURS
+    )
     healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
 
     fix = (
@@ -87,15 +91,53 @@ class ExposedCommunication(Rule):
         },
         "all_to_all": {
             "fix": "Start each all-to-all before compute that does not need it, and wait late. "
+            "Such compute is the next part of the batch, or the next batch's inputs. Where the "
+            "next layer needs all of it, exchange it in parts, so that one part computes while "
+            "another is sent. The fullest rank decides, so balance what ranks send. Then send "
+            "fewer bytes: BF16 or FP8 on the wire.",
+            "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
+            "...  # independent compute\n"
+            "work.wait()",
+        },
+        "all_to_all of embeddings": {
+            "fix": "Start each all-to-all before compute that does not need it, and wait late. "
             "Such compute is the dense layers, the next part of the batch, or the next batch's "
-            "inputs. Balance what ranks send, because the fullest one decides: shard tables or "
-            "experts by load, bound an expert's capacity. Then send fewer bytes: BF16 or FP8 on "
-            "the wire, pooling before sending, hot rows kept on each rank.",
+            "inputs. Balance what ranks send, because the fullest one decides: shard tables by "
+            "load. Then send fewer bytes: BF16 or FP8 on the wire, pooling before sending, hot "
+            "rows kept on each rank.",
             "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
             "work.wait()\n"
             "# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile\n"
             "# on the wire: qcomms_config=QCommsConfig(forward_precision=CommType.BF16)",
+        },
+        "all_to_all of experts": {
+            "fix": "Send tokens to their experts while other work computes: a shared expert, or "
+            "the other half of the batch. The fullest rank decides, so balance the experts' load "
+            "and bound an expert's capacity. Then send fewer bytes: dispatch in FP8, combine in "
+            "BF16.",
+            "code": "work = dist.all_to_all_single(received, tokens, async_op=True)\n"
+            "shared = shared_expert(hidden)      # needs none of it\n"
+            "work.wait()",
+        },
+        "all_to_all of attention": {
+            "fix": "Exchange the heads of a sequence-parallel attention in groups: one group is "
+            "sent while the attention of another computes. Send queries while keys and values are "
+            "projected. Keep the group within NVLink, or use fewer sequence-parallel ranks.",
+            "code": "work = dist.all_to_all_single(queries, own_queries, async_op=True)\n"
+            "key, value = project_key(x), project_value(x)   # while queries are sent\n"
+            "work.wait()",
+        },
+        "the optimizer": {
+            "fix": "Start the optimizer's collective for each group of parameters as soon as its "
+            "update is done, while the next group is updated. Send the updates in BF16, and share "
+            "the optimizer's work among fewer ranks, such as those of a node.",
+            "code": "works = []\n"
+            "for own, full in groups:\n"
+            "    update(own)\n"
+            "    works.append(dist.all_gather_into_tensor(full, own, async_op=True))\n"
+            "for work in works:\n"
+            "    work.wait()",
         },
         "all_gather": {
             "fix": "Gather parameters one block ahead, while the block before computes: prefetch "
@@ -150,8 +192,8 @@ class ExposedCommunication(Rule):
             "    output = model(batch)   # balances the causal mask by default",
         },
     }
-    """Advice by the kind of collective with most of the exposed time, or by its axis of the mesh
-    where that says more."""
+    """Advice by the kind of collective with most of the exposed time. Where the trace shows what it
+    sends, by that: its axis of the mesh, the optimizer's step, embeddings, experts."""
     sampled_part = COMMUNICATION
 
     inference = {
@@ -191,6 +233,10 @@ class ExposedCommunication(Rule):
                 "equal length. Post receives before the compute that does not need them.",
                 "code": "work = dist.irecv(hidden, src=previous)   # before this part's compute",
             },
+            "the optimizer": {
+                "fix": "Start collectives before independent compute, and wait as late as "
+                "possible. Then send fewer bytes.",
+            },
         },
     }
     framework_advice = {
@@ -215,8 +261,10 @@ class ExposedCommunication(Rule):
                 yield PassedCheck(text=f"{overlap:.0%} of communication runs under compute")
             return
         table = a.collectives
+        optimizer = pl.col("annotation").str.starts_with("Optimizer.step").fill_null(False)
         by_kind = (
-            table.group_by("collective", "axis")
+            table.with_columns(optimizer=optimizer)
+            .group_by("collective", "axis", "optimizer")
             .agg(pl.col("exposed").sum(), pl.len())
             .sort("exposed", descending=True)
         )
@@ -224,10 +272,11 @@ class ExposedCommunication(Rule):
         if a.device_id is None:
             subject = "The rank waits for collectives for"
         kinds = [
-            f"{kind}{'' if axis == 'unknown' else f' ({axis})'} "
+            f"{kind}{'' if axis == 'unknown' else f' ({axis})'}"
+            f"{' in the optimizer step' * in_optimizer} "
             f"{t.format_duration(ns / a.step_count)} in "
             f"{t.count_noun(max(1, round(count / a.step_count)), 'call')}"
-            for kind, axis, ns, count in by_kind.head(3).iter_rows()
+            for kind, axis, in_optimizer, ns, count in by_kind.head(3).iter_rows()
         ]
         yield Finding(
             summary=(
@@ -245,18 +294,40 @@ class ExposedCommunication(Rule):
                 Edit(op="overlap", select=Select(on="gpu", family=("communication",)), ahead=True)
             ],
             **(self.case("the ranks train on CPUs") if a.device_id is None else {}),
-            **self._advice(by_kind, axes=a.device_id is not None),
+            **self._advice(a, by_kind, table),
         )
 
-    def _advice(self, by_kind: pl.DataFrame, *, axes: bool) -> dict[str, Any]:
-        """Return the advice for the kind of collective with most of the exposed time, or (``axes``)
-        for its axis. Empty: that has none of its own, and the rule's stands."""
-        kind = str(by_kind["collective"][0]) if by_kind.height else ""
-        axis = str(by_kind["axis"][0]) if by_kind.height else ""
-        if axes and axis in self.cases and self.program.trains:
-            return self.case(axis)
+    def _advice(self, a: Analysis, by_kind: pl.DataFrame, table: pl.DataFrame) -> dict[str, Any]:
+        """Return the advice for the collectives with most of the exposed time, and name that for
+        another kind with much of it. Empty: none has its own, and the rule's stands."""
+        exposed = float(by_kind["exposed"].to_numpy().sum())
+        names = [
+            self._case(a, kind, axis, table, in_optimizer=in_optimizer)
+            for kind, axis, in_optimizer, ns, _ in by_kind.iter_rows()
+            if ns >= self.other_share * exposed
+        ]
+        if not names or names[0] is None:
+            return {}
+        result = self.case(names[0])
+        others = [name for name in dict.fromkeys(names[1:]) if name in ALSO and name != names[0]]
+        if self.program.trains and others:
+            result["fix"] = " ".join([result["fix"], *(ALSO[name] for name in others)])
+        return result
+
+    def _case(
+        self, a: Analysis, kind: str, axis: str, table: pl.DataFrame, *, in_optimizer: bool
+    ) -> str | None:
+        """Return the case of these collectives: what they send, else their kind; ``None``: none."""
         kind = {"send": "send_recv", "recv": "send_recv"}.get(kind, kind)
-        return self.case(kind) if kind in self.cases else {}
+        if in_optimizer:
+            return "the optimizer"
+        if kind == "all_to_all":
+            part = table.filter((pl.col("collective") == kind) & (pl.col("axis") == axis))
+            what = "experts" if axis == "expert" else _exchanged(a, part)
+            return kind if what is None else f"{kind} of {what}"
+        if a.device_id is not None and axis in self.cases and self.program.trains:
+            return axis
+        return kind if kind in self.cases else None
 
     def _worst(self, a: Analysis, table: pl.DataFrame) -> list[Location]:
         """Return the collectives with most exposed time, by annotation or op."""
@@ -296,6 +367,41 @@ class ExposedCommunication(Rule):
                 "not a.breakdown.all_communication.total",
             ),
         }
+
+
+ALSO = {
+    "all_reduce": "Let DDP overlap the all-reduces with the backward pass.",
+    "all_gather": "Prefetch the all-gathers of the next block.",
+    "all_to_all": "Start the all-to-alls before compute that does not need them.",
+    "the optimizer": "Start the optimizer's collectives while it updates the next parameters, and "
+    "send them in BF16.",
+}
+"""Sentence for a kind of collective that has much of the exposed time beside another."""
+EXCHANGES = (
+    ("embeddings", r"(?i)all2all_|kjt|embedding_?bag|split_embedding|pooled_embedding|torchrec"),
+    ("experts", r"(?i)(^|[^a-z])moe|(^|[^a-z])experts?([^a-z]|$)|deep_?ep|ep_?(dispatch|combine)"),
+    ("attention", r"(?i)all_?to_?all_?4d|seq_?all_?to_?all|ulysses|distributed_?attention"),
+)
+"""What an all-to-all sends -> names of ranges, operators and kernels that show it."""
+
+
+def _exchanged(a: Analysis, table: pl.DataFrame) -> str | None:
+    """Return what the all-to-alls send, by the ranges around them, else by the program's operators
+    and kernels; ``None``: nothing shows it."""
+    cpu, gpu = a.trace.cpu["name"], a.trace.gpu["name"]
+    rows = table["op"].drop_nulls().to_numpy()
+    around = np.unique(ancestor_chains(parent_rows(a.trace), rows))
+    own = [
+        table["annotation"],
+        cpu.gather(around[around >= 0]),
+        gpu.gather(table["gpu"].drop_nulls()),
+    ]
+    for names in (own, [cpu, gpu]):
+        text = pl.concat([each.cast(pl.String).unique() for each in names])
+        for what, pattern in EXCHANGES:
+            if text.str.contains(pattern).any():
+                return what
+    return None
 
 
 def _on_cpus(*, exposed: bool) -> TraceBuilder:

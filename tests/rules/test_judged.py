@@ -14,7 +14,7 @@ from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
-from advisor.read import read_trace
+from advisor.read import open_run, read_trace
 from advisor.rules.host.periodic_stalls import LongStep
 from advisor.testing import TraceBuilder
 
@@ -137,6 +137,43 @@ def test_collectives_are_as_exposed_as_their_intervals_are(shared_trace: Trace) 
     exposed = (sum(end - start for start, end in sent) - hidden) / a.step_count
     (finding,) = found(a, "exposed-communication")
     assert number(finding, "exposed communication") == pytest.approx(exposed, rel=0.02)
+
+
+def test_advice_for_all_to_alls_follows_what_they_send(
+    shared_trace: Trace, shared_file: Trace
+) -> None:
+    """Embeddings by torchrec's ranges; the heads of an attention by the ranges AllToAll4D."""
+    (tables,) = found(analysis(shared_trace("a100_train_6steps")), "exposed-communication")
+    (both,) = found(analysis(shared_trace("two_ranks_rank0")), "exposed-communication")
+    run = open_run(shared_file("nsys/mfu_2gpu_before.sqlite"))
+    (heads,) = found(Analysis(run.traces[min(run.traces)]), "exposed-communication")
+    assert "shard tables" in str(tables.fix) and "optimizer" not in str(tables.fix)
+    assert "shard tables" in str(both.fix) and "the optimizer's collectives" in str(both.fix)
+    assert any("all_gather in the optimizer step 53.1 ms" in str(e.value) for e in both.evidence)
+    assert "heads of a sequence-parallel attention" in str(heads.fix)
+    assert "bottom_mlp" not in str(heads.code)
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ("forward", "exchange it in parts"),
+        ("moe_layer", "Send tokens to their experts"),
+        ("all2all_data:kjt lengths", "shard tables by load"),
+        ("Optimizer.step#Muon.step", "Start the optimizer's collective"),
+    ],
+)
+def test_an_all_to_all_that_nothing_explains_has_the_general_advice(
+    mark: str, expected: str
+) -> None:
+    b = TraceBuilder(rank=0, world_size=8)
+    for _ in b.steps():
+        b.run("aten::mm", "ampere_bf16_s16816gemm", 3000, [[512, 512], [512, 512]], "float")
+        with b.range(mark):
+            b.collective("all_to_all", 100 << 20, 1000, wait=True)
+    (finding,) = found(b.analysis(), "exposed-communication")
+    assert expected in str(finding.fix)
+    assert ("tables" in str(finding.fix)) == ("kjt" in mark)
 
 
 def test_a_collective_that_is_waited_for_at_once_runs_alone(shared_trace: Trace) -> None:

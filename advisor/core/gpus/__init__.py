@@ -413,8 +413,7 @@ def attainable_matmul(gpu: GpuSpec, dtype: str) -> Attainable | None:
     share = _usual(gpu.vendor)[0]
     if peak is None or share is None:
         return None
-    rates = [(other, other.measured_matmul(dtype)) for other in known_gpus()]
-    return Attainable(_between(gpu, peak * share, rates, 1e12), None)
+    return Attainable(_between(gpu, peak * share, _measured_matmuls(dtype), 1e12), None)
 
 
 def attainable_bandwidth(gpu: GpuSpec) -> Attainable | None:
@@ -425,16 +424,28 @@ def attainable_bandwidth(gpu: GpuSpec) -> Attainable | None:
     share = _usual(gpu.vendor)[1]
     if share is None:
         return None
-    rates = [(other, other.measured.memory) for other in known_gpus()]
-    return Attainable(_between(gpu, gpu.bandwidth * share, rates, 1e9), None)
+    return Attainable(_between(gpu, gpu.bandwidth * share, _measured_memories(), 1e9), None)
 
 
-def _between(
-    gpu: GpuSpec, rate: float, measured: list[tuple[GpuSpec, Rate | None]], unit: float
-) -> float:
+Measured = tuple[tuple[GpuSpec, Rate], ...]
+
+
+@cache
+def _measured_matmuls(dtype: str) -> Measured:
+    found = ((gpu, gpu.measured_matmul(dtype)) for gpu in known_gpus())
+    return tuple((gpu, rate) for gpu, rate in found if rate is not None)
+
+
+@cache
+def _measured_memories() -> Measured:
+    found = ((gpu, gpu.measured.memory) for gpu in known_gpus())
+    return tuple((gpu, rate) for gpu, rate in found if rate is not None)
+
+
+def _between(gpu: GpuSpec, rate: float, measured: Measured, unit: float) -> float:
     """Return an estimated rate, limited to those measured on GPUs with lower and higher peaks."""
-    least = [r.rate * unit for other, r in measured if r is not None and outdoes(gpu, other)]
-    most = [r.rate * unit for other, r in measured if r is not None and outdoes(other, gpu)]
+    least = [r.rate * unit for other, r in measured if outdoes(gpu, other)]
+    most = [r.rate * unit for other, r in measured if outdoes(other, gpu)]
     return min([max([rate, *least]), *most])
 
 

@@ -167,9 +167,8 @@ class _Ratios:
 
         per_sm = a.trace.gpu["blocks_per_sm"].cast(pl.Float64).fill_null(np.nan).to_numpy()
         blocks = np.maximum(np.round(per_sm * source.sms), 1.0)
+        # of products, and of moving bytes: time with so many blocks over that with enough
         fills = []
-        """Of the source and the target: time of products, and of moving bytes, with so many blocks
-        over that with enough."""
         for gpu in (source, target):
             processors = {
                 (d, h, c): _processors(gpu, partial(products_on, dtype=d, half=h, convolves=c))
@@ -203,7 +202,8 @@ class _Ratios:
         ``recorded`` FLOPs and bytes, memory, or either."""
         products, memory = self._fills
         either = np.sqrt(products * memory)
-        return np.where(recorded, self._known_fill, np.where(by_memory, memory, either))
+        result: Array = np.where(recorded, self._known_fill, np.where(by_memory, memory, either))
+        return result
 
 
 def format_on_target(dtype: str, convolves: bool, source: GpuSpec, target: GpuSpec) -> str:

@@ -68,6 +68,7 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
     return KernelCounters(
         name=labels.clean(profile.name),
         short=labels.clean(kernel_key(profile.name)),
+        file=labels.clean(profile.file),
         grid=None if profile.grid is None else list(profile.grid),
         block=None if profile.block is None else list(profile.block),
         duration_ns=profile.duration_ns,
@@ -231,7 +232,7 @@ def _longest(views: Sequence[KernelCounters]) -> str:
             return ""
         return f"{short[moved.short]} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
     took = t.format_duration(longest.duration_ns or 0.0)
-    name = short[longest.short]
+    name = short[longest.short] + f" of {longest.file}" * bool(longest.file)
     text = f"The longest, {name}, takes {took}"
     if longest.profiled > 1:
         share = _total(longest) / (sum(map(_total, views)) or 1.0)

@@ -117,7 +117,7 @@ _XLA = Tool(
     "tf.profiler.experimental.Trace or jax.profiler.StepTraceAnnotation around each step",
     "python_tracer_level=1 in the profiler's options",
 )
-"""For files of XLA's profiler whose framework is not known."""
+"""Tool of files whose framework is not known."""
 _TOOLS["tensorrt"] = Tool(
     "nsys profile --trace=cuda,nvtx,osrt trtexec --loadEngine=model.plan",
     "an NVTX range around each inference",

@@ -66,6 +66,8 @@ class KernelProfile:
     """Number of samples of warps, by program counter; ``None``: not collected."""
     lines: tuple[SampledLine, ...] = ()
     """Lines of these samples, most first; empty: not collected, or no ``-lineinfo``."""
+    file: str = ""
+    """Name of its report without suffixes, where another run has a kernel of this name too."""
 
     @property
     def hot_line(self) -> SampledLine | None:

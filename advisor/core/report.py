@@ -572,6 +572,8 @@ class KernelCounters(Struct, kw_only=True):
     """Name as the profiler wrote it."""
     short: str
     """Short name: without arguments, namespaces and casts."""
+    file: str = ""
+    """Name of its report without suffixes, where another run has such a kernel too; else empty."""
     grid: list[int] | None
     """Grid size, blocks per dimension; ``null``: not recorded."""
     block: list[int] | None

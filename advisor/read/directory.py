@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from advisor.core.errors import AdvisorError
-from advisor.core.files import open_regular
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace, blank_trace
 from advisor.read.auxiliary_files import (
@@ -26,8 +25,16 @@ from advisor.read.auxiliary_files import (
 )
 from advisor.read.reader import ReadOptions
 from advisor.read.readers.compile_log import read_logs
-from advisor.read.readers.kernel_profiler import layout_of, trace_of
-from advisor.read.registry import SEE_FORMATS, is_trace_name, read_trace, reader_of, with_window
+from advisor.read.readers.kernel_profiler import KernelProfilerReader, layout_of, trace_of
+from advisor.read.registry import (
+    SEE_FORMATS,
+    begins_like_trace,
+    is_named_for,
+    is_trace_name,
+    read_trace,
+    reader_of,
+    with_window,
+)
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
 from advisor.read.runs import (
     SeveralRuns,
@@ -167,12 +174,12 @@ def profile_files(path: str) -> list[str]:
     if not folder.is_dir():
         return [path]
     result = []
+    reader = KernelProfilerReader()
     try:
         for file in sorted(folder.iterdir())[:MAX_FILES]:
-            if file.suffix in (".csv", ".ncu-rep") and file.is_file():
-                with open_regular(file) as opened:
-                    if layout_of(opened.read(1 << 16)) is not None:
-                        result.append(str(file))
+            named = is_named_for(reader, file.name) or begins_like_trace(str(file))
+            if named and file.is_file() and layout_of(ByteSource(str(file)).head()) is not None:
+                result.append(str(file))
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     if next(find_entries(path), None) is not None:
@@ -367,6 +374,7 @@ def _files(path: str, one_of_several: bool) -> list[str]:
         if not one_of_several:
             refuse_several(path)
         found = sorted(islice(_traces_under(Path(path)), MAX_FILES + 1))
+        found = found or _by_content(Path(path))
         caches = [file for file in found if file == str(Path(path))]
         result = without_copies([file for file in found if file not in caches]) + caches
     except OSError as error:
@@ -375,8 +383,8 @@ def _files(path: str, one_of_several: bool) -> list[str]:
         if not any(Path(path).iterdir()):
             raise AdvisorError(f"{path}: an empty directory; give one with traces, or a file")
         raise AdvisorError(
-            f"{path}: a directory without traces (no file is named like one); give a file, "
-            f"or {SEE_FORMATS}"
+            f"{path}: a directory without traces (no file is named or begins like one); give a "
+            f"file, or {SEE_FORMATS}"
         )
     if len(result) > MAX_FILES:
         raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
@@ -437,12 +445,25 @@ def _traces_under(folder: Path) -> Iterator[str]:
         if kernels and not compiled:
             compiled = True
             yield str(folder)
-        for name in named_like_traces(names):
+        named = named_like_traces(names)
+        others = (name for name in names if name not in named and not name.startswith("."))
+        named += [name for name in others if begins_like_trace(str(Path(where, name)))]
+        for name in named:
             if name.removesuffix(".json").removeprefix("__grp__") in kernels:
                 continue
             file = Path(where, name)
             if file.is_file():
                 yield str(file)
+
+
+def _by_content(folder: Path) -> list[str]:
+    """List the files directly in a folder that begin like traces, whatever their names."""
+    files = sorted(file for file in islice(folder.iterdir(), MAX_FILES) if file.is_file())
+    return [
+        str(file)
+        for file in files
+        if not file.name.startswith(".") and begins_like_trace(str(file), any_name=True)
+    ]
 
 
 def _distinct(files: list[str | RemoteFile]) -> list[str | RemoteFile]:

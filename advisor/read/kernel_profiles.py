@@ -12,8 +12,10 @@ import csv
 import io
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Literal
 
 import polars as pl
@@ -99,7 +101,9 @@ _NCU_META = {
 _ROC_META = re.compile(
     r"index|kernel_?name|gpu.?id|queue.?(id|index)|pid|tid|process.?id|thread.?id|grd|wgr|sig|obj"
     r"|dispatch(_?id|ns)?|agent_?id|correlation_?id|kernel_?id|grid_?size|workgroup_?size"
-    r"|(begin|end|complete|duration)ns|(start|end)_timestamp|counter_(name|value)|wave_size",
+    r"|(begin|end|complete|duration)ns|(start|end)_timestamp|counter_(name|value)|wave_size"
+    r"|lds|scr|((arch|accum)_)?vgpr|sgpr|lds_block_size(_v)?|scratch_size|(accum_)?vgpr_count"
+    r"|sgpr_count",
     re.IGNORECASE,
 )
 
@@ -605,33 +609,90 @@ def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
 
 
 def merge_profiles(reports: Sequence[KernelProfiles]) -> KernelProfiles:
-    """Merge several reports. rocprof writes times and counters to separate files: profiles of the
-    same kernel in the same size become one."""
-    kernels: list[KernelProfile] = []
-    place: dict[tuple[Any, ...], int] = {}
-    dropped: dict[str, int] = {}
+    """Merge several reports. rocprof writes times and counters to separate files: reports of one
+    run become one. A kernel in several runs has the name of its file."""
+    dropped: Counter[str] = Counter()
+    runs: list[_Run] = []
     for report in reports:
-        for why, count in report.dropped.items():
-            dropped[why] = dropped.get(why, 0) + count
-        for kernel in report.kernels:
-            key = (kernel.name, kernel.grid, kernel.block)
-            at = place.get(key) if report.tool == ROCPROF else None
-            if at is None or not _complement(kernels[at], kernel):
-                place[key] = len(kernels)
-                kernels.append(kernel)
-                continue
-            first = kernels[at]
-            kernels[at] = replace(
-                first,
-                duration_ns=kernel.duration_ns if first.duration_ns is None else first.duration_ns,
-                metrics=first.metrics | kernel.metrics,
-            )
+        dropped.update(report.dropped)
+        known = [run for run in runs if run.fits(report)] if report.tool == ROCPROF else []
+        if known:
+            max(known, key=lambda run: _common_ends(run.stem, _stem(report.path))).add(report)
+        elif not any(run.repeats(report) for run in runs):
+            runs.append(_Run(report))
+    counts = Counter(name for run in runs for name in {key[0] for key in run.kernels})
+    kernels = [
+        replace(kernel, file=run.stem.rpartition("/")[2]) if counts[key[0]] > 1 else kernel
+        for run in runs
+        for key, own in run.kernels.items()
+        for kernel in own
+    ]
     path = ", ".join(report.path for report in reports[:3]) + (", …" if len(reports) > 3 else "")
     compiled = tuple(each for report in reports for each in report.compiled)
     return KernelProfiles(path, reports[0].tool, tuple(kernels[:MAX_KERNELS]), dropped, compiled)
 
 
-def _complement(first: KernelProfile, second: KernelProfile) -> bool:
-    """Return whether one has the time that the other lacks, or they share no counter."""
-    timed = first.duration_ns is not None, second.duration_ns is not None
-    return timed[0] != timed[1] or not first.metrics.keys() & second.metrics.keys()
+_Key = tuple[str, tuple[int, int, int] | None, tuple[int, int, int] | None]
+
+
+class _Run:
+    """Reports of one run of a program, with its kernels by name and size."""
+
+    def __init__(self, report: KernelProfiles) -> None:
+        self.kernels: dict[_Key, list[KernelProfile]] = {}
+        for kernel in report.kernels:
+            self.kernels.setdefault(_key(kernel), []).append(kernel)
+        self.stem = _stem(report.path)
+        """Path of its times, else of its first report."""
+        self.timed = _has_only_times(report)
+        """Whether one of its reports has times and no counters."""
+
+    def fits(self, report: KernelProfiles) -> bool:
+        """Return whether a report has kernels of this run, and adds to all of them: a run has one
+        report of times alone, and each counter once."""
+        pairs = [(self.kernels[_key(k)][0], k) for k in report.kernels if _key(k) in self.kernels]
+        if not pairs or (self.timed and _has_only_times(report)):
+            return False
+        return not any(first.metrics.keys() & second.metrics.keys() for first, second in pairs)
+
+    def repeats(self, report: KernelProfiles) -> bool:
+        """Return whether a report has the times of this run again: rocprof writes a table and a
+        database."""
+        return self.timed and _has_only_times(report) and self.stem == _stem(report.path)
+
+    def add(self, report: KernelProfiles) -> None:
+        """Add the counters and times of a report to its kernels."""
+        if _has_only_times(report):
+            self.timed, self.stem = True, _stem(report.path)
+        for kernel in report.kernels:
+            own = self.kernels.setdefault(_key(kernel), [])
+            if not own:
+                own.append(kernel)
+                continue
+            first = own[0]
+            own[0] = replace(
+                first,
+                duration_ns=kernel.duration_ns if first.duration_ns is None else first.duration_ns,
+                metrics=first.metrics | kernel.metrics,
+            )
+
+
+def _key(kernel: KernelProfile) -> _Key:
+    return kernel.name, kernel.grid, kernel.block
+
+
+def _has_only_times(report: KernelProfiles) -> bool:
+    return not any(kernel.metrics for kernel in report.kernels)
+
+
+def _stem(path: str) -> str:
+    """Return a report's path without the suffixes of its format and packing."""
+    return re.sub(r"\.(?:csv|db|ncu-rep)(?:\.gz|\.zst|\.zstd)?$", "", path)
+
+
+def _common_ends(first: str, second: str) -> int:
+    """Count the characters with which two names begin and end alike."""
+    result = 0
+    for pair in (zip(first, second, strict=False), zip(first[::-1], second[::-1], strict=False)):
+        result += sum(1 for _ in takewhile(lambda each: each[0] == each[1], pair))
+    return result

@@ -88,6 +88,9 @@ class Reader(ABC):
     trace (.json, .json.gz or .json.zst)``."""
     suffixes: ClassVar[tuple[str, ...]]
     """Suffixes of its files, with the dot and in lower case, without ``.gz`` or ``.zst``."""
+    shared_suffixes: ClassVar[tuple[str, ...]] = ()
+    """Suffixes, as in ``suffixes``, that any other file may have too: in a folder such a file is
+    read if it begins as one of this format."""
     meta_field: ClassVar[str] = ""
     """Field of TraceMeta filled by files that hold no trace. Given beside traces, they are joined
     with :meth:`merge`, and every trace gets the result (``core/auxiliary_inputs.py``)."""

@@ -105,9 +105,27 @@ def is_trace_name(name: str) -> bool:
 
 def is_named_for(reader: Reader, name: str) -> bool:
     """Return whether a file's name matches a reader's patterns."""
-    name = name.lower()
-    bare = next((name.removesuffix(end) for end in PACKINGS if name.endswith(end)), name)
+    bare = _bare(name)
     return any(fnmatchcase(bare, each) for each in reader.patterns)
+
+
+def begins_like_trace(path: str, *, any_name: bool = False) -> bool:
+    """Return whether a reader is sure of a file by its start: one whose suffix the file has
+    (``Reader.shared_suffixes``), or of ``any_name``."""
+    bare = _bare(path)
+    readers = [each for each in all_readers() if any_name or bare.endswith(each.shared_suffixes)]
+    if not readers:
+        return False
+    try:
+        claim = _most_certain(readers, ByteSource(path).head(), path)
+    except AdvisorError:
+        return False
+    return claim is not None and claim[0] is ReaderClaim.SURE
+
+
+def _bare(name: str) -> str:
+    name = name.lower()
+    return next((name.removesuffix(end) for end in PACKINGS if name.endswith(end)), name)
 
 
 def _most_certain(

@@ -177,7 +177,7 @@ def test_a_directory_with_no_readable_trace_says_why_the_first_is_none(tmp_path:
 def test_a_directory_without_traces_is_told_so(tmp_path: Path) -> None:
     assert error(tmp_path).endswith("an empty directory; give one with traces, or a file")
     (tmp_path / "readme.md").write_text("x")
-    assert "without traces (no file is named like one); give a file" in error(tmp_path)
+    assert "without traces (no file is named or begins like one); give a file" in error(tmp_path)
 
 
 def test_hidden_copies_are_not_traces(tmp_path: Path) -> None:

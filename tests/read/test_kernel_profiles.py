@@ -17,13 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from advisor.advise.engine import analyze
 from advisor.core.errors import AdvisorError
 from advisor.core.kernel_profile import KernelProfiles, ToolAdvice
 from advisor.read import open_run
+from advisor.read.directory import profile_files
 from advisor.read.kernel_profiles import _advice, read_kernel_profiles
 from advisor.read.protobuf import iterate_fields
 from advisor.read.registry import read_bytes, read_trace
 from advisor.read.sampled_lines import lines_of_module
+from advisor.render.formats import REPORTS as FORMATS
 from benchmarks.public_traces import path_of
 
 REPORTS = ("cutlass_a100_s4", "cutlass_a100_s8", "sparse_matmul_a10g")
@@ -187,6 +190,71 @@ def test_the_laplacian_has_its_published_time_bytes_and_bandwidth(
         assert moved / kernel.duration_ns == pytest.approx(808, rel=0.02)
 
 
+def test_a_folder_joins_the_counters_of_each_run_with_its_times() -> None:
+    folder = path_of("rocprof/laplacian")
+    (trace,) = open_run(folder).traces.values()
+    assert trace.meta.kernel_profiles is not None
+    kernels = trace.meta.kernel_profiles.kernels
+    assert len(kernels) == 8
+    own = {k.file: k for k in kernels if k.name == "laplacian_kernel"}
+    assert sorted(own) == ["kernel1_results", "kernel2_results"]
+    for variant in ("kernel1", "kernel2"):
+        files = [folder / f"{variant}_{part}.csv.gz" for part in ("data_movement", "results")]
+        alone = profiles_of(files[0]), profiles_of(files[1])
+        counted, timed = (
+            next(k for k in each.kernels if k.name == "laplacian_kernel") for each in alone
+        )
+        joined = own[f"{variant}_results"]
+        assert joined.duration_ns == timed.duration_ns
+        assert joined.number("FETCH_SIZE") == counted.number("FETCH_SIZE")
+    text = " ".join(FORMATS.render("terminal", analyze(str(folder)), width=120).split())
+    assert "kernel1_results 1,001 2.64 ms 2.88 GiB 1,171 GB/s" in text
+    assert "kernel2_results 1,001 2.56 ms 2.73 GiB 1,143 GB/s" in text
+
+
+def test_registers_and_scratch_of_a_launch_are_no_counters() -> None:
+    (first, *_) = profiles_of(path_of("rocprof/laplacian/kernel1_results.csv.gz")).kernels
+    assert first.metrics == {}
+
+
+def test_the_database_beside_a_table_repeats_it(tmp_path: Path) -> None:
+    (tmp_path / "one_results.csv").write_text(
+        "Index,KernelName,grd,wgr,BeginNs,EndNs\n0,k,256,64,10,30\n"
+    )
+    with sqlite3.connect(tmp_path / "one_results.db") as db:
+        db.execute("CREATE TABLE KERN (KernelName TEXT, grd INT, wgr INT, BeginNs INT, EndNs INT)")
+        db.execute("INSERT INTO KERN VALUES ('k', 256, 64, 10, 30)")
+    (trace,) = open_run(tmp_path).traces.values()
+    assert trace.meta.kernel_profiles is not None
+    (kernel,) = trace.meta.kernel_profiles.kernels
+    assert (kernel.duration_ns, kernel.file) == (20.0, "")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_folder_of_tables_alone_is_read(packed: bool, tmp_path: Path) -> None:
+    page = gzip.decompress(path_of("ncu/deepseek_ocr_rtx5090.csv.gz").read_bytes())
+    name = "kernel_0001__ncu.details.csv"
+    if packed:
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(page))
+    else:
+        (tmp_path / name).write_bytes(page)
+    (tmp_path / "analysis__summary.csv").write_text("kernel,limit\na,latency\n")
+    run = open_run(tmp_path)
+    (trace,) = run.traces.values()
+    assert trace.meta.kernel_profiles is not None and not run.problems
+    assert len(trace.meta.kernel_profiles.kernels) == 20
+    (given,) = profile_files(str(tmp_path))
+    assert given.removesuffix(".gz").endswith(name)
+
+
+def test_a_folder_is_read_by_content_where_no_name_is_known(tmp_path: Path) -> None:
+    packed = path_of("memory_timeline.raw.gz")
+    (tmp_path / packed.name).write_bytes(packed.read_bytes())
+    (tmp_path / "notes.txt").write_text("ran on Tuesday\n")
+    (trace,) = open_run(tmp_path).traces.values()
+    assert trace.meta.snapshot is not None
+
+
 @pytest.mark.parametrize("variant", ["kernel1", "kernel2"])
 def test_a_database_of_rocprof_has_the_times_of_its_csv(variant: str, tmp_path: Path) -> None:
     text = gzip.decompress(
@@ -305,7 +373,5 @@ def test_a_report_of_an_unknown_layout_names_the_export() -> None:
 
 def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
-    from advisor.read.directory import profile_files
-
     with pytest.raises(AdvisorError, match="no report of a kernel profiler"):
         profile_files(str(tmp_path))

@@ -68,6 +68,7 @@ class KernelProfilerReader(_ProfileReader):
     name = "kernel-profiler"
     description = "a report of Nsight Compute or rocprof (.ncu-rep, .csv, .db)"
     suffixes = (".ncu-rep",)
+    shared_suffixes = (".csv",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise a report by the container's magic, or the columns of the first line."""

@@ -171,7 +171,7 @@ def kernel_tables(report: Report) -> list[Section]:
     head = [name for name in rows[0] if any(row[name] for row in rows)]
     cells = [[row[name] or t.NOT_MEASURED for name in head] for row in rows]
     last = (len(head) - 1,) if head[-1] == "occupancy" else ()
-    grid = _grid(head, cells, "l" + "r" * (len(head) - 1), optional=last)
+    grid = _grid(head, cells, "".join("lr"[name not in _TEXTS] for name in head), optional=last)
     aside = _absence(report, absent, len(report.kernel_counters))
     aside = aside if aside or traced else "per launch"
     counted = any(view.use or view.occupancy is not None or view.dram_bytes for view in views)
@@ -272,6 +272,10 @@ def _size(size: int) -> str:
     return t.format_bytes(size) if size else "none"
 
 
+_TEXTS: Final = ("kernel", "file")
+"""Columns that are no numbers."""
+
+
 def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[str, str]:
     """Return cells by column; empty: not collected. ``several``: some are means of launches."""
     busiest = max(view.use.values(), default=None)
@@ -287,6 +291,7 @@ def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[s
         }
     return {
         "kernel": name,
+        "file": labels.shorten(view.file, 24),
         **times,
         "limited by": "" if view.limit == "unknown" else view.limit,
         "use": _or_empty(busiest, t.format_share),

@@ -21,6 +21,7 @@ from advisor.core.report import (
     TritonKernel,
 )
 from advisor.core.trace import CUDA, KINETO, TENSORRT
+from advisor.measure.device.kernel_names import library_of
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     MatchedKernel,
@@ -188,6 +189,8 @@ def _relieve(views: Sequence[KernelCounters]) -> str:
     if longest is None or _total(longest) < MOST_TIME * sum(map(_total, views)):
         return ""
     at_limit = len(views) > 1 and max(longest.use.values(), default=0.0) >= AT_LIMIT
+    if at_limit and (library := library_of(longest.name)) is not None:
+        return f"It is a kernel of {library}: choose another algorithm, or move fewer bytes. "
     return f"{RELIEVE[longest.limit]}. " if at_limit and longest.limit in RELIEVE else ""
 
 
@@ -203,10 +206,12 @@ def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
         return ""
     if longest.occupancy >= LOW_OCCUPANCY:
         return ""
+    other = "use fewer registers and less shared memory per block"
+    if (library := library_of(longest.name)) is not None:
+        other = f"choose another algorithm, as it is a kernel of {library}"
     return (
         f"Its occupancy is {t.format_share(longest.occupancy)}: too little runs at once to hide "
-        "the waits. Give it more work per launch, or use fewer registers and less shared memory "
-        "per block."
+        f"the waits. Give it more work per launch, or {other}."
     )
 
 

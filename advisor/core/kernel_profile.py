@@ -58,6 +58,8 @@ class KernelProfile:
     advice: tuple[ToolAdvice, ...] = ()
     device: str = ""
     """Name of the GPU; empty: not recorded."""
+    compute: tuple[int, int] | None = None
+    """Compute capability of the GPU; ``None``: not recorded."""
     launches: int = 1
     """Number of launches that the metrics are means of."""
     signature: str = ""

@@ -214,22 +214,29 @@ def _of_csv(
     metrics: dict[str, Metric],
     advice: Sequence[ToolAdvice],
 ) -> KernelProfile:
-    return KernelProfile(
+    result = KernelProfile(
         name=_cell(row, column, "Kernel Name"),
         grid=_dimensions(_cell(row, column, "Grid Size")),
         block=_dimensions(_cell(row, column, "Block Size")),
         **_common(metrics, advice),
     )
+    found = re.fullmatch(r"(\d{1,3})\.(\d)", _cell(row, column, "CC"))
+    return result if found is None else replace(result, compute=(int(found[1]), int(found[2])))
 
 
 def _common(metrics: dict[str, Metric], advice: Sequence[ToolAdvice]) -> dict[str, Any]:
     """Return the fields that both exports express in the same way."""
     device = metrics.get("device__attribute_display_name", Metric("")).value
+    major, minor = (
+        _figure(metrics, f"device__attribute_compute_capability_{part}")
+        for part in ("major", "minor")
+    )
     return {
         "duration_ns": _figure(metrics, "gpu__time_duration.sum"),
         "metrics": metrics,
         "advice": tuple(advice),
         "device": device if isinstance(device, str) else "",
+        "compute": None if major is None or minor is None else (int(major), int(minor)),
     }
 
 

@@ -382,7 +382,7 @@ EXCHANGES = (
     ("experts", r"(?i)(^|[^a-z])moe|(^|[^a-z])experts?([^a-z]|$)|deep_?ep|ep_?(dispatch|combine)"),
     ("attention", r"(?i)all_?to_?all_?4d|seq_?all_?to_?all|ulysses|distributed_?attention"),
 )
-"""What an all-to-all sends -> names of ranges, operators and kernels that show it."""
+"""Names of ranges, operators and kernels that show what an all-to-all sends, by that."""
 
 
 def _exchanged(a: Analysis, table: pl.DataFrame) -> str | None:

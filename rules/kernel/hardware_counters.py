@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from advisor.core import labels
 from advisor.core import text as t
@@ -12,6 +13,7 @@ from advisor.core.auxiliary_inputs import COUNTERS
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.kernel_names import built_for, library_of
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     Limit,
@@ -43,6 +45,44 @@ class CounterSaving(NamedTuple):
     """Figure that the threshold is compared with."""
 
 
+class LibraryAdvice(NamedTuple):
+    """Ways to another kernel of a library."""
+
+    fix: str
+    code: str
+
+
+_AUTOTUNE = 'model = torch.compile(model, mode="max-autotune")   # times other tiles'
+_PRODUCTS = LibraryAdvice(
+    "Sizes that are multiples of 64, another layout or number format select another tile. "
+    "max-autotune times tiles that are written for your sizes.",
+    _AUTOTUNE,
+)
+_ATTENTION = LibraryAdvice(
+    "Use another backend of attention, or a split along keys that fits the batch.",
+    "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+    "with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):\n    output = model(batch)",
+)
+LIBRARY_ADVICE = {
+    "": LibraryAdvice(
+        "Call another function or algorithm of the library, with larger or merged inputs.", ""
+    ),
+    "cuBLAS": _PRODUCTS,
+    "CUTLASS": _PRODUCTS,
+    "rocBLAS": _PRODUCTS,
+    "cuDNN": LibraryAdvice(
+        "Let cuDNN time its algorithms, or use another memory format.",
+        "torch.backends.cudnn.benchmark = True",
+    ),
+    "FlashAttention": _ATTENTION,
+    "xFormers": _ATTENTION,
+    "PyTorch": LibraryAdvice(
+        "Let the compiler write it, merged with its neighbours.", "model = torch.compile(model)"
+    ),
+}
+"""Advice for kernels whose source is a library's, by library; empty: of the others."""
+
+
 class CounterRule(Rule):
     """A kernel's own bottleneck, from its hardware counters. The estimate is an upper bound, as
     Nsight Compute's is: no kernel gets faster than its busiest unit allows. Beside a trace the
@@ -57,6 +97,8 @@ class CounterRule(Rule):
     _unit: ClassVar[str] = "share"
     _limit_name: ClassVar[str] = ""
     """Name of the threshold that the figure is compared with."""
+    _units: ClassVar[tuple[Limit, ...]] = ()
+    """Units that the fix relieves."""
     assumptions = ("the kernel reaches the limit of its busiest unit; usually less is gained",)
 
     def __init_subclass__(cls) -> None:
@@ -113,18 +155,54 @@ class CounterRule(Rule):
                 for k, _ in found[:MAX_PLACES]
             ],
             edits=edits,
+            **self._library_texts(found),
             impact=None
             if a.record_only or any(len(k.rows) for k, _ in found)
             else impact_without_gain("the trace has no launch of these kernels"),
         )
+
+    def complete(self, finding: Finding) -> Finding:
+        """Fill in the rule's texts, but leave those for a library's kernel as they are."""
+        result = super().complete(finding)
+        return replace(result, fix=finding.fix, code=finding.code) if finding.fix else result
+
+    def _library_texts(self, found: list[tuple[ProfiledKernel, CounterSaving]]) -> dict[str, Any]:
+        """Return the fix and code where the worst kernel is a library's, whose source a program
+        cannot change; empty: it is the program's own."""
+        worst = found[0][0]
+        library = library_of(worst.profile.signature or worst.profile.name)
+        if library is None:
+            return {}
+        advice = LIBRARY_ADVICE.get(library, LIBRARY_ADVICE[""])
+        fix = [
+            f"{worst.label} is a kernel of {library}, whose source is not yours: choose another. "
+            f"{advice.fix}"
+        ]
+        target, compute = built_for(worst.profile.name), worst.profile.compute
+        if target is not None and compute is not None and target[0] < compute[0]:
+            fix.append(
+                f"It is built for sm_{target[0]}{target[1]} and runs on sm_{compute[0]}{compute[1]}"
+                ": try a version of the library that is built for this GPU."
+            )
+        if any(library_of(k.profile.signature or k.profile.name) is None for k, _ in found):
+            fix.append(f"In your own kernels: {self.fix[0].lower()}{self.fix[1:]}")
+        return {"fix": " ".join(fix), "code": advice.code}
 
     def _describe(self, k: ProfiledKernel, saved: CounterSaving) -> str:
         value = t.format_share(saved.measured) if self._unit == "share" else f"{saved.measured:.3g}"
         limit: Threshold[float] = getattr(type(self), self._limit_name)
         return (
             f"{k.label}: {self._label} {self._verb} {value} {limit.meaning}. A fix saves up to "
-            f"{t.format_share(saved.share)} of the kernel's time."
+            f"{t.format_share(saved.share)} of the kernel's time{self._reason(k, saved)}."
         )
+
+    def _reason(self, k: ProfiledKernel, saved: CounterSaving) -> str:
+        """Say why less is saved than the figure: a unit that the fix leaves as busy as it is."""
+        left = {unit: x for unit, x in k.use.items() if unit not in self._units}
+        if self._unit != "share" or saved.share > saved.measured - 0.05 or not left:
+            return ""
+        unit = max(left, key=lambda unit: left[unit])
+        return f", because then {unit} ({t.format_share(left[unit] / 100)} busy) limits it"
 
 
 def _sampled_at(k: ProfiledKernel) -> str:
@@ -231,7 +309,6 @@ class ExcessRule(CounterRule):
     min_excess: Threshold[float]
     _counters: ClassVar[tuple[str, str]]
     """Counters of the excess, and of all accesses."""
-    _units: ClassVar[tuple[Limit, ...]]
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """Estimate the excess accesses' part of the time."""
@@ -308,6 +385,7 @@ class Spills(CounterRule):
     id = "kernel-register-spills"
     title = "Registers spill to local memory"
     _label = "local memory sectors"
+    _units = ("L1", "L2")
     _limit_name = "min_share"
     min_share = Threshold(0.1, "of all sectors of L1", CHOSEN)
     fix = (
@@ -327,7 +405,7 @@ class Spills(CounterRule):
         local = sum(part for part in parts if part is not None) / total
         if local < self.min_share:
             return None
-        return _kept(_of_traffic(k, local, "L1", "L2"), local)
+        return _kept(_of_traffic(k, local, *self._units), local)
 
     @staticmethod
     def examples() -> Examples:

@@ -13,6 +13,7 @@ import pytest
 
 import advisor
 from advisor.advise.kernel_counters import base_name
+from advisor.measure.device.kernel_names import library_of
 from advisor.render.formats import REPORTS
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -100,3 +101,39 @@ def test_a_kernel_is_matched_by_the_name_that_nsight_compute_gives_it() -> None:
         "volta_sgemm_64x64_tn": "volta_sgemm_64x64_tn",
     }
     assert {name: base_name(name) for name in names} == names
+
+
+def test_a_librarys_kernel_is_replaced_and_not_rewritten() -> None:
+    """The first is cutlass_80_tensorop…, compiled for sm_80, on an RTX 5090 of sm_120."""
+    (note,) = advisor.analyze(CORPUS / "ncu" / "deepseek_ocr_rtx5090.csv.gz").notes
+    assert "is a kernel of CUTLASS" in note.fix and "choose another" in note.fix
+    assert "built for sm_80 and runs on sm_120" in note.fix
+    assert "registers" not in note.fix and "__launch_bounds__" not in note.code
+    report = advisor.analyze(CORPUS / "rocprof" / "rocprof_compute_sample.db.gz")
+    assert "it is a kernel of rocPRIM" in report.verdict and "registers" not in report.verdict
+
+
+@pytest.mark.parametrize(
+    ("kernel", "library"),
+    [
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>(Params)", "CUTLASS"),
+        ("void cutlass::Kernel<cutlass::gemm::kernel::Gemm<MyTile>>(Params)", None),
+        ("ampere_sgemm_128x64_nn", "cuBLAS"),
+        ("void gemv2T_kernel_val<int, int, float, cublasGemvParamsEx<int>>(T)", "cuBLAS"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "cuBLAS"),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>(int)", "cuDNN"),
+        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128>>(P)", "FlashAttention"),
+        ("void at::native::vectorized_elementwise_kernel<4, F>(int)", "PyTorch"),
+        ("one_d_vec<64, 64, 16>(int)", None),
+        ("triton_poi_fused_add_0", None),
+    ],
+)
+def test_kernels_of_libraries_are_known_by_their_names(kernel: str, library: str | None) -> None:
+    assert library_of(kernel) == library
+
+
+def test_a_gain_below_the_loss_says_what_limits_it() -> None:
+    """1.07 waves: 47% is lost, but L1 is busy for 81% of the time already."""
+    (note,) = advisor.analyze(CORPUS / "ncu" / "sparse_matmul_a10g.ncu-rep.gz").notes
+    assert "47% of the kernel's time" in note.summary
+    assert "up to 19% of the kernel's time, because then L1 (81% busy) limits it" in note.summary

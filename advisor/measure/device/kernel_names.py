@@ -6,6 +6,7 @@ the trace, may be long, and may be hostile.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -304,6 +305,41 @@ _FORMAT_MARKS: dict[str, str] = {
     "fp64": r"(?i)\bdouble\b|dgemm|d884|([^a-z]|^)f64|^Cijk_[A-Za-z]+_[A-Za-z]+_D",
     "fp32": r"(?i)\bfloat\b|[^t]f32|fp32|sgemm|scudnn|^Cijk_[A-Za-z]+_[A-Za-z]+_S[BSX]",
 }
+
+
+LIBRARIES: tuple[tuple[str, str], ...] = (
+    ("FlashAttention", r"flash_(fwd|bwd)|FlashAttn|flash::"),
+    ("xFormers", r"fmha_cutlass"),
+    ("cuDNN", r"cudnn|xmma_(fprop|dgrad|wgrad)"),
+    (
+        "cuBLAS",
+        r"cublas|nvjet_|\b(maxwell|volta|turing|ampere|hopper|sm\d+)_\w*gemm|splitKreduce_kernel",
+    ),
+    ("CUTLASS", r"cutlass_\d+_"),
+    ("rocBLAS", r"^Cijk_|rocblas|hipblas"),
+    ("MIOpen", r"(?i)miopen"),
+    ("CUB", r"\bcub::|thrust::|cuda_cub"),
+    ("rocPRIM", r"rocprim|rocrand"),
+    (
+        "PyTorch",
+        r"at::native|TensorIterator|CatArrayBatchedCopy|(vectorized|unrolled)_elementwise_kernel",
+    ),
+)
+"""Libraries -> patterns of the names of their compiled kernels, the first that fits wins. Kernels
+from the templates of CUTLASS have the type of the template as their name: those are a program's
+own."""
+
+
+def library_of(name: str) -> str | None:
+    """Return the library that a kernel is compiled into, so that a program cannot change its
+    source; ``None``: none is known by the name."""
+    return next((known for known, pattern in LIBRARIES if re.search(pattern, name[:4096])), None)
+
+
+def built_for(name: str) -> tuple[int, int] | None:
+    """Return the compute capability in a kernel's name; ``None``: it has none."""
+    found = re.search(r"(?:cutlass_|[_:]sm_?)(\d{1,2})(\d)a?(?=_|\W|$)", name[:4096], re.IGNORECASE)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def function_name(name: pl.Expr) -> pl.Expr:

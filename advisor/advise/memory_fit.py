@@ -265,7 +265,7 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
     optimizer = rows_launched_under(a, r"^Optimizer\.step") & compute
     backward = rows_launched_under(a, BACKWARD) & compute & ~optimizer
     rest = compute & ~optimizer & ~backward
-    waits = pl.col("class").cast(pl.String).is_in(["sync", "unrecorded", "loader"])
+    waits = pl.col("class").cast(pl.String).is_in(["sync", "drain", "unrecorded", "loader"])
     threads = a.host.filter(~waits).group_by("thread").agg(pl.col("ns").sum())["ns"].to_list()
     busiest = max(threads, default=0)
     per = [float(dur[rows].sum()) / a.step_count for rows in (rest, backward, optimizer)]

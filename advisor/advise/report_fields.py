@@ -82,6 +82,9 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "scope": _scope(a),
         "host": [] if lost_replays(a) else host_time(a),
+        "host_step_ns": None
+        if a.steps.launched is None
+        else a.steps.host_spans.total / a.step_count,
         "step_variation": steps_apart(a),
         "serving": a.serving,
         "layers": report_layers(a),
@@ -192,7 +195,7 @@ def host_time(a: Analysis) -> list[HostShare]:
         return []
     table = a.host.filter(pl.col("thread") == main).sort("ns", descending=True)
     return [
-        HostShare(name, ns / a.step_count, ns / max(a.span_ns, 1))
+        HostShare(name, ns / a.step_count, ns / max(a.steps.host_spans.total, 1))
         for name, ns in zip(table["class"].to_list(), table["ns"].to_list(), strict=True)
         if ns
     ]

@@ -253,7 +253,10 @@ def headline_numbers(report: Report) -> list[Line]:
             f"{t.host_label(part.name, report.scope.framework)} {t.format_share(part.share)}"
             for part in report.host
         ]
-        host[0] += f" {t.format_of(report.per)}"
+        whose = t.format_of(report.per)
+        if report.host_step_ns is not None:
+            whose = f"of its own steps of {t.format_duration(report.host_step_ns)}"
+        host[0] += f" {whose}"
         lines.append(("host", host[:MAX_NAMES]))
     return lines
 

@@ -236,6 +236,7 @@ CAUSES: Final = {
 HOST: Final = {
     **CAUSES,
     "dispatch": Appearance("#3b82c4", "█", "blue"),
+    "drain": CAUSES["sync"],
     "unrecorded": Appearance("#c4c4cc", "┆", "bright_black"),
     "autograd": Appearance("#1f7a55", "▓", "green"),
 }

@@ -321,7 +321,7 @@ class HostShare(Struct, frozen=True):
     ns: float
     """Exclusive time per step, ns."""
     share: float
-    """Share of the step."""
+    """Share of the step; of the host's own, ``Report.host_step_ns``, where it runs ahead."""
 
 
 class StepVariationPart(Struct, frozen=True):
@@ -864,6 +864,9 @@ class Report(Struct, kw_only=True):
     """Share of the idle time whose cause is unknown; ``null``: no idle time, or lost records."""
     host: list[HostShare] = field(default_factory=list)
     """Exclusive time of the main thread by class, largest first."""
+    host_step_ns: float | None = None
+    """Mean step by the host's own marks, ns, where it runs ahead of the device; ``null``: it does
+    not, and ``host`` is of the same step as ``time``."""
     step_variation: StepVariation | None = None
     """Difference of long and short steps; ``null``: they are similar, or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)

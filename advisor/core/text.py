@@ -55,6 +55,7 @@ HOST_LABELS: Final = {
     "copy": "waiting in a copy",
     "dispatch": "operators",
     "launch": "launch calls",
+    "drain": "waiting for the queue to drain",
     "unknown": "outside operators",
     "unrecorded": "nothing recorded",
     "autograd": "waiting for backward",

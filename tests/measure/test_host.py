@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -104,9 +105,44 @@ def test_a_built_in_that_waits_for_the_device_is_no_python_work(frame: str):
     assert python_hot_spots(a).is_empty()
 
 
+def test_the_wait_for_the_queue_after_the_last_step_is_no_part_of_a_step():
+    b = TraceBuilder(launch_us=5)
+    for _ in range(5):  # 20 us of the host, 1 ms of the device
+        with b.step():
+            for _ in range(4):
+                b.launch("gemm", 250)
+    b.sync()  # some 5 ms
+    a = b.analysis()
+    assert a.steps.host_spans.total < 0.1 * a.span_ns
+    assert classes(a)["launch"] == pytest.approx(5 * 20, abs=1)
+    assert "drain" not in classes(a)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_waiting_for_queued_work_is_no_cost_of_the_profiler(stacks):
+    b = TraceBuilder(launch_us=5, latency_us=3)
+    with b.step(), b.python("train.py(1): main") if stacks else nullcontext():
+        b.launch("gemm", 300)
+        with b.python("torch/profiler/profiler.py(9): stop") if stacks else nullcontext():
+            b.sync()
+    found = classes(b.analysis())
+    assert found["drain"] == pytest.approx(303, abs=2)
+    assert found.get("profiler", 0) <= 2  # the frame's own
+
+
+def test_a_drain_is_said_to_be_one_on_a_real_device(shared_trace):
+    """hipDeviceSynchronize is the last call of this trace, and returns with the last kernel."""
+    a = Analysis(read_trace(shared_trace("mi210_gpu_only")))
+    found = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
+    last = a.trace.cpu.filter(pl.col("name") == "hipDeviceSynchronize")
+    assert last.height == 1
+    assert found["drain"] == pytest.approx(last["dur"][0], rel=0.05)
+    assert "profiler" not in found
+
+
 REAL = ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0", "nccl_collectives",
         "h100_bert_small_inference", "b200_eager", "alexnet", "mi250_train", "mi210_gpu_only",
-        "cupti_counters", "no_gpu_rank"]  # fmt: skip
+        "cupti_counters", "no_gpu_rank", "mi300x_kernels_after_steps"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -114,7 +150,7 @@ def test_the_classes_of_each_thread_add_up_to_the_window(name, shared_trace):
     a = Analysis(read_trace(shared_trace(name)))
     sums = a.host.group_by("thread").agg(pl.col("ns").sum())
     assert sums.height >= 1
-    assert set(sums["ns"]) == {a.span_ns}
+    assert set(sums["ns"]) == {a.steps.host_spans.total}
     assert (a.host["ns"] > 0).all()
     assert a.host.schema == pl.Schema(HOST_SCHEMA)
 
@@ -219,7 +255,7 @@ def test_only_python_time_in_which_the_device_waits_is_critical():
         with b.python("train.py(9): prepare"):
             b.host(150)  # until 156.5
         b.launch("gemm", 10)
-        b.sync()  # the last one: the profiler's
+        b.sync()
     a = b.analysis()
     (spot,) = python_hot_spots(a).iter_rows(named=True)
     assert spot["critical_ns"] == 48_000  # from 108.5, the end of the first

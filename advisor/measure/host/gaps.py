@@ -29,7 +29,7 @@ CAUSES = (
     "profiler",  # the profiler itself
     "stream",  # launched, but waiting for an event of another stream or device
     "other_thread",  # waiting for another thread that recorded nothing
-    "end",  # after the last device work of the trace, doing nothing that is recorded
+    "end",  # after the last device work of the trace, in its last sync or nothing that is recorded
     "unknown",  # Python without stacks, no recorded event, launched long ago for no visible reason
 )
 Cause = pl.Enum(CAUSES)
@@ -56,7 +56,10 @@ MAX_FOLLOWED = 4
 thread and those that launch most. Autograd has one thread a device; more only cost time."""
 
 _CAUSE = {name: code for code, name in enumerate(CAUSES)}
-_OF_CLASS = np.array([_CAUSE.get(name, _CAUSE["unknown"]) for name in CLASSES], dtype=np.int8)
+_OF_CLASS = np.array(
+    [_CAUSE["end"] if name == "drain" else _CAUSE.get(name, _CAUSE["unknown"]) for name in CLASSES],
+    dtype=np.int8,
+)
 _UNEXPLAINED = (CODE["unknown"], CODE["unrecorded"], CODE["other_thread"])
 
 

@@ -31,7 +31,7 @@ in the backward pass: ``Tensor.backward`` returns when that is through."""
 HOST_SCHEMA: dict[str, Any] = {
     "thread": pl.Int32,  # row of trace.threads
     "class": pl.Enum(HOST_CLASSES),
-    "ns": pl.Int64,  # exclusive, inside the used steps
+    "ns": pl.Int64,  # exclusive, inside the used steps by the host's times
 }
 HOT_SCHEMA: dict[str, Any] = {
     "frame": pl.Int32,  # row of trace.cpu: the call that took longest
@@ -54,11 +54,12 @@ MAX_ENCLOSED_SHARE = 0.05
 def host_breakdown(a: Analysis) -> pl.DataFrame:
     """Sum host time by thread and class: the columns of HOST_SCHEMA, a row for each with any time.
 
-    The classes of one thread add up to the analysed window: ``unrecorded`` is the time in which the
-    thread has no event, be it idle or running what was not recorded.
+    The classes of one thread add up to the analysed window, by the host's own marks where it runs
+    ahead: what it does after its last step is no part of a step. ``unrecorded`` is the time in
+    which the thread has no event, be it idle or running what was not recorded.
     """
     line = a.timeline
-    ns = covered_length(line.start, line.end, a.spans)
+    ns = covered_length(line.start, line.end, a.steps.host_spans)
     size = len(HOST_CLASSES)
     totals = np.bincount(line.thread * size + line.code, weights=ns, minlength=1)
     totals = np.append(totals, np.zeros(size * line.threads + 1 - len(totals)))
@@ -105,7 +106,7 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
         begin, end, low, high = begin[some], end[some], low[some], high[some]
         begin = np.maximum(begin, runs.start[low])
         end = np.minimum(end, runs.end[high])
-        result.append((main, CODE[name], int(covered_length(begin, end, a.spans).sum())))
+        result.append((main, CODE[name], int(covered_length(begin, end, a.steps.host_spans).sum())))
     return result
 
 

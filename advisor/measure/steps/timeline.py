@@ -30,6 +30,7 @@ CLASSES = (
     "allocation",  # cudaMalloc, cudaFree, cudaHostAlloc, cudaFreeHost
     "compile",  # torch.compile compiling, a CUDA module being loaded, a graph being captured
     "profiler",  # the profiler's own code
+    "drain",  # blocked until the queue is empty, after the last launch
     "launch",  # in a call that starts device work
     "dispatch",  # in an operator, outside the calls above
     "python",  # in a Python frame, outside operators
@@ -236,7 +237,6 @@ def classify(trace: Trace) -> HostClasses:
     overhead = (kind == "overhead").to_numpy()
     code[overhead] = CODE["profiler"]
     code[overhead & loading] = CODE["compile"]
-    code[profiler_syncs(trace)] = CODE["profiler"]
     swallows = (is_annotation | is_op) & loader
     code[swallows] = CODE["loader"]
     compiling &= is_annotation | is_op | is_python
@@ -249,6 +249,8 @@ def classify(trace: Trace) -> HostClasses:
     if swallows.any():
         top = outermost_ancestor(parent, swallows)
         row = np.where(top >= 0, top, row)
+    drains = profiler_syncs(trace)  # what they wait for is queued work, whoever asks for it
+    code[drains], row[drains] = CODE["drain"], drains
     result = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
     return HostClasses(row, result, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
 

@@ -1,4 +1,4 @@
-"""Matrix products in double precision."""
+"""Work in double precision."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF, public_traces
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.rules.kernel.kernel_common import (
     compute_rows,
@@ -27,14 +28,15 @@ from advisor.testing import Examples, TraceBuilder
 
 
 class DoublePrecision(Rule):
-    """Matrix products and convolutions take doubles (float64): NumPy's arrays are doubles by
-    default, and ``model.double()`` or ``torch.set_default_dtype`` make a model of them. Memory
-    moves twice the bytes. A CPU computes half as many doubles as floats at once. A GPU multiplies
-    them as fast as floats (A100, H100), half as fast (V100) or far slower (GeForce).
+    """Operators take doubles (float64): NumPy's arrays are doubles by default, and
+    ``model.double()`` or ``torch.set_default_dtype`` make a model of them. Memory moves twice the
+    bytes. A CPU computes half as many doubles as floats at once. A GPU multiplies them as fast as
+    floats (A100, H100), half as fast (V100) or far slower (GeForce).
 
-    The rule counts the own time of operators of which (nearly) all calls have double inputs. On a
-    GPU it counts the time of kernels whose largest input is of doubles. Products among them must
-    take enough of the step. In float32 they take about half: 0.4 to 0.75, by how much of it is
+    On a CPU the rule counts the own time of operators of which (nearly) all calls have double
+    inputs. Products among them must take enough of the step. On a GPU it counts the time of kernels
+    whose largest input is of doubles. Where inputs are not recorded, the kernel's name says the
+    type of its elements. In float32 they take about half: 0.4 to 0.75, by how much of it is
     arithmetic, memory or overhead. Products on a GPU take the ratio of the peaks in float64 and
     float32. TF32 is another fix, and is left out.
     """
@@ -43,16 +45,26 @@ class DoublePrecision(Rule):
     title = "The step computes in double precision (float64)"
     validation_note = (
         "CPU recordings, torch 2.13: two layers on a NumPy array, steps of 21 ms in float64 and "
-        "8.8 ms in float32; silent in float32"
+        "8.8 ms in float32; silent in float32. Mask generation in BF16 on an A100: masks are "
+        "resized, compared and indexed as doubles, 87 of 499 ms"
     )
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/float64.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/float64.cured", *CURED_RECORDINGS)
+    found_in: ClassVar[tuple[str, ...]] = (
+        "recorded/float64.slow",
+        "traces/pairs/sam_3_bf16_compiled_sdpa",
+    )
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/float64.cured",
+        *CURED_RECORDINGS,
+        *public_traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 b200_eager"),
+    )
     references: ClassVar[tuple[str, ...]] = (
         "https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",
     )
 
     min_share = Threshold(
-        0.10, "of the step in products of doubles; twice XProf's for input", XPROF
+        0.10,
+        "of the step in work on doubles (on a CPU in products); twice XProf's for input",
+        XPROF,
     )
     min_double_share = Threshold(0.9, "of an operator's time with double inputs", CHOSEN)
     factor = Threshold(0.5, "of the time in float32: half the bytes, twice the rate", CHOSEN)
@@ -72,7 +84,7 @@ class DoublePrecision(Rule):
         "x = torch.as_tensor(array, dtype=torch.float32)   # once, where data is loaded\n"
         "model = model.float()"
     )
-    verify = "Record again: the inputs of aten::mm and aten::addmm are float."
+    verify = "Record again: operators have inputs of type float."
     falsified_by = "the same step time in float32"
     assumptions = ("float32 is accurate enough for this model",)
     confidence = 0.85
@@ -123,11 +135,11 @@ class DoublePrecision(Rule):
 
     def _on_gpu(self, a: Analysis) -> Outcomes:
         """Sum kernels of products of doubles, and of other operators on doubles."""
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         double = compute_rows(a) & _double_kernels(a)
         products = double & family_rows(a, "gemm", "convolution")
-        ns = summed_duration(a, products)
+        ns = summed_duration(a, double)
         if ns < self.min_share * a.span_ns:
             return
         gpu = a.hardware
@@ -141,16 +153,21 @@ class DoublePrecision(Rule):
             names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique()
             if names.len():
                 edits.append(scale_edit(select_kernels(names.to_list()), *factors))
+        matrix = [
+            amount_per_step(a, "matrix products of them", summed_duration(a, products)),
+            Evidence("peak in FP64", peaks[0], "FLOP/s"),
+            Evidence("peak in FP32", peaks[1], "FLOP/s"),
+        ] * bool(products.any())
+        where = kernel_locations(a, double)
+        longest = f", longest in {where[0].op}" if where and where[0].op else ""
         yield Finding(
-            summary=f"Matrix products and convolutions of doubles take {of_step(a, ns)}.",
+            summary=f"Kernels on doubles (float64) take {of_step(a, ns)}{longest}.",
             evidence=[
-                amount_per_step(a, "products of doubles", ns),
+                amount_per_step(a, "kernels on doubles", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
-                amount_per_step(a, "all kernels on doubles", summed_duration(a, double)),
-                Evidence("peak in FP64", peaks[0], "FLOP/s"),
-                Evidence("peak in FP32", peaks[1], "FLOP/s"),
+                *matrix,
             ],
-            where=kernel_locations(a, double),
+            where=where,
             edits=edits,
         )
 
@@ -161,10 +178,18 @@ class DoublePrecision(Rule):
             "a model of floats": (_products("float"), "ns < self.min_share * a.span_ns"),
             "a few doubles": (_products("double", us=100, rest=6000), "min_share"),
             "on a GPU": _products("double", gpu="A100"),
+            "masks of doubles on a GPU": _masks(_DOUBLE_KERNEL, "double"),
+            "doubles by the kernel's name": _masks(_DOUBLE_KERNEL, None),
+            "a scalar that is a double": (
+                _masks("void resize<float>(int, double, float const*)", None),
+                "ns < self.min_share * a.span_ns",
+            ),
             "floats on a GPU": (_products("float", gpu="A100"), "ns < self.min_share * a.span_ns"),
         }
 
 
+_ELEMENTS = r"^[^(]*(?:\(anonymous namespace\)[^(]*)*<[^(]*\bdouble\b"
+"""A kernel's template arguments, with doubles among them: later, a type may be a scalar's."""
 _PRODUCTS = [
     f"aten::{name}"
     for name in (
@@ -193,7 +218,8 @@ def _operators(a: Analysis) -> pl.DataFrame:
 
 
 def _double_kernels(a: Analysis) -> np.ndarray:
-    """Aligned with ``trace.gpu``: kernels of operators whose largest input is of doubles."""
+    """Aligned with ``trace.gpu``: kernels of operators whose largest input is of doubles; without
+    recorded inputs, by the type of elements in their names."""
     inputs = a.trace.cpu["inputs"].gather(a.kernels["op_row"])
     double = np.zeros(a.trace.inputs.height + 1, dtype=bool)
     # a loop over distinct input descriptions, not over events
@@ -203,7 +229,24 @@ def _double_kernels(a: Analysis) -> np.ndarray:
             largest = max(tensors, key=lambda tensor: tensor.elements)
             double[row] = largest.elements > 1 and largest.dtype == "double"
     result: np.ndarray = double[inputs.fill_null(-1).to_numpy()]
-    return result
+    named = (inputs.is_null() & (a.kernels["dtype"] == "fp64").fill_null(False)).to_numpy()
+    named &= (
+        family_rows(a, "gemm", "convolution")
+        | name_matches(a.trace.gpu["name"], _ELEMENTS).to_numpy()
+    )
+    return np.asarray(result | named, dtype=bool)
+
+
+_DOUBLE_KERNEL = "void (anonymous namespace)::upsample_bilinear2d_out_frame<double>(int, double)"
+
+
+def _masks(kernel: str, dtype: str | None) -> TraceBuilder:
+    b = TraceBuilder("A100")
+    shape = None if dtype is None else [[64, 1, 256, 256]]
+    for _ in b.steps():
+        b.run("aten::upsample_bilinear2d", kernel, 3000, shape, dtype or "float")
+        b.product(3000, wait=True)
+    return b
 
 
 def _products(

@@ -155,7 +155,7 @@ def _view(post: PostMortem) -> MemoryView:
         ],
         savings=[
             MemorySaving(change=each.name, bytes=each.bytes, assumes=each.assumes,
-                         file=each.file, line=each.line)
+                         cost=COSTS.get(each.name, "none"), file=each.file, line=each.line)
             for each in find_savings(post)
         ],
     )  # fmt: skip
@@ -258,6 +258,17 @@ def _free_at_end(view: MemoryView) -> str:
     )
 
 
+COSTS = {
+    "checkpointing": "2nd forward pass",
+    "offload activations": "copies both ways",
+    "offload optimizer state": "update on host",
+    "half the batch": "launches twice",
+    "8-bit optimizer": "other numbers",
+    "16-bit optimizer state": "other numbers",
+    "16-bit weights": "other numbers",
+    "autocast without cache": "more casts",
+}
+"""Costs per step of changes to memory, in up to 16 characters; others add no work."""
 LEADING = ("memory-leak", "memory-fragmentation")
 """Rules whose finding explains the figures of a snapshot, and so leads the verdict."""
 
@@ -285,7 +296,8 @@ def _memory_action(view: MemoryView) -> str:
     if most is not None and most.bytes >= MIN_NAMED_SHARE * view.allocated:
         amount = t.format_bytes(most.bytes)
         share = t.format_share(most.bytes / view.allocated)
-        return f"Largest saving: {most.change}, {amount} ({share})."
+        cost = f" Costs per step: {most.cost}." if most.change in COSTS else ""
+        return f"Largest saving: {most.change}, {amount} ({share}).{cost}"
     if view.at != "peak" and view.source != "timeline":
         return f"Its peak is unknown: call {RECORD_HISTORY} before the first allocation."
     return ""

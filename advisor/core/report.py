@@ -529,6 +529,8 @@ class MemorySaving(Struct, frozen=True, kw_only=True):
     """Bytes by which the change lowers the peak of the history."""
     assumes: str
     """Assumption that the figure rests on."""
+    cost: str = ""
+    """Cost of the change in each step; ``none``: no work is added."""
     file: str | None = None
     """Source file of the line that would change; ``null``: no one line."""
     line: int | None = None

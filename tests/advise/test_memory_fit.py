@@ -76,7 +76,7 @@ def test_less_room_than_fragments_take_is_no_fit(capsys: pytest.CaptureFixture[s
     assert alone.reserved_after < found.reserved_after
     text = said(capsys, str(CORPUS / "memory/transformer_training_ctx512.pickle.gz"), "--gpu",
                 "rtx 3080")  # fmt: skip
-    assert "with 2 changes: 1.37 GiB left" in text and "0 ms" not in text
+    assert "with 2 changes: 2.13 GiB left" in text and "0 ms" not in text
 
 
 def test_a_bare_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:

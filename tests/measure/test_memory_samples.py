@@ -203,6 +203,14 @@ def test_a_leak_leads_the_verdict_and_each_figure_of_its_line_says_of_when() -> 
     assert "176 MiB" not in str(report)
 
 
+def test_fused_attention_saves_the_16_bit_copies_of_the_scores_too() -> None:
+    """Autocast: 24 layers keep the softmax, 4 × 16 heads × 512² in fp32, and its copy in bf16."""
+    report = advisor.analyze(str(FOLDER / "transformer_training_ctx512.pickle.gz"))
+    saving = next(each for each in report.memory[0].savings if each.change == "fused attention")
+    assert (saving.line, saving.cost) == (432, "none")
+    assert saving.bytes == 24 * (64 + 32) * MIB
+
+
 def test_inference_gets_no_advice_of_training() -> None:
     """Nothing of 52.8 GiB of activations is left at the end, and there is no backward pass. At the
     peak attention holds four blocks of 256 MiB: 4 × 16 heads × 1,024² scores in fp32."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,8 @@ def test_the_largest_saving_of_a_snapshot_has_its_code() -> None:
     report = advisor.analyze(CORPUS / "windows_training.pickle.gz")
     shown = REPORTS.render("terminal", report, width=80)
     assert "Largest saving: offload activations" in report.verdict
+    assert "Costs per step: copies both ways." in report.verdict
+    assert re.search(r"checkpointing at .*model.py:253 +10.3 GiB +2nd forward pass", shown)
     assert "with torch.autograd.graph.save_on_cpu(pin_memory=True):" in shown
 
 

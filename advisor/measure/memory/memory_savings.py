@@ -254,7 +254,9 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
 
 def _attention(post: PostMortem) -> Change | None:
     """Compute attention in one fused kernel, which stores no scores: the softmax inside a function
-    or file of attention made blocks of their size."""
+    or file of attention made blocks of their size. Under autocast that function's next product
+    keeps a copy of them in 16 bits: half as large, as no other of its blocks is, unless a head has
+    as many channels as the sequence has tokens."""
     lives, stacks = post.history.block_lifetimes, post.snapshot.stacks
     place = np.array([*(_find_attention(stack) for stack in stacks), None], dtype=object)
     soft = np.array([*(any(_SOFTMAX.search(f.name) for f in s) for s in stacks), False])
@@ -265,8 +267,14 @@ def _attention(post: PostMortem) -> Change | None:
     scores = np.unique(lives.size[rows[soft[lives.stack[rows]]]])
     if not len(scores):
         return None
-    rows = rows[lives.size[rows] == scores.max()]
-    first = place[lives.stack[rows[soft[lives.stack[rows]]][0]]]
+    largest = int(scores.max())
+    made = rows[(lives.size[rows] == largest) & soft[lives.stack[rows]]]
+    first = place[lives.stack[made[0]]]
+    wanted = lives.size[rows] == largest
+    if _of(post, "autocast copies").any():
+        same = [p is not None and (p.file, p.name) == (first.file, first.name) for p in place]
+        wanted |= (lives.size[rows] * 2 == largest) & np.array(same)[lives.stack[rows]]
+    rows = rows[wanted]
     return Change(
         "fused attention",
         rows,

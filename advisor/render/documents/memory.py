@@ -210,7 +210,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         ),
         _table(
             f"What a change frees {_of_peak(view)} (savings overlap)",
-            ["change", "frees"],
+            ["change", "frees", "costs per step"],
             _savings(view),
             rows,
         ),
@@ -314,6 +314,7 @@ def _savings(view: MemoryView) -> list[list[str]]:
             if each.file is None
             else f"{_named(each.change)} at {shorten(each.file)}:{each.line}",
             t.format_bytes(each.bytes),
+            each.cost,
         ]
         for each in view.savings[:MAX_SAVINGS]
     ]

@@ -55,6 +55,12 @@ def _place(spot: dict[str, Any]) -> str:
     return f"{spot['function']} ({spot['file']}:{spot['line']})"
 
 
+def _names(spots: list[dict[str, Any]]) -> list[str]:
+    """Names of the functions, with their places where two have the same."""
+    names = [_name(spot) for spot in spots]
+    return names if len(set(names)) == len(names) else [_place(spot) for spot in spots]
+
+
 def _location(a: Analysis, spot: dict[str, Any]) -> Location:
     """The function, in a library with the user's line that calls it; its longest call."""
     frame = int(spot["frame"])
@@ -142,7 +148,7 @@ class PythonHotSpot(Rule):
         gaps = gaps.with_columns(name=a.trace.cpu["name"].gather(gaps["frame"]))
         gaps = gaps.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
         yield Finding(
-            title=f"The function {_name(first)} leaves the GPU idle",
+            title=self._title(spots.rows(named=True)),
             summary=self._summary(a, spots.rows(named=True)),
             evidence=[
                 amount_per_step(a, "GPU idle in these functions", total),
@@ -170,11 +176,17 @@ class PythonHotSpot(Rule):
         )
 
     @staticmethod
+    def _title(spots: list[dict[str, Any]]) -> str:
+        """Name all functions that the gain is of."""
+        names = _names(spots)
+        if len(names) == 1:
+            return f"The function {names[0]} leaves the GPU idle"
+        return f"The functions {', '.join(names[:-1])} and {names[-1]} leave the GPU idle"
+
+    @staticmethod
     def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:
         """Write how long the GPU idles in the worst function, and in the others."""
-        names = [_name(spot) for spot in spots]
-        if len(set(names)) < len(names):
-            names = [_place(spot) for spot in spots]
+        names = _names(spots)
         first = spots[0]
         calls = count_noun(max(1, round(first["count"] / a.step_count)), "call")
         text = (

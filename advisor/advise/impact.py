@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from advisor.advise.limits import lost_records
 from advisor.advise.report_fields import MIN_APART_SHARE, step_time
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, Edit, Finding, Impact
+from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES, Edit, Finding, Impact
 from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
 from advisor.replay.exposed_time import (
@@ -545,6 +545,8 @@ def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
     """Return a replay estimator if it reproduces the measured steps, else a bound estimator."""
     if a.lost_records.reported:
         return BoundEstimator(a, "records of device work are lost")
+    if a.steps.source == LAYER_TIMES:
+        return BoundEstimator(a)  # layers follow one another: there is nothing to replay
     replay = ReplayEstimator(a, rank)
     why = replay.whatif.unusable_reason
     return BoundEstimator(a, why) if why else replay

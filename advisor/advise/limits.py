@@ -11,7 +11,7 @@ from advisor.advise.memory import memory_limits
 from advisor.advise.terms import mark_steps, record_with, tool_of
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES
+from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX
 from advisor.measure.steps.step_differences import MAX_BUSY
@@ -64,7 +64,12 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
     if a.trace.gpu.is_empty():
         result.append(_no_device_work(a.trace))
     result += _window_limits(a)
-    if a.trace.cpu.is_empty():
+    if a.steps.source == LAYER_TIMES:
+        result.append(
+            "Layer times are means of many inferences, without starts: idle time, launches and the "
+            f"host are not measured. {record_with(ACTIVITIES, meta)}"
+        )
+    elif a.trace.cpu.is_empty():
         result.append(
             "No host events in the trace: who launched what, why the device idles and which line "
             f"of code is responsible are unknown. {record_with(ACTIVITIES, meta)}"

@@ -12,6 +12,7 @@ import polars as pl
 from advisor.advise.auxiliary_report import source_scope
 from advisor.advise.limits import lost_records, lost_replays, window_lines
 from advisor.core import text as t
+from advisor.core.finding import LAYER_TIMES
 from advisor.core.prices import Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import RankLine, Ranks, format_ranks
 from advisor.core.report import (
@@ -114,9 +115,10 @@ def device_time(a: Analysis) -> dict[str, Any]:
     totals = a.breakdown.totals()
     span = max(a.span_ns, 1)
     communication = a.breakdown.all_communication.total
+    layers = a.steps.source == LAYER_TIMES  # which have no starts
     return {
         "time": [TimeShare(n, ns / per_step, ns / span) for n, ns in totals.items()],
-        "busy_share": a.breakdown.busy.total / span,
+        "busy_share": None if layers else a.breakdown.busy.total / span,
         "communication_ns": communication / per_step if communication else None,
         "communication_overlap": a.breakdown.communication_overlap,
         "families": _families(a),

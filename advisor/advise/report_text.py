@@ -9,7 +9,7 @@ from advisor.advise.terms import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
-from advisor.core.finding import Finding, Location
+from advisor.core.finding import LAYER_TIMES, Finding, Location
 from advisor.core.prices import format_money
 from advisor.core.trace import KINETO
 
@@ -101,6 +101,8 @@ def _steps(report: Report) -> list[str]:
         what = f"none marked: {t.format_duration(span)} from the first to the last GPU work"
         more = f"{t.format_duration(recorded)} recorded"
         return [what] if recorded - span < MIN_OUTSIDE_SHARE * recorded else [what, more]
+    if scope_.step_source == LAYER_TIMES:
+        return [f"one inference of {t.format_duration(scope_.span_ns)}, the sum of its layers"]
     source = "recorded" if scope_.step_source == "record" else labels.clean(scope_.step_source)
     step = "step" if scope_.steps_found == 1 else "steps"
     runs = "run" if scope_.steps_found == 1 else "runs"

@@ -45,6 +45,7 @@ from advisor.advise.terms import how_to_record, record_with
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import CompileLog
+from advisor.core.finding import LAYER_TIMES
 from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, Report, RuleText
 from advisor.measure.device.families import MATRIX
@@ -309,6 +310,8 @@ def _verdict(
     report: Report, a: Analysis
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     of_step = _name_step(report)
+    if report.scope.step_source == LAYER_TIMES:
+        return _of_layers(report)
     if report.busy_share is None:
         return _without_gpu(report, a, of_step)
     busy_of = f"busy {t.format_share(report.busy_share)} of {of_step}"
@@ -340,6 +343,19 @@ def _verdict(
             f"{longest}. {action} {text}.{small}"
         )
     return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
+
+
+def _of_layers(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
+    """Return status and verdict on the times of layers, which show neither idle time nor the
+    host."""
+    text = f"The layers of one inference take {t.format_duration(report.step_ns)}"
+    if has_large_gain(report):
+        return "bottlenecks", f"{text}. {_lead(report)}."
+    profile = " Profile its kernels: --details has the command." * bool(report.profile_kernels)
+    return "limited", (
+        f"{text}; no fix is known for them.{profile}{_largest_of_small(report)} Idle time is not "
+        "in a layer profile."
+    )
 
 
 def _name_step(report: Report) -> str:

@@ -48,11 +48,16 @@ Operation = Literal[
 GUESSED_STEP_SOURCES = ("device sequence", "repeating ranges")
 """``Steps.source`` of steps that nothing marks: what repeats may be part of an iteration."""
 
+LAYER_TIMES = "layer times"
+"""``Steps.source`` of one inference that is known by the times of its layers alone: their sum."""
+
 
 def unit_of(step_source: str) -> Per:
     """Return the unit that figures are of, by the source of their steps (``Scope.step_source``)."""
     if step_source in GUESSED_STEP_SOURCES:
         return "repetition"
+    if step_source == LAYER_TIMES:
+        return "inference"
     return "recording" if step_source == "whole trace" else "step"
 
 

@@ -90,9 +90,10 @@ class Scope(Struct, kw_only=True):
     """Source of the steps: ``engine`` (marks of an inference engine), ``module calls`` or
     ``vocabulary look-ups`` of a model that infers, ``ProfilerStep``, ``recorder``, ``optimizer``,
     ``ranges``, ``device sequence`` or ``whole trace``; ``StepTraceAnnotation``, ``step_num``,
-    ``program`` or ``device steps`` of JAX and TensorFlow; ``record`` when no window was profiled
-    and the figures are the recorder's own. Without a trace: ``snapshot``, ``counters``, ``Triton
-    cache``, ``flight recorder``, ``network log`` or ``compile log``."""
+    ``program`` or ``device steps`` of JAX and TensorFlow; ``layer times`` of TensorRT; ``record``
+    when no window was profiled and the figures are the recorder's own. Without a trace:
+    ``snapshot``, ``counters``, ``Triton cache``, ``flight recorder``, ``network log`` or ``compile
+    log``."""
     steps_found: int = 0
     """Steps in the trace, or in the range that was asked for."""
     steps_used: int = 0

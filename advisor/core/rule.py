@@ -33,7 +33,7 @@ T = TypeVar("T")
 R = TypeVar("R", bound="Rule")
 
 
-Per = Literal["step", "repetition", "recording", "window", "run"]
+Per = Literal["step", "repetition", "inference", "recording", "window", "run"]
 """Unit that an amount of time, or a number of things, is of."""
 
 

@@ -374,6 +374,7 @@ def first_sentence(text: str) -> str:
 _PER: Final[Mapping[str, str]] = {
     "step": "per step",
     "repetition": "per repetition",
+    "inference": "per inference",
     "recording": "of the recording",
     "window": "of the window",
     "run": "over the run",

@@ -698,7 +698,7 @@ def _stem(path: str) -> str:
 
 
 def _common_ends(first: str, second: str) -> int:
-    """Count the characters with which two names begin and end alike."""
+    """Count the characters that two names share at their begins and ends."""
     result = 0
     for pair in (zip(first, second, strict=False), zip(first[::-1], second[::-1], strict=False)):
         result += sum(1 for _ in takewhile(lambda each: each[0] == each[1], pair))

@@ -119,6 +119,8 @@ def _usual_costs(a: Analysis) -> Array:
 
 def _mean_cost(a: Analysis) -> float:
     """Return the profiler's usual mean cost of an event of the main thread, ns."""
+    if a.trace.main_thread is None:
+        return EVENT_COST_NS["plain"]
     own = (a.trace.cpu["thread"] == a.trace.main_thread).fill_null(False).to_numpy()
     costs = _usual_costs(a)[own]
     return float(costs.mean()) if len(costs) else EVENT_COST_NS["plain"]

@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 import advisor
+from advisor import cli
 from advisor.core.errors import AdvisorError
 from advisor.read import read_trace
 from advisor.render.formats import REPORTS
@@ -139,3 +140,29 @@ def test_hints_are_by_the_format_of_the_file(name: str) -> None:
         assert word not in text, word
     if name.endswith(".rpd"):
         assert "Record with ROCTX ranges around the host's work" in report.verdict
+
+
+def test_a_layer_profile_says_nothing_of_idle_time_steps_or_the_host(engines: Path) -> None:
+    """The file holds names and mean times of layers; no starts, no launches."""
+    for name in ("A100_fp32", "A100_int8qat"):
+        path = engines / f"resnet_{name}.profile.json"
+        trace = read_trace(str(path))
+        assert trace.cpu.is_empty()
+        report = advisor.analyze(path)
+        assert report.scope.step_source == "layer times" and report.per == "inference"
+        total = sum(each["averageMs"] for each in layers(engines, f"resnet_{name}"))
+        assert report.scope.span_ns / 1e6 == pytest.approx(total, rel=1e-4)
+        assert report.busy_share is None and not report.idle and not report.host
+        assert report.replay is None
+        text = " ".join(REPORTS.render("terminal", report, details=True, width=200).split())
+        for words in ("ProfilerStep", "GPU busy 1", "launching", "waiting in a sync", "explains"):
+            assert words not in text, words
+        assert report.verdict.startswith("The layers of one inference take ")
+        assert any("idle time, launches and the host are not measured" in x for x in report.limits)
+
+
+def test_an_edit_of_layers_is_replayed(engines: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = engines / "resnet_A100_fp32.profile.json"
+    assert cli.run(["whatif", str(path), "-e", "scale family:convolution 0.5"]) == 0
+    halved = convolutions(engines, "resnet_A100_fp32") / 2 * 1000
+    assert f"{halved:.0f} µs" in capsys.readouterr().out

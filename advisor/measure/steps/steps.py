@@ -11,9 +11,9 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import GUESSED_STEP_SOURCES
+from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import Intervals, union
-from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
+from advisor.core.trace import KINETO, LOADER, STEP_MARKS, TENSORRT, Trace
 from advisor.measure.host.launches import (
     AHEAD_SHARE,
     analysed_device,
@@ -63,6 +63,7 @@ class Steps:
     """Steps of a trace. ``table`` has the columns of STEPS_SCHEMA; ``source`` says what a step is:
     ``ProfilerStep`` (or what other frameworks call their marks, ``TraceMeta.step_marks``),
     ``engine``, ``recorder``, ``optimizer``, ``module calls``, ``vocabulary look-ups``, ``ranges``,
+    ``layer times``,
     one of ``GUESSED_STEP_SOURCES`` or ``whole trace``.
 
     Where the host runs ahead of the device, a step is the device's period, from the first work of a
@@ -155,6 +156,8 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     """
     if trace.meta.step_ranges is not None:
         return _finish(trace, *_named_steps(trace, trace.meta.step_ranges), select)
+    if trace.meta.format == TENSORRT:
+        return _sum_of_layers(trace)
     passes = find_passes(trace)
     if passes is not None and passes.source == ENGINE:
         return _of_passes(passes, select)
@@ -190,6 +193,14 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     start, end = own_span(trace)
     whole = pl.DataFrame({"name": ["whole trace"], "ts": [start], "dur": [end - start]})
     return _finish(trace, whole, "whole trace", None)
+
+
+def _sum_of_layers(trace: Trace) -> Steps:
+    """Return the one inference of a file of layer times, which its reader puts back to back."""
+    start, end = own_span(trace)
+    one = np.ones(1, dtype=bool)
+    begin, finish = np.array([start]), np.array([end])
+    return Steps(_steps_table(pl.Series(["inference"]), begin, finish, ~one, one), LAYER_TIMES)
 
 
 def recorded_extent(trace: Trace) -> tuple[int, int]:

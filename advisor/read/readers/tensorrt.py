@@ -12,13 +12,11 @@ from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from advisor.core.trace import Device, Trace
 
 MAX_BYTES = 64 << 20
 MAX_LAYERS = 5_000
-"""Most layers; also the ns in which all of them are launched."""
+"""Most layers."""
 _PROFILE = re.compile(rb'\s*\[\s*\{\s*"count"\s*:.{0,4000}"averageMs"', re.DOTALL)
 _LAYERS = re.compile(rb'\s*\{\s*"Layers"\s*:\s*\[')
 _BESIDE = (("profile", "graph"), ("profile", "layers"), ("profile", "layerinfo"),
@@ -47,7 +45,8 @@ class TensorRT(Reader):
         return ReaderClaim.SURE if known else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return layers as device work of one step. Raises AdvisorError if there are no times."""
+        """Return layers as device work, back to back: their starts, and what the host did, are not
+        in the file. Raises AdvisorError if there are no times."""
         import polars as pl
 
         from advisor.core.trace import CUDA, TraceMeta
@@ -72,8 +71,7 @@ class TensorRT(Reader):
             if not isinstance(name, str) or not isinstance(ms, int | float) or not 0 < ms < 1e6:
                 continue
             ns = round(ms * 1e6)
-            rows.append({"correlation": len(rows) + 1, "ts": at + MAX_LAYERS, "dur": ns,
-                         "kind": "kernel", "device": 0, "stream": 0,
+            rows.append({"ts": at, "dur": ns, "kind": "kernel", "device": 0, "stream": 0,
                          "name": f"{_kind(name, kinds.get(name))} {name}"[:1000]})  # fmt: skip
             at += ns
         if not rows:
@@ -82,20 +80,7 @@ class TensorRT(Reader):
             path=source.path, framework=CUDA, vendor="nvidia", devices=_device(source.path),
             bytes_read=source.bytes_read, truncated=source.truncated, damage=source.damage,
         )  # fmt: skip
-        return build_trace(meta, host=_host(len(rows), at), device=pl.DataFrame(rows))
-
-
-def _host(layers: int, ns: int) -> pl.DataFrame:
-    """Return a step whose launches come first and take no time: layers follow one another."""
-    import polars as pl
-
-    calls = [("cudaLaunchKernel", at, 1, at + 1) for at in range(layers)]
-    calls.append(("cudaStreamSynchronize", layers, ns + MAX_LAYERS - layers, layers + 1))
-    step = ("ProfilerStep#0", 0, ns + MAX_LAYERS, None, "annotation")
-    rows: list[tuple[Any, ...]] = [step]
-    rows += [(*call, "runtime") for call in calls]
-    names = ["name", "ts", "dur", "correlation", "kind"]
-    return pl.DataFrame(rows, schema=names, orient="row").with_columns(thread=pl.lit("inference"))
+        return build_trace(meta, device=pl.DataFrame(rows))
 
 
 def _bytes(source: ByteSource, options: ReadOptions) -> bytes:

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.finding import Finding, Location, Outcomes, Select
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import LOOP, HottestLine
+from advisor.measure.host.stacks import LOOP, HottestLine, SampledStack, parse_frame
+from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import (
@@ -395,7 +396,8 @@ class LoopPhases(LoopCode):
     Without stacks, which loop-code needs, this rule takes its time from the recorder's phases:
     ``between steps`` and ``other`` are neither loading, forward, backward nor optimizer. Evaluation
     between steps is left out, and so are pauses for garbage collection. The Python stacks that the
-    recorder samples outside its windows name the function. Those in calls of torch.distributed are
+    recorder samples outside its windows name the function. Where they show that one function takes
+    the time, half as much is reported. Those in calls of torch.distributed are
     no code of the loop but a wait for other ranks. Their share is left out too.
     """
 
@@ -433,10 +435,21 @@ class LoopPhases(LoopCode):
     min_share = Threshold(
         LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
     )
+    min_named_share = Threshold(
+        0.10, "of the step in one function that sampled stacks name, as in loop-code", XPROF
+    )
     reads_record = True
-    found_in = ("recorded/waiting_loop.slow",)
-    silent_in = ("recorded/waiting_loop.cured", "recorded/anomaly.cured", "recorded/leak.cured")
-    validation_note = "a CPU recording that sleeps 0.1 s in each step; silent without"
+    found_in = ("recorded/waiting_loop.slow", "recorded/histograms.slow")
+    silent_in = (
+        "recorded/waiting_loop.cured",
+        "recorded/histograms.cured",
+        "recorded/anomaly.cured",
+        "recorded/leak.cured",
+    )
+    validation_note = (
+        "CPU recordings that sleep 0.1 s in each step, and that log histograms of weights and "
+        "gradients; silent without"
+    )
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum the step's time in phases of the loop's own code."""
@@ -447,16 +460,19 @@ class LoopPhases(LoopCode):
         pauses = float(np.median(recorded.column("gc")[recorded.used])) if recorded.count else 0.0
         step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
         ns = ns * recorded.loop_share if recorded.loop_share is not None else ns - _waits(a, step)
-        if not step or ns < self.min_share * step or ns < self.min_ms * 1e6:
+        line = recorded.hottest_line(LOOP)
+        limit = self._limit(recorded, line)
+        if not step or ns < limit * step or ns < self.min_ms * 1e6:
             return
         rows = _operators_beside_training(a)
         differentiated = _differentiated(a, rows)
         learnt = min(ns, _time(a, differentiated) * step / max(a.step_ns, 1))
         loss = learnt >= self.of_loss * ns
         ns -= 0 if loss else learnt
-        if ns < self.min_share * step or ns < self.min_ms * 1e6:
+        limit = self.min_share if loss else limit
+        if ns < limit * step or ns < self.min_ms * 1e6:
             return
-        line, operators = recorded.hottest_line(LOOP), len(rows) / max(a.step_count, 1)
+        operators = len(rows) / max(a.step_count, 1)
         many = (
             line is not None and line.library_function is None and operators >= self.many_operators
         )
@@ -490,7 +506,18 @@ class LoopPhases(LoopCode):
                     Evidence(f"phase '{name}'", own, "ns", per="step")
                     for name, own in spent.items()
                 ),
-                self.compare("share", ns / step, "min_share", per="step"),
+                *(
+                    [self.compare("share", ns / step, "min_share", per="step")]
+                    if line is None or ns >= self.min_share * step
+                    else [
+                        self.compare(
+                            "share of this function",
+                            line.share * ns / step,
+                            "min_named_share",
+                            per="step",
+                        )
+                    ]
+                ),
                 *([Evidence("operators in it", operators, "count", per="step")] if many else []),
                 steps_seen(recorded),
             ],
@@ -498,6 +525,24 @@ class LoopPhases(LoopCode):
             impact=gain,
             **(self.case(case) if case else {}),
         )
+
+    def _limit(self, recorded: StepRecords, line: HottestLine | None) -> float:
+        """Share of the step from which this time is reported: less where the sampled stacks show
+        that one function takes it. Of a function that also trains, such as the loop itself,
+        PyTorch's code around operators does not count."""
+        if line is None:
+            return float(self.min_share)
+        place, own, total = line.location, 0, 0
+        trains = any(
+            stack.part in ("forward", "backward", "optimizer") and _position(stack, place) >= 0
+            for stack in recorded.stacks
+        )
+        for stack in (each for each in recorded.stacks if each.part == LOOP):
+            inside, total = _position(stack, place), total + stack.samples
+            below = stack.frames[inside + 1 :] if inside >= 0 and trains else ()
+            pytorch = any(re.search(_PYTORCH, f) and not re.search(_OF_LOOP, f) for f in below)
+            own += stack.samples * (inside >= 0 and not pytorch)
+        return float(min(self.min_share, self.min_named_share * total / max(own, 1)))
 
     @staticmethod
     def examples() -> Examples:
@@ -519,6 +564,12 @@ class LoopPhases(LoopCode):
             "metrics by hand": counts,
             "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
             "stacks were sampled": _recorded(sampled=20, forward=2, backward=2),
+            "a function of a sixth of the step": _recorded(sampled=20, forward=4.3, backward=4),
+            "a sixth of the step, not sampled": (_recorded(forward=4.3, backward=4), "min_share"),
+            "PyTorch in the loop itself": (
+                _recorded(sampled=20, called="torch/nn/utils/", forward=4.3, backward=4),
+                "min_share",
+            ),
             "evaluation": (_recorded(evaluation=20, forward=3.5, backward=6), "min_share"),
             "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
@@ -581,13 +632,24 @@ def _most_of_it(line: HottestLine | None) -> str:
     )
 
 
-def _recorded(ms: float = 10, sampled: int = 0, **phases: float) -> TraceBuilder:
+def _position(stack: SampledStack, place: Location) -> int:
+    """Return where a function's innermost frame is in a stack; -1: nowhere."""
+    for index in reversed(range(len(stack.frames))):
+        frame = parse_frame(stack.frames[index])
+        if frame is not None and (frame.file, frame.function) == (place.file, place.function):
+            return index
+    return -1
+
+
+def _recorded(ms: float = 10, sampled: int = 0, called: str = "", **phases: float) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     run = b.record_of_run()
     run.steps(60, ms, **phases)
     if sampled:
-        frames = ["train.py(30): main", "train.py(12): log"]
-        run.event("stacks", frames=frames, stacks=[[sampled, [0, 1]]])
+        below = f"{called}clip_grad.py(40): clip" if called else "train.py(12): log"
+        backward = "torch/_tensor.py(623): Tensor.backward"
+        frames = ["train.py(50): <module>", "train.py(30): main", below, backward]
+        run.event("stacks", frames=frames, stacks=[[sampled, [0, 1, 2]], [sampled, [0, 1, 3]]])
     return b
 
 

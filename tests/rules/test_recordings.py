@@ -24,6 +24,7 @@ CASES = {
     "threads": "thread-oversubscription",
     "workers": "loader-workers",
     "waiting_loop": "loop-phases",
+    "histograms": "loop-phases",
     "evaluation_graphs": "evaluation-graphs",
     "saving": "saving-time",
     "training_mode": "training-mode",
@@ -64,6 +65,16 @@ def test_a_loop_that_sleeps_and_evaluates_is_first_told_so() -> None:
     assert "unknown" not in report.verdict
     shares = {f.rule: f for f in (*report.risks, *report.notes)}["time-between-steps"].evidence
     assert shares[0].value == pytest.approx(report.recorded.outside_ns)  # type: ignore[union-attr]
+
+
+def test_a_sixth_of_the_step_is_reported_where_sampled_stacks_name_its_function() -> None:
+    """Histograms of weights and gradients take 13% of the step: less than what is reported without
+    a name, more than half of it."""
+    report = analyze(RECORDED / "histograms.slow", Options(config={}))
+    first = report.findings[0]
+    assert first.rule == "loop-phases"
+    assert (first.where[0].file, first.where[0].function) == ("histograms.py", "Tracker.histogram")
+    assert "share of this function" in [e.label for e in first.evidence]
 
 
 def test_what_garbage_collection_costs_is_what_the_cure_saves() -> None:

@@ -33,8 +33,9 @@ class ForwardCode(Rule):
 
     Counted are stretches of the recorder's forward range in which no operator runs for a
     millisecond or more. Python around operators takes some microseconds each and has its own
-    rules. The function is the one in which the recorder sampled most Python stacks, outside
-    methods named ``forward``.
+    rules. Waits for collectives do not count, such as those for buffers that
+    DistributedDataParallel broadcasts. The function is the one in which the recorder sampled most
+    Python stacks, outside methods named ``forward``.
     """
 
     id = "forward-code"
@@ -119,7 +120,8 @@ class ForwardCode(Rule):
             union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
             for rows in (forward, work)
         )
-        return subtract(intersect(inside, a.spans), busy)
+        waits = a.breakdown.all_communication  # DistributedDataParallel's, or the model's own
+        return subtract(subtract(intersect(inside, a.spans), busy), waits)
 
     def _function(self, a: Analysis) -> Location | None:
         """The innermost function of most samples in forward, and its line of most: the user's, or
@@ -151,6 +153,10 @@ class ForwardCode(Rule):
             "small beside the rest": (_forward(rest=40_000), "min_share"),
             "the loop's own code": (_forward(inside=False), "ns < self.min_share * a.span_ns"),
             "a GPU trains": (_forward(gpu="A100"), "not a.trains_on_host"),
+            "waits for other ranks": (
+                _forward(collective=True),
+                "ns < self.min_share * a.span_ns",
+            ),
         }
 
 
@@ -162,14 +168,17 @@ def _forward(
     samples: int = 20,
     inside: bool = True,
     gpu: str | None = None,
+    collective: bool = False,
 ) -> TraceBuilder:
-    b = TraceBuilder(gpu=gpu)
+    b = TraceBuilder(gpu, rank=0, world_size=2) if collective else TraceBuilder(gpu=gpu)
     for _ in b.steps():
         if not inside:
             b.host(stretch)
         with b.range(FORWARD):
             for _ in range(times):
-                if inside:
+                if collective:
+                    b.host_collective("broadcast", 1344, stretch, wait=True)
+                elif inside:
                     b.host(stretch)
                 b.on_host("aten::mm", rest / times)
         if gpu:

@@ -305,9 +305,11 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     dataset, length, multiprocessing_context, trainer (``transformers`` where its Trainer is
     imported) · ``loader_iter``: id, began_ns (by the clock of the steps; the event itself is
     written later), workers_started_ns, workers_ended_ns (at the end of its epoch before, ``null``:
-    not recorded), evaluation · ``shapes``: index, shapes, dtypes · ``window``: window, reason,
-    steps, state (``open``, ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before
-    the training), file, why · ``collect``: file, line, function (asked for a full garbage
+    not recorded), evaluation · ``shapes``: index, shapes, dtypes · ``padding`` (of the token ids
+    that a forward was called with, one in five): padding (share), beyond (share in positions that
+    hold a token in no row), rows, columns · ``window``: window, reason, steps, state (``open``,
+    ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
+    why · ``collect``: file, line, function (asked for a full garbage
     collection for the first time) · ``stacks``: frames (``file(line): function``), stacks (of each:
     samples since the event before, and its frames as places in ``frames``, the outermost first) ·
     ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``:

@@ -81,6 +81,12 @@ class Listener:
     def on_optimizer_step(self) -> None:
         """Called when an optimizer has stepped."""
 
+    def on_forward_start(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before an outermost forward, with what it is called with."""
+
+    def on_upload(self, tensor: Any) -> None:
+        """Called before a tensor is copied from the host to a device."""
+
     def on_forward(self, module: Any, *, replayed: bool = False) -> None:
         """Called after an outermost forward, until a backward or an update is recorded.
         ``replayed``: ``module`` is a CUDA graph."""
@@ -417,6 +423,7 @@ def _forward(
         before, result = hook_state[1], None
         if hook_state[3] and hook_state[6] and not hook_state[5]:
             on.read_tape()  # of an optimizer that is not seen, a step's end is known by now
+        on.on_forward_start(module, args, kwargs)
         if hook_state[2]:
             on.on_enter(FORWARD)
         hook_state[1] = FORWARD
@@ -528,14 +535,23 @@ def _to(on: Listener) -> Callable[[Any], Any]:
             there = target.type != "cpu"
         else:
             there = kind is int or (kind is str and not target.startswith("cpu"))
-        return bool(there and is_cpu(args[0]))
+        if not there or not is_cpu(args[0]):
+            return False
+        on.on_upload(args[0])
+        return True
 
     return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
 
 
 def _cuda(on: Listener) -> Callable[[Any], Any]:
     is_cpu = _attribute("is_cpu")
-    applies = lambda args, kwargs: bool(args) and is_cpu(args[0])  # noqa: E731
+
+    def applies(args: Any, kwargs: Any) -> bool:
+        if not args or not is_cpu(args[0]):
+            return False
+        on.on_upload(args[0])
+        return True
+
     return _timed(on, H2D, inside=PART_OF_UPLOADS, applies=applies)
 
 

@@ -141,7 +141,7 @@ PADDING_EVERY = 10
 """Interval, in batches, at which masks are looked at."""
 MAX_MASK = 1 << 24
 """Largest mask that is looked at, elements."""
-_MASKS = {
+MASKS = {
     "attention_mask": True,
     "input_mask": True,
     "token_mask": True,
@@ -232,7 +232,7 @@ def _collect(value: Any, result: list[tuple[Any, Any]], depth: int) -> None:
                     _collect(part, result, depth + 1)
     elif kind in _PLAIN:
         return
-    elif kind is dict or _is_mapping(value):
+    elif kind is dict or is_mapping(value):
         _collect(list(value.values()), result, depth)
     elif isinstance(value, tuple):
         _collect(tuple(value), result, depth)
@@ -246,7 +246,7 @@ _TENSORS: set[type] = set()
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 
-def _is_mapping(value: Any) -> bool:
+def is_mapping(value: Any) -> bool:
     """Return whether a value is a dictionary, or acts as one, like transformers' BatchEncoding."""
     data = getattr(value, "__dict__", {}).get("data")
     return isinstance(value, dict) or (isinstance(value, Mapping) and isinstance(data, dict))
@@ -254,9 +254,9 @@ def _is_mapping(value: Any) -> bool:
 
 def padding_share(batch: Any) -> float | None:
     """Return the share of padding in a batch's mask, 0 to 1; ``None`` without a mask on the CPU."""
-    if not (isinstance(batch, dict) or _is_mapping(batch)):
+    if not (isinstance(batch, dict) or is_mapping(batch)):
         return None
-    for name, true_is_token in _MASKS.items():
+    for name, true_is_token in MASKS.items():
         mask = batch.get(name)
         if mask is None or not hasattr(type(mask), "element_size"):
             continue

@@ -29,6 +29,7 @@ from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import InferenceStep, InferenceStepFinder
 from advisor.recorder.loaders import Batches, Loaders
 from advisor.recorder.options import RecordOptions
+from advisor.recorder.padding import TokenPadding
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import GcPauseHook, SlowdownWatch
 from advisor.recorder.stack_samples import StackSampler
@@ -154,6 +155,7 @@ class RecordingSession(Listener):
         """Frame (id, code) of the ``generate`` call that was running before it was wrapped."""
         self.batches = Batches(self._shapes)
         self.inspect_batch = self.batches.inspect_batch
+        self.padding = TokenPadding(lambda data: self.write_event("padding", data))
         self._pid = os.getpid()
         self._torch = torch
         self._lazy = lazy
@@ -357,6 +359,20 @@ class RecordingSession(Listener):
             if len(self.tape.log) > MAX_TAPE:
                 self.tape.log.clear()
                 raise RuntimeError("the recorder's thread does not keep up")
+        except Exception as error:
+            self.on_internal_error(error)
+
+    def on_forward_start(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Sample the padding in the inputs of an outermost forward."""
+        try:
+            self.padding.on_forward(module, args, kwargs)
+        except Exception as error:
+            self.on_internal_error(error)
+
+    def on_upload(self, tensor: Any) -> None:
+        """Sample the padding in a tensor that is copied to a device."""
+        try:
+            self.padding.on_upload(tensor)
         except Exception as error:
             self.on_internal_error(error)
 

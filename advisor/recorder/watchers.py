@@ -71,7 +71,7 @@ class TraceRanges:
         import torch
         from torch.profiler import record_function
 
-        if _is_intercepted(torch):
+        if is_intercepted(torch):
             self._open.append(None)
             return
         opened = record_function(f"{DOMAIN}::{self._tape.names[phase]}")
@@ -89,7 +89,7 @@ class TraceRanges:
             opened.__exit__(None, None, None)
 
 
-def _is_intercepted(torch: Any) -> bool:
+def is_intercepted(torch: Any) -> bool:
     """Return whether operator calls are being traced, or reported to the program's modes."""
     lowlevel = torch._C
     modes = lowlevel._len_torch_dispatch_stack() or lowlevel._len_torch_function_stack()

@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
+from numpy.typing import NDArray
+
+from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Impact, Outcomes, Select
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.common import impact_per_step, recorded_steps, scale_edit, steps_seen
+from advisor.rules.common import (
+    impact_per_step,
+    outermost_in_steps,
+    recorded_steps,
+    scale_edit,
+    steps_seen,
+)
 from advisor.testing import Examples, TraceBuilder
 
 
-class PaddingWaste(Rule):
-    """Sequences of a batch are padded to the longest of them, and the model computes on the padding
-    too. The share of padding is the share of the work on tokens that nobody uses.
+class Padding(NamedTuple):
+    """Shares of padding, one of each sampled batch."""
 
-    The recorder samples the share of padding in the batch's mask while that is on the CPU. Masks
-    made on the GPU are not sampled. Reported from 20% on, from at least three samples.
+    all: NDArray[Any]
+    beyond: NDArray[Any] | None
+    """Share beyond the longest sequence of the batch; ``None``: not recorded."""
+    length: int | None
+    """Tokens of a padded sequence, median; ``None``: not recorded."""
+
+
+class PaddingWaste(Rule):
+    """Sequences are padded to one length, and the model computes on the padding too. The share of
+    padding is the share of the work on tokens that nobody uses.
+
+    The recorder samples one forward in five: a mask among its inputs, else the ids of a model with
+    an embedding. There, padding is one id that ends, or begins, most rows. Ids on a GPU are not
+    read. Their copy on the CPU is, as the program uploads it. Reported from 20% on, from at least
+    three samples.
+
+    Padding beyond the longest sequence of the batch holds no token of any row. Padding to the
+    longest sequence removes it, and results stay the same. What is left needs batches of similar
+    lengths.
 
     The gain counts all GPU work of the model, except the optimizer and communication, as linear in
     the number of tokens. Attention is quadratic, so it gains more; work that does not fill the GPU
     gains less. Without a GPU in the trace the gain comes from the phases forward and backward.
+    Operators with the padded length twice in a shape count as quadratic there.
+
+    Traps: layers that drop padding themselves gain nothing. Where the trace has packed or nested
+    sequences, nothing is reported.
     """
 
     id = "padding-waste"
     title = "A large part of each batch is padding"
     reads_record = True
-    found_in = ("workloads/padding_waste",)
-    silent_in = (*CURED_RECORDINGS, "workloads/padding_waste")
-    validation_note = "a CPU recording of batches padded to one length; silent with buckets"
+    found_in = ("workloads/padding_waste", "recorded/padding.slow")
+    silent_in = (*CURED_RECORDINGS, "workloads/padding_waste", "recorded/padding.cured")
+    validation_note = (
+        "CPU recordings of batches padded to one length; silent with buckets, and with batches "
+        "padded to their longest sequence"
+    )
     references = (
+        "https://huggingface.co/docs/transformers/pad_truncation",
         "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments",
         "https://pytorch.org/docs/stable/nested.html",
     )
@@ -58,55 +92,96 @@ class PaddingWaste(Rule):
     falsified_by = "the same time per sample with batches of equal lengths"
     assumptions = ("the model's time is proportional to the tokens of a batch",)
     confidence = 0.8
+    cases = {
+        "beyond the longest": {
+            "title": "Batches are padded beyond their longest sequence",
+            "fix": (
+                "Pad each batch to its longest sequence, not to a fixed length; the results stay "
+                "the same. Where shapes must repeat (torch.compile, CUDA graphs), round the length "
+                "up to one of a few."
+            ),
+            "code": (
+                'batch = tokenizer(texts, padding="longest", truncation=True,\n'
+                '                  return_tensors="pt")          # not padding="max_length"\n'
+                "# own collate_fn: pad to the longest of the batch\n"
+                "ids = torch.nn.utils.rnn.pad_sequence(\n"
+                "    rows, batch_first=True, padding_value=pad_id)"
+            ),
+            "falsified_by": "the same time per batch with every batch cut to its longest sequence",
+        }
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Average the sampled share of padding."""
-        recorded = recorded_steps(a)
-        padding = recorded.column("padding")
-        padding = padding[recorded.after_warmup & ~np.isnan(padding)]
-        if len(padding) < self.min_samples:
+        padding = _sampled(a)
+        if len(padding.all) < self.min_samples:
             return
-        mean = float(padding.mean())
+        mean = float(padding.all.mean())
         if mean < self.min_padding:
             return
-        edits, impact = self._effect(a, recorded, mean)
+        if not a.trace.cpu.is_empty() and a.trace.cpu["name"].cast(str).str.contains(_DROPS).any():
+            return
+        beyond = None if padding.beyond is None else float(padding.beyond.mean())
+        is_beyond = beyond is not None and beyond >= self.min_padding
+        removed = beyond if beyond is not None and is_beyond else mean
+        edits, impact = self._effect(a, removed, padding.length)
+        span = f"{t.format_share(padding.all.min())} to {t.format_share(padding.all.max())}"
+        summary = (
+            f"{mean:.0%} of the tokens are padding, {span} per batch. "
+            "The model computes on them for nothing."
+        )
+        if is_beyond:
+            summary += (
+                f" {beyond:.0%} of the tokens lie beyond the longest sequence of their batch."
+            )
+        evidence = [
+            self.compare("padding", mean, "min_padding"),
+            self.compare("batches sampled", len(padding.all), "min_samples", "count"),
+            steps_seen(recorded_steps(a)),
+        ]
+        if beyond is not None:
+            evidence.insert(1, Evidence("beyond the longest sequence", beyond, "share"))
+        if padding.length is not None:
+            evidence.insert(1, Evidence("padded length", padding.length, "count"))
         yield Finding(
-            summary=(
-                f"{mean:.0%} of the tokens are padding, {padding.min():.0%} to "
-                f"{padding.max():.0%} per batch. The model computes on them for nothing."
-            ),
-            evidence=[
-                self.compare("padding", mean, "min_padding"),
-                self.compare("batches sampled", len(padding), "min_samples", "count"),
-                steps_seen(recorded),
-            ],
+            summary=summary,
+            evidence=evidence,
             edits=edits,
             impact=impact,
+            **(self.case("beyond the longest") if is_beyond else {}),
         )
 
     @staticmethod
     def _effect(
-        a: Analysis, recorded: StepRecords, mean: float
+        a: Analysis, removed: float, length: int | None
     ) -> tuple[list[Edit], Impact | None]:
         """Cut work of the kernels that the tokens pass through; without a device, time in the
-        model."""
+        model. ``removed``: share of the tokens that the fix removes."""
+        left = 1 - removed
         if a.device_id is not None:
             edit = scale_edit(
                 Select(on="gpu", kind=("kernel",), family=_TOKENS),
-                1 - mean,
-                (1 - mean) ** 2,
-                1 - 0.5 * mean,
+                left,
+                left**2,
+                1 - 0.5 * removed,
             )
             return [edit], None
+        recorded = recorded_steps(a)
         model = sum(
             float(np.median(values))
             for name in ("forward", "backward")
             if (values := recorded.phase(name)) is not None
         )
-        gain = mean * model
-        method = "share of padding x forward and backward"
+        quadratic = _quadratic_share(a, length)
+        gain = model * removed * (1 + quadratic * left)
         return [], impact_per_step(
-            a, gain, low=0.5 * gain, method=method, of_median=True, of_host=False
+            a,
+            gain,
+            low=0.5 * gain,
+            high=max(gain, model * (1 - left**2)) if quadratic else None,
+            method="share of padding x forward and backward",
+            of_median=True,
+            of_host=False,
         )
 
     @staticmethod
@@ -114,9 +189,16 @@ class PaddingWaste(Rule):
         return {
             "on the CPU": _run(0.4),
             "on a GPU": _run(0.4, device=True),
+            "beyond the longest sequence": _run(None, beyond=0.3),
+            "beyond the longest sequence, on a GPU": _run(None, beyond=0.3, device=True),
+            "within the longest sequence": _run(None, beyond=0.0),
             "little": (_run(0.1), "min_padding"),
-            "no mask": (_run(None), "len(padding) < self.min_samples"),
+            "no mask": (_run(None), "len(padding.all) < self.min_samples"),
             "sampled twice": (_run(0.4, samples=2), "min_samples"),
+            "nested tensors": (
+                _run(None, beyond=0.3, device=True, op="aten::_nested_tensor_from_mask"),
+                "contains(_DROPS)",
+            ),
         }
 
 
@@ -125,15 +207,71 @@ _TOKENS = (
     "layout", "embedding", "random", "loss",
 )  # fmt: skip
 """Kernel families whose work grows with the tokens of a batch."""
+_DROPS = r"_nested_tensor_from_mask|_pack_padded_sequence|_nested_from_padded"
+"""Operators that drop padding before the layers compute."""
 
 
-def _run(padding: float | None, *, samples: int = 30, device: bool = False) -> TraceBuilder:
+def _sampled(a: Analysis) -> Padding:
+    """Return what was sampled at forwards, or of the loader's batches if those are more."""
+    recorded = recorded_steps(a)
+    column = recorded.column("padding")
+    column = column[recorded.after_warmup & ~np.isnan(column)]
+    events = [
+        (share, beyond, event.get("columns"))
+        for event in recorded.record.events_of("padding")
+        if _is_share(share := event.get("padding")) and _is_share(beyond := event.get("beyond"))
+    ]
+    if not events or len(events) < len(column):
+        return Padding(column, None, None)
+    shares = np.array([row[:2] for row in events], dtype=np.float64)
+    lengths = [length for *_, length in events if isinstance(length, int) and length > 0]
+    return Padding(shares[:, 0], shares[:, 1], int(np.median(lengths)) if lengths else None)
+
+
+def _is_share(value: object) -> TypeGuard[float]:
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _quadratic_share(a: Analysis, length: int | None) -> float:
+    """Return the share of the operators' time whose work grows with the square of ``length``: an
+    input has that size twice, or the operator is attention."""
+    if length is None or a.trace.cpu.is_empty():
+        return 0.0
+    ops = outermost_in_steps(a)
+    total, found = 0, 0
+    table = a.trace.inputs
+    known: dict[int, bool] = {}
+    for name, ns, at in ops.select("name", "ns", "inputs").iter_rows():
+        total += ns
+        if at is not None and at not in known:
+            row = table.row(at, named=True)
+            known[at] = _has_twice(OpInputs(row["dims"], row["types"]), length)
+        if "attention" in name or (at is not None and known[at]):
+            found += ns
+    return found / total if total else 0.0
+
+
+def _has_twice(inputs: OpInputs, length: int) -> bool:
+    tensors = (inputs.tensor(at) for at in range(len(inputs)))
+    return any(each is not None and each.shape.count(length) >= 2 for each in tensors)
+
+
+def _run(
+    padding: float | None,
+    *,
+    samples: int = 30,
+    device: bool = False,
+    beyond: float | None = None,
+    op: str = "aten::mm",
+) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps(4 if device else 0):
-        b.run("aten::mm", "ampere_sgemm_128x64_nn", 9000, [[512, 512], [512, 512]])
+        b.run(op, "ampere_sgemm_128x64_nn", 9000, [[512, 512], [512, 512]])
         b.sync()
     r = b.record_of_run()
     for n in range(60):
         fields = {} if padding is None or n < 60 - samples else {"padding": padding}
         r.step(10, forward=3, backward=6, fields=fields)
+    for _ in range(0 if beyond is None else 6):
+        r.event("padding", padding=0.4, beyond=beyond, rows=8, columns=160)
     return b

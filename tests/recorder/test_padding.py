@@ -1,0 +1,115 @@
+"""Padding is seen in the token ids that a model is called with, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("numpy")
+
+Recorded = Callable[..., Any]
+LENGTH, LONGEST, ROWS = 40, 20, 4
+
+
+class Model(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 4, device=device)
+
+    def forward(self, ids: Any, **kwargs: Any) -> Any:
+        return self.embedding(ids["input_ids"] if isinstance(ids, dict) else ids)
+
+
+class Hashed(Model):
+    def forward(self, ids: Any, **kwargs: Any) -> Any:
+        return self.embedding(ids % 50)
+
+
+def ids_of(pad: int = 0) -> Any:
+    """Rows of 5, 10, 15 and 20 tokens, padded to 40."""
+    ids = torch.full((ROWS, LENGTH), pad)
+    for row, length in enumerate((5, 10, 15, LONGEST)):
+        ids[row, :length] = torch.arange(1, length + 1)
+    return ids
+
+
+def forwards(model: Any, *args: Any, **kwargs: Any) -> Callable[[], None]:
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                model(*args, **kwargs)
+
+    return run
+
+
+def uploaded() -> None:
+    model, ids = Model("meta"), ids_of()
+    with torch.no_grad():
+        for _ in range(20):
+            model(ids.to("meta"))
+
+
+SEEN = {
+    "one tensor": forwards(Model(), ids_of()),
+    "another padding id": forwards(Model(), ids_of(49)),
+    "padding on the left": forwards(Model(), ids_of().flip(1)),
+    "sequences along the first dimension": forwards(Model(), ids_of().T),
+    "a dictionary with a mask": forwards(
+        Model(), {"input_ids": torch.ones_like(ids_of()), "attention_mask": ids_of() != 0}
+    ),
+    "segment numbers beside": forwards(
+        Model(), ids_of(), token_type_ids=torch.ones(ROWS, LENGTH, dtype=torch.long)
+    ),
+    "uploaded to a device": uploaded,
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_padding_of_a_forwards_ids_is_sampled(recorded: Recorded, name: str) -> None:
+    events = recorded(SEEN[name]).events_of("padding")
+    assert len(events) == 4  # one forward in five
+    for event in events:
+        assert event["padding"] == pytest.approx(1 - (5 + 10 + 15 + 20) / (ROWS * LENGTH))
+        assert event["beyond"] == pytest.approx(1 - LONGEST / LENGTH)
+        assert {event["rows"], event["columns"]} == {ROWS, LENGTH}
+
+
+UNSEEN = {
+    "numbers that no embedding takes": forwards(torch.nn.Linear(LENGTH, 1), ids_of().float()),
+    "ids of no model with an embedding": forwards(torch.nn.Flatten(), ids_of()),
+    "numbers beyond the vocabulary": forwards(Hashed(), ids_of() * 7),
+    "one value": forwards(Model(), torch.ones(ROWS, LENGTH, dtype=torch.long)),
+    "one token at a time": forwards(Model(), ids_of()[:, :1]),
+    "ids made on a device": forwards(Model("meta"), torch.empty_like(ids_of(), device="meta")),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_nothing_is_taken_for_padding_that_is_none(recorded: Recorded, name: str) -> None:
+    shares = [event["padding"] for event in recorded(UNSEEN[name]).events_of("padding")]
+    assert all(share < 0.1 for share in shares)
+
+
+def test_sampling_is_unseen_by_the_programs_modes(recorded: Recorded) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls: list[str] = []
+
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def run() -> None:
+        with Mode():
+            forwards(Model(), ids_of())()
+
+    run()
+    alone, calls = calls.copy(), []
+    recorded(run)
+    assert calls == alone

@@ -11,8 +11,10 @@ import polars as pl
 
 from advisor.advise.auxiliary_report import source_scope
 from advisor.advise.limits import lost_records, lost_replays, window_lines
+from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
+from advisor.core.intervals import covered_length, union
 from advisor.core.prices import Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import RankLine, Ranks, format_ranks
 from advisor.core.report import (
@@ -23,6 +25,7 @@ from advisor.core.report import (
     OperatorTime,
     Phase,
     RecordedSteps,
+    SampledFunction,
     Scope,
     StepDurations,
     StepTime,
@@ -235,9 +238,47 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
     unknown = sum(ns for cause, ns in rows if cause == "unknown")
     span = max(a.span_ns, 1)
     return {
-        "idle": [IdleCause(cause, ns / a.step_count, ns / span) for cause, ns in rows if ns],
+        "idle": [
+            IdleCause(cause, ns / a.step_count, ns / span, _sampled(a, cause))
+            for cause, ns in rows
+            if ns
+        ],
         "unknown_idle_share": unknown / idle if idle else None,
     }
+
+
+MAX_SAMPLED = 3
+"""Number of functions that are named."""
+MIN_SAMPLED_SHARE = 0.01
+"""Share of the step from which they are."""
+
+
+def _sampled(a: Analysis, cause: str) -> list[SampledFunction]:
+    """Return the functions in which a thread was sampled while the device idled for this cause."""
+    samples = a.trace.meta.cpu_samples
+    if samples is None or cause != "host_code":
+        return []
+    gaps = a.gaps.filter(pl.col("cause") == cause)
+    times: dict[str, int] = {}
+    for (thread,), own in gaps.group_by("thread"):
+        idle = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
+        ran = samples.filter(pl.col("thread") == thread)
+        inside = covered_length(ran["ts"].to_numpy(), ran["end"].to_numpy(), idle)
+        for name, ns in (
+            ran.with_columns(ns=inside)
+            .group_by("name")
+            .agg(pl.sum("ns"))
+            .select("name", "ns")
+            .iter_rows()
+        ):
+            times[name] = times.get(name, 0) + ns
+    largest = sorted(times.items(), key=lambda each: (-each[1], each[0]))[:MAX_SAMPLED]
+    span = max(a.span_ns, 1)
+    return [
+        SampledFunction(labels.clean(name), ns / span)
+        for name, ns in largest
+        if ns >= MIN_SAMPLED_SHARE * span
+    ]
 
 
 def recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | None:

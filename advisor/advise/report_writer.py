@@ -47,7 +47,7 @@ from advisor.core import text as t
 from advisor.core.auxiliary_inputs import CompileLog
 from advisor.core.finding import LAYER_TIMES
 from advisor.core.intervals import intersect, union
-from advisor.core.report import Crash, Report, RuleText
+from advisor.core.report import Crash, IdleCause, Report, RuleText
 from advisor.measure.device.families import MATRIX
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 from advisor.measure.steps.step_differences import CAPTURE
@@ -483,7 +483,10 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     if [part.cause for part in causes] == ["unknown"]:
         return f". {_not_shown(report, a, causes[0].share)}"
     own, meta = report.scope.framework, a.trace.meta
-    named = [f"{t.cause_label(part.cause, own)} ({t.format_share(part.share)}" for part in causes]
+    named = [
+        f"{t.cause_label(part.cause, own)}{_sampled(part)} ({t.format_share(part.share)}"
+        for part in causes
+    ]
     named[0] += f" of the {report.per}"
     shown = {part.cause for part in causes}
     how = how_to_record("with_stack=True", meta)
@@ -503,14 +506,37 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
 
 
 def _unexplained(report: Report, a: Analysis) -> str:
-    """Say what to record if unknown causes of idle time take more than the first fix gains and than
-    any work."""
-    share = sum(part.share for part in report.idle if part.cause == "unknown")
+    """Say why the GPU idles, or what to record where that is unknown, if such idle time takes more
+    than the first fix gains and than any work."""
     first = report.findings[0].impact
     gain = 0.0 if first is None else first.share or 0.0
-    if share <= max([gain, *(part.share for part in report.time if part.name != "idle")]):
+    most = max([gain, *(part.share for part in report.time if part.name != "idle")])
+    share = sum(part.share for part in report.idle if part.cause == "unknown")
+    if share > most:
+        return f" {_not_shown(report, a, share)}"
+    on_cpu = [part for part in report.idle if part.cause in _ON_CPU]
+    if sum(part.share for part in on_cpu) <= most:
         return ""
-    return f" {_not_shown(report, a, share)}"
+    named = " and ".join(
+        f"{t.format_share(part.share)} of the {report.per} {_ON_CPU[part.cause]}{_sampled(part)}"
+        for part in on_cpu
+        if part.share >= MIN_ON_CPU_SHARE
+    )
+    return f" The GPU idles for {named}."
+
+
+_ON_CPU = {"host_code": "while the CPU runs the program's code", "communication": "in MPI calls"}
+"""Causes of idle time that no rule has a fix for."""
+MIN_ON_CPU_SHARE = 0.05
+"""Share of the step from which such a cause is named."""
+
+
+def _sampled(part: IdleCause) -> str:
+    """Name the functions that samples show meanwhile; empty without samples."""
+    names = [
+        f"{labels.shorten(each.name, 40)} {t.format_share(each.share)}" for each in part.functions
+    ]
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _not_shown(report: Report, a: Analysis, share: float) -> str:

@@ -87,8 +87,7 @@ _TOOLS = {
     "nsys": Tool(
         "nsys profile --trace=cuda,nvtx,osrt",
         "an NVTX range around each iteration",
-        "NVTX ranges around the host's work (or nsys profile --sample=process-tree, and read its "
-        "samples in Nsight Systems)",
+        "NVTX ranges around the host's work (or samples: nsys profile --sample=process-tree)",
     ),
     "rocpd": Tool("rocprofv3 --sys-trace", *_ROCTX),
     "rpd": Tool("runTracer.sh", *_ROCTX),

@@ -28,7 +28,7 @@ PIPED_WIDTH, WIDEST = 80, 120
 """Width of a report that goes to no terminal, and the largest one, in columns."""
 
 _ASCII: dict[int, int | str] = {
-    **str.maketrans("█▓▒▚░╱╲┄∙╳◇□◌≡‡┆┈─│µ×–—−·…≈", "#=+%./\\-:xcmost!_-|ux----~~"),
+    **str.maketrans("█▓▒▚░╱╲┄∙╳◇□◌≡‡┆┈▪◈▞─│µ×–—−·…≈", "#=+%./\\-:xcmost!_*Mw-|ux----~~"),
     ord("≥"): ">=",
     ord("≤"): "<=",
     ord("→"): "->",

@@ -222,6 +222,8 @@ CAUSES: Final = {
     "copy": Appearance("#b8572e", "╲", "red"),
     "dispatch": Appearance("#ec7a35", "∙", "yellow"),
     "python": Appearance("#e3a72f", "┄", "bright_yellow"),
+    "communication": Appearance("#8a4fd0", "◈", "magenta"),
+    "host_code": Appearance("#cfa35a", "▪", "bright_yellow"),
     "launch": Appearance("#e8604c", "╳", "bright_red"),
     "compile": Appearance("#9c6b3f", "◇", "yellow"),
     "allocation": Appearance("#c98a5e", "□", "yellow"),
@@ -236,7 +238,7 @@ CAUSES: Final = {
 HOST: Final = {
     **CAUSES,
     "dispatch": Appearance("#3b82c4", "█", "blue"),
-    "drain": CAUSES["sync"],
+    "drain": Appearance("#a8325e", "▞", "red"),
     "unrecorded": Appearance("#c4c4cc", "┆", "bright_black"),
     "autograd": Appearance("#1f7a55", "▓", "green"),
 }

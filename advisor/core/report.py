@@ -220,6 +220,14 @@ class Crash(Struct, kw_only=True):
     """Steps that the rank had completed; ``null``: not recorded."""
 
 
+class SampledFunction(Struct, frozen=True):
+    """Function in which the CPU was sampled."""
+
+    name: str
+    share: float
+    """Share of the step, by the time from its samples to the next ones."""
+
+
 class IdleCause(Struct, frozen=True):
     """Idle device time attributed to one cause, per step."""
 
@@ -229,6 +237,8 @@ class IdleCause(Struct, frozen=True):
     """Idle time per step, ns."""
     share: float
     """Share of the step."""
+    functions: list[SampledFunction] = field(default_factory=list)
+    """Functions that samples of the CPU show meanwhile, most first; empty: no samples."""
 
 
 class TimeShare(Struct, frozen=True):

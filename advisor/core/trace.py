@@ -262,6 +262,9 @@ class TraceMeta:
     gpu: str | None = None
     """GPU that the user says ran the work (``GpuSpec.name``); ``None``: not given."""
 
+    cpu_samples: pl.DataFrame | None = None
+    """Samples of running threads: ``thread`` (row of ``threads``), ``ts``, ``end`` (ns; from a
+    sample to the next one of its thread), ``name`` (function). ``None``: not recorded."""
     capture: Capture | None = None
     """Recording that names the work of replayed graphs; ``None``: there is none."""
 

@@ -24,6 +24,7 @@ LIBRARIES = ("CUDNN_EVENTS", "CUBLAS_EVENTS")
 MPI = ("MPI_COLLECTIVES_EVENTS", "MPI_P2P_EVENTS", "MPI_START_WAIT_EVENTS", "MPI_OTHER_EVENTS")
 NVTX, SYSTEM, OVERHEAD = "NVTX_EVENTS", "OSRT_API", "PROFILER_OVERHEAD"
 MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
+SAMPLES, CALL_CHAINS = "COMPOSITE_EVENTS", "SAMPLING_CALLCHAINS"
 GPU_FAULTS, CPU_FAULTS = "CUDA_UM_GPU_PAGE_FAULT_EVENTS", "CUDA_UM_CPU_PAGE_FAULT_EVENTS"
 METRICS, METRIC_NAMES = "GPU_METRICS", "TARGET_INFO_GPU_METRICS"
 
@@ -48,6 +49,8 @@ _CORRELATIONS = 32
 """Bits of a correlation number, which each process counts separately."""
 _NO_STREAM = 1 << 31
 _MAX_GPUS = 1024
+MAX_PERIODS = 5
+"""Longest time to the next sample, in usual ones: a thread that does not run is not sampled."""
 
 
 class Processes:
@@ -358,6 +361,40 @@ class NsysTables:
             for name_id, number in rows.iter_rows()
             if (name := self._names.get(name_id))
         }
+
+    def samples(self) -> pl.DataFrame | None:
+        """Return samples of running threads: ``process``, ``thread``, ``ts``, ``end``, ``name`` of
+        the innermost function (``--sample=process-tree``); ``None``: not recorded. A sample stands
+        for the time to the next one of its thread, unless that is far away."""
+        if not self._db.has_table(SAMPLES, "start", "globalTid"):
+            return None
+        types = {"id": pl.Int64, "start": pl.Int64, "globalTid": pl.Int64}
+        rows = with_all(self._db.read(SAMPLES, types), types)
+        rows = rows.filter(
+            pl.col("globalTid").is_not_null() & pl.col("start").is_between(-1 << 61, 1 << 61)
+        )
+        stacks = {"id": pl.Int64, "symbol": pl.Int64, "module": pl.Int64}
+        leaves = with_all(self._db.read(CALL_CHAINS, stacks, "stackDepth = 0"), stacks)
+        if rows.is_empty():
+            return None
+        rows = rows.join(leaves.unique("id"), on="id", how="left").sort("globalTid", "start")
+        symbol, module = self._text(rows, "symbol"), self._text(rows, "module")
+        unresolved = symbol.str.starts_with("0x").fill_null(True)
+        name = symbol.set(unresolved, None).fill_null(module.str.extract(r"([^/]+)$"))
+        rows = rows.with_columns(
+            name=name.fill_null("unknown function").str.slice(0, 500),
+            apart=pl.col("start").shift(-1).over("globalTid") - pl.col("start"),
+        )
+        usual = rows["apart"].median()
+        if not isinstance(usual, float) or usual <= 0:
+            return None
+        near = pl.col("apart") <= MAX_PERIODS * usual
+        return rows.select(
+            ts="start",
+            end=pl.col("start") + pl.when(near).then("apart").otherwise(int(usual)),
+            name="name",
+            **_thread(),
+        )
 
     # -- what the file says of the machine ----------------------------------------------------
 

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 MAX_LATENCY_NS = 10_000
 """Maximum start latency before a piece of work on its stream, ns: it is removed with the work (1 to
 17 µs in public traces)."""
-LAUNCH_CAUSES = ("dispatch", "python", "launch", "profiler", "other_thread", "unknown")
+LAUNCH_CAUSES = (
+    "dispatch", "python", "host_code", "launch", "profiler", "other_thread", "unknown",
+)  # fmt: skip
 """Causes of idle time that fewer launches can end: waits for something else are left out. Batches
 that the process loads itself count too: it then loads them earlier."""
 

@@ -183,11 +183,13 @@ class PageableCopies(Rule):
             worst = min(1.0, speed / (self.worst_link_share * link))
         # no more of the copy is hidden than there is other work to hide it under
         hidden = max(0, a.breakdown.busy.total - exposed) / max(1, alone.total)
+        count = max(1, round(slow.height / a.step_count))
+        moved = t.format_bytes(sum_column(slow["bytes"]) / a.step_count)
+        size = f", {moved} in all," if count > 1 else f" of {moved}"
         yield Finding(
             summary=(
-                f"{t.count_noun(max(1, round(slow.height / a.step_count)), 'copy')}{per_step(a)} "
-                f"of {t.format_bytes(sum_column(slow['bytes']) / a.step_count)} through pageable "
-                f"memory cost {of_step(a, exposed + blocking.total)}."
+                f"{t.count_noun(count, 'copy')}{per_step(a)}{size} through pageable memory "
+                f"{'cost' if count > 1 else 'costs'} {of_step(a, exposed + blocking.total)}."
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time", exposed),

@@ -6,7 +6,9 @@ import gzip
 import json
 import shutil
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -435,6 +437,50 @@ def test_families_add_up_to_the_kernels_of_sql(shared_file: Found) -> None:
     # the steps are 15 of the blocks of 300 ms; work of before them belongs to none
     earlier = trace.gpu.filter(pl.col("launch").is_null())["dur"].sum()
     assert asked - 2 * earlier <= attention * report.scope.steps_used <= asked
+
+
+def test_cpu_samples_and_mpi_ranges_say_why_the_gpu_idles(
+    shared_file: Found,
+) -> None:
+    """Counted in the database: MPI ranges and samples, by leaf, that lie in the time without GPU
+    work, of the four repetitions from the first copy of one to the next."""
+    path = shared_file("nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite")
+    report = advisor.analyze(path)
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+        work = "SELECT start, end FROM CUPTI_ACTIVITY_KIND_{}"
+        busy = sorted(row for name in ("MEMCPY", "KERNEL") for row in db.execute(work.format(name)))
+        mpi = db.execute(
+            "SELECT start, end FROM NVTX_EVENTS WHERE eventType = 59 AND domainId != 0 AND end > 0"
+        ).fetchall()
+        samples = db.execute(
+            "SELECT e.start, s.value FROM COMPOSITE_EVENTS e JOIN SAMPLING_CALLCHAINS c ON "
+            "c.id = e.id AND c.stackDepth = 0 JOIN StringIds s ON s.id = c.symbol"
+        ).fetchall()
+    gaps = [
+        (before[1], after[0])
+        for before, after in pairwise(busy)
+        if after[0] - before[1] > 100_000_000
+    ]
+    assert len(gaps) == 4
+    in_mpi = sum(
+        max(0, min(end, stop) - max(begin, start)) for begin, end in gaps for start, stop in mpi
+    )
+    leaves = Counter(
+        name for ts, name in samples if any(a < ts < b for a, b in gaps)
+        and not any(a < ts < b for a, b in mpi)
+    )  # fmt: skip
+    idle = {part.cause: part for part in report.idle}
+    assert "unknown" not in idle or idle["unknown"].share < 0.005
+    assert idle["communication"].ns * 4 == pytest.approx(in_mpi, rel=0.02)
+    first, second = idle["host_code"].functions
+    assert [first.name, second.name] == [name for name, _ in leaves.most_common(2)]
+    assert first.share / second.share == pytest.approx(
+        leaves["main"] / leaves["std::abs(double)"], rel=0.05
+    )
+    assert "while the CPU runs the program's code (main " in report.verdict
+    assert "does not show" not in report.verdict
+    (copies,) = [f for f in report.findings if f.rule == "pageable-copies"]
+    assert copies.summary.startswith("3 copies, 750 MiB in all, through pageable")
 
 
 def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:

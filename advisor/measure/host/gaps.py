@@ -23,6 +23,8 @@ CAUSES = (
     "copy",  # in a copy that held the host
     "dispatch",  # in operators, on the way to the launch
     "python",  # in Python frames
+    "communication",  # in calls of MPI
+    "host_code",  # in code that samples of the CPU show
     "launch",  # in launch calls, and in the latency between them and the start of the work
     "compile",  # compiling, loading CUDA code, capturing a graph, whatever else a first call does
     "allocation",  # cudaMalloc, cudaFree, pinned memory

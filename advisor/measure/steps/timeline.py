@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import ArrayLike, NDArray
 
-from advisor.core.intervals import Ints
+from advisor.core.intervals import Ints, union
 from advisor.core.trace import CALLS, LOADER, PYTORCH, Trace
 from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import distinct_names
@@ -34,7 +34,9 @@ CLASSES = (
     "launch",  # in a call that starts device work
     "dispatch",  # in an operator, outside the calls above
     "python",  # in a Python frame, outside operators
+    "communication",  # in a call of MPI
     "other_thread",  # in a Python frame that waits for another thread
+    "host_code",  # in no recorded event, while samples show that the thread ran
     "unknown",  # in nothing but annotations: no operator, no Python frame
     "unrecorded",  # in no recorded event
 )
@@ -101,6 +103,7 @@ _COMPILED = (
     r"|^AOTDispatcher Runtime|^CompiledFunction"
 )
 _COLLECTIVE = r"^(?:nccl|gloo|ucc|mpi|xccl):"
+_MPI = r"^(?:MPI:)?MPI_[A-Z]\w*$"
 LOADING = r"(?i)loading|driver compiler"
 
 
@@ -214,14 +217,16 @@ def classify(trace: Trace) -> HostClasses:
         _COMPILED,
         _COLLECTIVE,
         LOADING,
+        _MPI,
     )
-    loader, compiling, profiling, waiting, blocking, awaits, compiled, collective, loading = (
+    loader, compiling, profiling, waiting, blocking, awaits, compiled, collective, loading, mpi = (
         _match_names(cpu["name"], *patterns)
     )
     code = np.full(cpu.height, -1, dtype=np.int8)
     named = is_operator(trace)
     code[named] = CODE["dispatch"]
     code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
+    code[is_annotation & mpi] = CODE["communication"]
     code[is_python] = CODE["python"]
     code[(is_python | is_op) & waiting] = CODE["other_thread"]
     code[is_python & blocking] = CODE["sync"]
@@ -293,7 +298,34 @@ def build_timeline(a: Analysis) -> HostTimeline:
     fresh = np.ones(len(key), dtype=bool)
     fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
     fresh[np.searchsorted(key, np.arange(threads) * stride)] = True
-    return HostTimeline(key[fresh], row[fresh], code[fresh], low, stride, threads)
+    timeline = HostTimeline(key[fresh], row[fresh], code[fresh], low, stride, threads)
+    return _with_samples(timeline, trace.meta.cpu_samples)
+
+
+def _with_samples(timeline: HostTimeline, samples: pl.DataFrame | None) -> HostTimeline:
+    """Return the timeline with the time in which samples show that a thread ran, where nothing
+    else that it did is recorded."""
+    if samples is None or samples.is_empty():
+        return timeline
+    last = timeline.origin + timeline.stride - 1
+    own = samples.filter(pl.col("thread") < timeline.threads).with_columns(
+        pl.col("ts", "end").clip(timeline.origin, last)
+    )
+    base = own["thread"].to_numpy().astype(np.int64) * timeline.stride - timeline.origin
+    ran = union(own["ts"].to_numpy() + base, own["end"].to_numpy() + base)
+    if not len(ran):
+        return timeline
+    key = np.unique(np.concatenate([timeline.key, ran.start, ran.end]))
+    before = np.searchsorted(timeline.key, key, side="right") - 1
+    place = np.maximum(np.searchsorted(ran.start, key, side="right") - 1, 0)
+    inside = (key >= ran.start[place]) & (key < ran.end[place])
+    row, code = timeline.row[before], timeline.code[before]
+    unexplained = np.isin(code, [CODE["unknown"], CODE["unrecorded"]])
+    code = np.where(inside & unexplained, CODE["host_code"], code).astype(np.int8)
+    fresh = np.ones(len(key), dtype=bool)
+    fresh[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
+    fresh |= key % timeline.stride == 0
+    return timeline._replace(key=key[fresh], row=row[fresh], code=code[fresh])
 
 
 def _nested_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:

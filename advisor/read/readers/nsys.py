@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import scratch_folder
@@ -13,6 +14,9 @@ from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, open_database, table_names
+
+if TYPE_CHECKING:
+    import polars as pl
 
 REPORTS = (".nsys-rep", ".qdrep")
 _SIGNS = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO"})
@@ -76,9 +80,10 @@ class Nsys(Reader):
             )
             if options.progress is not None:
                 options.progress(source.path, source.bytes_read)
+            samples = tables.samples()
             rows = {"host": host, "device": device}
             del host, device
-        return build_trace(  # which lets go of the rows as soon as it has read them
+        trace = build_trace(  # which lets go of the rows as soon as it has read them
             meta,
             host=rows.pop("host"),
             device=rows.pop("device"),
@@ -88,6 +93,29 @@ class Nsys(Reader):
             inputs=tables.inputs,
             thread_names=threads,
         )
+        return trace if samples is None else _with_samples(trace, samples, meta.start_ns)
+
+
+def _with_samples(trace: Trace, samples: pl.DataFrame, start_ns: int) -> Trace:
+    """Return the trace with samples of its threads, on its clock; ``start_ns``: Unix time of the
+    file's time 0."""
+    import polars as pl
+
+    threads = trace.threads.select(
+        pl.col("pid").cast(pl.String),
+        pl.col("tid").cast(pl.String),
+        thread=pl.int_range(pl.len(), dtype=pl.Int32),
+    )
+    origin = trace.meta.start_ns - start_ns
+    own = samples.with_columns(pl.col("process", "thread").cast(pl.String)).rename(
+        {"process": "pid", "thread": "tid"}
+    )
+    table = own.join(threads, on=["pid", "tid"]).select(
+        "thread", pl.col("ts", "end") - origin, "name"
+    )
+    if table.is_empty():
+        return trace
+    return replace(trace, meta=replace(trace.meta, cpu_samples=table))
 
 
 def _is_report(path: str) -> bool:

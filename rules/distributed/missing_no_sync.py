@@ -22,6 +22,7 @@ from advisor.testing import Examples, TraceBuilder
 _FORWARD = r"^DistributedDataParallel\.forward$"
 _OPTIMIZER = r"^Optimizer\.step#"
 _HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+_BROADCAST = r"(?i)broadcast"
 _COPY = r"^torch\.distributed\.ddp\.reducer::"
 MAX_CORRELATIONS = 500
 """An Edit names at most so many collectives one by one."""
@@ -48,7 +49,8 @@ class MissingNoSync(Rule):
     from the hooks that run as gradients are accumulated (``AccumulateGrad``). So those of tensor
     parallelism, SyncBatchNorm, metrics and gradient norms are not among them. The rule fires when
     in each complete optimizer step every pass reduces messages of the same sizes. All but the last
-    set of them are needless: (k - 1) / k of the bytes.
+    set of them are needless: (k - 1) / k of the bytes. So are broadcasts of buffers: a forward
+    after one inside ``no_sync()`` sends none.
 
     The rule is silent when two optimizers step one after the other, because two models of the same
     architecture could be trained side by side. It does not judge fully sharded data parallelism:
@@ -150,7 +152,7 @@ class MissingNoSync(Rule):
                 Evidence("their time", time, "ns", per=a.per),
             ],
             where=device_places(a, needless, "dur"),
-            edits=[_edit(a, table, needless), *_copies(a, k)],
+            edits=[_edit(a, table, needless), *_copies(a, k), *_broadcasts(a, k)],
             code=self.code.format(passes=k),
         )
 
@@ -160,6 +162,7 @@ class MissingNoSync(Rule):
             "two passes, each reduced": _training([[8, 25], [8, 25]]),
             "four passes, a profiler step each": _training([[25, 25]] * 4, profiled="pass"),
             "two passes on CPUs": _training([[8, 25], [8, 25]], gpu=None),
+            "buffers are broadcast too": _training([[8]] * 4, gpu=None, broadcast_us=500),
             "no_sync is used": (
                 _training([[], [8, 25]]),
                 "all((not sizes for step in steps for sizes in step[:-1]))",
@@ -260,6 +263,16 @@ def _copies(a: Analysis, passes: int) -> list[Edit]:
     return [Edit(op="scale", select=select, factor=1 / passes)]
 
 
+def _broadcasts(a: Analysis, passes: int) -> list[Edit]:
+    """Scale broadcasts of buffers: a forward after one inside ``no_sync()`` sends none."""
+    table = a.collectives.filter(pl.col("collective").cast(pl.String) == "broadcast")
+    around = name_matches(a.trace.cpu["name"], _FORWARD).to_numpy()
+    if not (climb_stack(parent_rows(a.trace), around, row_numbers(table["op"])) >= 0).any():
+        return []
+    select = Select(on="gpu", family=("communication",), name=_BROADCAST, under=_FORWARD)
+    return [Edit(op="scale", select=select, factor=1 / passes)]
+
+
 def _training(
     passes: list[list[int]],
     *,
@@ -268,6 +281,7 @@ def _training(
     optimizers: int = 1,
     arguments: bool = True,
     gpu: str | None = "A100",
+    broadcast_us: float = 0,
 ) -> TraceBuilder:
     """Passes that reduce buckets of so many MiB; ``tensor``: MiB that each layer reduces too."""
     b = TraceBuilder(gpu)
@@ -279,10 +293,13 @@ def _training(
             b.launch("ampere_sgemm_128x64_nn", us)
 
     def run_pass(buckets: list[int]) -> None:
-        with b.range("DistributedDataParallel.forward"), b.op("aten::mm"):
-            compute(800)
-            if tensor:
-                b.collective("allreduce", tensor << 20, 100, group="tp")
+        with b.range("DistributedDataParallel.forward"):
+            if broadcast_us:
+                b.host_collective("broadcast", 1344, broadcast_us, wait=True)
+            with b.op("aten::mm"):
+                compute(800)
+                if tensor:
+                    b.collective("allreduce", tensor << 20, 100, group="tp")
         with b.op("autograd::engine::evaluate_function: MmBackward0"):
             compute(1000)
             if tensor:

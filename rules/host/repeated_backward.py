@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
+import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import covered_length
@@ -13,8 +16,18 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
-from advisor.rules.common import amount_per_step, costliest_places, of_step, remove_at, time_in
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    of_step,
+    remove_at,
+    time_in,
+)
 from advisor.testing import Examples, TraceBuilder
+
+OPTIMIZER = r"^Optimizer\.step#"
+"""PyTorch's range around an optimizer's step."""
 
 
 class RepeatedBackward(Rule):
@@ -26,6 +39,9 @@ class RepeatedBackward(Rule):
     last run of a node in a step is needed, the ones before are what the fix saves. So are all runs
     in later steps: a recurrent state that is not detached keeps the graphs of earlier steps. Nodes
     that are differentiated themselves (``create_graph=True``, gradient penalties) do not count.
+
+    Where an optimizer steps between the runs of a node, its losses cannot be added: the advice is
+    ``detach()``.
     """
 
     id = "repeated-backward"
@@ -62,6 +78,18 @@ class RepeatedBackward(Rule):
     falsified_by = "each loss's own gradient is needed (PCGrad, GradNorm, split backward passes)"
     assumptions = ("only the sum of the gradients is used",)
     confidence = 0.85
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "an update between": {
+            "fix": "An optimizer steps between these passes, so their losses cannot be added. "
+            "detach() what one network hands to another one's loss, and the state that one step "
+            "hands to the next.",
+            "code": "score = discriminator(fake.detach())    # GAN, discriminator's step\n"
+            "d_loss.backward()                       # without retain_graph=True\n"
+            "# a recurrent state, after each step: hidden = hidden.detach()",
+            "falsified_by": "the first loss has to train the network behind the shared graph too",
+            "assumptions": ("the first pass's gradients of the shared graph are not used",),
+        },
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Measure the nodes that run again, on the device and on the host."""
@@ -91,6 +119,7 @@ class RepeatedBackward(Rule):
             ],
             where=costliest_places(a, rows[repeated], dur[repeated], top=1),
             edits=remove_at("repeated_backward"),
+            **(self.case("an update between") if _updated_between(a, rows, repeated) else {}),
         )
 
     @staticmethod
@@ -98,6 +127,7 @@ class RepeatedBackward(Rule):
         return {
             "two losses, each with its own backward pass": _training(2),
             "on a CPU": _training(2, gpu=None),
+            "each loss updates a network of its own": _training(2, updates=True),
             "a state that is not detached": _training(1, kept=1),
             "one backward pass": (_training(1), "ns < self.min_share * a.span_ns"),
             "a gradient penalty": (
@@ -108,6 +138,25 @@ class RepeatedBackward(Rule):
         }
 
 
+def _updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bool:
+    """Return whether an optimizer steps between the first and the last run of most repeated nodes.
+    ``rows``: all runs of nodes."""
+    cpu = a.trace.cpu
+    steps = cpu["ts"].filter(name_matches(cpu["name"], OPTIMIZER)).sort().to_numpy()
+    runs = pl.DataFrame(
+        {
+            "sequence": cpu["sequence"].gather(rows),
+            "name": cpu["name"].gather(rows).to_physical(),
+            "before": np.searchsorted(steps, cpu["ts"].to_numpy()[rows]),
+        }
+    )
+    key = ("sequence", "name")
+    between = pl.col("before").max().over(*key) > pl.col("before").min().over(*key)
+    known = runs.select("sequence", between=between).filter(pl.Series(repeated))
+    share = known.filter(pl.col("sequence").is_not_null())["between"].mean()
+    return isinstance(share, float) and share > 0.5
+
+
 def _training(
     passes: int,
     *,
@@ -115,6 +164,7 @@ def _training(
     gpu: str | None = "A100",
     differentiated: bool = False,
     rest: float = 500,
+    updates: bool = False,
 ) -> TraceBuilder:
     """Six layers, and so many backward passes through them and those of ``kept`` earlier steps."""
     b = TraceBuilder(gpu=gpu)
@@ -144,6 +194,9 @@ def _training(
                     run(f"{node}AddmmBackward0", sequence, inner)
                     with b.op(f"{node}torch::autograd::AccumulateGrad"):
                         pass
+            if updates:
+                with b.range("Optimizer.step#Adam.step"):
+                    b.on_host("aten::add_", 20)
         if differentiated:
             for sequence in range(number - 6, number):
                 run(f"{node}MulBackward0", sequence)

@@ -10,6 +10,7 @@ from advisor.core.rule import Rule
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
 from advisor.rules.distributed.slow_device import SlowDevice
 from advisor.rules.host.periodic_stalls import PeriodicStalls
+from advisor.rules.host.repeated_backward import RepeatedBackward
 from advisor.rules.memory.driver_allocations import PinnedAllocationInLoop
 from advisor.rules.memory.huge_vocabulary import HugeVocabulary
 from advisor.rules.transfer.dtype_inflation import DtypeInflation, PingPong
@@ -33,6 +34,12 @@ def test_needless_reductions_cost_the_time_that_nothing_hides() -> None:
     # 8 and 25 MiB at 60 us a MiB, after the backward pass and before the next forward pass
     finding = only(MissingNoSync(), "two passes, each reduced")
     assert gain_us(finding) == pytest.approx(33 * 60, rel=0.05)
+
+
+def test_without_sync_the_next_forward_broadcasts_no_buffers() -> None:
+    # of 4 passes 3 reduce 8 MiB at 60 us a MiB and wait 500 us for a broadcast, for nothing
+    finding = only(MissingNoSync(), "buffers are broadcast too")
+    assert gain_us(finding) == pytest.approx(3 * (8 * 60 + 500), rel=0.05)
 
 
 def test_a_pinned_allocation_costs_what_the_device_waits_for_it() -> None:
@@ -88,3 +95,10 @@ def test_the_log_softmax_and_one_gradient_are_named_in_bytes() -> None:
     finding = only(HugeVocabulary(), "a tenth of the peak")
     assert finding.impact is not None
     assert finding.impact.freed_bytes == 2 * 4096 * 128256 * 4
+
+
+def test_losses_of_two_optimizers_are_not_added_but_detached() -> None:
+    one = only(RepeatedBackward(), "two losses, each with its own backward pass")
+    two = only(RepeatedBackward(), "each loss updates a network of its own")
+    assert "Add the losses" in one.fix and "Add the losses" not in two.fix
+    assert "detach()" in two.fix and "fake.detach()" in two.code

@@ -473,9 +473,10 @@ def _class(name: str, framework: str | None) -> str:
 
 
 def _work(part: StepDifference) -> str:
-    calls = (
-        f" ({part.short_count:.3g} to {part.long_count:.3g} per step)" if _more_calls(part) else ""
+    few, many = (
+        f"{count or 0:,.1f}".removesuffix(".0") for count in (part.short_count, part.long_count)
     )
+    calls = f" ({few} times in a shorter step, {many} in a longer one)" if _more_calls(part) else ""
     return f"{labels.kernel_label(part.name, 40)} {t.format_duration(part.ns)}{calls}"
 
 

@@ -39,6 +39,7 @@ from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.steps.step_records import MIN_AROUND, MIN_DEVICE_TIMED, MIN_PROFILED
 from advisor.measure.steps.steps import recorded_extent
+from advisor.rules.memory.device_memory import measure_held
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
@@ -105,6 +106,8 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
         peak, capacity = memory["peak_reserved"].max(), memory["capacity"].max()
         fields["memory_peak_bytes"] = peak
         fields["memory_capacity_bytes"] = capacity
+    else:  # what the recorder saw of it
+        fields["memory_peak_bytes"], fields["memory_capacity_bytes"] = measure_held(a)
     return fields
 
 

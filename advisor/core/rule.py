@@ -288,7 +288,9 @@ class Rule:
             category=self.category,
             validation=self.validation,
             references=[
-                link for link in self.references if advice is None or PYTORCH_URL_PART not in link
+                link
+                for link in finding.references or self.references
+                if advice is None or PYTORCH_URL_PART not in link
             ],
             title=finding.title or self.title,
             fix=finding.fix or self.fix,

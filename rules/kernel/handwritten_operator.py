@@ -34,8 +34,11 @@ class Pattern(NamedTuple):
     """Number of times the fused kernel reads or writes a tensor of the largest size."""
     fix: str
     code: str
+    reference: str
 
 
+FUNCTIONS = "https://pytorch.org/docs/stable/generated/torch.nn.functional."
+LIGER = "https://arxiv.org/abs/2410.10989"
 _SQUARE, _ROOT, _SCALE = r"(?:pow|square|mul)", r"rsqrt", r"(?:mul|div)"
 _CAST = r"(?:(?:to|copy) )*"
 PATTERNS = (
@@ -47,6 +50,7 @@ PATTERNS = (
         2,
         "Call F.layer_norm (nn.LayerNorm), which is one kernel.",
         "self.norm = nn.LayerNorm(hidden, eps=1e-5)\ny = self.norm(x)",
+        f"{FUNCTIONS}layer_norm.html",
     ),
     Pattern(
         "RMS normalisation",
@@ -58,6 +62,7 @@ PATTERNS = (
         "self.norm = nn.RMSNorm(hidden, eps=1e-6)   # or F.rms_norm(x, (hidden,), weight, eps)\n"
         "y = self.norm(x)\n"
         "# Hugging Face models: Liger Kernel's apply_liger_kernel_to_llama()",
+        f"{FUNCTIONS}rms_norm.html",
     ),
     Pattern(
         "softmax",
@@ -66,6 +71,7 @@ PATTERNS = (
         "Call F.softmax, one kernel that also subtracts the maximum. Inside attention, "
         "F.scaled_dot_product_attention needs no softmax at all.",
         "p = F.softmax(scores, dim=-1)",
+        f"{FUNCTIONS}softmax.html",
     ),
     Pattern(
         "rotary embedding",
@@ -79,6 +85,7 @@ PATTERNS = (
         "    a, b = x.chunk(2, dim=-1)\n"
         "    return x * cos + torch.cat((-b, a), dim=-1) * sin\n"
         "# or: from liger_kernel.transformers.rope import liger_rotary_pos_emb",
+        LIGER,
     ),
     Pattern(
         "GELU (tanh form)",
@@ -87,6 +94,7 @@ PATTERNS = (
         2,
         'Call F.gelu(x, approximate="tanh"), which is one kernel.',
         'y = F.gelu(x, approximate="tanh")',
+        f"{FUNCTIONS}gelu.html",
     ),
     Pattern(
         "GELU",
@@ -94,6 +102,7 @@ PATTERNS = (
         2,
         "Call F.gelu(x), which is one kernel.",
         "y = F.gelu(x)",
+        f"{FUNCTIONS}gelu.html",
     ),
 )
 """Patterns in the order in which they are tried: an operator belongs to the first that fits."""
@@ -149,10 +158,7 @@ class HandwrittenOperator(Rule):
         "H100 inference of a 0.5B language model (RMS normalisation 49 times, rotary embedding 48 "
         "times a pass: fires); A100 and V100 training, MI300X and B200 inference (silent)"
     )
-    references = (
-        "https://pytorch.org/docs/stable/generated/torch.nn.functional.rms_norm.html",
-        "https://arxiv.org/abs/2410.10989",
-    )
+    references = (*dict.fromkeys(pattern.reference for pattern in PATTERNS),)
 
     min_share = Threshold(
         0.05, "of kernel time in such chains: below it another finding saves more", OURS
@@ -238,6 +244,7 @@ class HandwrittenOperator(Rule):
             where=kernel_common.kernel_locations(a, rows),
             fix=" ".join([*fixes, "Compiling the model fuses such chains too."]),
             code="\n".join(self.case(pattern.name)["code"] for pattern in patterns),
+            references=[*dict.fromkeys(pattern.reference for pattern in patterns)],
             edits=changes,
         )
 

@@ -159,8 +159,8 @@ class MisalignedGemm(Rule):
     )
     confidence = 0.75
     assumptions = (
-        "padded products reach of the attainable rate what similar aligned ones of the recording "
-        "do, else {reach:.0%} ({worst_reach:.0%} to {best_reach:.0%})",
+        "padded products are as fast as similar aligned ones of the recording, or reach "
+        "{reach:.0%} of the attainable rate ({worst_reach:.0%} to {best_reach:.0%})",
     )
     cases = {
         "rates are not known": {

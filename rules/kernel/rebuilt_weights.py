@@ -33,7 +33,9 @@ _NORM_CODE = (
     '        parametrize.remove_parametrizations(module, "weight")\n'
     "# torch.nn.utils.weight_norm: torch.nn.utils.remove_weight_norm(module)"
 )
-
+_NORM_VERIFY = (
+    "Record again: no weight is normalised. Compare the outputs: they differ by rounding."
+)
 
 _OPERAND_FIX = (
     "Do this once, when the tensor is loaded or changes, and keep the result. A search index is "
@@ -42,6 +44,9 @@ _OPERAND_FIX = (
 _OPERAND_CODE = (
     "index = torch.nn.functional.normalize(index, dim=1)   # once\n"
     "scores = queries @ index.T                            # for each batch of queries"
+)
+_OPERAND_VERIFY = (
+    "Record again: nothing comes before the product. Compare the outputs: they differ by rounding."
 )
 
 
@@ -127,10 +132,10 @@ class RebuiltWeights(Rule):
         else:
             done = "cast to another type" if kind == CAST else "normalised"
             what = f"{t.count_noun(count, 'weight')} are {done} {where}, and none is trained."
-        fix, code = {
-            CAST: (self.fix, self.code),
-            NORM: (_NORM_FIX, _NORM_CODE),
-            OPERAND: (_OPERAND_FIX, _OPERAND_CODE),
+        fix, code, verify = {
+            CAST: (self.fix, self.code, self.verify),
+            NORM: (_NORM_FIX, _NORM_CODE, _NORM_VERIFY),
+            OPERAND: (_OPERAND_FIX, _OPERAND_CODE, _OPERAND_VERIFY),
         }[kind]
         yield Finding(
             summary=f"{what} This takes {of_step(a, ns)}.",
@@ -143,6 +148,7 @@ class RebuiltWeights(Rule):
             edits=remove_at("rebuilt_weights"),
             fix=fix,
             code=code,
+            verify=verify,
         )
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Location, Select
+from advisor.core.finding import Location, Select, SkippedCheck
 from advisor.replay.selection import rows_under
 from advisor.rules.common import recorded_steps
 from advisor.testing import TraceBuilder
@@ -94,6 +94,16 @@ def measure_held(a: Analysis) -> tuple[int | None, int | None]:
                 held = int(known.max())
         capacity = capacity or gpu_capacity(a)
     return held, capacity
+
+
+def skip_without_events(a: Analysis, what: str) -> SkippedCheck:
+    """Return the skipped check of a trace without allocator events, which were not recorded, or
+    recorded and then cut out of the file."""
+    if a.trace.meta.profile_memory:
+        why = "the profiler recorded allocator events, but they are cut out of this file"
+        return SkippedCheck(what=what, why=why, record="")
+    why = "allocator events are not recorded"
+    return SkippedCheck(what=what, why=why, record="profile_memory=True")
 
 
 def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:

@@ -162,11 +162,16 @@ class HugeVocabulary(Rule):
         if not largest:
             return
         reserved, allocated, _ = measure_peaks(a)
-        known = allocated or reserved or _recorded_peak(a)
+        tensors = allocated or (None if reserved else _recorded_peak(a))
+        known = tensors or reserved
         capacity = known or (a.device.memory_bytes if a.device else None)
         if not capacity or largest < self.min_memory * capacity:
             return
-        source = "of the peak" if known else "of the GPU's memory"
+        source = part = "of the GPU's memory"
+        if known:
+            part = "of the peak"
+            held = "in tensors" if tensors else "reserved"
+            source = f"of the {t.format_bytes(known)} {held} at the peak"
         tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
         under = kernel_common.rows_launched_under(a, _LOSS) & a.in_window
@@ -177,7 +182,7 @@ class HugeVocabulary(Rule):
             ),
             evidence=[
                 Evidence("largest log-softmax", largest, "bytes"),
-                self.compare(f"share {source}", largest / capacity, "min_memory"),
+                self.compare(f"share {part}", largest / capacity, "min_memory"),
                 self.compare(
                     "last dimension",
                     tensor.shape[-1] if tensor else None,

@@ -21,8 +21,10 @@ from advisor.rules.memory.device_memory import (
     LOWER_PEAK_INFERENCE,
     gpu_capacity,
     locate_holders,
+    measure_held,
     measure_peaks,
     run_product,
+    skip_without_events,
     snapshot_example,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -111,11 +113,9 @@ class MemoryNearCapacity(Rule):
             capacity = capacity or _capacity(a, post.device)
             held = locate_holders(post)
         if reserved is None:
-            yield SkippedCheck(
-                what="GPU memory: peak, capacity, what could be freed",
-                why="allocator events are not recorded",
-                record="profile_memory=True",
-            )
+            known = measure_held(a)[0] is not None  # the recorder's, of whole steps
+            what = "what holds it at its peak" if known else "peak, capacity"
+            yield skip_without_events(a, f"GPU memory: {what}, what could be freed")
             return
         if not capacity:
             alone = a.only_input is SNAPSHOT

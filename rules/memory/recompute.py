@@ -13,7 +13,7 @@ from advisor.measure.memory.trace_memory import REENTRANT, find_recompute
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHECKPOINT, OURS, public_traces
 from advisor.rules.common import amount_per_step, locate_row, of_each_step, scale_edit
-from advisor.rules.memory.device_memory import GIB, measure_held, run_product
+from advisor.rules.memory.device_memory import GIB, measure_held, run_product, skip_without_events
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^autograd::engine::evaluate_function|Backward"
@@ -91,14 +91,13 @@ class RecomputeWithFreeMemory(Rule):
         if share < self.min_share:
             return
         reserved, capacity = measure_held(a)
-        if reserved is None or not capacity:
-            yield SkippedCheck(
-                what=f"whether free memory could save recomputation ({share:.0%} of the step)",
-                why="allocator events are not recorded"
-                if reserved is None
-                else "the trace does not record how much memory the GPU has",
-                record="profile_memory=True",
-            )
+        what = f"whether free memory could save recomputation ({share:.0%} of the step)"
+        if reserved is None:
+            yield skip_without_events(a, what)
+            return
+        if not capacity:
+            why = "the trace does not record how much memory the GPU has"
+            yield SkippedCheck(what=what, why=why, record="profile_memory=True")
             return
         full = reserved / capacity
         if full >= self.max_reserved:

@@ -107,7 +107,10 @@ class DenseEmbeddingGradient(Rule):
             ),
             evidence=[
                 self.compare(
-                    "rows of the table per row in use", largest.rows / largest.used, "min_ratio"
+                    "rows of the table for each that a step looks up",
+                    largest.rows / largest.used,
+                    "min_ratio",
+                    "",
                 ),
                 Evidence(
                     "size of the table's gradient, values", largest.rows * largest.size, "count"

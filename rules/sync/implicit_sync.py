@@ -206,7 +206,7 @@ class ImplicitSync(Rule):
             yield SkippedCheck(
                 what="waits of the host for the GPU",
                 why="the trace has no synchronizing or event calls, which every complete recording "
-                "of the CUDA runtime has",
+                f"of the {'HIP' if a.trace.meta.vendor == 'amd' else 'CUDA'} runtime has",
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], nothing filtered",
             )
             return

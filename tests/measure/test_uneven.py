@@ -56,7 +56,7 @@ def test_steps_that_run_more_work_are_told_so():
     (product,) = found.work
     assert (product.name, product.short_count, product.long_count) == ("gemm", 1, 3)
     assert product.ns == pytest.approx(2e6, rel=0.01)
-    assert "1 to 3 per step" in longer_steps(a)
+    assert "1 times in a shorter step, 3 in a longer one" in longer_steps(a)
 
 
 def test_without_a_device_it_is_the_main_threads_time():

@@ -6,12 +6,14 @@ cores without a GPU (torch 2.13); of those with a trace, one window.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from advisor.advise.engine import Options, analyze
 from advisor.core.finding import Finding
+from advisor.core.report import Report
 from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
 
@@ -112,3 +114,64 @@ def test_a_verdict_claims_no_saving_of_code_that_it_cannot_name() -> None:
     verdict = analyze(RECORDED / "leak.slow", Options(config={})).verdict
     assert "A fix saves" not in verdict and "advisor record --deep shows its lines" in verdict
     assert "out of memory in 4,030 steps" in verdict
+
+
+H100 = Path(__file__).parents[1] / "corpus" / "h100"
+
+
+@cache
+def on_h100(name: str) -> Report:
+    return analyze(H100 / name, Options(config={}))
+
+
+def text_of(name: str, rule: str) -> Finding:
+    report = on_h100(name)
+    return next(f for f in (*report.findings, *report.notes, *report.risks) if f.rule == rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("latent_sampler", "the casts are gone"),
+        ("voice_stream", "no weight is normalised"),
+        ("doc_finder", "nothing comes before the product"),
+    ],
+)
+def test_what_proves_the_fix_is_of_the_work_that_is_done_again(name: str, gone: str) -> None:
+    assert gone in text_of(name, "rebuilt-weights").verify
+
+
+def test_a_gelu_by_hand_has_the_page_of_gelu_to_read() -> None:
+    (link,) = text_of("gpt2_eager_attention", "handwritten-operator").references
+    assert link.endswith("torch.nn.functional.gelu.html")
+
+
+def test_the_recorders_peak_is_the_reports_where_a_trace_has_no_allocator_events() -> None:
+    report = on_h100("checkpointed")
+    (reserved,) = [
+        each.value
+        for each in text_of("checkpointed", "recompute-with-free-memory").evidence
+        if each.label == "peak reserved"
+    ]
+    assert report.memory_peak_bytes == reserved
+    assert text_of("checkpointed", "batch-headroom").summary.startswith("The run holds 8.57 GiB")
+    assert "in tensors at the peak" in text_of("checkpointed", "huge-vocabulary").summary
+    assert any("GPU memory: what holds it at its peak" in s.what for s in report.not_checked)
+
+
+def test_allocator_events_that_were_cut_out_are_not_asked_for_again() -> None:
+    report = analyze(H100.parent / "serving" / "vllm_decode_full", Options(config={}))
+    (skipped,) = [s for s in report.not_checked if s.what.startswith("GPU memory")]
+    assert "cut out of this file" in skipped.why and not skipped.record
+
+
+def test_ratios_of_rows_are_numbers_and_no_percentages() -> None:
+    evidence = text_of("ads_ranker", "dense-embedding-gradient").evidence[0]
+    assert evidence.unit == "" and evidence.value == pytest.approx(27.01, abs=0.01)
+
+
+def test_counts_of_longer_steps_are_written_as_times_a_step() -> None:
+    """The V100's longer half runs 5 such kernels in 3 steps, the shorter half 2."""
+    report = analyze(H100.parent / "v100_train_copy_heavy.json.gz", Options(config={}))
+    (line,) = [each for each in report.limits if "The longer half" in each]
+    assert "(0.7 times in a shorter step, 1.7 in a longer one)" in line

@@ -334,7 +334,8 @@ def _batch(post: PostMortem) -> Change:
         "half the batch",
         batch_rows(post),
         0.5,
-        "activations and inputs are in proportion to the batch, which is halved",
+        "activations, inputs and backward temporaries are in proportion to the batch, which is "
+        "halved",
     )
 
 

@@ -23,7 +23,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.host.launches import lost_records
-from advisor.measure.steps.step_differences import CAPTURE
+from advisor.measure.steps.step_differences import CAPTURE, LOADING
 from advisor.read import open_run, read_trace
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
@@ -447,6 +447,47 @@ def capturing(steps: int, captures: int) -> TraceBuilder:
             b.run("aten::mm", "gemm", 1000)
             b.sync()
     return b
+
+
+@pytest.mark.parametrize("name", ["hipModuleLoadData", "cuModuleLoadDataEx", "cuLibraryLoadData"])
+@pytest.mark.parametrize("between", ["nothing", "a query", "a launch", "an operator"])
+def test_what_lies_between_loads_of_code_is_start_up_if_nothing_else_is_recorded(
+    name: str, between: str
+) -> None:
+    b = TraceBuilder()
+    b.run("aten::add", "add", 100)
+    b.host(200)
+    b.call(name, 300)
+    b.host(5000)
+    if between == "a query":
+        b.call("hipGetDeviceProperties", 5)
+    elif between == "a launch":
+        b.launch("mul", 10)
+    elif between == "an operator":
+        b.on_host("aten::empty", 10)
+    b.host(5000)
+    b.call(name, 400)
+    b.run("aten::mm", "gemm", 100)
+    a = Analysis(b.trace())
+    found = a.one_off_costs.filter(pl.col("name").str.starts_with(LOADING))
+    causes = dict(a.gaps.group_by("cause").agg(pl.col("dur").sum()).iter_rows())
+    if between in ("nothing", "a query"):
+        assert found["count"].to_list() == [2]
+        assert found["dur"][0] >= 10_700_000
+        assert causes["compile"] >= 10_700_000
+        assert causes.get("unknown", 0) < 1_000_000
+    else:
+        assert found.is_empty()
+        assert causes["unknown"] >= 9_000_000
+
+
+def test_a_library_that_starts_up_between_two_loads_is_said_to(
+    shared_file: Callable[[str], str],
+) -> None:
+    """2.7 s between two calls of hipModuleLoadData, before the first product."""
+    report = analyze(shared_file("rocprof/matmul_result.rpd"))
+    assert report.verdict.startswith("One-off costs take 92% of the recording, most of all loading")
+    assert "does not show" not in report.verdict
 
 
 def test_the_capture_of_a_graph_is_a_one_off_cost() -> None:

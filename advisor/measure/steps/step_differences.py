@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import covered_length, union
+from advisor.core.intervals import Intervals, covered_length, union
 from advisor.measure.device.families import CLASSES
 from advisor.measure.steps.timeline import CLASSES as HOST
 
@@ -43,12 +43,16 @@ ONE_OFF_SCHEMA: dict[str, Any] = {
     "count": pl.Int64,  # calls of this kind, this one included
 }
 CAPTURE = "capture of a CUDA graph"
+LOADING = "loading of GPU code"
+_QUIET = ("other", "malloc", "free", "host_alloc", "host_free", "event_query")
+"""Calls that set something up or ask for something, beside the loading of code."""
 
 
 def one_off(a: Analysis) -> pl.DataFrame:
     """Find host rows that did something once, columns of ONE_OFF_SCHEMA, outermost first.
 
-    Captures of graphs, unless the steps capture. An operator's first call with given inputs, and a
+    Captures of graphs, and stretches in which a thread only loads GPU code, unless the steps do so.
+    An operator's first call with given inputs, and a
     runtime call at the first of its name, or within such an operator, that took TIMES_LATER as long
     as the median of the later ones while the device idled. Of operators inside each other the
     innermost that holds nearly all of it is named. A call that has no later one may be slow every
@@ -59,7 +63,7 @@ def one_off(a: Analysis) -> pl.DataFrame:
     cpu = a.trace.cpu
     if cpu.is_empty() or a.device_id is None:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
-    captures = _captures(a)
+    captures = pl.concat([_captures(a), _loading(a)])
     rows = cpu.with_row_index("host").filter(
         (pl.col("kind") == "op") | pl.col("call").cast(pl.String).is_in(CALLS)
     )
@@ -82,14 +86,61 @@ def one_off(a: Analysis) -> pl.DataFrame:
     again = (pl.col("count") > 2) & (pl.col("dur") > TIMES_LATER * pl.col("usual"))
     result = long.filter((pl.col("host") == pl.col("first")) & (again.fill_null(False) | lone))
     ts, dur = result["ts"].to_numpy(), result["dur"].to_numpy()
-    gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
-    began = gpu["ts"].to_numpy()
-    busy = covered_length(ts, ts + dur, union(began, began + gpu["dur"].to_numpy()))
+    busy = covered_length(ts, ts + dur, _busy(a))
     result = result.filter(pl.Series(busy <= MAX_BUSY * dur))
     calls = _innermost(result).select(
         pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"
     )
     return pl.concat([captures, calls]) if captures.height else calls
+
+
+def _loading(a: Analysis) -> pl.DataFrame:
+    """Find long stretches from a call that loads GPU code (``cuModuleLoad…``, ``cuLibraryLoad…``,
+    HIP's too) to the next ones of its thread, with nothing else recorded between them and the
+    device idle: a library starts up. Empty where more than half of the steps have one."""
+    rows = a.trace.cpu.with_row_index("host").select(
+        pl.col("host").cast(pl.Int64), "thread", "ts", "dur", "name", "call",
+        loads=(pl.col("call") == "module_load").fill_null(False),
+        quiet=((pl.col("kind") == "runtime") & pl.col("call").cast(pl.String).is_in(_QUIET))
+        .fill_null(False),
+    )  # fmt: skip
+    if int(rows["loads"].sum()) < 2:
+        return pl.DataFrame(schema=ONE_OFF_SCHEMA)
+    rows = rows.sort("thread", "ts").with_columns(
+        stretch=(~(pl.col("loads") | pl.col("quiet"))).cum_sum().over("thread")
+    )
+    found = (
+        rows.filter("loads")
+        .group_by("thread", "stretch", maintain_order=True)
+        .agg(
+            pl.col("host").first(),
+            pl.col("name").first().cast(pl.String),
+            pl.col("ts").min(),
+            end=(pl.col("ts") + pl.col("dur")).max(),
+            count=pl.len().cast(pl.Int64),
+        )
+        .filter(pl.col("count") > 1)
+        .with_columns(dur=pl.col("end") - pl.col("ts"))
+    )
+    long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+    found = found.filter(long, pl.Series(covered_length(*_span(found), _busy(a)) == 0))
+    steps = a.steps.used.height
+    inside = covered_length(*_span(found), a.spans)
+    if steps > 2 and int((inside > 0).sum()) > steps / 2:
+        return pl.DataFrame(schema=ONE_OFF_SCHEMA)
+    return found.select(
+        "host",
+        pl.format("{} ({})", pl.lit(LOADING), "name").alias("name"),
+        "ts",
+        "dur",
+        pl.lit(None, pl.Float64).alias("usual"),
+        "count",
+    )
+
+
+def _busy(a: Analysis) -> Intervals:
+    gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
+    return union(gpu["ts"].to_numpy(), (gpu["ts"] + gpu["dur"]).to_numpy())
 
 
 def _captures(a: Analysis) -> pl.DataFrame:

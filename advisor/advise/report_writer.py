@@ -49,6 +49,7 @@ from advisor.core.finding import LAYER_TIMES
 from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, IdleCause, Report, RuleText
 from advisor.measure.device.families import MATRIX
+from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 from advisor.measure.steps.step_differences import CAPTURE
 
@@ -540,10 +541,26 @@ def _sampled(part: IdleCause) -> str:
 
 
 def _not_shown(report: Report, a: Analysis, share: float) -> str:
-    """Say that the trace does not show why the GPU idles for this share, and what to record."""
+    """Say that the trace does not show why the GPU idles for this share, and what to record. Stacks
+    explain nothing of the time in which work is queued for the GPU."""
     idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
+    idle += f" of the {report.per}"
     how = record_with("with_stack=True" if report.host else ACTIVITIES, a.trace.meta)
-    return " ".join(part for part in (f"{idle} of the {report.per}.", how) if part)
+    queued = queued_idle_ns(a) / max(a.span_ns, 1)
+    if queued < MIN_QUEUED_SHARE:
+        return " ".join(part for part in (f"{idle}.", how) if part)
+    why = "events were filtered out, or another process uses the GPU"
+    if share - queued < MIN_QUEUED_SHARE:
+        return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
+    return (
+        f"{idle}: {t.format_share(queued)} while work is queued for it ({why}), "
+        f"{t.format_share(share - queued)} while none is. {UNFILTERED} {how}".rstrip()
+    )
+
+
+MIN_QUEUED_SHARE = 0.05
+"""Share of the step from which unexplained idle time with queued work is named apart."""
+UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
 
 
 def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:

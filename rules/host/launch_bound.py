@@ -6,6 +6,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.host.gaps import queued_idle_ns
 from advisor.rules.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.rules.common import amount_per_step, of_step, per_step
 from advisor.rules.framework_advice import (
@@ -212,10 +213,7 @@ class LaunchBound(Rule):
 
     def _queued(self, a: Analysis) -> Outcomes:
         """Report idle time although work is queued: its cause is not in the trace."""
-        idle_gaps = a.gaps
-        kind = a.trace.cpu["kind"].gather(idle_gaps["host"])
-        queued = (idle_gaps["cause"] == "unknown") & (kind == "runtime").fill_null(False)
-        idle = int(idle_gaps["dur"].filter(queued).sum())
+        idle = queued_idle_ns(a)
         if idle >= self.min_share * a.span_ns:
             yield SkippedCheck(
                 what=f"why the GPU idles for {of_step(a, idle)} while work is queued for it",

@@ -330,6 +330,17 @@ def test_lost_records_of_all_gpu_work_are_said_first(shared_trace: Callable[[str
     assert report.findings == [] and report.status == "limited"
 
 
+def test_unexplained_idle_time_with_queued_work_is_said_apart(
+    shared_trace: Callable[[str], str],
+) -> None:
+    """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
+    report = analyze(shared_trace("two_ranks_rank0"))
+    assert "idles for 49% of the step: 32% while work is queued for it" in report.verdict
+    assert "17% while none is. Record all activities" in report.verdict
+    queued = next(each for each in report.not_checked if "work is queued" in each.what)
+    assert "(32%)" in queued.what
+
+
 def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[str], str]) -> None:
     """Three GPUs have work in it; the one with most holds 5.78 GiB."""
     report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb.gz"))

@@ -135,6 +135,14 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
     )
 
 
+def queued_idle_ns(a: Analysis) -> int:
+    """Return the idle time for no recorded reason although work is queued for the device, ns: its
+    launch has returned."""
+    kind = a.trace.cpu["kind"].gather(a.gaps["host"])
+    queued = (a.gaps["cause"] == "unknown") & (kind == "runtime").fill_null(False)
+    return int(a.gaps["dur"].filter(queued).sum())
+
+
 def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
     cpu = a.trace.cpu
     count = len(part)

@@ -275,6 +275,8 @@ class Host(Struct, kw_only=True, omit_defaults=True, gc=False):
     """CPU use, all CPUs together, %."""
     process_cpu: float | None = None
     """CPU use of the process and its children, % of one CPU."""
+    children_cpu: float | None = None
+    """The part of its children (DataLoader workers), % of one CPU."""
     memory_available: int | None = None
     rss: int | None = None
     """Resident memory of the process, bytes."""
@@ -302,10 +304,11 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     """An event of the run: one line of events.jsonl. ``kind`` says which keys ``data`` has.
 
     ``loader``: id, workers, pin_memory, prefetch_factor, persistent_workers, batch_size, drop_last,
-    dataset, length, multiprocessing_context, trainer (``transformers`` where its Trainer is
-    imported) · ``loader_iter``: id, began_ns (by the clock of the steps; the event itself is
-    written later), workers_started_ns, workers_ended_ns (at the end of its epoch before, ``null``:
-    not recorded), evaluation · ``shapes``: index, shapes, dtypes · ``padding`` (of the token ids
+    dataset, item (``file(line): function`` that reads a sample), length, multiprocessing_context,
+    trainer (``transformers`` where its Trainer is imported) · ``loader_iter``: id, began_ns (by the
+    clock of the steps; the event itself is written later), workers_started_ns, workers_ended_ns (at
+    the end of its epoch before, ``null``: not recorded), evaluation · ``shapes``: index, shapes,
+    dtypes · ``padding`` (of the token ids
     that a forward was called with, one in five): padding (share), beyond (share in positions that
     hold a token in no row), rows, columns · ``window``: window, reason, steps, state (``open``,
     ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
+from advisor.recorder.stack_samples import without_search_path
+
 TRAINER = "transformers"
 """Package whose Trainer makes a program's loaders from its own arguments."""
 MAX_LOADERS = 64
@@ -114,10 +116,22 @@ def loader_configuration(loader: Any) -> dict[str, Any]:
         "batch_size": getattr(sampler, "batch_size", None) if size is None else size,
         "drop_last": getattr(loader, "drop_last", None),
         "dataset": type(dataset).__name__ if dataset is not None else None,
+        "item": _place_of_item(dataset),
         "length": epoch_length(loader),
         "trainer": TRAINER if f"{TRAINER}.trainer" in sys.modules else None,
         "multiprocessing_context": context.get_start_method() if context is not None else None,
     }
+
+
+def _place_of_item(dataset: Any) -> str | None:
+    """Return where a dataset's class reads a sample, ``file(line): function``; ``None``: unknown,
+    or in a package."""
+    for name in ("__getitems__", "__getitem__", "__iter__"):
+        code = getattr(getattr(type(dataset), name, None), "__code__", None)
+        if code is not None and "site-packages" not in code.co_filename:
+            file = without_search_path(code.co_filename)
+            return f"{file}({code.co_firstlineno}): {code.co_qualname}"
+    return None
 
 
 def epoch_length(loader: Any) -> int | None:

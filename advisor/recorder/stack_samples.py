@@ -116,7 +116,7 @@ class StackSampler(BackgroundThread):
             function = code.co_qualname.replace(".<locals>", "")
             for part in _PARTS_OF_FUNCTIONS:
                 function = function.replace(f".{part}", "").replace(part, "<module>")
-            known = f"{_without_search_path(code.co_filename)}({line}): {function}"[:MAX_NAME]
+            known = f"{without_search_path(code.co_filename)}({line}): {function}"[:MAX_NAME]
             self._texts[code, line] = known
         return known
 
@@ -126,7 +126,7 @@ def _is_own(code: CodeType) -> bool:
     return code.co_filename.startswith((_OWN, "<frozen runpy>"))
 
 
-def _without_search_path(file: str) -> str:
+def without_search_path(file: str) -> str:
     """Return a file's name without the longest entry of ``sys.path`` in front of it."""
     entries = (os.path.join(entry, "") for entry in sys.path if entry)  # noqa: PTH118
     longest = max((entry for entry in entries if file.startswith(entry)), key=len, default="")

@@ -4,6 +4,7 @@ and throttling by the CPU quota."""
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +154,8 @@ class HostSampler:
                 if disk is not None:
                     host.disk_read, host.disk_write = int(disk.read_bytes), int(disk.write_bytes)
             host.cpu = self._machine()
-            host.process_cpu = self._own()
+            self._add_workers()
+            host.process_cpu, host.children_cpu = self._own()
             host.rss = int(process.memory_info().rss)
             host.memory_available = self._available()
         except (OSError, RuntimeError, ValueError, psutil.Error):
@@ -172,10 +174,11 @@ class HostSampler:
         share = float(1 - (idle - before[1]) / (total - before[0]))
         return round(100 * min(1.0, max(0.0, share)), 1)
 
-    def _own(self) -> float | None:
-        """Return the use by the process and its children, % of one CPU; ``None`` at the first."""
+    def _own(self) -> tuple[float | None, float | None]:
+        """Return the use by the process and its children, and by these alone, % of one CPU;
+        ``None`` at the first."""
         now = time.perf_counter()
-        used = 0.0
+        used = by_children = 0.0
         spent: dict[int, float] = {}
         for pid, process in {os.getpid(): self._process, **self._children}.items():
             try:
@@ -183,11 +186,24 @@ class HostSampler:
             except (OSError, self.psutil.Error):  # type: ignore[union-attr]
                 continue  # a worker that has ended since
             spent[pid] = times.user + times.system
-            used += max(0.0, spent[pid] - self._spent.get(pid, spent[pid]))
+            since = max(0.0, spent[pid] - self._spent.get(pid, spent[pid]))
+            used += since
+            by_children += since * (pid in self._children)
         before, self._at, self._spent = self._at, now, spent
         if before is None or now <= before:
-            return None
-        return round(100 * used / (now - before), 1)
+            return None, None
+        return round(100 * used / (now - before), 1), round(100 * by_children / (now - before), 1)
+
+    def _add_workers(self) -> None:
+        """Add processes that ``multiprocessing`` started since the children were listed."""
+        known = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
+        for worker in list(known):
+            pid = getattr(getattr(worker, "_popen", None), "pid", None)
+            if isinstance(pid, int) and pid not in self._children:
+                try:
+                    self._children[pid] = self.psutil.Process(pid)  # type: ignore[union-attr]
+                except self.psutil.Error:  # type: ignore[union-attr]
+                    continue  # it has ended
 
     def _resident(self) -> int | None:
         """Return the resident memory of the children, bytes; ``None`` without children."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
+from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
+from advisor.measure.host.stacks import parse_frame
 from advisor.rules.citations import (
     CHOSEN,
     CURED_RECORDINGS,
@@ -33,6 +36,9 @@ from advisor.rules.common import (
 )
 from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
 from advisor.testing import Examples, TraceBuilder
+
+MIN_CPU_SAMPLES = 3
+"""Samples of CPU use, at least."""
 
 
 class LoaderWorkers(Rule):
@@ -258,13 +264,24 @@ class CpuBoundTransforms(Rule):
     (gpuprof). Network storage does not show there.
 
     A loader without workers keeps one core busy at most; give it workers instead.
+
+    Where the step computes on the CPU too, workers also take cores from it, whatever the wait. The
+    training then gets fewer cores than PyTorch has threads. The gain is of a training that gets the
+    workers' cores too, by the CPU time of each process; waits for the workers are in it. With
+    several threads it is half of that, as they may not all have work. The low end leaves other
+    programs their part of these cores, and half of the work with the workers.
     """
 
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"
     knobs = ("workers",)
     reads_record = True
-    silent_in = ("recorded/worker_respawn.cured", "recorded/workers.cured")
+    found_in = ("recorded/worker_cpu.slow",)
+    silent_in = ("recorded/worker_cpu.cured", *CURED_RECORDINGS)
+    validation_note = (
+        "CPU recordings on two cores, torch 2.13: a dataset that decompresses a file for each "
+        "sample, against one that maps it into memory"
+    )
     references = (
         "https://pytorch.org/vision/stable/transforms.html#performance-considerations",
         "https://docs.nvidia.com/deeplearning/dali/user-guide/docs/",
@@ -291,17 +308,40 @@ class CpuBoundTransforms(Rule):
     assumptions = ("the GPU has time for the work that moves to it",)
     confidence = 0.75
     alternatives = "loader"
+    cases = {
+        "of a training on the CPU": {
+            "title": "DataLoader workers take the cores that the step computes on",
+            "fix": (
+                "Do less CPU work per sample{item}. Read and decode a file once, not for each "
+                "of its samples. Store samples as they are used: np.load(mmap_mode='r') reads "
+                "single rows of an uncompressed .npy file."
+            ),
+            "code": (
+                "self.x = np.load('x.npy', mmap_mode='r')   # in __init__, uncompressed\n"
+                "sample = np.array(self.x[index])           # in __getitem__: one row"
+            ),
+            "verify": "Record again: the workers use fewer cores, and the step is shorter.",
+            "falsified_by": "a step that is no shorter when the loop reuses one batch",
+            "assumptions": ("the samples can be prepared with little CPU time",),
+        }
+    }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the wait for data with the CPU use."""
+        """Compare the wait for data, or what the training computes on, with the CPU use."""
         recorded = recorded_steps(a)
         feed = find_loader(a)
         share = recorded.share("data")
-        if feed is None or not workers_of(feed) or share is None or share < self.min_wait:
+        if feed is None or not workers_of(feed) or share is None:
+            return
+        taken = _taken_by_workers(a)
+        if taken is not None and taken.gain >= self.min_wait and taken.busy >= self.min_cpu:
+            yield self._takes_cores(a, feed, taken)
+            return
+        if share < self.min_wait:
             return
         usage = recorded.host("process_cpu")
         cpus = recorded.record.rank.cpus
-        if len(usage) < 3 or cpus is None:
+        if len(usage) < MIN_CPU_SAMPLES or cpus is None:
             yield SkippedCheck(
                 what="whether the cores limit the DataLoader",
                 why="too few samples of CPU use were recorded",
@@ -331,15 +371,101 @@ class CpuBoundTransforms(Rule):
             impact=impact_per_step(a, wait),
         )
 
+    def _takes_cores(self, a: Analysis, feed: dict[str, Any], taken: TakenCores) -> Finding:
+        recorded = recorded_steps(a)
+        step = recorded.mean or 0.0
+        frame = parse_frame(str(feed.get("item")))
+        where = []
+        if frame is not None:
+            where = [Location(file=frame.file, line=frame.line, function=frame.function)]
+        gain = taken.gain * step
+        return Finding(
+            summary=(
+                f"The workers use {taken.workers:.1f} of {taken.cores:.0f} cores, and the training "
+                f"gets {taken.training:.1f} of the {t.format_number(taken.wanted)} that its "
+                f"{'thread' if taken.wanted == 1 else 'threads'} can use."
+            ),
+            where=where,
+            evidence=[
+                Evidence("cores that workers use", taken.workers, "count"),
+                Evidence("cores that the training gets", taken.training, "count"),
+                Evidence("cores that its threads can use", taken.wanted, "count"),
+                self.compare("CPU use", taken.busy, "min_cpu"),
+                self.compare("share", taken.gain, "min_wait", per="step"),
+                steps_seen(recorded),
+            ],
+            impact=impact_per_step(
+                a,
+                gain,
+                low=0.5 * min(gain, taken.shared * step),
+                high=taken.lost * step,
+                of_host=False,
+            ),
+            **self.case(
+                "of a training on the CPU",
+                item="" if frame is None else f" in {frame.function}",
+            ),
+        )
+
     @staticmethod
     def examples() -> Examples:
         return {
             "eight busy cores": _busy(760),
+            "workers take the core of a training on the CPU": _busy(
+                200, data=0.1, workers=2, cpus=2, children=140, threads=1
+            ),
+            "workers of a training on the CPU, cores are idle": (
+                _busy(160, data=0.1, workers=2, cpus=4, children=80, threads=1),
+                "min_cpu",
+            ),
             "idle cores": (_busy(200), "min_cpu"),
             "the disk delivers 2 GB/s": (_busy(760, disk=2e9), "max_disk"),
             "no wait": (_busy(760, data=0.1), "min_wait"),
             "no workers": (_busy(760, workers=0), "not workers_of(feed)"),
         }
+
+
+class TakenCores(NamedTuple):
+    """Cores of a training on the CPU and of its workers, on average."""
+
+    cores: float
+    workers: float
+    training: float
+    wanted: float
+    """Cores that the training's threads can use."""
+    busy: float
+    """Share of the cores that anything uses."""
+    lost: float
+    """Share of the step that the training saves if it gets the workers' cores too …"""
+    shared: float
+    """… and if other programs get their part of them."""
+
+    @property
+    def gain(self) -> float:
+        """Share of the step, as estimated: with several threads, half of ``lost``."""
+        return self.lost if self.wanted == 1 else 0.5 * self.lost
+
+
+def _taken_by_workers(a: Analysis) -> TakenCores | None:
+    """Return what workers take from a training on the CPU; ``None``: a GPU trains, or CPU use was
+    not sampled by process."""
+    recorded = recorded_steps(a)
+    workers, cpus = recorded.host("children_cpu"), recorded.record.rank.cpus
+    threads, used = recorded.flag("num_threads"), recorded.used_cores
+    if not a.trains_on_host or len(workers) < MIN_CPU_SAMPLES or cpus is None or used is None:
+        return None
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        return None
+    cores = max(1.0, cpus / local_ranks(a))
+    by_workers = float(workers.mean()) / 100
+    others = recorded.other_programs_cores or 0.0
+    training, wanted = max(0.0, used - by_workers), min(float(threads), cores)
+    if not by_workers or not used:
+        return None
+    lost = max(0.0, 1 - training / min(wanted, used))
+    sure = max(0.0, 1 - training / wanted) * by_workers / (by_workers + others)
+    busy = min(1.0, (used + others) / cores)
+    return TakenCores(cores, by_workers, training, wanted, busy, lost, min(sure, lost))
 
 
 def _disk(hosts: list[tuple[int, Host]]) -> float | None:
@@ -351,12 +477,25 @@ def _disk(hosts: list[tuple[int, Host]]) -> float | None:
     return max(0.0, (last - first) * 1e9 / (end - begin))
 
 
-def _busy(cpu: float, *, disk: float = 1e6, data: float = 6, workers: int = 8) -> TraceBuilder:
+def _busy(
+    cpu: float,
+    *,
+    disk: float = 1e6,
+    data: float = 6,
+    workers: int = 8,
+    cpus: int = 8,
+    children: float | None = None,
+    threads: int | None = None,
+) -> TraceBuilder:
     b = TraceBuilder()
-    r = b.record_of_run(cpus=8)
+    r = b.record_of_run(cpus=cpus, flags={} if threads is None else {"num_threads": threads})
     r.event("loader", id=1, workers=workers)
     r.event("loader_iter", id=1)
     r.steps(60, 10, data=data)
     seconds = 60 * 10 / 1000
-    r.watch(host=lambda share: Host(process_cpu=cpu, disk_read=round(share * seconds * disk)))
+    r.watch(
+        host=lambda share: Host(
+            process_cpu=cpu, children_cpu=children, disk_read=round(share * seconds * disk)
+        )
+    )
     return b

@@ -162,14 +162,34 @@ def test_work_of_this_process_and_of_a_child_is_its_cpu_use() -> None:
         begun, worked, own = time.perf_counter(), beside.cpu_times().user, time.process_time()
         # how much of a core it gets is the machine's affair
         wait_for(lambda: beside.cpu_times().user - worked > 0.3)
-        seen = host.sample(slow=False).process_cpu
+        sample = host.sample(slow=False)
+        seen, by_child = sample.process_cpu, sample.children_cpu
         wall = time.perf_counter() - begun
-        used = beside.cpu_times().user - worked + time.process_time() - own
+        of_child = beside.cpu_times().user - worked
+        used = of_child + time.process_time() - own
     finally:
         child.kill()
         child.wait()
     assert seen is not None
     assert seen == pytest.approx(100 * used / wall, rel=0.25)
+    assert by_child == pytest.approx(100 * of_child / wall, rel=0.25)
+
+
+def test_workers_started_between_slow_samples_are_counted() -> None:
+    import multiprocessing
+
+    host = HostSampler()
+    if host.psutil is None:
+        pytest.skip("psutil is not installed")
+    host.sample(slow=True)
+    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    worker.start()
+    try:
+        host.sample(slow=False)
+        assert worker.pid in host.pids
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def test_a_child_that_has_ended_is_no_error() -> None:

@@ -81,8 +81,8 @@ class RepeatedBackward(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "an update between": {
             "fix": "An optimizer steps between these passes, so their losses cannot be added. "
-            "detach() what one network hands to another one's loss, and the state that one step "
-            "hands to the next.",
+            "Use detach() on what one network hands to another one's loss, and on the state that "
+            "one step hands to the next.",
             "code": "score = discriminator(fake.detach())    # GAN, discriminator's step\n"
             "d_loss.backward()                       # without retain_graph=True\n"
             "# a recurrent state, after each step: hidden = hidden.detach()",

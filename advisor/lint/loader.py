@@ -54,7 +54,8 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
         and not in_memory
     ):
         missing.append("persistent_workers=True")
-    if not missing and (not none or in_memory):
+    loop = _loop_to_leave(source, call) if not none or missing else None
+    if not missing and (not none or in_memory) and loop is None:
         return
     wanted = list(missing)
     if workers is not None and none and not in_memory:
@@ -62,29 +63,62 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
         wanted.append(f"num_workers={_suggest_workers()}")
         if find_keyword(call, "persistent_workers") is None:
             wanted.append("persistent_workers=True")
-    if missing == ["persistent_workers=True"]:
+    built = [] if loop is None or in_memory else ["built again in each pass of a loop"]
+    if built and not none:
+        why = "each pass of the loop starts the workers again, persistent_workers or not"
+        confirmed = "workers-respawned"
+    elif missing == ["persistent_workers=True"]:
         why = "workers restart for every epoch, and its first batch waits for them"
         confirmed = "workers-respawned"
     elif none and not in_memory:
-        why = "the training process loads and transforms every batch itself, while the GPU waits"
+        why = "the training process loads and transforms every batch itself, and the step waits"
         confirmed = "single-process-loader"
     else:
         why = "a copy from pageable memory blocks the host"
         confirmed = "pageable-copies"
+    without = [f"without {', '.join(missing)}"] if missing else []
+    fixes = [
+        "Pin the memory of batches that go to a GPU."
+        if in_memory
+        else "Set num_workers by the cores that the process may use where it runs: "
+        f"{count_cores()} here, and the loop itself needs one."
+    ] * bool(missing)
+    once = ["Build the loader once, before the loop: its workers live as long as it does."]
+    once *= bool(built)
     yield Hint(
         id="dataloader-arguments",
-        title=f"DataLoader without {', '.join(missing)}",
+        title=f"DataLoader {', '.join([*without, *built])}",
         why=why if in_memory else f"{why}; a dataset in memory may be faster without workers",
-        fix=(
-            "Pin the memory of batches that go to a GPU."
-            if in_memory
-            else "Set num_workers by the cores that the process may use where it runs: "
-            f"{count_cores()} here, and the loop itself needs one."
-        ),
-        code=f"DataLoader(..., {', '.join(wanted)})",
+        fix=" ".join([*fixes, *once]),
+        code=_with_arguments(call, wanted, before_loop=bool(built)),
         confirmed_by=confirmed,
         **hint_position(call),
     )
+
+
+def _loop_to_leave(source: Script, call: ast.Call) -> ast.AST | None:
+    """Return the loop that builds a loader in each pass from what the loop does not change."""
+    loop = source.loop_around(call)
+    if loop is None:
+        return None
+    changed = {
+        node.id
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    used = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+    return None if changed & used else loop
+
+
+def _with_arguments(call: ast.Call, wanted: list[str], *, before_loop: bool) -> str:
+    """Write the program's own call with the arguments, and where it belongs."""
+    given = ast.parse(f"f({', '.join(wanted)})", mode="eval").body
+    assert isinstance(given, ast.Call)
+    names = {item.arg for item in given.keywords}
+    kept = [item for item in call.keywords if item.arg not in names]
+    positional = call.args[:_WORKERS_POSITION]  # more are rare, and their names are not there
+    text = ast.unparse(ast.Call(call.func, positional, [*kept, *given.keywords]))
+    return f"loader = {text}   # before the loop" if before_loop else text
 
 
 def _dataset(call: ast.Call) -> ast.expr | None:
@@ -138,7 +172,7 @@ def _trainer_arguments(source: Script) -> Iterator[Hint]:
         yield Hint(
             id="trainer-workers",
             title="Trainer without dataloader_num_workers",
-            why="the training process loads and collates every batch itself, while the GPU waits",
+            why="the training process loads and collates every batch itself, and the step waits",
             fix="Set dataloader_num_workers; a small tokenized dataset may need none.",
             code=(
                 f"{source.text_of(call.func)}(..., dataloader_num_workers={_suggest_workers()}, "

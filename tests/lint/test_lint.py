@@ -72,6 +72,9 @@ FIRES = {
 }
 
 SILENT = {
+    "a loader of a loop's own data": HEAD
+    + "for fold in folds:\n    loader = DataLoader(fold, num_workers=4, pin_memory=True,\n"
+    "        persistent_workers=True)\n",
     "a loader with everything": HEAD
     + "DataLoader(d, num_workers=4, pin_memory=True, persistent_workers=True)\n",
     "options that are not seen": HEAD + "DataLoader(d, **options)\n",
@@ -394,3 +397,18 @@ def test_programs_of_other_kinds(lines: str, identifier: str) -> None:
 )
 def test_such_programs_in_order_have_no_hint(lines: str) -> None:
     assert ids(HEAD + lines + "\n") == []
+
+
+def test_a_loader_built_in_a_loop_is_built_once_before_it() -> None:
+    """Persistent workers live as long as their loader: one of each epoch starts them again."""
+    lines = (
+        "for epoch in range(3):\n    for x in DataLoader(D(), batch_size=64{}):\n        net(x)\n"
+    )
+    for more in ("", ", num_workers=2, persistent_workers=True, pin_memory=True"):
+        text = HEAD + lines.format(more)
+        hint = next(h for h in lint_text(text) if h.id == "dataloader-arguments")
+        assert "Build the loader once, before the loop" in hint.fix
+        assert hint.code is not None and hint.code.startswith(
+            "loader = DataLoader(D(), batch_size=64"
+        )
+        assert hint.code.endswith("# before the loop") and "GPU" not in hint.why

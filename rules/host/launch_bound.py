@@ -236,7 +236,8 @@ class LaunchBound(Rule):
         if waits.per_step and not gaps.graph_launches:
             count = t.count_noun(waits.per_step, "wait") + per_step(a)
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
-        return " ".join(filter(None, [fix, remove, self.case("in every case")["fix"]]))
+        # what has to come first stands first: a short report shows that sentence and the code
+        return " ".join(filter(None, [remove, fix, self.case("in every case")["fix"]]))
 
     @staticmethod
     def examples() -> Examples:

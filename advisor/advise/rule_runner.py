@@ -30,12 +30,11 @@ from advisor.advise.terms import (
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
-from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import line_of_share
+from advisor.measure.host.sampled_code import line_of_operator
 
 if TYPE_CHECKING:
     from advisor.core.finding import HotLine
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Trace
     from advisor.measure.ranks.summary import RankSummary
-    from advisor.measure.steps.step_records import StepRecords
     from advisor.replay.ranks.study import Study
 
 RULE_FAILED = "the rule failed"
@@ -293,22 +291,16 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
         line = a.recorded.hottest_line(rule.sampled_part)
         where = where if line is None else [line.location, *where]
     elif where and a.recorded is not None and not any(place.file for place in where):
-        where = [_with_sampled_line(place, a, a.recorded) for place in where]
+        where = [_with_sampled_line(place, a) for place in where]
     finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)
 
 
-def _with_sampled_line(place: Location, a: Analysis, recorded: StepRecords) -> Location:
-    """Add the line of the user's code to an operator's place: the line that was sampled outside
-    windows for as large a share of the training thread's time as the operator takes in them."""
-    if place.op is None or not a.span_ns or not recorded.stacks:
-        return place
-    cpu, main = a.trace.cpu, a.trace.main_thread
-    own = cpu.select("ts", "dur").filter((cpu["name"] == place.op) & (cpu["thread"] == main))
-    spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
-    share = intersect(spans, a.spans).total / a.span_ns
-    line = line_of_share(recorded.stacks, share)
+def _with_sampled_line(place: Location, a: Analysis) -> Location:
+    """Add the line of the user's code to an operator's place, by the stacks sampled outside
+    windows."""
+    line = None if place.op is None else line_of_operator(a, place.op)
     if line is None:
         return place
     found = line.location

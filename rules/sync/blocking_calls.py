@@ -3,17 +3,20 @@ the GPU idle time after it."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import re
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Location, Outcomes, Select
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.reads import backward_nodes, outermost_aten
+from advisor.measure.host.sampled_code import line_of_operator
+from advisor.measure.host.stacks import innermost_library
 from advisor.rules.citations import ENGINE_FLOOR, OURS, SILENT_TRACES, public_traces
 from advisor.rules.common import (
     amount_per_step,
@@ -67,6 +70,12 @@ class BlockingRule(Rule):
             Evidence("calls", count_causes(a, blocking)),
         ]
 
+    def _advice(
+        self, a: Analysis, blocking: BlockingCalls, where: list[Location]
+    ) -> dict[str, Any]:
+        """Return the fields of the finding that depend on where it waits."""
+        return {}
+
     def check(self, a: Analysis) -> Outcomes:
         """Sum the GPU idle time after these calls."""
         if a.device_id is None or a.syncs.is_empty():
@@ -75,6 +84,7 @@ class BlockingRule(Rule):
         share = blocking.total / a.span_ns
         if share < self.min_share:
             return
+        where = locate_blocking(a, blocking)
         yield Finding(
             summary=f"The GPU idles for {of_step(a, blocking.total)} {self._reason(a, blocking)}",
             evidence=[
@@ -82,8 +92,9 @@ class BlockingRule(Rule):
                 self.compare("share", share, "min_share", per=a.per),
                 *self._details(a, blocking),
             ],
-            where=locate_blocking(a, blocking),
+            where=where,
             edits=self._edits(a, blocking),
+            **self._advice(a, blocking, where),
         )
 
 
@@ -226,12 +237,26 @@ class DataDependentShapes(BlockingRule):
         "torch.nonzero_static(size=…) or topk with a fixed k. Compute index lists that do not "
         "depend on GPU results on the host beforehand."
     )
-    code = (
-        "# instead of  mean = per_token[mask].mean()\n"
-        "mean = (per_token * mask).sum() / mask.sum()\n"
-        "# instead of  idx = mask.nonzero()\n"
-        "idx = torch.nonzero_static(mask, size=max_count, fill_value=0)"
-    )
+    cases = {
+        "in the program's own code": {
+            "code": "# instead of  mean = per_token[mask].mean()\n"
+            "mean = (per_token * mask).sum() / mask.sum()\n"
+            "# instead of  idx = mask.nonzero()\n"
+            "idx = torch.nonzero_static(mask, size=max_count, fill_value=0)"
+        },
+        "PyTorch Geometric normalises the graph": {
+            "fix": "The wait is in {library}: normalise a fixed graph once (cached=True). Graphs "
+            "that change can be normalised beforehand, for layers with normalize=False.",
+            "code": "# one fixed graph\n"
+            "self.conv = GCNConv(in_channels, out_channels, cached=True)\n"
+            "# others: once for each, for layers with normalize=False\n"
+            "data = torch_geometric.transforms.GCNNorm()(data)",
+        },
+        "in a library": {
+            "fix": "The wait is in {library}. Look for an argument of the library that keeps "
+            "shapes fixed or its result from step to step. Or call it once, before the loop.",
+        },
+    }
     verify = "Profile again: these operators no longer synchronize."
     falsified_by = "as much GPU idle time at the same place in a run with fixed shapes"
     assumptions = ("fixed shapes give the same result in no more GPU time",)
@@ -269,6 +294,20 @@ class DataDependentShapes(BlockingRule):
             select = Select(on="host", kind=("op",), name=exact_pattern(always))
             edits.append(scale_edit(select, self.host_left, self.host_best, self.host_worst))
         return edits
+
+    def _advice(
+        self, a: Analysis, blocking: BlockingCalls, where: list[Location]
+    ) -> dict[str, Any]:
+        """Choose by the library that waits. Its shapes are not the program's to change."""
+        library = innermost_library(a, row_numbers(blocking.table["host"]), blocking.idle)
+        if library is None and where and where[0].op is not None and where[0].file is None:
+            line = line_of_operator(a, where[0].op)
+            library = None if line is None else line.library_function
+        if library is None:
+            return self.case("in the program's own code")
+        normalises = re.search(r"gcn_norm|self_loops", library) and "torch_geometric" in library
+        case = "PyTorch Geometric normalises the graph" if normalises else "in a library"
+        return self.case(case, library=library)
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         operators = count_noun(blocking.per_step(a), "operator")

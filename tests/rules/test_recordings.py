@@ -18,6 +18,7 @@ from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
+CORPUS = Path(__file__).parents[1] / "corpus"
 CASES = {
     "gc_pauses": "gc-pauses",
     "worker_respawn": "workers-respawned",
@@ -175,3 +176,18 @@ def test_counts_of_longer_steps_are_written_as_times_a_step() -> None:
     report = analyze(H100.parent / "v100_train_copy_heavy.json.gz", Options(config={}))
     (line,) = [each for each in report.limits if "The longer half" in each]
     assert "(0.7 times in a shorter step, 1.7 in a longer one)" in line
+
+
+def test_waits_in_a_library_name_its_function_and_no_code_for_the_programs_masks() -> None:
+    """The place is the program's own line, the wait is PyTorch Geometric's: what it has to do."""
+    report = analyze(str(CORPUS / "h100/citation_gcn"), Options(config={}))
+    finding = next(f for f in report.findings if f.rule == "data-dependent-shapes")
+    assert "add_remaining_self_loops (torch_geometric/utils/loop.py)" in finding.fix
+    assert "cached=True" in finding.code and "mask" not in finding.code
+
+
+def test_what_a_capture_needs_first_stands_with_its_code() -> None:
+    """A short report shows the first sentence of a fix, and the code."""
+    report = analyze(str(CORPUS / "h100_bert_small_inference.json.gz"), Options(config={}))
+    finding = next(f for f in report.findings if f.rule == "launch-bound")
+    assert finding.fix.startswith("First remove 2 waits per step for the GPU, which a capture")

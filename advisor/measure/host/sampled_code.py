@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from advisor.core.finding import Location
+from advisor.core.intervals import intersect, union
 from advisor.measure.host.stacks import (
     MIN_COVERED,
     MIN_SAMPLES,
     SampledStack,
     frame_rank,
+    line_of_share,
     parse_frame,
 )
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+    from advisor.measure.host.stacks import HottestLine
 
 LEARNING = frozenset(("backward", "optimizer"))
 """Parts of a step that training alone has."""
@@ -102,6 +108,18 @@ def code_outside(
         count,
         None if library is None else f"{library.function} ({library.file}:{library.line})",
     )
+
+
+def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
+    """Find the line of the user's code that was sampled outside windows for as large a share of the
+    training thread's time as the operator takes in them, and the library function below it."""
+    recorded = a.recorded
+    if recorded is None or not a.span_ns or not recorded.stacks:
+        return None
+    cpu, main = a.trace.cpu, a.trace.main_thread
+    own = cpu.select("ts", "dur").filter((cpu["name"] == op) & (cpu["thread"] == main))
+    spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
+    return line_of_share(recorded.stacks, intersect(spans, a.spans).total / a.span_ns)
 
 
 def part_of(stack: SampledStack) -> str:

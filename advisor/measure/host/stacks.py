@@ -166,6 +166,7 @@ class Frame(NamedTuple):
 _FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
 _GENERATED = re.compile(r"^<(?!ipython-input)|torchinductor|torch_compile_debug|eval_with_key")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/(]+)")
+_INSTALLED_FOLDER = re.compile(r"^.*(?:site|dist)-packages/")
 _STDLIB = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!site-packages)")
 
 
@@ -426,18 +427,51 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
     if total < MIN_SAMPLES or share < MIN_SHARE:
         return None
     lines: Counter[Frame] = Counter()
+    called: dict[Frame, Counter[Frame]] = {}
     for count, frames in stacks:
         name = next((name for name in reversed(frames) if frame_rank(name) == 2), None)
         frame = None if name is None else parse_frame(name)
         if frame is not None:
             lines[frame] += count
+            inner = parse_frame(next(name for name in reversed(frames) if frame_rank(name)))
+            if inner is not None and inner != frame:
+                called.setdefault(frame, Counter())[inner] += count
     near = max(NEAR_SHARE, share / 4)
     found = [frame for frame, count in lines.items() if abs(count / total - share) <= near]
     if len(found) != 1:
         return None
     line = found[0]
     place = Location(file=line.file, line=line.line, function=line.function)
-    return HottestLine(place, lines[line] / total, None)
+    functions: Counter[tuple[str, str]] = Counter()
+    for inner, count in called.get(line, Counter()).items():
+        functions[inner.function, inner.file] += count
+    top = functions.most_common(1)
+    library = top[0][0] if top and top[0][1] > lines[line] / 2 else None
+    return HottestLine(place, lines[line] / total, describe_function(library))
+
+
+def describe_function(function: tuple[str, str] | None) -> str | None:
+    """Write a library's function with its file: ``gcn_norm (torch_geometric/gcn_conv.py)``."""
+    if function is None:
+        return None
+    return f"{function[0]} ({_INSTALLED_FOLDER.sub('', function[1].replace(chr(92), '/'))})"
+
+
+def innermost_library(a: Analysis, rows: Rows, weight: NDArray[np.int64]) -> str | None:
+    """Return the library function in which host rows with most of the ``weight`` are: the innermost
+    frame around them that is not PyTorch's or Python's. ``None``: it is the user's, or the trace
+    has no Python stacks."""
+    rank = frame_ranks(a.trace)
+    if not rank.any() or not len(rows):
+        return None
+    inner = innermost_ancestor(parent_rows(a.trace), rank > 0)[rows]
+    weights: Counter[tuple[str, str]] = Counter()
+    for row, share in zip(inner, weight, strict=True):
+        frame = parse_frame(str(a.trace.cpu["name"][int(row)])) if row >= 0 else None
+        if frame is not None and rank[row] == 1:
+            weights[frame.function, frame.file] += int(share)
+    top = weights.most_common(1)
+    return describe_function(top[0][0] if top and top[0][1] > weight.sum() / 2 else None)
 
 
 def stacks_in_hooks(stacks: Sequence[SampledStack]) -> list[SampledStack]:

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.memory import memory_limits
-from advisor.advise.terms import mark_steps, record_with, tool_of
+from advisor.advise.terms import ACTIVITIES, mark_steps, record_gpu_work, record_with, tool_of
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
@@ -43,7 +43,6 @@ MIN_UNSEEN_SHARE, MIN_UNSEEN_NS = 0.5, 1e9
 MAX_NAMED = 3
 DONE = ": done"
 """End of the line of a window that was recorded."""
-ACTIVITIES = "activities=[CPU, CUDA]"
 MIN_EVENTS = 100
 """Number of events below which a file holds less than a small network's step. Its forward pass,
 backward pass and optimizer are some hundred operators, calls and kernels."""
@@ -181,10 +180,7 @@ def _no_device_work(trace: Trace) -> str:
         return f"No device work in what is left of the trace: {measured}"
     calls = count_launches(trace)
     if not calls:
-        return (
-            f"No device work in the trace: {measured} "
-            f"{record_with(ACTIVITIES, trace.meta, ' on a machine with a GPU to get them')}"
-        )
+        return f"No device work in the trace: {measured} {record_gpu_work(trace.meta)}"
     lost = f"No device work in the trace although the host launched some ({calls:,} calls): "
     if trace.counters.height:
         return (

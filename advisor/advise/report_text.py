@@ -153,9 +153,8 @@ def compare_window_with_run(report: Report) -> list[str]:
         )
     elif step.profiler_overhead is not None and not why and step.nearby_ns is not None:
         same = (step.nearby_ns - step.ns) * step.window_slowdown > 0
-        near = f"{longer_by(step.window_slowdown).split()[1]} too" if same else "not"
-        around = "the unprofiled steps around the window"
-        why.append(f"{around} are {near} ({t.format_duration(step.nearby_ns)})")
+        around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
+        why.append(f"{around}{', so it is not the profiler' * same}")
     return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
 
 
@@ -477,6 +476,8 @@ def describe_gain(finding: Finding, *, alone: bool = False) -> str:
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return t.format_gain(finding)
+    if finding.pays_after is not None:
+        return f"none alone, about {describe_marginal_gain(finding)} after another fix"
     amount = t.format_saving(impact)
     if not amount.startswith(("up to ", "at least ")):
         amount = f"about {amount}"
@@ -588,7 +589,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     if finding.pays_after is not None:
         before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
         before = labels.clean(before) or labels.clean(finding.pays_after)
-        parts.append(f"gains only after '{before}': then {describe_marginal_gain(finding)}")
+        parts.append(f"gains only after '{before}'")
     elif own is None or left is None or finding.priority == 1:
         pass
     elif abs(left - own) > 0.05 * own:

@@ -16,7 +16,6 @@ from advisor.advise.kernel_counters import (
     triton_views,
 )
 from advisor.advise.limits import (
-    ACTIVITIES,
     count_events,
     count_launches,
     describe_unseen_end,
@@ -41,7 +40,7 @@ from advisor.advise.report_fields import (
     step_time,
 )
 from advisor.advise.report_text import has_large_gain
-from advisor.advise.terms import how_to_record, record_with
+from advisor.advise.terms import ACTIVITIES, how_to_record, record_gpu_work, record_with
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import CompileLog
@@ -339,8 +338,11 @@ def _verdict(
         action = f"Record after a few steps{again}."
         if longest == CAPTURE:
             action = "Record replays of the graph, and give both files: this one names the kernels."
+        of = f"of the {report.per}"
+        if report.per == "recording":  # less than the file, which the report shows too
+            of = f"of the analysed {t.format_duration(a.span_ns)}"
         return "limited", (
-            f"One-off costs take {t.format_share(once)} of the {report.per}, most of all "
+            f"One-off costs take {t.format_share(once)} {of}, most of all "
             f"{longest}. {action} {text}.{small}"
         )
     return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
@@ -399,7 +401,7 @@ def _without_gpu(
         return "limited", f"Nothing in this {what} can be measured."
     meta = a.trace.meta
     why = "No GPU work was recorded."
-    action = record_with(ACTIVITIES, meta, " on a machine with a GPU")
+    action = record_gpu_work(meta)
     if meta.truncated:
         why, action = "The file is cut off before any GPU work.", "Copy it again, or record again."
     elif count_launches(a.trace) and a.trace.counters.height:

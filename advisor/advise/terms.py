@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from advisor.core import labels
 from advisor.core.finding import SkippedCheck
 from advisor.core.rule import Program
 from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
@@ -128,6 +129,8 @@ MEMORY_SNAPSHOT = "a memory snapshot (torch.cuda.memory._dump_snapshot), read wi
 """Recording of the allocator's memory beside a trace of any tool."""
 
 
+ACTIVITIES = "activities=[CPU, CUDA]"
+
 _DEEP = frozenset(("with_stack", "profile_memory"))
 """Profiler options that ``advisor record --deep`` switches on."""
 
@@ -174,6 +177,19 @@ def record_with(option: str, meta: TraceMeta, more: str = "") -> str:
     """Write a sentence that asks to record so, with ``more`` at its end; ``""`` if impossible."""
     how = how_to_record(option, meta)
     return f"{ask_to_record(how)}{more}." if how else ""
+
+
+def record_gpu_work(meta: TraceMeta) -> str:
+    """Write what to record where no GPU work was; where the file names the machine's GPU, that it
+    has one."""
+    names = list(dict.fromkeys(device.name for device in meta.devices if device.name))
+    if not names:
+        return record_with(ACTIVITIES, meta, " on a machine with a GPU")
+    has = (
+        f"The machine has {labels.clean(names[0])}: the program did not use it, or its work was "
+        "not recorded."
+    )
+    return f"{has} {record_with(ACTIVITIES, meta)}"
 
 
 _RECORDING = re.compile(r"(?:an? (?!profiler that)|the |more |all |stacks )")

@@ -9,7 +9,7 @@ import polars as pl
 from dash import Input, Output, State
 from msgspec.structs import asdict
 
-from advisor.advise.terms import record_with
+from advisor.advise.terms import record_gpu_work, record_with
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.dashboard import page_view, plotly_figures, theme
@@ -64,7 +64,7 @@ def layout(**query: object) -> Any:
     title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
     if a.device_id is None:
         why = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
-        how = record_with("activities=[CPU, CUDA]", a.trace.meta, " on a machine with a GPU")
+        how = record_gpu_work(a.trace.meta)
         return page(
             title, empty_state("No kernels", why, how), *_layers(view), _tree(view), _ops(view)
         )

@@ -67,7 +67,11 @@ class WorkersRespawned(Rule):
         "Keep the workers alive between epochs. They keep their copy of the dataset: if it changes "
         "between epochs, pass the change on to them."
     )
-    code = "DataLoader(..., persistent_workers=True)"
+    code = (
+        "# once, before the loop over epochs\n"
+        "loader = DataLoader(dataset, batch_size=batch_size, num_workers=2,\n"
+        "                    persistent_workers=True)"
+    )
     verify = "Record two epochs: the first step of the second takes as long as the others."
     falsified_by = "the same wait at the start of an epoch with persistent workers"
     confidence = 0.9
@@ -241,8 +245,8 @@ class PrefetchStarved(Rule):
     confidence = 0.65
 
     code = (
-        "DataLoader(..., num_workers={workers}, prefetch_factor={twice},\n"
-        "           persistent_workers=True)"
+        "loader = DataLoader(dataset, batch_size=batch_size, num_workers={workers},\n"
+        "                    prefetch_factor={twice}, persistent_workers=True)"
     )
 
     def check(self, a: Analysis) -> Outcomes:

@@ -229,7 +229,10 @@ class CudnnBenchmarkOff(Rule):
     min_constant = Threshold(0.95, "of the batches have the most frequent shape", CHOSEN)
 
     fix = "Set cudnn.benchmark before the first step, and drop a last batch of another size."
-    code = "torch.backends.cudnn.benchmark = True\nloader = DataLoader(..., drop_last=True)"
+    code = (
+        "torch.backends.cudnn.benchmark = True\n"
+        "loader = DataLoader(dataset, batch_size=batch_size, drop_last=True)"
+    )
     verify = "Compare the median step, without the slower first steps."
     falsified_by = "a median step that is no shorter with cudnn.benchmark"
     confidence = 0.6

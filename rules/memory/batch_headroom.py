@@ -10,13 +10,17 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
 from advisor.rules.common import impact_without_gain, recorded_steps, steps_seen
-from advisor.rules.memory.device_memory import gpu_capacity, last_known
+from advisor.rules.memory.device_memory import gpu_capacity, held_by_others, last_known
 from advisor.testing import Examples, TraceBuilder
+
+SHOWN_FACTOR = 16
+"""Factor of the batch from which it is no more than a least one."""
 
 
 class BatchHeadroom(Rule):
-    """GPU memory is at most half used, and the GPU is not kept busy. A larger batch spreads the
-    fixed costs of a step (launches, the optimizer, the all-reduce of gradients) over more samples.
+    """GPU memory is at most half used, other processes included, and the GPU is not kept busy. A
+    larger batch spreads the fixed costs of a step (launches, the optimizer, the all-reduce of
+    gradients) over more samples.
 
     The GPU counts as not busy where the profiled window shows it idle for 20% of the step or more.
     Without a window, it counts where GPM shows less than 70% of the multiprocessors active. It also
@@ -71,7 +75,8 @@ class BatchHeadroom(Rule):
         if not total or peak is None or not recorded.count:
             return
         held = float(np.nanmax(reserved)) if (~np.isnan(reserved)).any() else peak
-        if held > self.max_memory * total:
+        others = held_by_others(a)
+        if held + others > self.max_memory * total:
             return
         active = _activity(a)
         if active is None:
@@ -83,19 +88,25 @@ class BatchHeadroom(Rule):
         label, value, limit = active
         if value >= (self.max_busy if limit == "busy" else self.max_active / 100):
             return
-        factor = int(self.target_share * total / max(held, 1.0))
+        factor = int((self.target_share * total - others) / max(held, 1.0))
+        times = f"up to {factor}" if factor < SHOWN_FACTOR else f"{SHOWN_FACTOR} or more"
+        beside = f" Other processes hold {t.format_bytes(others)}." * bool(others)
         batch = recorded.column("samples")[recorded.used]
         batch = batch[~np.isnan(batch)]
         now = float(np.median(batch)) if len(batch) else None
         yield Finding(
             summary=(
                 f"The run holds {t.format_bytes(held)} of {t.format_bytes(total)} "
-                f"({held / total:.0%}), and the GPU is not kept busy ({label} {value:.0%}). A "
-                f"batch up to {min(factor, 16)} times as large may fit."
+                f"({t.format_share(held / total)}), and the GPU is not kept busy ({label} "
+                f"{value:.0%}).{beside} A batch {times} times as large may fit."
             ),
             evidence=[
                 Evidence("GPU memory held", held, "bytes"),
-                self.compare("of the GPU's memory", held / total, "max_memory"),
+                self.compare(
+                    "of the GPU's memory, other processes included",
+                    (held + others) / total,
+                    "max_memory",
+                ),
                 Evidence(label, value, "share"),
                 Evidence("samples per batch", now, "count"),
                 steps_seen(recorded),
@@ -116,6 +127,7 @@ class BatchHeadroom(Rule):
             "utilization of 100%": (_run(8e9, utilisation=100), "max_active"),
             "GPU activity not recorded": (_run(8e9), "active is None"),
             "no GPU": (_run(None), "not total"),
+            "other processes": (_run(8e9, gpm=40, others=40e9), "max_memory"),
         }
 
 
@@ -139,6 +151,7 @@ def _run(
     gpm: float | None = None,
     utilisation: int | None = None,
     window: bool = False,
+    others: float = 0,
 ) -> TraceBuilder:
     from advisor.core.run_directory import Gpu, RecordedDevice
 
@@ -153,7 +166,11 @@ def _run(
     if gpm is not None or utilisation is not None:
         r.watch(
             gpu=Gpu(
-                uuid="GPU-x", utilisation=utilisation, gpm=None if gpm is None else {"sm_util": gpm}
+                uuid="GPU-x",
+                utilisation=utilisation,
+                gpm=None if gpm is None else {"sm_util": gpm},
+                processes=1 if others else 0,
+                processes_bytes=round(others),
             )
         )
     return b

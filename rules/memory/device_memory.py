@@ -122,6 +122,11 @@ def at_line(place: Any, count: int | None = None, op: str | None = None) -> list
     return [Location(file=place.file, line=place.line, function=place.function, count=count, op=op)]
 
 
+def held_by_others(a: Analysis) -> int:
+    """Return the most that other processes held of the rank's GPU, bytes; 0: nothing recorded."""
+    return max((gpu.processes_bytes or 0 for gpu in recorded_steps(a).gpus), default=0)
+
+
 def gpu_capacity(a: Analysis) -> int | None:
     """Return the memory of the rank's GPU, bytes; ``None``: not recorded."""
     recorded = recorded_steps(a)

@@ -214,8 +214,8 @@ class Fragmentation(Rule):
             summary=(
                 f"When the snapshot was taken, {t.format_bytes(pieces.free)} of the "
                 f"{t.format_bytes(reserved)} reserved was free, but in pieces of at most "
-                f"{t.format_bytes(pieces.largest)}: a larger request cannot use it. Expandable "
-                f"segments would have kept {left}."
+                f"{t.format_bytes(pieces.largest)}: a larger request cannot use it. With "
+                f"expandable segments, {left} would still be reserved."
             ),
             evidence=[
                 Evidence("free when the snapshot was taken", pieces.free, "bytes"),

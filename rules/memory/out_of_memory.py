@@ -165,7 +165,13 @@ class OutOfMemory(Rule):
         },
         "half the batch": {
             "fix": "Halve the micro-batch and accumulate gradients",
-            "code": "loader = DataLoader(..., batch_size=half)   # accumulate over two batches",
+            "code": "loader = DataLoader(dataset, batch_size=batch_size // 2)\n"
+            "for step, (batch, target) in enumerate(loader, 1):\n"
+            "    loss = loss_function(model(batch), target) / 2\n"
+            "    loss.backward()                   # adds to the gradients of the first half\n"
+            "    if step % 2 == 0:\n"
+            "        optimizer.step()\n"
+            "        optimizer.zero_grad()",
         },
         "expandable segments": {
             "fix": "Let segments grow and shrink (expandable segments)",
@@ -380,7 +386,7 @@ def _name_ways(ways: list[Saving], post: PostMortem) -> str:
 UNKNOWN = {
     "half the batch": {
         "fix": "Halve the batch; where the program trains, accumulate gradients over two",
-        "code": "loader = DataLoader(..., batch_size=half)",
+        "code": "loader = DataLoader(dataset, batch_size=batch_size // 2)",
     },
 }
 """Texts where it is unknown whether the program trains."""

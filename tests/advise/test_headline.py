@@ -205,9 +205,8 @@ def test_a_window_in_a_run_of_two_kinds_of_steps_is_like_it(tmp_path: Path) -> N
     assert report.step is not None
     assert (report.step.ns, report.step.nearby_ns) == (6 * MS, 9 * MS)
     assert not report.step.atypical
-    assert (
-        "the unprofiled steps around the window are longer too (9 ms)" in texts(report)["terminal"]
-    )
+    text = " ".join(texts(report)["terminal"].split())
+    assert "the unprofiled steps around them take 9 ms, so it is not the profiler" in text
 
 
 def test_a_window_like_its_run_is_not_doubted(tmp_path: Path, trace_alone: Report) -> None:
@@ -375,6 +374,7 @@ def test_a_read_is_counted_once_though_it_copies_and_waits(
         ),
         ("cupti_counters", "Record without counters."),
         ("alexnet", "Record after a few steps: schedule(skip_first=10, "),
+        ("alexnet", "One-off costs take 90% of the analysed 12.9 s, "),
         ("event_sync", "Record whole steps: schedule(wait=1, warmup=3, active=5)."),
         ("no_gpu_rank", "Record with activities=[CPU, CUDA] on a machine with a GPU."),
     ],

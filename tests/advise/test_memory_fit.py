@@ -89,7 +89,8 @@ def test_a_bare_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     found = find_fit(post, None, round(post.reserved * 1.03) + CUDA_CONTEXT_BYTES)
     assert found.fits and found.barely and found.chosen == []
     headline = build_fit(found, gpu="", batch="").headline
-    assert headline.startswith("It barely fits") and "left (3%). Fragmentation can take" in headline
+    assert headline.startswith("It fits") and ", but may run out of memory: " in headline
+    assert "left (3%), and fragmentation can take" in headline
 
 
 def test_the_drivers_part_of_a_named_gpu_is_taken_off() -> None:
@@ -102,7 +103,10 @@ def test_the_drivers_part_of_a_named_gpu_is_taken_off() -> None:
 def test_half_the_batch_is_not_twice_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """80.6 GiB do not fit 80: as much at once as recorded never does."""
     text = said(capsys, str(CORPUS / "memory/h100_full.pickle.gz"), "--gpu", "h100")
-    assert "At once, at most 0.89 of the recorded batch fits" in text and "2.0 times" not in text
+    assert (
+        "Without accumulation, at most 89% of the recorded batch fits" in text
+        and "2.0 times" not in text
+    )
     assert "the request of 15.6 GiB that failed included" in text
 
 

@@ -512,7 +512,8 @@ def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:
 
 def test_a_file_without_device_work_says_so_in_a_line(shared_file: Found) -> None:
     report = advisor.analyze(shared_file("nsys/209de58_baseline.sqlite"))
-    assert report.verdict.startswith("No GPU work was recorded.")
+    assert report.verdict.startswith("No GPU work was recorded. The machine has NVIDIA TITAN RTX:")
+    assert "on a machine with a GPU" not in report.verdict
     assert not report.findings
 
 

@@ -225,7 +225,9 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
         fields.append(TextField("step", _phases(fit)))
     blocks: list[Block] = [FieldList(fields)]
     if fit.chosen:
-        blocks.append(_fit_table("The cheapest changes with which it fits", fit.chosen))
+        known = all(way.ns is not None for way in fit.chosen)
+        title = "Changes that add least time" if known else "Changes with which it fits"
+        blocks.append(_fit_table(title, fit.chosen))
         for way in fit.chosen:
             text, code = describe_change(way.change.name, fit.trains)
             blocks += [Paragraph(f"{text}{_fit_place(way)}: {way.change.assumes}."), Code(code)]
@@ -286,29 +288,28 @@ def _fit_headline(fit: MemoryFit, name: str) -> str:
         return f"It does not fit {name}: with the best set of changes, {left} are missing."
     how = f"It fits {name}"
     if fit.barely:
-        how = f"It barely fits {name}"
         share = t.format_share((fit.available - fit.reserved_after) / fit.reserved_after)
         margin = t.format_bytes(MARGIN_SHARE * fit.reserved_after)
         left += (
-            f" left ({share}). Fragmentation can take {margin} "
-            f"({t.format_share(MARGIN_SHARE)}), so expect it to run out of memory"
+            f" left ({share}), and fragmentation can take {margin} ({t.format_share(MARGIN_SHARE)})"
         )
     else:
         left += " left"
+    risk = ", but may run out of memory" if fit.barely else ""
     more = "" if fit.barely else _largest_batch(fit)
     if not fit.chosen:
-        return f"{how}, with {left}.{more}" if not fit.barely else f"{how}: {left}."
+        return f"{how}, with {left}.{more}" if not fit.barely else f"{how}{risk}: {left}."
+    how += f" with {t.count_noun(len(fit.chosen), 'change')}"
     known = all(way.ns is not None for way in fit.chosen)
     cost = sum(way.ns or 0.0 for way in fit.chosen)
-    price = ", at an unknown cost in time" if not known else ""
+    price = "" if known else " The time that they add is not measured."
     if known and cost:
-        price = f", about {t.format_duration(cost)} more per step"
-    count = t.count_noun(len(fit.chosen), "change")
+        how += f", about {t.format_duration(cost)} more per step"
     unchanged = ""
     if fit.reserved <= fit.available and not fit.barely:
         short = t.format_bytes(fit.available - fit.reserved)
-        unchanged = f" Unchanged it barely fits: {short} left."
-    return f"{how} with {count}{price}: {left}.{unchanged}{more}"
+        unchanged = f" Without changes, {short} is left."
+    return f"{how}{risk}: {left}.{price}{unchanged}{more}"
 
 
 def _largest_batch(fit: MemoryFit) -> str:
@@ -317,7 +318,8 @@ def _largest_batch(fit: MemoryFit) -> str:
         return ""
     if any(way.change.name == "half the batch" for way in fit.chosen):
         part = int(fit.largest_batch * 100) / 100
-        return f" At once, at most {part:g} of the recorded batch fits."
+        if part < 1:
+            return f" Without accumulation, at most {part:.0%} of the recorded batch fits."
     if fit.largest_batch >= LARGEST_SHOWN:
         return f" More than {LARGEST_SHOWN} times the recorded batch fits."
     times = int(fit.largest_batch * 10) / 10

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from advisor.core.finding import LAYER_TIMES
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
@@ -573,4 +574,6 @@ class WindowReplayer:
         reproduces them and explains their waiting."""
         if self.a.steps.used.is_empty() or self.a.span_ns <= 0:
             return "there is no step to replay"
+        if self.a.steps.source == LAYER_TIMES:
+            return "layers have times and no starts, so their times are added up"
         return self.quality.unusable_reason

@@ -88,7 +88,7 @@ def _steps(result: WhatIfResult) -> list[str]:
     replay = result.replay
     steps = "no steps are marked"
     if result.marked:
-        steps = f"{replay.steps} of {replay.of_steps} steps are replayed"
+        steps = f"{replay.steps} of {replay.of_steps} steps{' are replayed' * (not result.reason)}"
     ranks = ", ".join(map(str, sorted(result.ranks)))
     return [steps, *([f"ranks {ranks} together"] if ranks else [])]
 

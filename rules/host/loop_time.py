@@ -216,6 +216,7 @@ _TRAINS = (
 _RECORDS = r"(?:^|/)advisor/recorder/|<built-in function collect>"
 """The recorder's own code; collections of garbage, which another rule looks at."""
 _PYTORCH = r"(?:^|/)torch/.*\.py\("
+_SORTS = r"^aten::(?:arg|m)?sort$"
 _OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
 """Files of PyTorch that are the loop's own code; no loop can do without its Python elsewhere."""
 _NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>"
@@ -422,6 +423,16 @@ class LoopPhases(LoopCode):
             "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
             "falsified_by": "the same step time with that function",
         },
+        "a sort": {
+            "title": "Sorting beside the model takes much of the step",
+            "fix": "Take the largest values with torch.topk first: it does not sort all. Then "
+            "normalise, add up and sample only these. torch.kthvalue finds one value of an order.",
+            "code": "values, ids = torch.topk(logits, k)     # not torch.sort(logits)\n"
+            "probs = values.softmax(-1)\n"
+            "token = ids.gather(-1, torch.multinomial(probs, 1))",
+            "assumptions": ("only the largest or smallest values are used",),
+            "falsified_by": "a result that needs the order of all values",
+        },
     }
     max_small_us = Threshold(100, "µs per operator on average: longer ones compute", CHOSEN)
     of_operators = Threshold(
@@ -493,12 +504,23 @@ class LoopPhases(LoopCode):
                 of_median=True,
             )
         case = "the loss" if loss else "many operators" if many else ""
+        top, top_ns = _largest_operator(a, rows)
+        if spent_in_them * step / max(a.step_ns, 1) < self.of_operators * ns:
+            top = None
+        if not case and top is not None and re.search(_SORTS, top):
+            case = "a sort"
         yield Finding(
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of the median step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
                 + "The backward pass goes through much of it. " * loss
                 + _most_of_it(line)
+                + (
+                    ""
+                    if top is None
+                    else f" Of its operators, {labels.clean(top)} takes most "
+                    f"({top_ns / spent_in_them:.0%})."
+                )
             ),
             evidence=[
                 Evidence("the loop's own code", ns, "ns", per="step"),
@@ -549,12 +571,16 @@ class LoopPhases(LoopCode):
         stacks = _recorded(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
-        loss, counts = _recorded(forward=2, backward=2), _recorded(forward=2, backward=2)
-        for b, learnt in ((loss, True), (counts, False)):
+        loss, counts, order = (_recorded(forward=2, backward=2) for _ in range(3))
+        for b, learnt, name in (
+            (loss, True, "aten::log"),
+            (counts, False, "aten::log"),
+            (order, False, "aten::sort"),
+        ):
             for number in b.steps():
                 with b.range("advisor::forward"), b.op("aten::linear", host_us=2000):
                     pass
-                with b.op("aten::log", sequence=number if learnt else None, host_us=6000):
+                with b.op(name, sequence=number if learnt else None, host_us=6000):
                     pass
                 node = "autograd::engine::evaluate_function: LogBackward0"
                 with b.op(node, sequence=number if learnt else None, host_us=2000):
@@ -562,6 +588,7 @@ class LoopPhases(LoopCode):
         return {
             "a loss by hand": loss,
             "metrics by hand": counts,
+            "a sort of all values": order,
             "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
             "stacks were sampled": _recorded(sampled=20, forward=2, backward=2),
             "a function of a sixth of the step": _recorded(sampled=20, forward=4.3, backward=4),
@@ -586,6 +613,17 @@ def _operators_beside_training(a: Analysis) -> Rows:
     left_out |= (a.trace.cpu["thread"] != a.trace.main_thread).to_numpy()
     rows = rows_in_steps(a, stacks.outermost_rows(a.trace))
     return rows[~left_out[rows]]
+
+
+def _largest_operator(a: Analysis, rows: Rows) -> tuple[str | None, float]:
+    """Return the operator with most time among these, and its time per profiled step, ns."""
+    cpu = a.trace.cpu
+    names = cpu["name"].gather(rows).cast(pl.String)
+    table = pl.DataFrame({"name": names, "ns": cpu["dur"].gather(rows)})
+    top = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name").tail(1)
+    if top.is_empty():
+        return None, 0.0
+    return str(top["name"][0]), float(top["ns"][0]) / max(a.step_count, 1)
 
 
 def _differentiated(a: Analysis, rows: Rows) -> Rows:

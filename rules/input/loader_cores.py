@@ -267,7 +267,7 @@ class CpuBoundTransforms(Rule):
 
     Where the step computes on the CPU too, workers also take cores from it, whatever the wait. The
     training then gets fewer cores than PyTorch has threads. The gain is of a training that gets the
-    workers' cores too, by the CPU time of each process; waits for the workers are in it. With
+    workers' cores too, by the CPU time of each process. Waits for the workers are in it. With
     several threads it is half of that, as they may not all have work. The low end leaves other
     programs their part of these cores, and half of the work with the workers.
     """

@@ -313,7 +313,7 @@ class CpuBeforeFirstKernel(Rule):
         "def collate(samples):            # runs in a worker, one step ahead\n"
         "    return prepare(torch.utils.data.default_collate(samples))\n"
         "loader = DataLoader(\n"
-        "    dataset, batch_size=batch_size, collate_fn=collate, num_workers={workers},\n"
+        "    dataset, batch_size, collate_fn=collate, num_workers={workers},\n"
         "    persistent_workers=True, pin_memory=True)"
     )
     verify = "Profile again: the first launch follows right after the start of the step."

@@ -129,7 +129,7 @@ class DataLoaderWait(LoaderWaitRule):
     code = (
         "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
         "loader = DataLoader(\n"
-        "    dataset, batch_size=batch_size, num_workers=max(1, cores - 1),\n"
+        "    dataset, batch_size, num_workers=max(1, cores - 1),\n"
         "    prefetch_factor=4, persistent_workers=True, pin_memory=True)"
     )
     verify = (
@@ -278,7 +278,7 @@ class SingleProcessLoader(LoaderWaitRule):
         "one batch at a time, or keep them on the GPU."
     )
     code = (
-        "loader = DataLoader(dataset, batch_size=batch_size, num_workers={workers},\n"
+        "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
         "                    persistent_workers=True, pin_memory=True)\n"
         "for batch, target in loader:\n"
         "    batch = batch.to(device, non_blocking=True)"
@@ -305,7 +305,7 @@ class SingleProcessLoader(LoaderWaitRule):
             "    return list(zip(self.x[indices], self.y[indices]))",
         },
         "training on the CPU": {
-            "code": "loader = DataLoader(dataset, batch_size=batch_size, num_workers={workers},\n"
+            "code": "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
             "                    persistent_workers=True)"
         },
         "Hugging Face's Trainer": {

@@ -101,7 +101,7 @@ class LoaderWorkers(Rule):
         "os.cpu_count()."
     )
     code = (
-        "loader = DataLoader(dataset, batch_size=batch_size, num_workers={best},\n"
+        "loader = DataLoader(dataset, batch_size, num_workers={best},\n"
         "                    pin_memory=torch.cuda.is_available(),\n"
         "                    persistent_workers=True)"
     )
@@ -109,7 +109,7 @@ class LoaderWorkers(Rule):
         "too many": {
             "title": "More DataLoader workers than the cores can run",
             "fix": "Use about {workers}.",
-            "code": "loader = DataLoader(dataset, batch_size=batch_size, num_workers={best})",
+            "code": "loader = DataLoader(dataset, batch_size, num_workers={best})",
             "verify": "Record again with both settings and compare the median step.",
             "confidence": 0.6,
             "falsified_by": "a step that is no shorter with fewer workers",

@@ -69,7 +69,7 @@ class WorkersRespawned(Rule):
     )
     code = (
         "# once, before the loop over epochs\n"
-        "loader = DataLoader(dataset, batch_size=batch_size, num_workers=2,\n"
+        "loader = DataLoader(dataset, batch_size, num_workers=2,\n"
         "                    persistent_workers=True)"
     )
     verify = "Record two epochs: the first step of the second takes as long as the others."
@@ -245,7 +245,7 @@ class PrefetchStarved(Rule):
     confidence = 0.65
 
     code = (
-        "loader = DataLoader(dataset, batch_size=batch_size, num_workers={workers},\n"
+        "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
         "                    prefetch_factor={twice}, persistent_workers=True)"
     )
 

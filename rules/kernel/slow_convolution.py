@@ -231,7 +231,7 @@ class CudnnBenchmarkOff(Rule):
     fix = "Set cudnn.benchmark before the first step, and drop a last batch of another size."
     code = (
         "torch.backends.cudnn.benchmark = True\n"
-        "loader = DataLoader(dataset, batch_size=batch_size, drop_last=True)"
+        "loader = DataLoader(dataset, batch_size, drop_last=True)"
     )
     verify = "Compare the median step, without the slower first steps."
     falsified_by = "a median step that is no shorter with cudnn.benchmark"

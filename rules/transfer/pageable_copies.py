@@ -94,7 +94,7 @@ class PageableCopies(Rule):
         "one batch ahead on a separate stream, they cost nothing where compute takes longer."
     )
     code = (
-        "loader = DataLoader(dataset, batch_size=batch_size, pin_memory=True)\n"
+        "loader = DataLoader(dataset, batch_size, pin_memory=True)\n"
         "for batch, target in loader:\n"
         "    batch = batch.to(device, non_blocking=True)\n"
         "    target = target.to(device, non_blocking=True)"

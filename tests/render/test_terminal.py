@@ -264,7 +264,8 @@ def test_a_finding_that_pays_only_after_another_says_so(
     shown = " ".join(
         REPORTS.render("terminal", report(findings=[finding(1), late]), details=True).split()
     )
-    assert "gains only after 'Finding number 1 of the step': then 9 ms" in shown
+    assert "gains only after 'Finding number 1 of the step'" in shown
+    assert "none alone, about 9 ms after another fix" in shown
 
 
 def test_a_finding_of_another_rank_says_whose(

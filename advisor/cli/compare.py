@@ -39,6 +39,12 @@ def command(
             help="Exit with 1 when the whole interval of the slowdown is above this, such as 5%.",
         ),
     ] = None,
+    remember: Annotated[
+        bool,
+        typer.Option(
+            "--remember", help="Add what the fix saved to your ledger: no code, no names."
+        ),
+    ] = False,
     *,
     options: o.Options,
     redact: o.Redact = False,
@@ -53,26 +59,25 @@ def command(
         raise AdvisorError("only one of the two can come from standard input")
     redaction = RedactionNames(redact)
     comparison, names = _compare(before, after, options, progress, redaction)
-    _append_prediction(comparison)
+    if remember:
+        _append_prediction(comparison)
     _deliver(comparison, wanted, output, redact=names)
     if bound is not None:
         _decide(comparison, bound)
 
 
 def _append_prediction(comparison: Comparison) -> None:
-    """Record the prediction and its gain in the later run's folder, if it can be written to."""
+    """Record the prediction and its gain in the user's ledger. The runs stay as they are."""
     import sys
     import time
-    from contextlib import suppress
 
     from advisor.compare.compare import append_prediction
     from advisor.core.labels import clean
-    from advisor.replay.predictions import FILE
+    from advisor.replay.predictions import user_file
 
-    with suppress(AdvisorError):
-        if append_prediction(comparison, unix=int(time.time())):
-            kept = f"{comparison.after.path}/{FILE}"
-            print(f"advisor: what the fix saved is kept in {clean(kept)}", file=sys.stderr)
+    file = user_file()
+    if append_prediction(comparison, file, unix=int(time.time())):
+        print(f"advisor: what the fix saved is kept in {clean(str(file))}", file=sys.stderr)
 
 
 def _compare(

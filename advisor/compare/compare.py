@@ -371,14 +371,13 @@ def _step_limits(c: Comparison, before: Report) -> list[str]:
 # -- past predictions ---------------------------------------------------------------------------
 
 
-def append_prediction(comparison: Comparison, *, unix: int) -> bool:
-    """Record the predicted and measured saving of a fix in the later run's folder, once. Return
-    whether it did: both were recorded, and one finding with an estimated gain is gone."""
+def append_prediction(comparison: Comparison, file: Path, *, unix: int) -> bool:
+    """Record the predicted and measured saving of a fix in a ledger, once. Return whether it did:
+    both were recorded, and one finding with an estimated gain is gone."""
     result = prediction_of(comparison, unix=unix)
     after = Path(comparison.after.path)
     if result is None or not is_run(after) or not is_run(comparison.before.path):
         return False
-    file = after / predictions.FILE
     same = (result.rule, result.predicted, result.measured)
     if any(
         (row.rule, row.predicted, row.measured) == same

@@ -49,7 +49,7 @@ def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
 ) -> None:
     before, after = runs
     c = compare(before, after, Options(config={}))
-    assert append_prediction(c, unix=7)
+    assert append_prediction(c, after / predictions.FILE, unix=7)
     (line,) = lines(after)
     assert lines(before) == []
     assert (line.unix, line.source, line.rule) == (7, "compare", "single-process-loader")
@@ -61,13 +61,13 @@ def test_a_fix_that_was_priced_is_a_line_in_the_folder_of_the_later_run(
     assert line.predicted == pytest.approx((10 - 1 - 1.5) / 11, abs=0.02)
     assert line.inside is (line.low <= line.measured <= line.high)
     assert line.device == "NVIDIA A100-SXM4-80GB"
-    assert not append_prediction(c, unix=8), "it was compared before"
+    assert not append_prediction(c, after / predictions.FILE, unix=8), "it was compared before"
     assert len(lines(after)) == 1
 
 
 def test_what_is_written_names_no_program_file_or_host(runs: tuple[Path, Path]) -> None:
     before, after = runs
-    append_prediction(compare(before, after, Options(config={})), unix=1)
+    append_prediction(compare(before, after, Options(config={})), after / predictions.FILE, unix=1)
     text = (after / predictions.FILE).read_text()
     assert not any(word in text for word in (str(before.parent), "before", "gemm", "sgemm"))
 
@@ -77,11 +77,15 @@ def test_nothing_is_appended_where_nothing_was_fixed_or_traces_are_no_runs(
 ) -> None:
     before, after = runs
     assert prediction_of(compare(before, before, Options(config={})), unix=1) is None
-    assert not append_prediction(compare(after, before, Options(config={})), unix=1)
+    assert not append_prediction(
+        compare(after, before, Options(config={})), tmp_path / "l.jsonl", unix=1
+    )
     files = [training(wait=wait).write(tmp_path / f"{wait}.json") for wait in (10_000.0, 0.0)]
     c = compare(files[0], files[1], Options(config={}))
     assert prediction_of(c, unix=1) is not None, "there is something to say"
-    assert not append_prediction(c, unix=1), "and no folder of a run to say it in"
+    assert not append_prediction(c, tmp_path / "l.jsonl", unix=1), (
+        "and no folder of a run to say it in"
+    )
     assert not list(tmp_path.glob("*.jsonl"))
 
 
@@ -93,13 +97,13 @@ def test_two_fixes_at_once_say_nothing_of_either(runs: tuple[Path, Path]) -> Non
     assert prediction_of(two, unix=1) is None
 
 
-def test_the_command_line_appends_and_a_folder_that_cannot_be_written_to_is_no_error(
-    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_line_writes_into_no_run_and_remembers_where_asked(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    own = tmp_path / "own.jsonl"
+    monkeypatch.setenv(predictions.VARIABLE, str(own))
     before, after = map(str, runs)
     assert cli.run(["compare", before, after]) == 0
-    assert len(lines(runs[1])) == 1
-    (runs[1] / predictions.FILE).unlink()
-    (runs[1] / predictions.FILE).mkdir()
-    assert cli.run(["compare", before, after]) == 0
-    assert "Traceback" not in capsys.readouterr().err
+    assert not own.exists() and not lines(runs[1])
+    assert cli.run(["compare", before, after, "--remember"]) == 0
+    assert len(predictions.read_predictions(own).predictions) == 1 and not lines(runs[1])

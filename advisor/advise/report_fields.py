@@ -295,7 +295,7 @@ def recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | No
         if values[recorded.used].any()
     ]
     end = next(reversed(recorded.record.events_of("end")), None)
-    whole = int(recorded.dur.sum()) + recorded.outside_steps_ns
+    whole = recorded.after_first_ns
     return RecordedSteps(
         steps=len(recorded.steps),
         used=recorded.count,

@@ -236,7 +236,7 @@ def _time_between_steps(report: Report) -> str:
     if first is not None and (first.share or 0.0) * (1 - share) >= share:
         return ""
     where = "evaluation, checkpoints and the like"
-    return f"{t.format_share(share)} of the run lies between the training steps: {where}."
+    return f"{t.format_share(share)} of the time after the first step lies between steps: {where}."
 
 
 MAX_BREAKS = 20

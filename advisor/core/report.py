@@ -471,7 +471,8 @@ class RecordedSteps(Struct, kw_only=True):
     """Time between training steps, summed, ns: validation, checkpoints and the like; ``null``: the
     loop does not train."""
     outside_share: float | None = None
-    """Share of that in the time of all steps and of what lies between them; ``null``: as above."""
+    """Share of that in the time of the steps after the first and of what lies between them;
+    ``null``: as above."""
     ended: str | None
     """End of the run: ``finished``, ``exception``, ``interrupted`` or ``disk`` (nothing more could
     be written); ``null``: killed, or still going on."""

@@ -749,15 +749,15 @@ class TimeBetweenSteps(Rule):
         steps = int(recorded.used.sum())
         if steps < self.min_steps or recorded.inference or end <= begin:
             return
-        whole = outside + float(recorded.dur.sum())
+        whole = recorded.after_first_ns
         if outside < self.min_share * whole:
             return
         times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
         each = times >= self.min_paused_share * steps
         yield Finding(
             summary=(
-                f"{t.format_duration(outside)} of the run ({outside / whole:.0%}) lie between the "
-                f"training steps, in {t.count_noun(times, 'pause')} "
+                f"{t.format_duration(outside)} ({outside / whole:.0%} of the time after the first "
+                f"step) lie between the training steps, in {t.count_noun(times, 'pause')} "
                 + ("before most steps." if each else "for evaluation, checkpoints and the like.")
             ),
             evidence=[

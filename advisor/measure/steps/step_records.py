@@ -167,6 +167,13 @@ class StepRecords:
         return sum(length for length in lengths if 0 <= length < MAX_VALUE)
 
     @cached_property
+    def after_first_ns(self) -> int:
+        """Time of the steps after the first, which has start-up costs, and of what lies between
+        them, ns: what ``outside_steps_ns`` is a share of."""
+        steps = self.dur[[bool(step.n) for step in self.steps]]
+        return int(steps.sum()) + self.outside_steps_ns
+
+    @cached_property
     def unseen_end(self) -> tuple[int, float]:
         """Time from the last step to the end of an inference run, ns, and its share of the time
         since the first step; (0, 0): the end is not known, or the run trains."""

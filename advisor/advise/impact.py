@@ -213,9 +213,10 @@ DEVICE_PARTS = ("compute", "communication")
 def without_gain(
     findings: Sequence[Finding], estimator: GainEstimator, a: Analysis, floor: float
 ) -> list[Finding]:
-    """Return findings without replayed gain whose exposed time is ``floor`` (ns per step) or more.
-    Each says what sets the step's pace instead. Others gain nothing by either estimate. Without a
-    GPU the pace is that of the host's own work: only a lack of cores can explain those."""
+    """Return findings without replayed gain whose exposed time is ``floor`` (ns per step) or more,
+    or at the high end of its range enough for a warning. Each says what sets the step's pace
+    instead. Others gain nothing by either estimate. Without a GPU the pace is that of the host's
+    own work: only a lack of cores can explain those."""
     path = estimator.critical_path() if findings else {}
     if not path:
         return []
@@ -228,7 +229,7 @@ def without_gain(
     for finding in findings:
         if finding.other_rank or not finding.edits:
             continue
-        exposed = bound.gain_range(finding.edits).gain
+        exposed = bound.gain_range(finding.edits)
         reason = f"{who} sets the pace"
         why = (
             f"Fixing this alone does not shorten the {a.per}: {reason} ({share} of the critical "
@@ -240,7 +241,7 @@ def without_gain(
                 continue
             reason = "no core is free"
             why = f"Other processes do not shorten the {a.per}: {reason} for them."
-        if exposed >= floor:
+        if exposed.gain >= floor or exposed.high >= max(floor, WARNING_SHARE * a.step_ns):
             noted = replace(finding, summary=f"{finding.summary} {why}")
             kept.append(_not_estimated(noted, reason))
     return kept
@@ -596,6 +597,7 @@ class ReplayEstimator(GainEstimator):
             critical=whatif.critical_path_parts(),
             critical_after=whatif.critical_path_parts(edits),
             step_after_ns=whatif.step_after(edits),
+            busy_after=None if whatif.a.device_id is None else whatif.busy_share(edits),
         )
 
 

@@ -248,7 +248,9 @@ def headline_numbers(report: Report) -> list[Line]:
     if report.families:
         lines.append(("work", _families(report)))
     if report.replay is not None and report.time:
-        lines.append(("path", path_parts(report.replay.critical, report.scope.framework)))
+        critical = report.replay.critical
+        path = path_parts(critical, report.scope.framework, report.busy_share)
+        lines.append(("path", path))
     if report.host and report.time:
         host = [
             f"{t.host_label(part.name, report.scope.framework)} {t.format_share(part.share)}"
@@ -358,15 +360,21 @@ def _families(report: Report) -> list[str]:
     return [*shown, f"{work} {t.format_per(report.per)}"]
 
 
-def path_parts(critical: dict[str, float], framework: str | None = None) -> list[str]:
-    """Describe the parts of the critical path; those of less than 1% are left out."""
+def path_parts(
+    critical: dict[str, float], framework: str | None = None, busy: float | None = None
+) -> list[str]:
+    """Describe the parts of the critical path; those of less than 1% are left out. ``busy``: share
+    of the time that the device works."""
     total = sum(critical.values()) or 1.0
     parts = [
         f"{t.path_label(name, framework)} {t.format_share(ns / total)}"
         for name, ns in critical.items()
         if ns >= 0.01 * total
     ]
-    return ["critical path: " + parts[0], *parts[1:MAX_NAMES]] if parts else []
+    if not parts:
+        return []
+    shown = ["critical path: " + parts[0], *parts[1:MAX_NAMES]]
+    return [*shown[:-1], shown[-1] + t.describe_hidden_work(critical, busy)]
 
 
 def held_at_peak(report: Report) -> int | None:
@@ -698,7 +706,7 @@ def describe_all_fixes(report: Report) -> str:
         return ""
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     faster = f" ({bound}{times}× faster)"
-    limit = t.describe_bottleneck(replay.critical_after, report.scope.framework)
+    limit = t.describe_bottleneck(replay.critical_after, report.scope.framework, replay.busy_after)
     if not report.time and limit.startswith("host (") and " and " not in limit:
         limit = ""  # without a GPU all time is the host's
     slowed = " Without the profiler the host takes less." * _limited_by_profiled_host(report)

@@ -424,6 +424,8 @@ class Replay(Struct, kw_only=True):
     """Parts of the critical path once all ranked findings are fixed, ns per step."""
     step_after_ns: float
     """Measured step less what all ranked findings save in a replay, ns."""
+    busy_after: float | None = None
+    """Share of the replayed steps that the device is busy once all ranked findings are fixed."""
 
 
 class Phase(Struct, frozen=True):

@@ -409,15 +409,26 @@ def path_label(name: str, framework: str | None = None) -> str:
     return _own(name, framework) or clean(name)
 
 
-def describe_bottleneck(path: Mapping[str, float], framework: str | None = None) -> str:
+def describe_bottleneck(
+    path: Mapping[str, float], framework: str | None = None, busy: float | None = None
+) -> str:
     """Return the one or two largest parts of a critical path (ns), with their shares: ``host (90%)
-    and compute (10%)``. A second one below ``MIN_LIMIT`` is left out."""
+    and compute (10%)``. A second one below ``MIN_LIMIT`` is left out. ``busy``: share of the time
+    that the device works, which a path over the host leaves out: see ``describe_hidden_work``."""
     total = sum(path.values()) or 1.0
     left = sorted(path.items(), key=lambda item: -item[1])[:2]
     shown = left[:1] + [item for item in left[1:] if item[1] >= MIN_LIMIT * total]
-    return " and ".join(
-        f"{path_label(name, framework)} ({format_share(ns / total)})" for name, ns in shown
-    )
+    parts = [f"{path_label(name, framework)} ({format_share(ns / total)})" for name, ns in shown]
+    return " and ".join(parts) + describe_hidden_work(path, busy)
+
+
+def describe_hidden_work(path: Mapping[str, float], busy: float | None) -> str:
+    """Say how busy the device is beside a critical path over the host: the next limit, close by
+    where the queue is full for most of the step. Empty: it is on the path, or mostly idle."""
+    total = sum(path.values()) or 1.0
+    if busy is None or path.get("host", 0.0) < 0.5 * total or busy < 0.5:
+        return ""
+    return f", GPU busy {format_share(busy)}"
 
 
 def _own(name: str, framework: str | None) -> str | None:

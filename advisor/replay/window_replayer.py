@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.core.finding import LAYER_TIMES
+from advisor.core.intervals import union
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
@@ -522,6 +523,17 @@ class WindowReplayer:
         parts = path_composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
         steps = self.step_count
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
+
+    def busy_share(self, edits: Sequence[Edit] = ()) -> float:
+        """Return the share of the replayed steps that the device is busy, with edits applied."""
+        time, dur, own = self._replay(edits)
+        graph = own.graph
+        lanes = [n for n, (device, _) in enumerate(graph.lanes) if device == self.a.device_id]
+        nodes = graph.device[np.isin(graph.lane[graph.device], lanes)]
+        whole = int(time[graph.step_boundaries[-1]])
+        end = np.minimum(time[nodes].astype(np.int64), whole)
+        begin = np.minimum((time - dur)[nodes].astype(np.int64).clip(0), end)
+        return union(begin, end).total / max(whole, 1)
 
     @cached_property
     def quality(self) -> ReplayQuality:

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from advisor.advise.engine import Options, analyze
+from advisor.advise.report_text import describe_all_fixes
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
+from advisor.render.formats import REPORTS
 
 pytestmark = pytest.mark.timed
 
@@ -282,6 +284,28 @@ def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
     ]
     assert len(sequences) == 3 and len(sequences[0]) > 500
     assert sequences[0] == sequences[1] == sequences[2]
+
+
+def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace: Find) -> None:
+    """Its products take 9.23 ms of the 10.3 ms that are left, and of the path nothing: the host
+    launches the last of them just before it runs."""
+    made = analyze(shared_trace("linear_2080ti_launch_bound"), Options(config={}))
+    assert made.replay is not None and made.replay.busy_after is not None
+    busy = next(part.ns for part in made.time if part.name == "compute")
+    assert made.replay.busy_after == pytest.approx(busy / made.replay.step_after_ns, abs=0.02)
+    text = describe_all_fixes(made)
+    assert "limited by host (100%), GPU busy 89%" in text
+    (note,) = [each for each in made.notes if each.rule == "fp32-matmul"]
+    assert "77% of kernel time" in note.summary and "the host sets the pace" in note.summary
+
+
+def test_a_host_that_is_ahead_for_most_of_the_window_is_not_all_that_limits(
+    shared_trace: Find,
+) -> None:
+    """Of its 30.7 ms the queue is full from the fifth to the 29th, and empty at the end."""
+    path = shared_trace("pairs/particle_batch128")
+    shown = REPORTS.render("terminal", analyze(path, Options(config={})))
+    assert "critical path: host 100%, GPU busy 86%" in shown
 
 
 def test_the_hot_python_function_of_b200_is_on_the_device_s_way(shared_trace: Find) -> None:

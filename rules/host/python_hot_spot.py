@@ -29,6 +29,8 @@ from advisor.rules.common import (
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
+MAX_SPOTS = 3
+"""Functions of one finding, at most. Each takes its part of the least share at least."""
 _AHEAD = (
     "class Prepared(torch.utils.data.Dataset):\n"
     "    def __len__(self):\n"
@@ -85,7 +87,8 @@ class PythonHotSpot(Rule):
     It needs Python stacks. For each gap the rule names the function that holds most of its Python
     time. It is the deepest one, of your code or an installed library, that launches no more than 5%
     of a step's device work. So it is what keeps the GPU waiting, and not the call around the whole
-    step. Operators, CUDA calls and the DataLoader are not counted. Only GPU idle time counts: a
+    step. The three that take most are counted together, each of a third of the threshold or more.
+    Operators, CUDA calls and the DataLoader are not counted. Only GPU idle time counts: a
     slow function costs nothing while the GPU works through its queue. A function that takes little
     time before each of many launches is launch-bound's subject. So the function has to block the
     GPU for a while in each gap.
@@ -108,7 +111,7 @@ class PythonHotSpot(Rule):
     )
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
 
-    min_share = Threshold(0.05, "of the step, for one function", TENSORBOARD, XPROF)
+    min_share = Threshold(0.05, "of the step, for up to three functions", TENSORBOARD, XPROF)
     min_gap_us = Threshold(
         100.0, "µs per gap on average: Python around one launch takes 10 to 80 µs", REAL_HOST
     )
@@ -136,13 +139,13 @@ class PythonHotSpot(Rule):
             yield from self._unknown(a)
             return
         spots = python_hot_spots(a).filter(
-            pl.col("critical_ns") >= self.min_share * a.span_ns,
+            pl.col("critical_ns") >= self.min_share / MAX_SPOTS * a.span_ns,
             pl.col("critical_ns") >= self.min_gap_us * 1000 * pl.col("gaps"),
         )
-        if spots.is_empty():
-            return
-        spots = spots.head(3)
+        spots = spots.head(MAX_SPOTS)
         total = int(spots["critical_ns"].sum())
+        if spots.is_empty() or total < self.min_share * a.span_ns:
+            return
         first = spots.row(0, named=True)
         gaps = python_gaps(a).drop_nulls("frame")
         gaps = gaps.with_columns(name=a.trace.cpu["name"].gather(gaps["frame"]))
@@ -250,7 +253,14 @@ class PythonHotSpot(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        b, hidden, quick, bare = (TraceBuilder() for _ in range(4))
+        b, hidden, quick, bare, three, small = (TraceBuilder() for _ in range(6))
+        for trace, names in ((three, ("reset", "set_context", "find_hook")), (small, ("reset",))):
+            for _ in trace.steps():
+                with trace.python("pipeline.py(30): run"):
+                    for line, name in enumerate(names):
+                        with trace.python(f"hooks.py({10 * line + 5}): {name}"):
+                            trace.host(300)
+                        trace.product(9000 / len(names), wait=True)
         for _ in range(4):
             with b.step(), b.python("train.py(30): train_step"):
                 with b.python("text.py(12): tokenise"):
@@ -274,6 +284,8 @@ class PythonHotSpot(Rule):
             bare.product(4000, wait=True)
         return {
             "tokenizing on the training thread": b,
+            "three functions, little time each": three,
+            "one function, little time": (small, "min_share"),
             "behind a full queue": (hidden, "spots.is_empty()"),
             "many quick calls": (quick, "min_gap_us"),
             "no stacks": (bare, "not (a.trace.cpu['kind'] == 'python').any()"),

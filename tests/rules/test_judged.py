@@ -84,6 +84,17 @@ def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_no_launching
         assert function in finding.title  # the gain is of all of them
 
 
+def test_functions_around_the_models_count_together(shared_trace: Trace) -> None:
+    """12.2 ms before the first kernel and 10.8 ms after the last one of 250 ms: offloading hooks,
+    searched and reset, by three functions of 7 to 10 ms."""
+    (finding,) = found(analysis(shared_trace("diffusion/flux1_mi300x_xdit")), "python-hot-spot")
+    assert {place.function for place in finding.where} == {
+        "_get_top_level_group_offload_hook", "reset_stateful_hooks", "_set_context",
+    }  # fmt: skip
+    idle = number(finding, "GPU idle in these functions")
+    assert 0.95 * 23e6 < idle < 36e6  # all idle time in Python
+
+
 @pytest.mark.parametrize("name", ["mi300_timesformer_inference", "diffusion/flux1_mi300x_xdit"])
 def test_the_last_copy_of_a_recording_fetches_its_result_and_holds_nothing_back(
     shared_trace: Trace, name: str

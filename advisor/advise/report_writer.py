@@ -376,7 +376,16 @@ def _name_step(report: Report) -> str:
             return f"{profiled} ({t.format_duration(step.ns)} unprofiled)"
     elif step is not None and step.varies:
         return _name_mean_step(step)
-    return t.with_article(f"{t.format_duration(report.step_ns)} {unit}")
+    return t.with_article(f"{t.format_duration(report.step_ns)} {unit}") + _name_rank(report)
+
+
+def _name_rank(report: Report) -> str:
+    """Say whose step it is where those of the ranks differ."""
+    spread = None if report.ranks is None else report.ranks.step
+    if spread is None or spread.max < (1 + MIN_APART_SHARE) * spread.min:
+        return ""
+    shortest, longest = t.format_duration(spread.min), t.format_duration(spread.max)
+    return f" of rank {report.scope.rank} (ranks: {shortest} to {longest})"
 
 
 def _name_mean_step(step: StepTime) -> str:

@@ -142,6 +142,9 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     waiting_ns: float | None = None
     """Part of ``ns`` before the last rank of the group arrives, ns; ``null``: needs the traces of
     all its ranks."""
+    waited_here_ns: float | None = None
+    """Part of ``ns`` before the last of the ranks here arrives, ns, where a rank that is not
+    here may come later; ``null``: not measured, or ``waiting_ns`` is known."""
     bus_gb_per_s: float | None
     """Bus bandwidth of the messages of 1 MiB and more, as nccl-tests define it. Where waiting is
     known it is the median without it, else what a tenth of them exceed (waits lower it).

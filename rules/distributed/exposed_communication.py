@@ -13,10 +13,13 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import COMMUNICATION, ancestor_chains, parent_rows
-from advisor.rules.citations import OURS, TRACELENS, public_traces
+from advisor.rules.citations import NCCL_TESTS, OURS, TRACELENS, public_traces
 from advisor.rules.common import amount_per_step, example_steps, of_step
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.testing import Examples, TraceBuilder
+
+FEWER_BYTES = " Then send fewer bytes"
+"""Begin of the last sentence of a text."""
 
 
 class ExposedCommunication(Rule):
@@ -54,6 +57,9 @@ class ExposedCommunication(Rule):
     min_share = Threshold(0.05, "of the step", TRACELENS)
     other_share = Threshold(
         0.25, "of exposed communication, from which a kind is advised too", OURS
+    )
+    small_bytes = Threshold(
+        1048576, "bytes of a message: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
     )
     healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
 
@@ -172,6 +178,11 @@ class ExposedCommunication(Rule):
                 "the cores that compute leave room for gloo's threads",
                 "independent compute is left to hide the communication under",
             ),
+        },
+        "small messages": {
+            "fix": "Its messages are small (median {median}): latency and waits take the time, not "
+            "bytes. A larger batch per rank does more work with as many messages. Merge those that "
+            "are sent together.",
         },
         "tensor": {
             "fix": "Merge the tensor-parallel collectives with the products beside them (async "
@@ -308,11 +319,27 @@ class ExposedCommunication(Rule):
         ]
         if not names or names[0] is None:
             return {}
-        result = self.case(names[0])
+        result = self._of_small_messages(self.case(names[0]), by_kind, table)
         others = [name for name in dict.fromkeys(names[1:]) if name in ALSO and name != names[0]]
         if self.program.trains and others:
             result["fix"] = " ".join([result["fix"], *(ALSO[name] for name in others)])
         return result
+
+    def _of_small_messages(
+        self, advice: dict[str, Any], by_kind: pl.DataFrame, table: pl.DataFrame
+    ) -> dict[str, Any]:
+        """Replace the advice to send fewer bytes, which ends a text, where the collectives with
+        most exposed time send few."""
+        own = table.join(by_kind.head(1), on=["collective", "axis"], how="semi")["bytes"]
+        median = own.drop_nulls().median() if own.null_count() < own.len() / 2 else None
+        if not isinstance(median, int | float) or median >= self.small_bytes:
+            return advice
+        fix = advice["fix"].partition(FEWER_BYTES)[0]
+        small = self.case("small messages", median=t.format_bytes(int(median)))["fix"]
+        advice = {**advice, "fix": f"{fix} {small}"}
+        for begin in ("\n\n# fewer bytes", "\n# on the wire"):
+            advice["code"] = advice["code"].partition(begin)[0]
+        return advice
 
     def _case(
         self, a: Analysis, kind: str, axis: str, table: pl.DataFrame, *, in_optimizer: bool

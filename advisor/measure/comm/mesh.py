@@ -230,11 +230,13 @@ def _report_axis(
     large = rows.filter(pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= MIN_RATE_BYTES))
     kinds = rows["collective"].cast(pl.String).value_counts(sort=True)
     rate = large["bus_gbps"].quantile(0.9) if large.height else None
-    waiting = None
+    waiting = waited_here = None
     own = _own_waits(rows, waits)
     if own is not None:
-        waiting = float(own["wait"].sum()) / max(1, own["step"].n_unique())
-        rate = _transfer_rate(own) or rate
+        waited_here = float(own["wait"].sum()) / max(1, own["step"].n_unique()) or None
+        if own["complete"].all():
+            waiting, waited_here = waited_here or 0.0, None
+            rate = _transfer_rate(own) or rate
     link = find_link(a, members, size, machine)
     slots = count_micro_batches(a, rows) if axis == "pipeline" else None
     exposed = _sum(rows["exposed"]) / steps
@@ -249,6 +251,7 @@ def _report_axis(
         ns=_sum(rows["dur"]) / steps,
         exposed_ns=exposed,
         waiting_ns=waiting,
+        waited_here_ns=waited_here,
         bus_gb_per_s=rate,
         link=None if link is None else "network" if link.crosses else "node",
         link_name=None if link is None else link.name,
@@ -260,14 +263,14 @@ def _report_axis(
 
 
 def _own_waits(rows: pl.DataFrame, waits: pl.DataFrame | None) -> pl.DataFrame | None:
-    """Return the waits of an axis; ``None``: some of its ranks have no trace here."""
+    """Return the waits of an axis for the ranks with a trace here; ``None``: not measured."""
     if waits is None or waits.is_empty():
         return None
     names = rows.select(
         pl.col("collective").cast(pl.String), pl.col("group").fill_null("").str.slice(0, 80)
     ).unique()
     own = waits.join(names, on=["collective", "group"], how="semi")
-    return own if own.height and own["complete"].all() else None
+    return own if own.height else None
 
 
 def _transfer_rate(own: pl.DataFrame) -> float | None:

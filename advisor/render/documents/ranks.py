@@ -77,10 +77,16 @@ def _axis(axis: MeshAxis) -> list[Inline]:
         ", ".join(kinds),
         t.format_bytes(axis.bytes) if axis.bytes is not None else "–",
         t.format_duration(axis.ns),
-        "–" if axis.waiting_ns is None else t.format_duration(axis.waiting_ns),
+        _waiting(axis),
         t.format_duration(axis.exposed_ns),
         "–" if axis.bus_gb_per_s is None else t.format_number(axis.bus_gb_per_s),
     ]
+
+
+def _waiting(axis: MeshAxis) -> str:
+    if axis.waiting_ns is not None:
+        return t.format_duration(axis.waiting_ns)
+    return "–" if axis.waited_here_ns is None else f"≥ {t.format_duration(axis.waited_here_ns)}"
 
 
 def _pipelines(report: Report) -> Iterator[str]:
@@ -121,7 +127,10 @@ def _mesh_notes(report: Report) -> Iterator[str]:
     rated = [axis for axis in report.mesh if axis.bus_gb_per_s is not None]
     if rated:
         yield "GB/s: bus bandwidth of messages of 1 MiB and more (nccl-tests)."
-    if any(axis.waiting_ns is None for axis in report.mesh):
+    unknown = [axis for axis in report.mesh if axis.waiting_ns is None]
+    if any(axis.waited_here_ns is not None for axis in unknown):
+        yield "≥: waits for the ranks here. Whether these groups have more ranks is not recorded."
+    if any(axis.waited_here_ns is None for axis in unknown):
         why = "that needs the traces of all ranks"
         if len(report.inputs) > 1:
             why = "whether all ranks of these groups are here is not recorded"

@@ -156,7 +156,7 @@ class Study:
         ]
         late = float(np.nansum(waiting[known])) / whole
         if late >= MIN_SHOWN_SHARE:
-            result.append(Evidence("of it waiting for the last rank", late, "share"))
+            result.append(Evidence("exposed in waiting for the last rank", late, "share"))
         return result
 
     @cached_property

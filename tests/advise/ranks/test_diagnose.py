@@ -29,6 +29,7 @@ from advisor.measure.ranks.summary import (
     pack,
     unpack,
 )
+from advisor.render.formats import REPORTS
 from advisor.replay.ranks.study import study_ranks
 from advisor.rules.distributed.straggler_rank import StragglerRank
 
@@ -422,6 +423,30 @@ def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> Non
     evidence = {item.label: item.value for item in exposed_there.evidence}
     assert str(evidence["exposed by rank"]).startswith("0 38%, 1 56%")
     assert evidence["exposed in all-to-all"]
+    late, exposed_share = (
+        next(item.value for item in exposed_there.evidence if item.label.startswith(label))
+        for label in ("exposed in waiting for the last rank", "exposed, all ranks")
+    )
+    assert 0.9 * exposed_share < late < exposed_share  # both of the step
+
+
+def test_a_folder_of_ranks_says_whose_step_it_is_and_what_they_wait_for_each_other(
+    shared_file: Callable[[str], str],
+) -> None:
+    """DLRM: steps of 12.5 to 19.9 ms. Its messages are small, so fewer bytes help nothing, and no
+    graph can hold its reads of values."""
+    folder = Path(shared_file("dlrm_8ranks/worker0.pt.trace.json.gz")).parent
+    whole = analyze(folder, Options(config={}))
+    assert "a 14.5 ms step of rank 0 (ranks: 12.5 ms to 19.9 ms)" in whole.verdict
+    for axis in whole.mesh:
+        assert axis.waiting_ns is None and axis.waited_here_ns is not None
+        assert 0.8 * axis.ns < axis.waited_here_ns <= axis.ns
+    text = REPORTS.render("terminal", whole)
+    assert "How long is unknown" not in text and "≥ 3.96 ms" in text
+    found = {f.rule: f for f in (*whole.findings, *whole.notes)}
+    assert found["launch-bound"].fix.startswith("First remove 10 waits per step for the GPU")
+    fix = found["exposed-communication"].fix
+    assert "messages are small" in fix and "fewer bytes" not in fix
 
 
 def large(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:

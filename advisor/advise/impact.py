@@ -378,8 +378,7 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
     if (
         a.device_id is not None
         and scale < 1
-        and step.profiler_overhead is not None
-        and step.profiler_overhead >= MIN_APART_SHARE
+        and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE)
     ):
         high = max(high, min(most, step.ns))
     if scale > 1 + MIN_APART_SHARE:

@@ -129,6 +129,9 @@ MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which the time between its steps is shown."""
 EQUAL_STEP_SHARE = 0.03
 """Relative difference below which two step times are called equal."""
+SAME_CAUSE = 0.5
+"""Part of the window's excess that the unprofiled steps around it have, where these are called
+longer, or shorter, too."""
 
 
 def compare_window_with_run(report: Report) -> list[str]:
@@ -151,8 +154,10 @@ def compare_window_with_run(report: Report) -> list[str]:
             "run's are as "
             f"{'long' if step.nearby_ns > step.ns else 'short'}"
         )
-    elif step.profiler_overhead is not None and not why and step.nearby_ns is not None:
-        same = (step.nearby_ns - step.ns) * step.window_slowdown > 0
+    elif not why and step.nearby_ns is not None and report.scope.steps_used > 1:
+        same = (step.nearby_ns / step.ns - 1) / step.window_slowdown >= SAME_CAUSE
+        if not same and step.profiler_overhead is None:
+            return [f"{parts[0]}: steps vary too much to tell the profiler's cost"]
         around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
         why.append(f"{around}{', so it is not the profiler' * same}")
     return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]

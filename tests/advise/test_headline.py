@@ -35,9 +35,12 @@ def window() -> bytes:
 
 
 def run_of(
-    *parts: tuple[int, float], profiled: float, rest: tuple[int, float] = (0, 0)
+    *parts: tuple[int, float],
+    profiled: float,
+    rest: tuple[int, float] = (0, 0),
+    second: tuple[int, float] = (0, 0),
 ) -> RankRecord:
-    """Steps of so many ms, four that a window kept, and more steps."""
+    """Steps of so many ms, four that a window kept, more steps, and those of a second window."""
     r = RecordBuilder()
     for count, ms in parts:
         r.steps(count, ms)
@@ -46,7 +49,8 @@ def run_of(
     r.steps(4, profiled, window=0)
     r.event("window", window=0, state="done", steps=[first, first + 3], file="trace_w0.json.gz")
     r.steps(*rest)
-    r.event("end", steps=first + 4 + rest[0], reason="finished")
+    r.steps(*second, window=1)
+    r.event("end", steps=first + 4 + rest[0] + second[0], reason="finished")
     return r.build()
 
 
@@ -178,6 +182,23 @@ def test_the_profilers_cost_is_told_as_such(tmp_path: Path) -> None:
     assert report.step is not None and not report.step.atypical
     assert report.step.profiler_overhead == pytest.approx(0.5)
     assert "the profiler adds 50%" in texts(report)["terminal"]
+
+
+def test_slow_steps_that_come_without_the_profiler_too_are_not_its_cost(tmp_path: Path) -> None:
+    """Of the 6 ms more in the window, 5 ms last on after it for a while."""
+    report = report_of(tmp_path / "run", run_of((40, 6), profiled=12, rest=(8, 11)))
+    assert report.step is not None and report.step.profiler_overhead is None
+    assert report.recorded is not None and report.recorded.observer_effect is None
+    text = " ".join(texts(report)["terminal"].split())
+    assert "steps vary too much to tell the profiler's cost" in text
+    assert "the profiler adds" not in text
+
+
+def test_the_profilers_cost_shows_in_every_window(tmp_path: Path) -> None:
+    """The first window doubles the steps, the second one leaves them as they are."""
+    record = run_of((60, 6), profiled=12, rest=(60, 6), second=(5, 6))
+    report = report_of(tmp_path / "run", record)
+    assert report.step is not None and report.step.profiler_overhead is None
 
 
 def test_a_window_unlike_its_run_is_told_and_trusted_less(

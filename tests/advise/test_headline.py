@@ -447,6 +447,36 @@ def test_a_healthy_run_on_the_cpu_says_what_takes_the_time_and_what_was_looked_a
     assert "GPU" not in report.verdict
 
 
+@pytest.mark.parametrize(("operators", "computes"), [(9900, True), (7000, False)])
+def test_a_step_of_the_models_operators_alone_is_called_so(
+    tmp_path: Path, operators: int, computes: bool
+) -> None:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.on_host("aten::mm", operators)
+        b.host(10_000 - operators)
+    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
+    r.steps(60, 10, forward=5.9, backward=4)
+    module = "torch/nn/modules/module.py(1789): Module._call_impl"
+    frames = ["train.py(9): main", module, "model.py(17): Expert.forward"]
+    r.event("stacks", frames=frames, stacks=[[40, [0, 1, 2]], [10, [0, 1]]])
+    write_run(tmp_path / "run", {0: r.build()})
+    (tmp_path / "run" / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    verdict = analyze(tmp_path / "run", OPTIONS).verdict
+    assert ("almost all the model's own computation" in verdict) == computes
+    assert ("no finding explains its" in verdict) != computes
+    assert "Of forward, 80% is in Expert.forward (model.py:17)" in verdict
+
+
+def test_the_call_of_the_model_is_no_place_in_it(tmp_path: Path) -> None:
+    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
+    r.steps(60, 10, forward=5.9, backward=4)
+    module = "torch/nn/modules/module.py(1789): Module._call_impl"
+    r.event("stacks", frames=["train.py(9): main", module], stacks=[[50, [0, 1]]])
+    write_run(tmp_path / "run", {0: r.build()})
+    assert "Of forward" not in analyze(tmp_path / "run", OPTIONS).verdict
+
+
 def test_small_gains_do_not_lead(tmp_path: Path) -> None:
     report = of_host(tmp_path / "run", loading=0.1, gc=0.12)
     assert "gc-pauses" in [f.rule for f in report.findings]

@@ -260,7 +260,9 @@ def time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:
     return max(device, stretches.total), evidence
 
 
-def remove_at(instants: Literal["repeated_backward", "rebuilt_weights"]) -> list[Edit]:
+def remove_at(
+    instants: Literal["repeated_backward", "rebuilt_weights", "unused_gradient"],
+) -> list[Edit]:
     """Remove the host's work in the instants that ``Select.at`` names, and what it launches."""
     return [Edit(op="remove", select=Select(on=on, at=instants)) for on in ("gpu", "host")]
 

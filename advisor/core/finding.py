@@ -105,6 +105,7 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
         "second_forward",
         "repeated_backward",
         "rebuilt_weights",
+        "unused_gradient",
         "graph_entry",
         "loop",
     ] = ""
@@ -119,7 +120,8 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     to the host to the end of the copy back. ``recompute``: while the backward pass recomputes
     activations. ``second_forward``: in layers that repeat those of the trained forward pass.
     ``repeated_backward``: in nodes of the autograd graph that run again.
-    ``rebuilt_weights``: while weights that nothing trains are cast or normalised."""
+    ``rebuilt_weights``: while weights that nothing trains are cast or normalised.
+    ``unused_gradient``: while gradients are computed of parameters that no optimizer holds."""
     region: tuple[str, ...] = ()
     """Compiled functions, by number (``1`` of ``Torch-Compiled Region: 1/0``), into which a break
     must lead to be selected; for ``graph_break``."""

@@ -43,6 +43,7 @@ from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weight
 from advisor.measure.host.repeated_passes import repeated_backwards, second_forwards
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
 from advisor.measure.host.syncs import find_syncs
+from advisor.measure.host.unused_gradients import recorded_gradients, unused_gradient_work
 from advisor.measure.memory.post_mortem import post_mortems
 from advisor.measure.memory.trace_memory import (
     find_allocations,
@@ -383,6 +384,12 @@ class Analysis:
 
     rebuilt_weights_time = cached_property(rebuilt_weights_time)
     """Host time of these operators."""
+
+    recorded_gradients = cached_property(recorded_gradients)
+    """Parameters with gradients that no optimizer holds, from the record."""
+
+    unused_gradient_work = cached_property(unused_gradient_work)
+    """Work of the backward pass on these gradients."""
 
     # -- memory -----------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from advisor.core.credentials import clean_value
 from advisor.core.run_directory import Event, Manifest, Rank
 from advisor.recorder.call_depth import in_backward
 from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
+from advisor.recorder.gradients import UnusedGradients
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import InferenceStep, InferenceStepFinder
 from advisor.recorder.loaders import Batches, Loaders
@@ -168,6 +169,7 @@ class RecordingSession(Listener):
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
+        self.gradients = UnusedGradients(self.tape.hook_state, self.write_event)
         self.pauses = GcPauseHook(self.tape, self.write_event)
         self.allocator = AllocatorStats(torch)
         self.event_timer: PhaseEventTimer | None = None
@@ -248,6 +250,7 @@ class RecordingSession(Listener):
             self.inference.start(now)
         self.tape.hook_state[PHASE] = 0
         self.hooks.install()
+        self.gradients.install()
         self.windows.watch_other_profilers()
         self.pauses.install()
         if self.options.compile_log:
@@ -264,6 +267,7 @@ class RecordingSession(Listener):
         self.listening = False
         self.tape.hook_state[THREAD] = -1
         self.hooks.remove()
+        self.gradients.remove()
         self.pauses.remove()
         self.compile_log.remove()
         if self.event_timer is not None:
@@ -387,6 +391,8 @@ class RecordingSession(Listener):
             model = replayed or getattr(module, "_parameters", None)
             model = model or getattr(module, "_modules", None)
             put((FORWARD_OF, id(module) if model else -id(module)))
+            if model and not replayed:
+                self.gradients.add_module(module)
             self._on_inference_step()
         except Exception as error:
             self.on_internal_error(error)
@@ -664,6 +670,7 @@ class RecordingSession(Listener):
         """Remove the hooks in a forked child that trains; record it by itself if ``anew`` can."""
         self.tape.hook_state[THREAD] = -1
         self.hooks.remove()
+        self.gradients.remove()
         self.windows.unwatch_profilers()
         self.pauses.remove()
         if self.fork_session is not None:

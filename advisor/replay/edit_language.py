@@ -327,6 +327,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
         "second_forward",
         "repeated_backward",
         "rebuilt_weights",
+        "unused_gradient",
         "graph_entry",
         "loop",
     ),

@@ -80,6 +80,7 @@ GAP = st.builds(
             "second_forward",
             "repeated_backward",
             "rebuilt_weights",
+            "unused_gradient",
         ]
     ),
     max_ns=LIMIT,

@@ -28,6 +28,7 @@ CASES = {
     "workers": "loader-workers",
     "waiting_loop": "loop-phases",
     "histograms": "loop-phases",
+    "unfrozen": "unused-gradients",
     "evaluation_graphs": "evaluation-graphs",
     "saving": "saving-time",
     "training_mode": "training-mode",

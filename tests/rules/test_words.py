@@ -37,6 +37,7 @@ OF_TRAINING = {
     "second-forward",
     "single-tensor-optimizer",
     "slice-gradients",
+    "unused-gradients",
 }
 OF_TRAINED_STATE = (
     "set_to_none",

@@ -172,6 +172,7 @@ _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "second_forward": attrgetter("second_forwards"),
     "repeated_backward": attrgetter("repeated_backwards"),
     "rebuilt_weights": attrgetter("rebuilt_weights_time"),
+    "unused_gradient": attrgetter("unused_gradient_work.spans"),
     "graph_entry": graph_entries,
 }
 """Name -> intervals; those that edits of one finding use repeatedly are cached."""

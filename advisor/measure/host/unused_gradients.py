@@ -1,0 +1,230 @@
+"""Work of the backward pass on gradients of parameters that no optimizer holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, union
+from advisor.core.run_directory import MAX_VALUE
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.reads import backward_nodes
+from advisor.measure.host.stacks import ENGINE_NODE
+from advisor.measure.steps.steps import step_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from advisor.measure import Analysis
+
+Shape = tuple[int, ...]
+
+_ACCUMULATE = r"^torch::autograd::AccumulateGrad$"
+_BACKWARD = r"^advisor::backward$"
+_COMPUTES = r"^aten::(?:mm|bmm|addmm|sum|embedding_dense_backward|convolution_backward)$"
+_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
+_LOOKUP = "aten::embedding_dense_backward"
+_CONVOLUTION = "aten::convolution_backward"
+MAX_OF_NODE = 3
+"""Most parameters whose gradients one node computes: a convolution's or product's, and its bias."""
+MAX_PARAMETERS = 4096
+MAX_EVENTS = 500_000
+"""Most events of the backward pass looked at."""
+
+
+class RecordedGradients(NamedTuple):
+    """Parameters that get gradients, as the recorder found them."""
+
+    unused: int
+    """Number of those that no optimizer holds …"""
+    total: int
+    """… of all …"""
+    bytes: int
+    """… and the size of their gradients."""
+    modules: tuple[str, ...]
+    """Modules with most of them."""
+    parameters: tuple[tuple[Shape, bool], ...]
+    """Shape of each parameter, in the order of the model, and whether it is unused."""
+
+
+class UnusedGradientWork(NamedTuple):
+    """Work in the analysed steps that goes when such parameters are frozen."""
+
+    spans: Intervals
+    """Host time of operators and nodes that go as a whole."""
+    convolutions: float
+    """Share of the other convolutions' backward time that also computes such a gradient."""
+
+
+NO_WORK = UnusedGradientWork(EMPTY, 0.0)
+
+
+def recorded_gradients(a: Analysis) -> RecordedGradients | None:
+    """Read what the recorder found; ``None``: nothing, or it is damaged."""
+    events = [] if a.record is None else a.record.events_of("gradients")
+    data = events[-1] if events else {}
+    counts = [int(data[name]) for name in ("unused", "total", "bytes") if _is_count(data.get(name))]
+    names, shapes, order = (data.get(name) for name in ("modules", "shapes", "order"))
+    if not isinstance(names, list) or not isinstance(shapes, list) or not isinstance(order, list):
+        return None
+    if len(counts) != 3:
+        return None
+    sizes = [_shape(shape) for shape in shapes[:MAX_PARAMETERS]]
+    parameters = tuple(
+        (sizes[abs(n) - 1], n < 0)
+        for n in order[:MAX_PARAMETERS]
+        if type(n) is int and 0 < abs(n) <= len(sizes)
+    )
+    modules = tuple(name for name in names if isinstance(name, str))
+    return RecordedGradients(counts[0], counts[1], counts[2], modules, parameters)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < MAX_VALUE
+
+
+def _shape(shape: Any) -> Shape:
+    valid = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    return tuple(shape) if valid else ()
+
+
+def unused_gradient_work(a: Analysis) -> UnusedGradientWork:
+    """Find operators that compute gradients of unused parameters.
+
+    A product, or an accumulation, is of such a parameter by its shape. Where parameters of one
+    shape are used and unused, the backward pass computes them in reverse order of the model. After
+    the last gradient that is used, all of the backward pass goes. A convolution computes gradients
+    of its weight and of its input in one operator: it stays in part.
+    """
+    recorded, cpu = a.recorded_gradients, a.trace.cpu
+    if recorded is None or a.trace.inputs.is_empty():
+        return NO_WORK
+    node = backward_nodes(a)
+    mask = name_matches(cpu["name"], _ACCUMULATE) | name_matches(cpu["name"], _COMPUTES)
+    rows = np.flatnonzero(mask.to_numpy() & (node >= 0))
+    table = _operators(a, rows, node[rows])
+    if table.is_empty() or table.height > MAX_EVENTS:
+        return NO_WORK
+    flags: dict[Shape, list[bool]] = {}
+    for shape, unused in recorded.parameters:
+        flags.setdefault(shape, []).append(unused)
+    accumulated = _of_shapes(table, "torch::autograd::AccumulateGrad", 0, flags)
+    spans = [(ts, end) for ts, end, _, unused in accumulated if unused]
+    used = np.array([end for _, end, _, unused in accumulated if not unused], dtype=np.int64)
+    spans += _rest_of_passes(a, used, np.array([ts for ts, _ in spans], dtype=np.int64))
+    spans += _products(table, accumulated)
+    whole = _union(spans)
+    convolutions = _of_shapes(table, _CONVOLUTION, 2, flags)
+    ts, end = (np.array([each[n] for each in convolutions], dtype=np.int64) for n in (0, 1))
+    left = np.where(covered_length(ts, end, whole) > 0, 0, end - ts)
+    share = left[[bool(each[3]) for each in convolutions]].sum() / max(left.sum(), 1)
+    return UnusedGradientWork(intersect(whole, a.steps.host_spans), share)
+
+
+def _operators(a: Analysis, rows: Any, node: Any) -> pl.DataFrame:
+    """List these operators in order of time: ``name, ts, end, node, step, dims``."""
+    cpu = a.trace.cpu
+    table = pl.DataFrame(
+        {
+            "name": cpu["name"].gather(rows).cast(pl.String),
+            "ts": cpu["ts"].gather(rows),
+            "end": (cpu["ts"] + cpu["dur"]).gather(rows),
+            "node": node,
+            "step": step_of(a.steps, cpu["ts"].to_numpy()[rows]),
+            "inputs": cpu["inputs"].gather(rows),
+        }
+    ).filter(pl.col("step").is_not_null() & pl.col("inputs").is_not_null())
+    inputs = a.trace.inputs
+    shapes = {
+        row: [
+            list(each.shape) for each in OpInputs(inputs["dims"][row], inputs["types"][row]).tensors
+        ]
+        for row in table["inputs"].unique().to_list()
+    }
+    own = pl.Series([shapes[row] for row in table["inputs"]], dtype=pl.List(pl.List(pl.Int64)))
+    return table.with_columns(dims=own).sort("ts")
+
+
+def _operand(dims: Any, number: int) -> Shape:
+    return tuple(dims[number] or ()) if dims is not None and number < len(dims) else ()
+
+
+def _of_shapes(
+    table: pl.DataFrame, name: str, operand: int, flags: dict[Shape, list[bool]]
+) -> list[tuple[int, int, Shape, bool | None]]:
+    """List operators of this name in order of time: begin, end, shape of an operand, and whether
+    it is an unused parameter; ``None``: not known."""
+    own = table.filter(pl.col("name") == name).select("step", "dims", "ts", "end")
+    rows = [(step, _operand(dims, operand), *at) for step, dims, *at in own.iter_rows()]
+    counts = Counter(row[:2] for row in rows)
+    seen: Counter[tuple[int, Shape]] = Counter()
+    result: list[tuple[int, int, Shape, bool | None]] = []
+    for step, shape, ts, end in rows:
+        of_shape = flags.get(shape, [])
+        unused: bool | None = None
+        if len(set(of_shape)) == 1:
+            unused = of_shape[0]
+        elif of_shape and counts[step, shape] % len(of_shape) == 0:  # each once per pass
+            unused = of_shape[::-1][seen[step, shape] % len(of_shape)]
+        seen[step, shape] += 1
+        result.append((ts, end, shape, unused))
+    return result
+
+
+def _products(
+    table: pl.DataFrame, accumulated: list[tuple[int, int, Shape, bool | None]]
+) -> list[tuple[int, int]]:
+    """Return operators whose result is an unused gradient, by the accumulations that follow: the
+    engine accumulates a gradient right after the nodes that computed it."""
+    begins = np.array([ts for ts, *_ in accumulated], dtype=np.int64)
+    result: list[tuple[int, int]] = []
+    own = table.filter(~pl.col("name").is_in(["torch::autograd::AccumulateGrad", _CONVOLUTION]))
+    for _, group in own.group_by("node", maintain_order=True):
+        rows = list(group.select("name", "ts", "end", "dims").iter_rows())
+        first = int(np.searchsorted(begins, rows[-1][2]))
+        near = accumulated[first : first + MAX_OF_NODE]
+        unused = {tuple(sorted(shape)) for _, _, shape, is_unused in near if is_unused}
+        weights = [
+            (end - ts, ts, end)
+            for name, ts, end, dims in rows
+            if name in _PRODUCTS and tuple(sorted(_result(name, dims))) in unused
+        ]
+        if weights:  # of two of the same shape one carries the gradient on
+            result.append(min(weights)[1:])
+            result += [(ts, end) for name, ts, end, _ in rows if name == "aten::sum"]
+        elif rows[0][0] == _LOOKUP and near and near[0][3]:
+            result.append(rows[0][1:3])
+    return result
+
+
+def _result(name: str, dims: Any) -> Shape:
+    """Return the shape of a product."""
+    first = 1 if name == "aten::addmm" else 0
+    left, right = _operand(dims, first), _operand(dims, first + 1)
+    return (*left[:-1], right[-1]) if len(left) >= 2 and len(right) >= 2 else ()
+
+
+def _rest_of_passes(a: Analysis, used: Any, unused: Any) -> list[tuple[int, int]]:
+    """Return what follows the last used gradient in each backward pass, where unused ones do."""
+    cpu = a.trace.cpu
+    nodes = np.flatnonzero(name_matches(cpu["name"], ENGINE_NODE).to_numpy())
+    ends = (cpu["ts"] + cpu["dur"]).to_numpy()
+    begins, finish = cpu["ts"].to_numpy()[nodes], ends[nodes]
+    result: list[tuple[int, int]] = []
+    for row in np.flatnonzero(name_matches(cpu["name"], _BACKWARD).to_numpy()):
+        begin, end = int(cpu["ts"][int(row)]), int(ends[row])
+        own = used[(used > begin) & (used <= end)]
+        if not len(own) or not ((unused > own.max()) & (unused < end)).any():
+            continue
+        rest = (begins >= own.max()) & (begins < end)
+        result.append((int(own.max()), int(finish[rest].max())))
+    return result
+
+
+def _union(spans: Iterable[tuple[int, int]]) -> Intervals:
+    both = np.array(list(spans), dtype=np.int64).reshape(-1, 2)
+    return union(both[:, 0], both[:, 1])

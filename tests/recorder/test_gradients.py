@@ -1,0 +1,107 @@
+"""Parameters that get gradients and that no optimizer holds, as the recorder finds them."""
+
+from __future__ import annotations
+
+import gc
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.optim import optimizer as optim
+
+from advisor.recorder.gradients import UnusedGradients
+
+Told = list[dict[str, Any]]
+
+
+def watching(*modules: nn.Module) -> tuple[UnusedGradients, Told]:
+    told: Told = []
+    watch = UnusedGradients([get_ident()], lambda kind, data: told.append(data))
+    for module in modules:
+        watch.add_module(module)
+    watch.install()
+    return watch, told
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 12) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def test_a_base_that_is_not_frozen_is_found_with_its_modules() -> None:
+    model = net()
+    watch, told = watching(model)
+    train(model, torch.optim.SGD(model[2].parameters(), 1e-3))
+    watch.remove()
+    assert len(told) == 1
+    assert (told[0]["unused"], told[0]["total"]) == (4, 6)
+    assert told[0]["bytes"] == 4 * (4 * 8 + 8 + 8 * 8 + 8)
+    assert [n < 0 for n in told[0]["order"]] == [True] * 4 + [False] * 2
+
+
+def test_a_frozen_base_and_a_whole_training_are_silent_and_the_hook_is_gone() -> None:
+    before = len(optim._global_optimizer_pre_hooks)
+    whole, frozen = net(), net()
+    frozen[0].requires_grad_(False)
+    for model in (whole, frozen):
+        _, told = watching(model)
+        train(model, torch.optim.SGD(model.parameters(), 1e-3))
+        assert told == []
+        assert len(optim._global_optimizer_pre_hooks) == before
+
+
+def test_an_optimizer_that_steps_later_corrects_what_was_said() -> None:
+    model = net()
+    often, seldom = (torch.optim.SGD(model[n : n + 2].parameters(), 1e-3) for n in (0, 2))
+    watch, told = watching(model)
+    train(model, often)
+    train(model, often, seldom, steps=1)
+    watch.remove()
+    assert [event["unused"] for event in told] == [2, 0]
+
+
+def test_gradients_left_over_and_weights_updated_by_hand_do_not_count() -> None:
+    model = net()
+    train(model, steps=1)
+    model[0].weight.grad, model[0].bias.grad = torch.ones(8, 4), torch.ones(8)
+    watch, told = watching(model)
+    optimizer = torch.optim.SGD(model[2].parameters(), 1e-3)
+    for _ in range(12):
+        model[1:](torch.ones(2, 8)).sum().backward()
+        with torch.no_grad():
+            for parameter in model[1].parameters():
+                parameter -= 1e-3 * parameter.grad
+        optimizer.step()
+        model[1:].zero_grad()
+    watch.remove()
+    assert told == []
+
+
+def test_copies_in_another_precision_are_no_reason_to_speak() -> None:
+    model = net()
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    watch, told = watching(model)
+    train(model, torch.optim.SGD(copies, 1e-3))
+    watch.remove()
+    assert told == []
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = net()
+    watch, _ = watching(model)
+    optimizer = torch.optim.SGD(model[2].parameters(), 1e-3)
+    train(model, optimizer)
+    gone = [ref(model), ref(model[0].weight), ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+    watch.remove()

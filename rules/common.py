@@ -291,8 +291,6 @@ def ops_around(a: Analysis, host: Rows) -> Rows:
         ops[climbing] = parent[ops[climbing]]
 
 
-DEVICE_BOUND = 0.90
-"""Busy share of the device from which nothing on the host holds the step up (gpu-idle: 80%)."""
 BUSY_PERCENT = 50
 """NVML utilisation from which a sample counts as one under load: idle GPUs lower clocks and links
 to save power."""
@@ -317,13 +315,6 @@ def recorded_steps(a: Analysis) -> StepRecords:
     if a.recorded is None:
         raise ValueError("this rule needs a recorded run")
     return a.recorded
-
-
-def device_bound(a: Analysis) -> bool:
-    """Return whether the profiled window shows that the device hardly ever idles."""
-    if a.device_id is None or not a.span_ns:
-        return False
-    return a.breakdown.busy.total / a.span_ns >= DEVICE_BOUND
 
 
 def own_phases(recorded: StepRecords) -> dict[str, Floats]:

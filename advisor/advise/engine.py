@@ -18,6 +18,7 @@ from advisor.advise.impact import (
     GainEstimator,
     estimator_for,
     limit_to_cores,
+    limit_together,
     note_rank_counts,
     scale_to_run,
     with_gain,
@@ -162,8 +163,10 @@ def _advise(
         checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules, saving)
     hot, problems = hot_lines(a)
     findings = add_hot_lines(checked.findings, hot, rules)
-    ranked = prioritize(findings, a, estimator)
-    ranked = ranked.map_findings(lambda result: scale_to_run(limit_to_cores(result, a), a, rules))
+    ranked = prioritize(findings, a, estimator, rules)
+    ranked = ranked.map_findings(
+        lambda found: limit_together(scale_to_run(limit_to_cores(found, a), a, rules), a)
+    )
     report = write_report(
         run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries
     )

@@ -9,7 +9,7 @@ during which the device is idle."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from advisor.core.report import StepTime
     from advisor.core.rule import Rule
     from advisor.measure import Analysis
-    from advisor.measure.steps.step_records import StepRecords
 
 MIN_GAIN_SHARE = 0.01
 """Share of the step below whose gain a finding is a note: two profiled runs differ by about as
@@ -242,24 +241,10 @@ def without_gain(
                 continue
             reason = "no core is free"
             why = f"Other processes do not shorten the {a.per}: {reason} for them."
-        elif part == "loader" and finding.edits[0].op == "parallelize":
-            # its own pace: what it moves to workers takes the cores that the step computes on
-            cores = "" if a.recorded is None else _used_cores(a.recorded)
-            reason = f"{cores or 'how many cores are free is not recorded'}"
-            why = (
-                f"In the replay, workers do not shorten the {a.per}: {reason}. Make the loading "
-                "itself cheaper, or measure workers: advisor try --only workers."
-            )
         if exposed.gain >= floor or exposed.high >= max(floor, WARNING_SHARE * a.step_ns):
             noted = replace(finding, summary=f"{finding.summary} {why}")
             kept.append(_not_estimated(noted, reason))
     return kept
-
-
-def _used_cores(recorded: StepRecords) -> str:
-    """Say how many cores the run used: ``1.9 of 2 cores are used``; empty: not recorded."""
-    cores, free = recorded.record.rank.cpus, recorded.free_cores
-    return "" if cores is None or free is None else f"{cores - free:.1f} of {cores} cores are used"
 
 
 # -- work that moves to other processes ----------------------------------------------------------
@@ -332,24 +317,72 @@ def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]
     return result
 
 
+def scales_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> list[float]:
+    """Return the ratio of each finding's gain in the run's own step to that in the window."""
+    scaled = [finding.impact for finding in scale_to_run(findings, a, rules)]
+    gains = [(f.impact, of_run) for f, of_run in zip(findings, scaled, strict=True)]
+    return [
+        (of_run.gain_ns or 0) / of_window.gain_ns
+        if of_window is not None and of_window.gain_ns and of_run is not None
+        else 1.0
+        for of_window, of_run in gains
+    ]
+
+
 def _leave_device_work(finding: Finding, a: Analysis, step: StepTime | None) -> Finding:
     """Limit a gain and its range to the step less the device work that the fix leaves: no step is
     shorter. Collectives of several ranks may end earlier, because they wait less."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not finding.edits or finding.other_rank:
         return finding
-    own = all(edit.rank is None for edit in finding.edits) and not impact.of_job
-    left = remaining_device_time(a, finding.edits, communication=own)
     whole = a.step_ns if step is None else step.reference_ns
-    busy = a.breakdown.busy.total / max(a.step_count, 1)
-    if busy > whole:  # the run's steps are other ones than the window's: the share is the same
-        left *= whole / a.step_ns
+    left = _device_work_left(a, [finding], whole)
     limit = max(0.0, whole - left)
     if any(edit.op == "drop_launch" for edit in finding.edits):
         # a kernel of a graph starts about as long after the one before it as a node costs
         starts = GRAPH_LAUNCH_NS * int(a.in_window.sum()) / max(a.step_count, 1)
         finding = _at_most(finding, max(0.0, limit - starts), whole)
     return _bounded(finding, limit, whole)
+
+
+def _device_work_left(a: Analysis, fixed: Sequence[Finding], step_ns: float) -> float:
+    """Return the device work that the fixes leave in a step of ``step_ns``, ns."""
+    if a.device_id is None:
+        return 0.0
+    edits = [edit for finding in fixed for edit in finding.edits]
+    of_job = any(f.impact is not None and f.impact.of_job for f in fixed)
+    own = all(edit.rank is None for edit in edits) and not of_job
+    left = remaining_device_time(a, edits, communication=own)
+    busy = a.breakdown.busy.total / max(a.step_count, 1)
+    # if the run's steps are other ones than the window's, the share is the same
+    return left * step_ns / a.step_ns if busy > step_ns else left
+
+
+def limit_together(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
+    """Limit what each ranked finding saves after those before it, in the run's step: all together
+    leave the device work that none of their edits selects. What then saves next to nothing is
+    folded under the first."""
+    step = step_time(a)
+    left = whole = a.step_ns if step is None else step.reference_ns
+    ranked: list[Finding] = []
+    folded: list[Finding] = []
+    fixed: list[Finding] = []
+    for finding in findings:
+        saved = finding.marginal_gain_ns
+        if finding.priority is None:
+            folded.append(finding)
+            continue
+        if saved is not None and not finding.other_rank:
+            fixed.append(finding)
+            most = max(0, round(left - _device_work_left(a, fixed, whole)))
+            if ranked and most < MIN_GAIN_SHARE * whole <= saved:
+                fixed.pop()
+                folded.append(replace(finding, priority=None, folded_under=ranked[0].rule))
+                continue
+            finding = _marginal(finding, partial(min, most))
+            left -= min(saved, most)
+        ranked.append(replace(finding, priority=len(ranked) + 1))
+    return ranked + folded
 
 
 def _at_most(finding: Finding, gain_ns: float, step_ns: float) -> Finding:
@@ -393,7 +426,8 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
     if (
         a.device_id is not None
         and scale < 1
-        and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE)
+        and step.profiler_overhead is not None
+        and step.profiler_overhead >= MIN_APART_SHARE
     ):
         high = max(high, min(most, step.ns))
     if scale > 1 + MIN_APART_SHARE:
@@ -610,8 +644,8 @@ class ReplayEstimator(GainEstimator):
             of_steps=quality.of_steps,
             critical=whatif.critical_path_parts(),
             critical_after=whatif.critical_path_parts(edits),
+            busy_after_ns=whatif.busy_after(edits),
             step_after_ns=whatif.step_after(edits),
-            busy_after=None if whatif.a.device_id is None else whatif.busy_share(edits),
         )
 
 

@@ -16,13 +16,16 @@ from advisor.advise.impact import (
     WARNING_SHARE,
     GainEstimator,
     gain_may_be_zero,
+    scales_to_run,
     without_gain,
 )
+from advisor.core.finding import HOST_CODE
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
 from advisor.replay.selection import selected_host
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
+    from advisor.core.rule import Rule
     from advisor.measure import Analysis
 
 FOLD_BELOW = 0.25
@@ -70,10 +73,14 @@ def _gain_per_launch(note: Finding) -> float:
 
 
 def prioritize(
-    findings: Sequence[Finding], a: Analysis, estimator: GainEstimator
+    findings: Sequence[Finding], a: Analysis, estimator: GainEstimator, rules: Sequence[Rule] = ()
 ) -> PrioritizedFindings:
     """Return the findings in the order to follow them. One without replayed gain, although the
-    device waits for it, becomes a note. One without gain by either estimate is left out."""
+    device waits for it, becomes a note. One without gain by either estimate is left out.
+
+    Gains stay those of the window; they are compared as they are in the run's own step, since
+    ``rules`` that read the record find gains of that step.
+    """
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
     candidates, unknown, notes, risks = [], [], [], []
     for finding in findings:
@@ -95,7 +102,8 @@ def prioritize(
             candidates.append(finding)
         else:
             unknown.append(finding)
-    ordered, dropped = _order(candidates, estimator, floor, a)
+    scales = scales_to_run(candidates, a, rules)
+    ordered, dropped = _order(candidates, scales, estimator, floor, a)
     unknown += [finding for finding in dropped if finding.known_cost]
     dropped = [finding for finding in dropped if not finding.known_cost]
     ordered = _with_unknown(ordered, unknown)
@@ -134,9 +142,14 @@ def _share(finding: Finding) -> float:
 
 
 def _order(
-    findings: list[Finding], estimator: GainEstimator, floor: float, a: Analysis
+    findings: list[Finding],
+    scales: list[float],
+    estimator: GainEstimator,
+    floor: float,
+    a: Analysis,
 ) -> tuple[list[Finding], list[Finding]]:
     """Return the findings by marginal gain × weight, the largest first; and those left out.
+    ``scales``: ratios of the findings' gains in the run's step to those in the window's.
 
     Each choice is made as if the findings chosen before were done. What then keeps almost nothing
     is folded under the one that took most of it, and so are alternatives of a chosen finding.
@@ -149,9 +162,10 @@ def _order(
     folded: list[Finding] = []
     shown: set[int] = set()
     while waiting:
-        index, gain = _best(findings, waiting, latest, chosen, estimator)
+        index, gain = _best(findings, scales, waiting, latest, chosen, estimator)
         if by_kind_alone(findings[index]):
-            index, gain = _named_cause(findings, waiting, (index, gain), chosen, estimator, a)
+            general = index, gain
+            index, gain = _named_cause(findings, scales, waiting, general, chosen, estimator, a)
         waiting.remove(index)
         best, alone = findings[index], _own_gain(findings[index])
         rival = next(
@@ -184,6 +198,7 @@ def by_kind_alone(finding: Finding) -> bool:
 
 def _named_cause(
     findings: list[Finding],
+    scales: list[float],
     waiting: list[int],
     general: tuple[int, float],
     chosen: list[Finding],
@@ -201,15 +216,17 @@ def _named_cause(
             continue
         if idles and all(edit.select.on == "gpu" for edit in finding.edits):
             continue
+        scale = scales[index] / scales[general[0]] if scales[general[0]] else 1.0
         least = LEADS_FROM * general[1]
         if captures and WAITS_LEAD_FROM * a.step_ns < least:
             needless = all(edit.op == "remove" for edit in finding.edits)
             if needless or _fills_queue(finding, a):
                 least = WAITS_LEAD_FROM * a.step_ns
         least = max(most, least)
-        if _own_gain(finding) >= least and marginal_gain(finding, chosen, estimator) >= least:
-            most = marginal_gain(finding, chosen, estimator)
-            result = index, most
+        gain = marginal_gain(finding, chosen, estimator)
+        if min(_own_gain(finding), gain) * scale >= least:
+            most = gain * scale
+            result = index, gain
     return result
 
 
@@ -246,12 +263,14 @@ def is_vague(finding: Finding) -> bool:
 
 def _best(
     findings: list[Finding],
+    scales: list[float],
     waiting: list[int],
     latest: list[float],
     chosen: list[Finding],
     estimator: GainEstimator,
 ) -> tuple[int, float]:
-    """Return the waiting finding with the largest marginal gain × weight, and that gain.
+    """Return the waiting finding with the largest marginal gain × weight, in the run's step, and
+    that gain, in the window's.
 
     Gains mostly shrink as others are done, so each is looked at again only when its last gain
     could still win; what gained nothing is looked at again every time, because a fix may begin to
@@ -260,7 +279,9 @@ def _best(
     largest = max(map(abs, latest), default=0.0)
     fresh: set[int] = set()
     while True:
-        best = max(waiting, key=lambda i: (latest[i] * _weight(findings[i]), findings[i].rule))
+        best = max(
+            waiting, key=lambda i: (latest[i] * scales[i] * _weight(findings[i]), findings[i].rule)
+        )
         hopeless = [i for i in waiting if latest[i] < 0.01 * largest and i not in fresh]
         again = [best] if best not in fresh else hopeless if chosen else []
         if not again:
@@ -272,10 +293,26 @@ def _best(
 
 def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
     """Return what a finding's fix saves after those of the chosen ones, ns per step."""
+    if finding.subject == HOST_CODE and not finding.edits:
+        return _own_gain(finding) * (1 - _share_seen(finding, chosen))
     if not chosen or not finding.edits or finding.other_rank:
         return _own_gain(finding)
     applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
     return estimator.marginal(finding.edits, applied)
+
+
+def _share_seen(finding: Finding, chosen: Sequence[Finding]) -> float:
+    """Return the share of a finding on all code of a place that chosen fixes may already save. Time
+    of the host that they save elsewhere is other time; where it is unknown, it is the same."""
+    here = {place.function for place in finding.where}
+    saved = sum(
+        _share(other) * (other.marginal_gain_ns or 0) / _own_gain(other)
+        for other in chosen
+        if _own_gain(other)
+        and not (other.edits and all(edit.select.on == "gpu" for edit in other.edits))
+        and not any(place.file and place.function not in here for place in other.where[:1])
+    )
+    return min(1.0, saved / _share(finding)) if _share(finding) else 0.0
 
 
 def _with_range(

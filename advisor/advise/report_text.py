@@ -129,9 +129,6 @@ MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which the time between its steps is shown."""
 EQUAL_STEP_SHARE = 0.03
 """Relative difference below which two step times are called equal."""
-SAME_CAUSE = 0.5
-"""Part of the window's excess that the unprofiled steps around it have, where these are called
-longer, or shorter, too."""
 
 
 def compare_window_with_run(report: Report) -> list[str]:
@@ -141,26 +138,21 @@ def compare_window_with_run(report: Report) -> list[str]:
         return []
     if abs(step.window_slowdown) < EQUAL_STEP_SHARE and not step.atypical:
         return ["as long as the run's"]
-    parts = [f"{longer_by(step.window_slowdown)} than the run's"]
-    why = []
+    parts = [f"{longer_by(step.window_slowdown)} than the run's median step"]
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
-        why.append(f"the profiler adds {t.format_share(step.profiler_overhead)}")
+        parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
     if step.in_warm_up:
-        why.append("they are among the first steps")
-    if step.atypical and step.nearby_ns is not None:
-        why.append(
-            "the window is not like the run: the unprofiled steps around it take "
-            f"{t.format_duration(step.nearby_ns)}, and {_share_of_steps(step.share_beyond)} of the "
-            "run's are as "
-            f"{'long' if step.nearby_ns > step.ns else 'short'}"
-        )
-    elif not why and step.nearby_ns is not None and report.scope.steps_used > 1:
-        same = (step.nearby_ns / step.ns - 1) / step.window_slowdown >= SAME_CAUSE
-        if not same and step.profiler_overhead is None:
-            return [f"{parts[0]}: steps vary too much to tell the profiler's cost"]
-        around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
-        why.append(f"{around}{', so it is not the profiler' * same}")
-    return [f"{parts[0]}: {'; '.join(why)}" if why else parts[0]]
+        parts.append("they are among the first steps")
+    if step.nearby_ns is not None:
+        same = (step.nearby_ns - step.ns) * step.window_slowdown > 0
+        around = f"the unprofiled steps around the window take {t.format_duration(step.nearby_ns)}"
+        if step.atypical:
+            as_much = f"{_share_of_steps(step.share_beyond)} of the run's are as "
+            as_much += "long" if step.nearby_ns > step.ns else "short"
+            parts.append(f"the window is not like the run: {around}, and {as_much}")
+        elif step.profiler_overhead is not None and len(parts) == 1 and "profiler" not in parts[0]:
+            parts.append(f"{around}{', so it is not the profiler' * same}")
+    return ["; ".join(parts)]
 
 
 def longer_by(share: float) -> str:
@@ -604,7 +596,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
         before = labels.clean(before) or labels.clean(finding.pays_after)
         parts.append(f"gains only after '{before}'")
     elif own is None or left is None or finding.priority == 1:
-        pass
+        parts += _why_first(finding, report)
     elif abs(left - own) > 0.05 * own:
         more = "gains more after" if left > own else "after"
         parts.append(f"{more} the fixes above: {describe_marginal_gain(finding)}")
@@ -616,6 +608,25 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts
+
+
+CLEARLY_MORE: Final = 1.2
+"""Ratio of two gains from which the order of their fixes needs a reason."""
+
+
+def _why_first(finding: Finding, report: Report) -> list[str]:
+    """Say why a finding is first although another gains clearly more; empty: none does."""
+    gains = {f.rule: f.impact.gain_ns or 0 for f in ranked_findings(report) if f.impact is not None}
+    rule = max(gains, key=lambda rule: gains[rule], default=finding.rule)
+    if finding.priority != 1 or gains[rule] <= CLEARLY_MORE * gains.get(finding.rule, 0):
+        return []
+    title = next(f.title for f in report.findings if f.rule == rule)
+    why = "it is a cause of the same idle time"
+    if any(edit.op == "make_async" for edit in finding.edits):
+        why = "no CUDA graph can hold its waits"
+    elif finding.edits and all(edit.op == "remove" for edit in finding.edits):
+        why = "work that need not be done need not be launched faster"
+    return [f"comes before '{labels.clean(title)}' ({t.format_duration(gains[rule])}): {why}"]
 
 
 def describe_marginal_gain(finding: Finding) -> str:
@@ -686,61 +697,32 @@ def has_upper_bound(report: Report) -> bool:
     )
 
 
+def step_after_fixes(report: Report) -> float:
+    """Return what the step takes with every ranked fix, ns: each saves what is left to it after
+    those before it."""
+    saved = sum(max(0, f.marginal_gain_ns or 0) for f in ranked_findings(report))
+    return max(0.0, report.step_ns - saved)
+
+
 def describe_all_fixes(report: Report) -> str:
-    """Say what the step takes with every ranked fix, and what limits it then. Empty if the replay
-    has none of them, since their gains come from the record."""
-    replay = report.replay
-    if replay is None or not ranked_findings(report):
+    """Say what the step takes with every ranked fix, and how busy the device is then. Empty if
+    they do not shorten it."""
+    found = ranked_findings(report)
+    before, after = report.step_ns, step_after_fixes(report)
+    ratio = before / after if after > 0 else 1.0
+    if ratio - 1 < SMALL_SHARE or t.format_duration(before) == t.format_duration(after):
         return ""
-    fixes = "all fixes" if len(ranked_findings(report)) > 1 else "this fix"
-    scale = report.gain_scale
-    if scale is None and replay.measured_ns:
-        scale = report.step_ns / replay.measured_ns
-    after = report.step_ns - (replay.measured_ns - replay.step_after_ns) * (scale or 1.0)
-    saved = sum(
-        f.marginal_gain_ns or 0 for f in ranked_findings(report) if f.edits and not f.other_rank
-    )
-    if saved > (1 + EQUAL_STEP_SHARE) * (
-        report.step_ns - after
-    ):  # more than in the profiled window
-        after = max(0.0, report.step_ns - saved)
-    after = max(0.0, after - _saved_by_record(report))
+    fixes = "all fixes" if len(found) > 1 else "this fix"
     bound = "up to " * has_upper_bound(report)
-    ratio = report.step_ns / after if after > 0 else 1.0
-    if ratio - 1 < SMALL_SHARE or t.format_duration(report.step_ns) == t.format_duration(after):
-        return ""
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
-    faster = f" ({bound}{times}× faster)"
-    limit = t.describe_bottleneck(replay.critical_after, report.scope.framework, replay.busy_after)
-    if not report.time and limit.startswith("host (") and " and " not in limit:
-        limit = ""  # without a GPU all time is the host's
-    slowed = " Without the profiler the host takes less." * _limited_by_profiled_host(report)
+    busy = None if report.replay is None else report.replay.busy_after_ns
+    then = ""
+    if busy is not None and report.time:
+        then = f"; the GPU is then busy for {t.format_share(min(1.0, busy / after))} of it"
     return (
-        f"With {fixes}: {t.format_duration(report.step_ns)} → "
-        f"{t.format_duration(after)}{faster}{f', then limited by {limit}' if limit else ''}."
-        f"{slowed}"
+        f"With {fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
+        f"({bound}{times}× faster){then}."
     )
-
-
-def _saved_by_record(report: Report) -> float:
-    """Return what fixes save per step that the replay has no part in, ns."""
-    return sum(
-        finding.impact.gain_ns or 0
-        for finding in ranked_findings(report)
-        if not _is_replayed(finding)
-        and not finding.other_rank
-        and finding.impact is not None
-        and finding.impact.currency == "step_time"
-    )
-
-
-def _limited_by_profiled_host(report: Report) -> bool:
-    """Tell whether the host limits the step after the fixes, in times taken under a profiler."""
-    after = report.replay.critical_after if report.replay is not None else {}
-    if not report.host or not report.time or after.get("host", 0.0) <= 0.5 * sum(after.values()):
-        return False
-    overhead = None if report.step is None else report.step.profiler_overhead
-    return overhead is None or overhead >= EQUAL_STEP_SHARE
 
 
 def describe_chosen_fixes(stairs: Stairs) -> str:
@@ -800,7 +782,8 @@ def define_gains(report: Report) -> list[str]:
         result.append(
             "What is measured in the profiled window is of its "
             f"{t.format_duration(step.window_ns)} step; "
-            f"gains are of the run's {t.format_duration(step.ns)} step, the same share of it."
+            f"gains are of the run's {'mean' if step.varies else 'median'} step, "
+            f"{t.format_duration(step.reference_ns)}."
         )
     if has_upper_bound(report):
         result.append(

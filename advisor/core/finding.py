@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct, field
 
@@ -231,6 +231,11 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Duration of the worst instance, ns."""
     count: int | None = None
     """Number of instances in the analysed window."""
+
+
+HOST_CODE: Final = "host code"
+"""Subject of findings on all code of a place, whatever it does: what other fixes save of the host's
+time may be the same time."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):

@@ -178,8 +178,7 @@ class StepTime(Struct, kw_only=True):
     """Excess of the window's mean step over ``ns``, as a share of ``ns``; ``null``: no window."""
     profiler_overhead: float | None = None
     """Overhead of the profiler, as a share: the median of the window's steps over that of the
-    unprofiled steps within 20 of it, less 1. ``null``: too few of either, or those vary as
-    much."""
+    unprofiled steps within 20 of it, less 1. ``null``: too few of either."""
     nearby_ns: float | None = None
     """Median of the unprofiled steps within 20 of the window, ns; ``null``: too few."""
     share_beyond: float | None = None
@@ -424,9 +423,9 @@ class Replay(Struct, kw_only=True):
     critical_after: dict[str, float]
     """Parts of the critical path once all ranked findings are fixed, ns per step."""
     step_after_ns: float
-    """Measured step less what all ranked findings save in a replay, ns."""
-    busy_after: float | None = None
-    """Share of the replayed steps that the device is busy once all ranked findings are fixed."""
+    """Measured step less what all ranked findings save together, ns."""
+    busy_after_ns: float | None = None
+    """Time in which the device works in that step, ns; ``null``: no device, or not replayed."""
 
 
 class Phase(Struct, frozen=True):
@@ -461,7 +460,7 @@ class RecordedSteps(Struct, kw_only=True):
     """Median of the steps that windows kept, ns; ``null``: fewer than two."""
     observer_effect: float | None
     """Excess of the profiled steps over the unprofiled ones around them, as a share of the latter;
-    ``null``: one kind is missing, or the latter vary as much."""
+    ``null``: one kind is missing."""
     phases: list[Phase]
     """Host time by phase, largest first; adds up to the mean step on the host."""
     samples_per_second: float | None

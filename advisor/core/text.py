@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from advisor.core.report import Crash
     from advisor.core.rule import Evidence, Per
 
-MIN_LIMIT = 0.05
-"""Share of the critical path below which a part does not limit the step."""
 
 NOT_MEASURED: Final = "not measured"
 
@@ -407,19 +405,6 @@ def host_label(name: str, framework: str | None = None) -> str:
 def path_label(name: str, framework: str | None = None) -> str:
     """Return the name of a part of the critical path, in the words of the program's framework."""
     return _own(name, framework) or clean(name)
-
-
-def describe_bottleneck(
-    path: Mapping[str, float], framework: str | None = None, busy: float | None = None
-) -> str:
-    """Return the one or two largest parts of a critical path (ns), with their shares: ``host (90%)
-    and compute (10%)``. A second one below ``MIN_LIMIT`` is left out. ``busy``: share of the time
-    that the device works, which a path over the host leaves out: see ``describe_hidden_work``."""
-    total = sum(path.values()) or 1.0
-    left = sorted(path.items(), key=lambda item: -item[1])[:2]
-    shown = left[:1] + [item for item in left[1:] if item[1] >= MIN_LIMIT * total]
-    parts = [f"{path_label(name, framework)} ({format_share(ns / total)})" for name, ns in shown]
-    return " and ".join(parts) + describe_hidden_work(path, busy)
 
 
 def describe_hidden_work(path: Mapping[str, float], busy: float | None) -> str:

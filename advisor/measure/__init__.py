@@ -99,6 +99,10 @@ class _IdleMeasurement(Generic[Measured]):
         return result
 
 
+DEVICE_BOUND = 0.9
+"""Busy share of the run's own step from which the device sets its pace (gpu-idle: 80%)."""
+
+
 class Analysis:
     """Measurements of one rank's window. ``select`` keeps a half-open range of steps.
 
@@ -297,6 +301,25 @@ class Analysis:
         gpu = self.trace.gpu
         ts = gpu["ts"].to_numpy()[rows]
         return intersect(union(ts, ts + gpu["dur"].to_numpy()[rows]), self.spans)
+
+    @cached_property
+    def own_busy_share(self) -> float | None:
+        """Share of the run's own step in which the device works: of the unprofiled steps where the
+        record knows them, since the profiler adds host time and no device work; else of the
+        window's. ``None``: no device."""
+        if self.device_id is None or not self.span_ns:
+            return None
+        busy, step = self.breakdown.busy.total / self.step_count, float(self.step_ns)
+        own = None
+        if self.recorded is not None:
+            own = self.recorded.unprofiled_median or self.recorded.median
+        return min(1.0, busy / min(step, own or step))
+
+    @property
+    def is_device_bound(self) -> bool:
+        """Whether the device hardly ever idles in the run's own step: nothing on the host holds it
+        up then."""
+        return (self.own_busy_share or 0.0) >= DEVICE_BOUND
 
     # -- time -------------------------------------------------------------------------------
 

@@ -256,22 +256,32 @@ def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Arra
 
 
 def path_composition(
-    graph: Graph, time: Array, weight: Array, dur: Array, communication: pl.Series
+    graph: Graph,
+    time: Array,
+    weight: Array,
+    dur: Array,
+    communication: pl.Series,
+    copies: pl.Series,
 ) -> dict[str, float]:
     """Return the critical path's time by what it consists of, ns: ``host``, ``compute``,
-    ``communication``, ``loader``, ``latency``. ``communication``: aligned with ``trace.gpu``."""
+    ``copying``, ``communication``, ``loader``, ``latency``. ``communication``, ``copies``: aligned
+    with ``trace.gpu``."""
     path = critical_path(graph, time, weight, dur)
     own = path.edge < 0
     kind = np.where(own, EdgeKind.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
     row = np.where(own, graph.row[path.node], 0)
-    talks = communication.to_numpy()[row] & own if len(communication) else np.zeros_like(own)
+    talks, copied = (
+        column.to_numpy()[row] & own if len(column) else np.zeros_like(own)
+        for column in (communication, copies)
+    )
     host = ~own & np.isin(kind, [EdgeKind.PROGRAM.value, EdgeKind.HANDOFF.value])
     fed = (~own & (kind == EdgeKind.LOADER.value)) | (
         host & (graph.kind[path.node] == NodeKind.LOADER_END.value)
     )
     parts = {
         "communication": talks,
-        "compute": own & ~talks,
+        "copying": copied,
+        "compute": own & ~talks & ~copied,
         "loader": fed,
         "host": host & ~fed,
         "latency": ~own & ~host & ~fed,

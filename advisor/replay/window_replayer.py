@@ -49,8 +49,6 @@ MAX_WORSE = 0.01
 """Share of the steps by which the error with other ranks may exceed the error alone."""
 PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
-DEVICE_BOUND = 0.9
-"""Busy share of the run's own step from which the device sets its pace."""
 MAX_HIDDEN_COST = 6.0
 """Largest cost of an event where the device sets the pace and hides it, in multiples of the usual
 one. Steps that the host paces, on the same machine, cost up to 5.7 times the usual one."""
@@ -241,17 +239,19 @@ class WindowReplayer:
         return ReplayedSteps(time, completion_times(own.graph, time), self.graph.cycle_steps)
 
     def _replay(
-        self, edits: Sequence[Edit], assumption: str = ""
+        self, edits: Sequence[Edit], assumption: str = "", times: float = 0.0
     ) -> tuple[Array, Array, EditedGraph]:
-        """Return times of the nodes, durations (waits for other ranks included), and the graph."""
+        """Return times of the nodes, durations (waits for other ranks included), and the graph,
+        less ``times`` the profiler's usual host time."""
         if self._joint_replay is not None:
             joint = self._joint_replay[0]
-            patched = self._patches(edits, assumption)
+            patched = self._patches(edits, assumption, times)
             result = joint.run(patched)[0]
             dur, own_part = patched[0].dur.copy(), joint.members[0]
             dur[own_part] = result.dur[own_part]
             return result.time, dur, patched[0]
-        own = collect(self._selected, self._own_edits(edits), assumption).build()
+        real = self._real_share(times)
+        own = collect(self._selected, self._own_edits(edits), assumption).build(real)
         return self._plan(own.graph).run(own.weight, own.dur), own.dur, own
 
     def _patches(
@@ -317,7 +317,7 @@ class WindowReplayer:
             "profiled": 0.0,
             "unprofiled": self._usual_cost_ratio,
             "unprofiled_max": self._max_cost_ratio,
-        }.get(assumption, self._usual_cost_ratio if self._knows_own_steps else 0.0)
+        }.get(assumption, self._own_step_ratio)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
         if self._joint_replay is not None:
             return self._joint_replay[0].steady_step(
@@ -445,18 +445,19 @@ class WindowReplayer:
     @cached_property
     def _device_bound(self) -> bool:
         """Whether the device is busy for nearly all of the run's own step."""
-        recorded = self.a.recorded
-        step = None if recorded is None else recorded.median
-        if not self._knows_own_steps or step is None:
-            return False
-        busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
-        return bool(busy >= DEVICE_BOUND * step)
+        return self._knows_own_steps and self.a.is_device_bound
 
     @cached_property
     def _usual_cost_ratio(self) -> float:
         """Cost of an event over the assumed one: the largest where the device sets the pace of the
         run's own step, since the host does not hold it up then; else 1.0."""
         return max(1.0, self._max_cost_ratio) if self._device_bound else 1.0
+
+    @property
+    def _own_step_ratio(self) -> float:
+        """Cost of an event over the assumed one that the run's own steps are without; 0.0 where
+        they are not known, and the profiled ones are replayed as they are."""
+        return self._usual_cost_ratio if self._knows_own_steps else 0.0
 
     def _real_share(self, times: float) -> Array | None:
         """Return the share of each edge's host time that remains without a profiler of ``times``
@@ -518,22 +519,29 @@ class WindowReplayer:
         return max(1, len(self.graph.step_boundaries) - 1)
 
     def critical_path_parts(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
-        """Return the parts of the critical path with edits applied, ns per step, largest first."""
-        time, dur, own = self._replay(edits)
-        parts = path_composition(own.graph, time, own.weight, dur, self.a.kernels["communication"])
+        """Return the parts of the critical path with edits applied, ns per step, largest first. It
+        is that of the run's own step, without the profiler's host time, where that is known."""
+        time, dur, own = self._replay(edits, times=self._own_step_ratio)
+        kinds = self.a.kernels["communication"], self.a.trace.gpu["kind"] == "memcpy"
+        parts = path_composition(own.graph, time, own.weight, dur, *kinds)
         steps = self.step_count
         return {k: v / steps for k, v in sorted(parts.items(), key=lambda item: -item[1])}
 
-    def busy_share(self, edits: Sequence[Edit] = ()) -> float:
-        """Return the share of the replayed steps that the device is busy, with edits applied."""
-        time, dur, own = self._replay(edits)
+    def busy_after(self, edits: Sequence[Edit]) -> float | None:
+        """Return the time in which the device works with edits applied, ns per step; ``None``:
+        there is no device. The replayed steps may be fewer than the measured ones."""
+        before = self._replayed_busy(())
+        if self.a.device_id is None or not before:
+            return None
+        measured = self.a.breakdown.busy.total / max(self.a.step_count, 1)
+        return measured * self._replayed_busy(edits) / before
+
+    def _replayed_busy(self, edits: Sequence[Edit]) -> float:
+        time, dur, own = self._replay(edits, times=self._own_step_ratio)
         graph = own.graph
         lanes = [n for n, (device, _) in enumerate(graph.lanes) if device == self.a.device_id]
         nodes = graph.device[np.isin(graph.lane[graph.device], lanes)]
-        whole = int(time[graph.step_boundaries[-1]])
-        end = np.minimum(time[nodes].astype(np.int64), whole)
-        begin = np.minimum((time - dur)[nodes].astype(np.int64).clip(0), end)
-        return union(begin, end).total / max(whole, 1)
+        return float(union(time[nodes] - dur[nodes], time[nodes]).total)
 
     @cached_property
     def quality(self) -> ReplayQuality:

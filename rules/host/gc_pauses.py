@@ -16,7 +16,6 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.rules.common import (
-    device_bound,
     impact_per_step,
     locate_row,
     recorded_steps,
@@ -130,7 +129,7 @@ class GcPauses(Rule):
         impact = _lost_in_each(a, float(np.median(pause))) if each else None
         if impact is None:
             lost = float(np.minimum(pause, beyond).sum()) / len(dur)
-            if device_bound(a) or lost < 0.2 * float(pause.sum()) / len(dur):
+            if a.is_device_bound or lost < 0.2 * float(pause.sum()) / len(dur):
                 return  # the GPU had work meanwhile: the steps are no longer
             impact = _estimate(a, pause.astype(float), dur.astype(float), lost)
         places = _asked_for(a)
@@ -164,7 +163,7 @@ class GcPauses(Rule):
             "in each step, the GPU waits": _gc_run(every=1, pause=8, b=_window(idle=12_000)),
             "in each step, behind a GPU's work": (
                 _gc_run(every=1, pause=8, b=_window(idle=100)),
-                "device_bound(a)",
+                "a.is_device_bound",
             ),
             "steps with pauses are no longer": (
                 _gc_run(every=10, pause=4, longer=0),
@@ -186,7 +185,7 @@ def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
     if a.trains_on_host:
         method = "pauses of the host, which computes the steps"
         return impact_per_step(a, pause, low=(1 - MIN_MARGIN) * pause, method=method)
-    if a.device_id is None or device_bound(a) or not a.span_ns:
+    if a.device_id is None or a.is_device_bound or not a.span_ns:
         return None
     method = "upper bound (pauses, where the GPU idles)"
     return impact_per_step(a, pause, low=0.0, method=method)

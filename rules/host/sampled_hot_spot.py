@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import HOST_CODE, Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.sampled_code import COMPUTING, code_outside
+from advisor.measure.host.sampled_code import COMPUTING, SampledCode, code_outside
 from advisor.measure.host.stacks import MIN_SAMPLES, outermost_operator
 from advisor.measure.steps.periodic import find_periodic_work
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
@@ -25,6 +27,10 @@ from advisor.rules.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
+IMAGES = re.compile(r"torchvision/|PIL/|cv2/|albumentations/")
+"""Files of libraries that prepare images."""
+WHOLE_PROGRAM = ("main", "<module>")
+"""Functions that hold a whole program: the line says more."""
 CAUSES = ("dispatch", "python", "unknown")
 """Causes of idle time in which the host computes, or does what was not recorded."""
 
@@ -44,6 +50,7 @@ class SampledHotSpot(Rule):
     """
 
     id = "sampled-hot-spot"
+    subject = HOST_CODE
     title = "Code on the CPU leaves the GPU idle"
     reads_record = True
     is_python_time = True
@@ -62,19 +69,18 @@ class SampledHotSpot(Rule):
     min_gain_share = Threshold(0.5, "of the time is gained at least: some has to stay", CHOSEN)
 
     fix = (
-        "Do this work on the GPU, on the whole batch: copy raw data there (images as uint8) and "
-        "compute with operators on tensors. Or do it in DataLoader workers, while the GPU works on "
-        "the batch before."
+        "Do this work on the GPU, on the whole batch, with operators on tensors. Or do it in "
+        "DataLoader workers, while the GPU works on the batch before."
     )
-    code = (
-        "raw = torch.from_numpy(images).pin_memory()          # uint8\n"
+    image_code = (
+        "# copy raw images, as uint8\n"
+        "raw = torch.from_numpy(images).pin_memory()\n"
         "x = raw.to('cuda', non_blocking=True).permute(0, 3, 1, 2)\n"
         "x = x.float().div_(255).sub_(mean).div_(std)         # on the GPU"
     )
     inference: ClassVar[Mapping[str, Any]] = {
-        "fix": "Do this work on the GPU, on the whole batch: copy raw data there (images as uint8) "
-        "and compute with operators on tensors. Or do it in other processes, while the GPU works "
-        "on the batch before.",
+        "fix": "Do this work on the GPU, on the whole batch, with operators on tensors. Or do it "
+        "in other processes, while the GPU works on the batch before.",
     }
     verify = "Record again: the step is shorter by this time, and the GPU is busy for more of it."
     falsified_by = "the same step time with the work's result taken from a cache"
@@ -98,7 +104,8 @@ class SampledHotSpot(Rule):
         gain = min(code.share, idle / a.span_ns) * mean
         inside = f", in {code.library_function}" if code.library_function else ""
         yield Finding(
-            title=f"The function {code.location.function} leaves the GPU idle",
+            title=f"{_named(code)} leaves the GPU idle",
+            code=self.image_code if IMAGES.search(code.library_function or "") else "",
             summary=(
                 f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}: "
                 f"{t.format_duration(code.share * mean)} of the mean step. The GPU idles for "
@@ -154,6 +161,13 @@ class SampledHotSpot(Rule):
             "every few steps": (_served(every=8), "find_periodic_work(recorded) is not None"),
             "the CPU computes": (_served(gpu=None), "a.device_id is None"),
         }
+
+
+def _named(code: SampledCode) -> str:
+    place = code.location
+    if place.function not in WHOLE_PROGRAM or not place.line:
+        return f"The function {place.function}"
+    return f"Line {place.line} of {Path(place.file or '').name}"
 
 
 def _served(

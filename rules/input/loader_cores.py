@@ -23,7 +23,6 @@ from advisor.rules.citations import (
     XPROF,
 )
 from advisor.rules.common import (
-    device_bound,
     find_loader,
     impact_per_step,
     impact_without_gain,
@@ -140,7 +139,7 @@ class LoaderWorkers(Rule):
             workers < self.min_workers_per_core * cores
             and share >= self.min_wait
             and median >= self.min_wait_ms * 1e6
-            and not device_bound(a)
+            and not a.is_device_bound
             and (workers > 0 or cores >= 2)
             and not self._needs_cores(a, workers, share)
         ):
@@ -351,7 +350,7 @@ class CpuBoundTransforms(Rule):
         cores = max(1.0, cpus / local_ranks(a))
         busy = float(usage.mean()) / 100 / cores
         disk = _disk(recorded.hosts)
-        if busy < self.min_cpu or (disk or 0.0) >= self.max_disk or device_bound(a):
+        if busy < self.min_cpu or (disk or 0.0) >= self.max_disk or a.is_device_bound:
             return
         wait = share * (recorded.mean or 0.0)
         yield Finding(

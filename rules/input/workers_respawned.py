@@ -11,7 +11,6 @@ from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
 from advisor.rules.common import (
-    device_bound,
     find_loader,
     impact_over_run,
     impact_per_step,
@@ -257,7 +256,7 @@ class PrefetchStarved(Rule):
         if feed is None or wait is None or len(wait) < self.min_steps or not recorded.median:
             return
         workers = workers_of(feed)
-        if not workers or device_bound(a):
+        if not workers or a.is_device_bound:
             return
         keep = ~_steps_at_start(a)[recorded.used]
         wait = wait[keep]

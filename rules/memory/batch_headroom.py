@@ -22,7 +22,8 @@ class BatchHeadroom(Rule):
     larger batch spreads the fixed costs of a step (launches, the optimizer, the all-reduce of
     gradients) over more samples.
 
-    The GPU counts as not busy where the profiled window shows it idle for 20% of the step or more.
+    The GPU counts as not busy where it idles for 20% of the run's own step or more, by the work of
+    the profiled window.
     Without a window, it counts where GPM shows less than 70% of the multiprocessors active. It also
     counts where NVML shows less than 70% utilization at its 95th percentile (SageMaker's BatchSize
     rule). A high NVML utilization alone says nothing.
@@ -133,8 +134,8 @@ class BatchHeadroom(Rule):
 
 def _activity(a: Analysis) -> tuple[str, float, str] | None:
     """Return (label, share, kind) of the best measure of how busy the GPU is."""
-    if a.device_id is not None and a.span_ns:
-        return "GPU busy, share of the step", a.breakdown.busy.total / a.span_ns, "busy"
+    if a.own_busy_share is not None:
+        return "GPU busy, share of the step", a.own_busy_share, "busy"
     recorded = recorded_steps(a)
     active = [gpu.gpm["sm_util"] for gpu in recorded.gpus if gpu.gpm and "sm_util" in gpu.gpm]
     if len(active) >= 5:

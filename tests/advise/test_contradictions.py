@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from advisor.advise.engine import AnalysisResult, examine
+from advisor.advise.report_charts import build_stairs
+from advisor.advise.report_text import ranked_findings, step_after_fixes
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
@@ -91,6 +94,31 @@ def test_no_fix_of_host_time_makes_a_step_shorter_than_its_device_work(
         if high > 1.001 * (step - busy):
             wrong.append((finding.rule, high, step, busy))
     assert not wrong
+
+
+def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
+    result: AnalysisResult, text: str
+) -> None:
+    """What the step takes with all fixes is the last of the steps after each, and no shorter than
+    the work that is left."""
+    report, a = result.report, next(iter(result.analyses.values()))
+    stairs = build_stairs(report)
+    if stairs is None:
+        return
+    after = stairs.fixes[-1].left_ns
+    assert after == pytest.approx(step_after_fixes(report))
+    if report.replay is not None:
+        left = report.replay.step_after_ns / report.replay.measured_ns
+        assert left == pytest.approx(after / report.step_ns)
+    shown = re.search(r"With (?:this fix|all fixes): [\d.]+ \S+ → ([\d.]+ \S+) ", text)
+    assert shown is None or shown[1] == t.format_duration(after)
+    fixes = ranked_findings(report)
+    edits = [edit for finding in fixes for edit in finding.edits]
+    selected = any(e.select.on == "gpu" or e.op in ("resize", "remove_skew") for e in edits)
+    of_job = any(f.impact is not None and f.impact.of_job for f in fixes)
+    busy = a.device_busy(a.in_window).total / max(1, a.step_count)
+    if a.device_id is not None and not selected and not of_job and busy <= report.step_ns:
+        assert after >= 0.999 * busy
 
 
 def test_too_little_for_advice_and_grave_findings_exclude_each_other(

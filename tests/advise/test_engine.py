@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.engine import Options, analyze
+from advisor.advise.engine import Options, analyze, examine
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
@@ -17,6 +17,7 @@ from advisor.core.trace import Run
 from advisor.read.registry import read_bytes
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
+from benchmarks.public_traces import CORPUS
 
 
 class Broken(Rule):
@@ -95,6 +96,37 @@ def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch)
     # 3 ms and 1 ms of device work, one launch call less each
     assert gains[0] == pytest.approx(3.0e6, rel=0.02)
     assert gains[1] == pytest.approx(1.0e6, rel=0.02)
+
+
+def test_gains_of_the_window_are_ordered_as_they_are_in_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A gain of the record is of the run's step already; others come from a profiled one."""
+    rules = [rule("small", "^small"), rule("big", "^big")]
+
+    def scales(findings: list[Finding], *_: object) -> list[float]:
+        return [4.0 if finding.rule == "small" else 1.0 for finding in findings]
+
+    monkeypatch.setattr("advisor.advise.priority.scales_to_run", scales)
+    made = report(two_kernels(), rules, monkeypatch)
+    assert [f.rule for f in made.findings] == ["small", "big"]  # type: ignore[attr-defined]
+
+
+def test_code_of_a_place_that_another_fix_may_be_about_is_not_saved_twice() -> None:
+    """H100: pinning each batch is also what the sampled stacks show in that line."""
+    made = examine(str(CORPUS / "h100/pin_each_step")).report
+    hot = next(f for f in made.findings if f.rule == "sampled-hot-spot")
+    assert (hot.priority, hot.folded_under) == (None, made.findings[0].rule)
+    assert hot.title == "Line 28 of pin_each_step.py leaves the GPU idle"
+
+
+def test_the_pace_is_that_of_the_step_without_the_profiler() -> None:
+    """H100: the device works for 8.04 ms of a step of 8.7, or of a profiled one of 17.2."""
+    made = examine(str(CORPUS / "h100/latent_sampler")).report
+    assert made.verdict.startswith("GPU busy 93% of an 8.7 ms inference step (47% of a profiled")
+    assert made.replay is not None
+    assert max(made.replay.critical, key=made.replay.critical.__getitem__) == "compute"
+    assert not any(note.rule == "batch-headroom" for note in made.notes)
 
 
 def test_a_finding_that_another_explains_is_folded_under_it(

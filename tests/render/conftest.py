@@ -184,6 +184,7 @@ def make_replay(**changes: Any) -> Replay:
         "critical": {"host": 300.0 * MS, "compute": 101.0 * MS},
         "critical_after": {"compute": 343.3 * MS},
         "step_after_ns": 343.3 * MS,
+        "busy_after_ns": 300.0 * MS,
     }
     return Replay(**{**given, **changes})
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from advisor.core.report import StepTime
     from advisor.core.rule import Rule
     from advisor.measure import Analysis
+    from advisor.measure.steps.step_records import StepRecords
 
 MIN_GAIN_SHARE = 0.01
 """Share of the step below whose gain a finding is a note: two profiled runs differ by about as
@@ -241,10 +242,24 @@ def without_gain(
                 continue
             reason = "no core is free"
             why = f"Other processes do not shorten the {a.per}: {reason} for them."
+        elif part == "loader" and finding.edits[0].op == "parallelize":
+            # its own pace: what it moves to workers takes the cores that the step computes on
+            cores = "" if a.recorded is None else _used_cores(a.recorded)
+            reason = f"{cores or 'how many cores are free is not recorded'}"
+            why = (
+                f"In the replay, workers do not shorten the {a.per}: {reason}. Make the loading "
+                "itself cheaper, or measure workers: advisor try --only workers."
+            )
         if exposed.gain >= floor or exposed.high >= max(floor, WARNING_SHARE * a.step_ns):
             noted = replace(finding, summary=f"{finding.summary} {why}")
             kept.append(_not_estimated(noted, reason))
     return kept
+
+
+def _used_cores(recorded: StepRecords) -> str:
+    """Say how many cores the run used: ``1.9 of 2 cores are used``; empty: not recorded."""
+    cores, free = recorded.record.rank.cpus, recorded.free_cores
+    return "" if cores is None or free is None else f"{cores - free:.1f} of {cores} cores are used"
 
 
 # -- work that moves to other processes ----------------------------------------------------------
@@ -426,8 +441,7 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
     if (
         a.device_id is not None
         and scale < 1
-        and step.profiler_overhead is not None
-        and step.profiler_overhead >= MIN_APART_SHARE
+        and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE)
     ):
         high = max(high, min(most, step.ns))
     if scale > 1 + MIN_APART_SHARE:

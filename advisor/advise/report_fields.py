@@ -501,7 +501,7 @@ def step_time(a: Analysis) -> StepTime | None:
         return result
     result.nearby_ns = beside
     if len(inside) >= MIN_PROFILED:
-        result.profiler_overhead = float(np.median(inside)) / beside - 1
+        result.profiler_overhead = recorded.certain_excess(float(np.median(inside)) / beside - 1)
     used = recorded.timed_durations
     result.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
     result.atypical = (

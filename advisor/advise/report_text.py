@@ -129,6 +129,9 @@ MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which the time between its steps is shown."""
 EQUAL_STEP_SHARE = 0.03
 """Relative difference below which two step times are called equal."""
+SAME_CAUSE = 0.5
+"""Part of the window's excess that the unprofiled steps around it have, where these are called
+longer, or shorter, too."""
 
 
 def compare_window_with_run(report: Report) -> list[str]:
@@ -138,20 +141,22 @@ def compare_window_with_run(report: Report) -> list[str]:
         return []
     if abs(step.window_slowdown) < EQUAL_STEP_SHARE and not step.atypical:
         return ["as long as the run's"]
-    parts = [f"{longer_by(step.window_slowdown)} than the run's median step"]
+    longer = f"{longer_by(step.window_slowdown)} than the run's median step"
+    parts = [longer]
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
     if step.in_warm_up:
         parts.append("they are among the first steps")
-    if step.nearby_ns is not None:
-        same = (step.nearby_ns - step.ns) * step.window_slowdown > 0
-        around = f"the unprofiled steps around the window take {t.format_duration(step.nearby_ns)}"
-        if step.atypical:
-            as_much = f"{_share_of_steps(step.share_beyond)} of the run's are as "
-            as_much += "long" if step.nearby_ns > step.ns else "short"
-            parts.append(f"the window is not like the run: {around}, and {as_much}")
-        elif step.profiler_overhead is not None and len(parts) == 1 and "profiler" not in parts[0]:
-            parts.append(f"{around}{', so it is not the profiler' * same}")
+    around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
+    if step.atypical and step.nearby_ns is not None:
+        as_much = f"{_share_of_steps(step.share_beyond)} of the run's are as "
+        as_much += "long" if step.nearby_ns > step.ns else "short"
+        parts.append(f"the window is not like the run: {around}, and {as_much}")
+    elif len(parts) == 1 and parts[0] == longer and step.nearby_ns and report.scope.steps_used > 1:
+        same = (step.nearby_ns / step.ns - 1) / step.window_slowdown >= SAME_CAUSE
+        if not same and step.profiler_overhead is None:
+            return [f"{longer}; steps vary too much to tell the profiler's cost"]
+        parts.append(f"{around}{', so it is not the profiler' * same}")
     return ["; ".join(parts)]
 
 

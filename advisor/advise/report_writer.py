@@ -49,6 +49,7 @@ from advisor.core.intervals import intersect, union
 from advisor.core.report import Crash, IdleCause, Report, RuleText
 from advisor.measure.device.families import MATRIX
 from advisor.measure.host.gaps import queued_idle_ns
+from advisor.measure.host.stacks import hottest_in_modules
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 from advisor.measure.steps.step_differences import CAPTURE
 
@@ -459,7 +460,7 @@ def _without_gpu(
         return "bottlenecks", f"{why} {host} {_lead(report)}."
     small = _largest_of_small(report)
     if on_host:
-        return "limited", f"{_nothing_on_host(report, of_step)}{small}"
+        return "limited", f"{_nothing_on_host(report, a, of_step)}{small}"
     return "limited", " ".join(part for part in (why, action, host) if part) + small
 
 
@@ -481,13 +482,19 @@ def _does(report: Report) -> str:
     return "runs" if report.recorded is not None and report.recorded.inference else "trains"
 
 
-def _nothing_on_host(report: Report, of_step: str) -> str:
+def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
     """Write the verdict on steps that the host computes, without a large gain: what takes the time,
     and what was checked."""
     top = report.host[0]
     label = t.host_label(top.name, report.scope.framework)
     its = of_step.split(" ", 1)[-1]
     text = f"The program {_does(report)} on the CPU, and no finding explains its {its}."
+    computes = _only_computes(report)
+    if computes:
+        text = (
+            f"The program {_does(report)} on the CPU. Its {its} is almost all the model's own "
+            "computation."
+        )
     if report.scope.step_source != "record" and top.name != "unknown":
         text += f" Most of it: {label} {t.format_share(top.share)}"
         first = report.operators[0] if report.operators and top.name == "dispatch" else None
@@ -498,9 +505,35 @@ def _nothing_on_host(report: Report, of_step: str) -> str:
         shown = " and ".join(f"{_name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
         of_run = " of the run's steps" * (report.scope.step_source != "record")
         text += f" Longest phases{of_run}: {shown}."
+    line = None if a.recorded is None else hottest_in_modules(a.recorded.stacks)
+    if line is not None:
+        place = line.location
+        text += (
+            f" Of forward, {t.format_share(line.share)} is in {place.function} "
+            f"({place.file}:{place.line}), by sampled stacks."
+        )
+    if computes:
+        known = "Needless computation is found only where a rule knows it, such as padding."
+        return f"{text} {known}"
     skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
     looked = [what for what, rules in CHECKED_ON_HOST.items() if not skipped.issuperset(rules)]
     return f"{text} Looked at: {', '.join(looked)}." if looked else text
+
+
+MIN_OPERATORS = 0.9
+"""Share of a step in operators from which only they can make it shorter …"""
+MAX_BESIDE = 0.05
+"""… if the recorded phases beside forward, backward and optimizer have no more than this."""
+
+
+def _only_computes(report: Report) -> bool:
+    """Whether a step on the CPU is hardly anything but operators of the model."""
+    recorded, top = report.recorded, report.host[0]
+    if recorded is None or not recorded.phases or top.name != "dispatch":
+        return False
+    computing = ("forward", "backward", "optimizer")
+    beside = sum(p.share for p in recorded.phases if p.name not in computing)
+    return top.share >= MIN_OPERATORS and beside <= MAX_BESIDE
 
 
 def _largest_of_small(report: Report) -> str:

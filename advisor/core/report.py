@@ -178,7 +178,8 @@ class StepTime(Struct, kw_only=True):
     """Excess of the window's mean step over ``ns``, as a share of ``ns``; ``null``: no window."""
     profiler_overhead: float | None = None
     """Overhead of the profiler, as a share: the median of the window's steps over that of the
-    unprofiled steps within 20 of it, less 1. ``null``: too few of either."""
+    unprofiled steps within 20 of it, less 1. ``null``: too few of either, or those vary as
+    much."""
     nearby_ns: float | None = None
     """Median of the unprofiled steps within 20 of the window, ns; ``null``: too few."""
     share_beyond: float | None = None
@@ -460,7 +461,7 @@ class RecordedSteps(Struct, kw_only=True):
     """Median of the steps that windows kept, ns; ``null``: fewer than two."""
     observer_effect: float | None
     """Excess of the profiled steps over the unprofiled ones around them, as a share of the latter;
-    ``null``: one kind is missing."""
+    ``null``: one kind is missing, or the latter vary as much."""
     phases: list[Phase]
     """Host time by phase, largest first; adds up to the mean step on the host."""
     samples_per_second: float | None

@@ -35,9 +35,12 @@ def window() -> bytes:
 
 
 def run_of(
-    *parts: tuple[int, float], profiled: float, rest: tuple[int, float] = (0, 0)
+    *parts: tuple[int, float],
+    profiled: float,
+    rest: tuple[int, float] = (0, 0),
+    second: tuple[int, float] = (0, 0),
 ) -> RankRecord:
-    """Steps of so many ms, four that a window kept, and more steps."""
+    """Steps of so many ms, four that a window kept, more steps, and those of a second window."""
     r = RecordBuilder()
     for count, ms in parts:
         r.steps(count, ms)
@@ -46,7 +49,8 @@ def run_of(
     r.steps(4, profiled, window=0)
     r.event("window", window=0, state="done", steps=[first, first + 3], file="trace_w0.json.gz")
     r.steps(*rest)
-    r.event("end", steps=first + 4 + rest[0], reason="finished")
+    r.steps(*second, window=1)
+    r.event("end", steps=first + 4 + rest[0] + second[0], reason="finished")
     return r.build()
 
 
@@ -178,6 +182,23 @@ def test_the_profilers_cost_is_told_as_such(tmp_path: Path) -> None:
     assert report.step is not None and not report.step.atypical
     assert report.step.profiler_overhead == pytest.approx(0.5)
     assert "the profiler adds 50%" in texts(report)["terminal"]
+
+
+def test_slow_steps_that_come_without_the_profiler_too_are_not_its_cost(tmp_path: Path) -> None:
+    """Of the 6 ms more in the window, 5 ms last on after it for a while."""
+    report = report_of(tmp_path / "run", run_of((40, 6), profiled=12, rest=(8, 11)))
+    assert report.step is not None and report.step.profiler_overhead is None
+    assert report.recorded is not None and report.recorded.observer_effect is None
+    text = " ".join(texts(report)["terminal"].split())
+    assert "steps vary too much to tell the profiler's cost" in text
+    assert "the profiler adds" not in text
+
+
+def test_the_profilers_cost_shows_in_every_window(tmp_path: Path) -> None:
+    """The first window doubles the steps, the second one leaves them as they are."""
+    record = run_of((60, 6), profiled=12, rest=(60, 6), second=(5, 6))
+    report = report_of(tmp_path / "run", record)
+    assert report.step is not None and report.step.profiler_overhead is None
 
 
 def test_a_window_unlike_its_run_is_told_and_trusted_less(
@@ -424,6 +445,36 @@ def test_a_healthy_run_on_the_cpu_says_what_takes_the_time_and_what_was_looked_a
     assert "above all aten::mm" in report.verdict
     assert "Looked at: loading data, the loop's own code" in report.verdict
     assert "GPU" not in report.verdict
+
+
+@pytest.mark.parametrize(("operators", "computes"), [(9900, True), (7000, False)])
+def test_a_step_of_the_models_operators_alone_is_called_so(
+    tmp_path: Path, operators: int, computes: bool
+) -> None:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.on_host("aten::mm", operators)
+        b.host(10_000 - operators)
+    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
+    r.steps(60, 10, forward=5.9, backward=4)
+    module = "torch/nn/modules/module.py(1789): Module._call_impl"
+    frames = ["train.py(9): main", module, "model.py(17): Expert.forward"]
+    r.event("stacks", frames=frames, stacks=[[40, [0, 1, 2]], [10, [0, 1]]])
+    write_run(tmp_path / "run", {0: r.build()})
+    (tmp_path / "run" / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    verdict = analyze(tmp_path / "run", OPTIONS).verdict
+    assert ("almost all the model's own computation" in verdict) == computes
+    assert ("no finding explains its" in verdict) != computes
+    assert "Of forward, 80% is in Expert.forward (model.py:17)" in verdict
+
+
+def test_the_call_of_the_model_is_no_place_in_it(tmp_path: Path) -> None:
+    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
+    r.steps(60, 10, forward=5.9, backward=4)
+    module = "torch/nn/modules/module.py(1789): Module._call_impl"
+    r.event("stacks", frames=["train.py(9): main", module], stacks=[[50, [0, 1]]])
+    write_run(tmp_path / "run", {0: r.build()})
+    assert "Of forward" not in analyze(tmp_path / "run", OPTIONS).verdict
 
 
 def test_small_gains_do_not_lead(tmp_path: Path) -> None:

@@ -77,6 +77,24 @@ def test_without_a_gpu_only_a_lack_of_cores_explains_a_loader_fix_without_gain(
     )
 
 
+def test_a_loader_that_sets_the_pace_is_not_told_to_be_shortened_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shortening it is the fix itself: what keeps workers from it is the cores in use."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(5000, workers=0)
+        b.on_host("aten::mm", 2000)
+    a = Analysis(b.trace())
+    recorded = SimpleNamespace(free_cores=0.1, record=SimpleNamespace(rank=SimpleNamespace(cpus=2)))
+    monkeypatch.setitem(a.__dict__, "recorded", recorded)
+    estimator = GainEstimator()
+    monkeypatch.setattr(estimator, "critical_path", lambda: {"loader": 2.0, "host": 1.0})
+    edit = Edit(op="parallelize", select=Select(on="host", name=SINGLE_PROCESS), workers=1)
+    (note,) = without_gain([Finding(summary="S.", edits=[edit])], estimator, a, 1.0)
+    assert "1.9 of 2 cores are used" in note.summary and "Shorten that" not in note.summary
+
+
 def report_of(folder: Path) -> Report:
     return analyze(folder, OPTIONS)
 

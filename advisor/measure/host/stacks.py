@@ -360,6 +360,9 @@ class SampledStack(NamedTuple):
         return LOOP
 
 
+_MODULE_CALL = re.compile(r"(?:^|/)torch/nn/modules/module\.py\(")
+
+
 class HottestLine(NamedTuple):
     """A line of the user's code with the share of a part's samples in or below it."""
 
@@ -501,6 +504,24 @@ def _called_like_hooks(stack: SampledStack) -> Iterator[tuple[Frame, list[Frame]
                 lambda at: not _CALLS_HOOKS.search(stack.frames[at]), range(place, len(frames))
             )
             yield called, [frame for at in inner if (frame := frames[at]) is not None]
+
+
+def hottest_in_modules(stacks: Sequence[SampledStack]) -> HottestLine | None:
+    """Find the line of the user's modules behind the forward pass; ``None``: not sampled, or it is
+    the call of the model."""
+    forward = [stack for stack in stacks if stack.part == "forward"]
+    line = hottest_line(forward)
+    for _, frames in forward if line is not None else ():
+        in_module = False
+        for name in frames:
+            in_module = in_module or _MODULE_CALL.search(name) is not None
+            frame = parse_frame(name)
+            place = None if frame is None else (frame.file, frame.line, frame.function)
+            if line is not None and in_module and place == (
+                line.location.file, line.location.line, line.location.function
+            ):  # fmt: skip
+                return line
+    return None
 
 
 def _is_forward(frames: Sequence[Frame]) -> bool:

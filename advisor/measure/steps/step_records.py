@@ -36,6 +36,9 @@ MIN_FORWARD_SHARE = 0.9
 not recorded (a compiled step) may train."""
 MIN_PROFILED = 2
 """Profiled steps from which their median is reported."""
+MIN_CERTAIN = 0.5
+"""Part of the profiled steps' excess length that must exceed the variation of the steps around them
+in every window. Below it, the profiler cannot be separated from it."""
 MIN_DEVICE_TIMED = 3
 """Steps with a recorded device time from which they stand for the others."""
 SAME_SHARE, SAME_NS = 0.05, 100_000
@@ -139,12 +142,15 @@ class StepRecords:
         a short run of fast steps, the ones while it is written count; where there are too few of
         them as well, none does."""
         plain = self.after_warmup & self.unprofiled
-        exporting = np.array([step.exporting for step in self.steps], dtype=bool)
         enough = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
-        for some in (plain & ~exporting, plain):
+        for some in (plain & ~self._exporting, plain):
             if some.sum() >= enough:
                 return some
         return np.zeros(len(self.steps), dtype=bool)
+
+    @cached_property
+    def _exporting(self) -> Mask:
+        return np.array([step.exporting for step in self.steps], dtype=bool)
 
     @cached_property
     def inference(self) -> bool:
@@ -244,25 +250,58 @@ class StepRecords:
     def durations_around(self, steps: Mask) -> Floats:
         """Return lengths of the unprofiled steps within 20 of some, where they are known, without
         the first three and the one after a window."""
+        return _known(self.durations[self._around(steps)])
+
+    def _around(self, steps: Mask) -> Mask:
         some = np.flatnonzero(steps)
         if not len(some):
-            return np.zeros(0)
+            return np.zeros(len(self.steps), dtype=bool)
         plain = self.unprofiled.copy()
         plain[:START_UP] = False
         at = np.arange(len(self.steps))
         following = np.searchsorted(some, at)
         right = some[np.minimum(following, len(some) - 1)]
         left = some[np.maximum(following - 1, 0)]
-        near = np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR
-        return _known(self.durations[plain & near])
+        result: Mask = plain & (np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR)
+        return result
 
     @cached_property
     def observer_effect(self) -> float | None:
         """Excess length of profiled steps, as a share of those around them; ``None``: one kind is
-        missing. Negative where noise outweighs it."""
+        missing, or unprofiled steps vary as much. Negative where variation outweighs it."""
         if self.profiled_median is None or not self.unprofiled_median:
             return None
-        return self.profiled_median / self.unprofiled_median - 1
+        return self.certain_excess(self.profiled_median / self.unprofiled_median - 1)
+
+    def certain_excess(self, excess: float) -> float | None:
+        """Return an excess length of profiled steps, as a share of those around them; ``None``: the
+        variation of unprofiled steps explains more than half of it in one of the windows."""
+        return excess if excess <= 0 or self._min_excess >= MIN_CERTAIN * excess else None
+
+    @cached_property
+    def _min_excess(self) -> float:
+        """Excess of the profiled steps that variation does not explain, in the window that has
+        least of it, as a share: of the lower quartile over that of the unprofiled steps, and of
+        the median over that of as many unprofiled steps right before it, and after it."""
+        windows = np.unique(self.column("window")[self.active])
+        kept = [self.active & (self.column("window") == window) for window in windows]
+        result = []
+        for steps in [each for each in kept if each.sum() >= MIN_PROFILED] or [self.active]:
+            inside, around = _known(self.durations[steps]), np.flatnonzero(self._around(steps))
+            around = around[~np.isnan(self.durations[around])]
+            if len(inside) < MIN_PROFILED or len(around) < MIN_AROUND:
+                continue
+            first, last = np.flatnonzero(steps)[[0, -1]]
+            alone = around[~self._exporting[around]]
+            before = alone[alone < first][-len(inside) :]
+            after = alone[alone > last][: len(inside)]
+            for share, compared in ((0.25, around), (0.5, before), (0.5, after)):
+                if len(compared) < MIN_PROFILED:
+                    continue
+                usual = np.quantile(self.durations[compared], share, method="lower")
+                own = np.quantile(inside, share, method="lower")
+                result += [float(own / usual - 1)] if usual else []
+        return min(result, default=np.inf)
 
     @cached_property
     def phases(self) -> dict[str, Floats]:

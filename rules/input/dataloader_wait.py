@@ -24,6 +24,7 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     of_step,
+    scale_edit,
     taken_by_training,
     workers_needed,
 )
@@ -36,6 +37,8 @@ from advisor.rules.input.loader_waits import (
     find_waits,
     in_one_step,
     is_recurring,
+    move_loading,
+    sample_loading,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -64,8 +67,9 @@ class LoaderWaitRule(Rule):
         waits = find_waits(a, self._ranges)
         if waits is None:
             return
-        share = waits.exposed / a.span_ns
-        batch = waits.total / len(waits.host)
+        moves = sample_loading(a, waits).moves
+        share = moves * waits.exposed / a.span_ns
+        batch = moves * waits.total / len(waits.host)
         if share < self.min_share or batch < self.min_batch_ms * 1e6:
             yield from self._passed(a, share)
             return
@@ -317,10 +321,13 @@ class SingleProcessLoader(LoaderWaitRule):
     _ranges = SINGLE_PROCESS
 
     def _finding(self, a: Analysis, waits: LoaderWaits, share: float, batch: float) -> Finding:
-        per_step = waits.exposed / a.step_count
+        samples = sample_loading(a, waits)
+        moves = samples.moves
+        line = samples.other_line if moves < 1 else None
+        exposed = moves * waits.exposed
         calls = find_loading_calls(a, waits)
-        rest = a.step_ns - per_step
-        needed = workers_needed(waits.total / a.step_count, rest)
+        rest = a.step_ns - exposed / a.step_count
+        needed = workers_needed(moves * waits.total / a.step_count, rest)
         cores = None if a.record is None else a.record.rank.cpus
         workers = min(needed + 1, self.most_workers if cores is None else max(1, cores))
         fix, code = self.fix, self.code
@@ -338,10 +345,12 @@ class SingleProcessLoader(LoaderWaitRule):
         return Finding(
             summary=(
                 f"The main process loads data itself (num_workers=0), and {idle} for "
-                f"{of_step(a, waits.exposed)}.{calls.summary}"
+                f"{of_step(a, exposed)}.{calls.summary}"
+                + " Its sampler is not counted: it stays in this process."
+                * (moves < 1)
             ),
             evidence=[
-                amount_per_step(a, "exposed loading", waits.exposed),
+                amount_per_step(a, "exposed loading", exposed),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("mean time of one batch", batch, "min_batch_ms", "ns", times=1e6),
                 Evidence("workers that would keep up", needed, "count"),
@@ -352,14 +361,12 @@ class SingleProcessLoader(LoaderWaitRule):
                 ),
                 *calls.evidence,
             ],
-            where=[*calls.where, *costliest_places(a, waits.host, waits.exposed_ns)],
-            edits=[
-                Edit(
-                    op="parallelize",
-                    select=Select(on="host", name=SINGLE_PROCESS),
-                    workers=workers,
-                )
+            where=[
+                *([] if line is None else [line.location]),
+                *calls.where,
+                *costliest_places(a, waits.host, waits.exposed_ns),
             ],
+            edits=[move_loading(moves, workers, SINGLE_PROCESS, taken)],
             assumptions=[_assume_cores(a, workers, cores), self.assumptions[1]],
             fix=fix.format(needed=needed, workers=workers, batch=t.format_duration(batch)),
             code=code.format(workers=workers),
@@ -391,6 +398,120 @@ class SingleProcessLoader(LoaderWaitRule):
             "workers": (workers, "waits is None"),
             "in memory": (memory, "min_batch_ms"),
         }
+
+
+class SamplerTime(Rule):
+    """The sampler of a DataLoader without workers takes much of each step. Workers do not change
+    that. They load what the sampler names, and it runs in the thread that drives the loop.
+
+    The rule takes the time in ``_next_index`` from the window's Python stacks, or its share of the
+    stacks sampled while the run loads. Usual causes grow with the dataset: a list is filtered,
+    searched or shuffled for each batch, or ``list.remove`` moves all entries after one. A
+    loader with workers is not looked at: the trace does not separate its sampler from the wait.
+    """
+
+    id = "sampler-time"
+    title = "The batch sampler takes much of each step in the loop's own process"
+    is_python_time = True
+    found_in = ("recorded/batch_sampler.slow",)
+    silent_in = ("recorded/batch_sampler.cured", "recorded/worker_cpu.slow")
+    validation_note = (
+        "CPU recordings, torch 2.13: a sampler that filters and searches lists for each batch "
+        "(median step 41 ms), and one that shuffles once (9.2 ms)"
+    )
+    references = ("https://docs.pytorch.org/docs/stable/data.html#data-loading-order-and-sampler",)
+
+    min_share = Threshold(0.05, "of the step, exposed", TENSORBOARD, XPROF)
+    min_ms = Threshold(1.0, "ms per step: drawing random indices takes less", CHOSEN)
+
+    fix = (
+        "Make the order of an epoch once: shuffle NumPy arrays of indices in __iter__, and take "
+        "each batch as a slice. Remove nothing from lists, and search none, for each batch. "
+        "num_workers does not move a sampler."
+    )
+    code = (
+        "def __iter__(self):   # of the batch sampler\n"
+        "    order = np.random.permutation(len(self.labels))\n"
+        "    for start in range(0, len(order), self.batch_size):\n"
+        "        yield order[start : start + self.batch_size].tolist()"
+    )
+    verify = "Record again: the line of the sampler has few of the sampled stacks."
+    falsified_by = "the same step time with a list of batches made before the loop"
+    assumptions = ("the order of an epoch can be made at its start",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Take the sampler's share of the waits for the loader."""
+        waits = find_waits(a, SINGLE_PROCESS)
+        if waits is None:
+            return
+        share, line, _ = sample_loading(a, waits)
+        spent = share * waits.exposed
+        if spent < self.min_share * a.span_ns or spent < self.min_ms * 1e6 * a.step_count:
+            return
+        if not is_recurring(waits, self.min_share * a.step_ns):
+            return
+        place = "" if line is None else f" Most of it is in {line.location.function}."
+        yield Finding(
+            summary=(
+                "The sampler makes the indices of each batch in the loop's own process, in "
+                f"{of_step(a, spent)}.{place}"
+            ),
+            evidence=[
+                amount_per_step(a, "exposed time of the sampler", spent),
+                self.compare("share of the step", spent / a.span_ns, "min_share"),
+                Evidence("share of the loading", share, "share"),
+            ],
+            where=[
+                *([] if line is None else [line.location]),
+                *costliest_places(a, waits.host, waits.exposed_ns),
+            ],
+            edits=[
+                scale_edit(
+                    Select(on="host", name=SINGLE_PROCESS),
+                    *(1 - saved * share for saved in (0.9, 1.0, 0.5)),
+                )
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        once = TraceBuilder(gpu=None)
+        for number in once.steps():
+            once.loader_wait(14000 if number == 1 else 30, workers=0)
+            once.on_host("aten::mm", 30000)
+        _sample(once)
+        return {
+            "stacks sampled outside the window": _sampled(5000),
+            "a fast sampler": (_sampled(5000, 100_000), "min_share"),
+            "short steps": (_sampled(900, 900), "min_ms"),
+            "workers": (_sampled(5000, workers=2), "waits is None"),
+            "one step": (once, "not is_recurring("),
+        }
+
+
+def _sampled(us: int, compute_us: int = 5000, workers: int = 0) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(us, workers=workers)
+        b.on_host("aten::mm", compute_us)
+    _sample(b)
+    return b
+
+
+def _sample(b: TraceBuilder) -> None:
+    """Record 60 samples of the loading, of which 40 are the sampler's."""
+    frames = [
+        "train.py(70): main",
+        "torch/utils/data/dataloader.py(784): _SingleProcessDataLoaderIter._next_data",
+        "torch/utils/data/dataloader.py(715): _BaseDataLoaderIter._next_index",
+        "train.py(50): BalancedSampler.__iter__",
+        "train.py(20): Clicks.__getitem__",
+    ]
+    run = b.record_of_run()
+    run.steps(60, 10, data=5, forward=5)
+    stacks = [[40, [0, 1, 2, 3]], [20, [0, 1, 4]]]
+    run.event("stacks", frames=frames, stacks=stacks)
 
 
 def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
+from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
@@ -33,7 +33,7 @@ from advisor.rules.common import (
     workers_needed,
     workers_of,
 )
-from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS
+from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS, move_loading, sample_loading
 from advisor.testing import Examples, TraceBuilder
 
 MIN_CPU_SAMPLES = 3
@@ -133,8 +133,10 @@ class LoaderWorkers(Rule):
             return
         cores = max(1.0, cpus / local_ranks(a))
         share = recorded.share("data") or 0.0
-        mean = float(wait.mean())
-        median = float(np.median(wait))
+        moves = sample_loading(a).moves
+        share *= moves
+        mean = moves * float(wait.mean())
+        median = moves * float(np.median(wait))
         if (
             workers < self.min_workers_per_core * cores
             and share >= self.min_wait
@@ -160,6 +162,8 @@ class LoaderWorkers(Rule):
         self, a: Analysis, workers: int, cores: float, wait: float, share: float
     ) -> Finding:
         recorded = recorded_steps(a)
+        samples = sample_loading(a)
+        line = samples.other_line if samples.moves < 1 else None
         step = recorded.mean or 0.0
         rest = step - wait
         best = max(1, int(cores) - (0 if cores < 2 else 1), workers + 1)
@@ -173,7 +177,7 @@ class LoaderWorkers(Rule):
         if not a.record_only:
             times = best if workers == 0 else max(2, round(best / workers))
             name = SINGLE_PROCESS if workers == 0 else WORKERS
-            edits = [Edit(op="parallelize", select=Select(on="host", name=name), workers=times)]
+            edits = [move_loading(samples.moves, times, name)]
         return Finding(
             title=(
                 "The main process loads data itself (num_workers=0)"
@@ -192,6 +196,7 @@ class LoaderWorkers(Rule):
                 self.compare("workers per core", workers / cores, "min_workers_per_core", ""),
                 steps_seen(recorded),
             ],
+            where=[] if line is None else [line.location],
             edits=edits,
             impact=None if edits else impact_per_step(a, gain, low=0.5 * gain),
             fix=self.fix.format(workers=t.count_noun(best, "worker")),

@@ -11,14 +11,27 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Location, SkippedCheck
+from advisor.core.finding import Edit, Location, Select, SkippedCheck
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import parse_frame
+from advisor.measure.host.stacks import (
+    MIN_SAMPLES,
+    HottestLine,
+    hottest_line,
+    parse_frame,
+    share_in,
+)
 from advisor.measure.steps.named_intervals import measure_contents
-from advisor.rules.common import amount_per_step, is_pytorch, locate_row, row_numbers, stacks_option
+from advisor.rules.common import (
+    amount_per_step,
+    is_pytorch,
+    locate_row,
+    row_numbers,
+    scale_edit,
+    stacks_option,
+)
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""
@@ -89,6 +102,58 @@ def in_one_step(waits: LoaderWaits, loader: str) -> SkippedCheck:
         why=f"one of {len(waits.by_step)} steps has nearly all of it, as at the start of an epoch",
         record="schedule(wait=1, warmup=2, active=8) and profiler.step() in the loop",
     )
+
+
+_NEXT_INDEX = r"(?:^|/)torch/utils/data/dataloader\.py\(\d+\): (?:\w+\.)?_next_index$"
+"""The loader asks its sampler for the next batch's indices: in the loop's process, always."""
+
+
+MIN_SAMPLER_SHARE = 0.15
+"""Part of the loading from which the sampler's is separated, as calls are assigned to lines."""
+
+
+class LoadingSamples(NamedTuple):
+    """Parts of the loading in the loop's process, by Python stacks."""
+
+    sampler: float
+    """Share of the loader's sampler, which no worker takes over; 0: too small, or not recorded."""
+    sampler_line: HottestLine | None
+    """Line of the user's code with most of the sampler's time."""
+    other_line: HottestLine | None
+    """Line with most of the rest."""
+
+    @property
+    def moves(self) -> float:
+        """Share of the loading that workers can take over."""
+        return 1 - self.sampler
+
+
+def sample_loading(a: Analysis, waits: LoaderWaits | None = None) -> LoadingSamples:
+    """Separate the sampler from the rest of the loading, by the Python stacks of the window's
+    ``waits``, else by those sampled outside windows."""
+    stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
+    share, own = share_in(stacks, _NEXT_INDEX)
+    lines = hottest_line(own), hottest_line([each for each in stacks if each not in own])
+    cpu = a.trace.cpu
+    rows = np.flatnonzero(name_matches(cpu["name"], _NEXT_INDEX).to_numpy())
+    if waits is not None and len(rows):
+        ts, dur = (cpu[column].to_numpy() for column in ("ts", "dur"))
+        loading = intersect(union(ts[waits.host], (ts + dur)[waits.host]), a.spans)
+        inside = intersect(union(ts[rows], (ts + dur)[rows]), loading)
+        share = inside.total / max(waits.total, 1)
+    elif sum(each.samples for each in stacks) < MIN_SAMPLES:
+        share = 0.0
+    return LoadingSamples(share if share >= MIN_SAMPLER_SHARE else 0.0, *lines)
+
+
+def move_loading(moves: float, workers: int, name: str, taken: float | None = None) -> Edit:
+    """Return the edit that moves loading to workers: all of it, or the share ``moves``, of which
+    ``taken`` stays for want of cores."""
+    select = Select(on="host", name=name)
+    if moves == 1:
+        return Edit(op="parallelize", select=select, workers=workers)
+    left = 1 - moves * (1 - (taken or 0.0))
+    return scale_edit(select, min(1.0, left + 0.1 * moves), left, min(1.0, left + 0.2 * moves))
 
 
 class LoadingCalls(NamedTuple):

@@ -225,6 +225,7 @@ class SampledFunction(Struct, frozen=True):
     """Function in which the CPU was sampled."""
 
     name: str
+    """Function, as the profiler names it."""
     share: float
     """Share of the step, by the time from its samples to the next ones."""
 

@@ -407,14 +407,17 @@ def impact_over_run(
     )
 
 
-def taken_by_training(a: Analysis, loading: float) -> float | None:
+def taken_by_training(a: Analysis, loading: float, *, alone: bool = False) -> float | None:
     """Part of the main thread's loading that a step computing on the CPU would take from cores that
     it needs itself (see ``StepRecords.remaining_loading_share``), if everything computes that can.
-    ``loading``: its share of the step. ``None``: a GPU trains, or CPU use was not recorded."""
+    ``loading``: its share of the step. ``alone``: without other programs. ``None``: a GPU trains,
+    or CPU use was not recorded."""
     if a.recorded is None or not a.trains_on_host:
         return None
     computed = a.recorded.computing_share(loading, on_host=True)
-    return None if computed is None else a.recorded.remaining_loading_share(loading, computed)
+    if computed is None:
+        return None
+    return a.recorded.remaining_loading_share(loading, computed, alone=alone)
 
 
 def workers_needed(batch: float, rest: float) -> int:

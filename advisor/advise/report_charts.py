@@ -199,6 +199,8 @@ RANK_HEAD: Final = [
     "comes last",
     "others wait",
 ]
+OF_DEVICE: Final = ("GPU busy", "idle")
+"""Columns that a job without devices does not have."""
 EMPTY_CELL: Final = "–"
 """Text of a cell that was not measured."""
 
@@ -213,7 +215,12 @@ def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
         RankRow(line.rank, _rank_cells(line), line is latest)
         for line in sorted(lines[:limit], key=lambda line: line.rank)
     ]
-    return RankTable(RANK_HEAD, rows, len(lines), labels.clean(report.ranks.note))
+    head = RANK_HEAD
+    if all(line.busy_share is None for line in lines):
+        kept = [n for n, name in enumerate(head) if name not in OF_DEVICE]
+        head = [head[n] for n in kept]
+        rows = [replace(row, cells=[row.cells[n] for n in kept]) for row in rows]
+    return RankTable(head, rows, len(lines), labels.clean(report.ranks.note))
 
 
 def _slowness(line: RankLine) -> tuple[float, float]:

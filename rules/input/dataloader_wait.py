@@ -294,17 +294,17 @@ class SingleProcessLoader(LoaderWaitRule):
     assumptions = ("this many cores are free for workers", "the dataset can be pickled")
     cases = {
         "a batch that takes more workers than there are cores": {
-            "fix": "Make a batch cheaper first: it takes {batch}, and {needed} workers would have "
-            "to keep up. Do work once that repeats for every sample: decode and resize ahead, "
+            "fix": "Set num_workers={workers}. {needed} workers would have to keep up, and there "
+            "are not as many cores. So make a batch cheaper too: it takes {batch}, the most that "
+            "this saves. Do work once that repeats for every sample: decode and resize ahead, "
             "cache, store in a few large files. Work on whole batches, or move transforms to the "
-            "GPU. Then {workers} workers share what is left."
+            "GPU."
         },
         "the training computes on the same cores": {
-            "fix": "Make loading cheaper instead of moving it. The training itself computes on all "
-            "cores, and workers would take them away. Work on whole batches, and keep what repeats "
-            "for every sample (decoded, resized). Or leave cores to workers "
-            "(num_workers={workers}) with torch.set_num_threads, and measure that: advisor try "
-            "--only workers.",
+            "fix": "Set num_workers={workers}, and leave cores to the workers with "
+            "torch.set_num_threads. The training itself computes on all cores, so measure that: "
+            "advisor try --only workers. Cheaper loading may save more, up to {loading}: work on "
+            "whole batches, and keep what repeats for every sample (decoded, resized).",
             "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
             "    return list(zip(self.x[indices], self.y[indices]))",
         },
@@ -339,7 +339,8 @@ class SingleProcessLoader(LoaderWaitRule):
         if any(loader.get("trainer") == "transformers" for loader in loaders):
             code = self.case("Hugging Face's Trainer")["code"]
         taken = taken_by_training(a, share)
-        if taken is not None and taken > self.max_taken:
+        own = taken_by_training(a, share, alone=True)
+        if own is not None and own > self.max_taken:
             fix, code = self.case("the training computes on the same cores").values()
         idle = "nothing else runs" if a.device_id is None else "the GPU idles"
         return Finding(
@@ -368,7 +369,12 @@ class SingleProcessLoader(LoaderWaitRule):
             ],
             edits=[move_loading(moves, workers, SINGLE_PROCESS, taken)],
             assumptions=[_assume_cores(a, workers, cores), self.assumptions[1]],
-            fix=fix.format(needed=needed, workers=workers, batch=t.format_duration(batch)),
+            fix=fix.format(
+                needed=needed,
+                workers=workers,
+                batch=t.format_duration(batch),
+                loading=of_step(a, exposed),
+            ),
             code=code.format(workers=workers),
         )
 
@@ -515,12 +521,14 @@ def _sample(b: TraceBuilder) -> None:
 
 
 def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:
-    """``2 cores are free for workers (the process may use 8, and 5.5 of them are idle)``."""
+    """``2 cores are free for workers (the process may use 8 and keeps 1.1 busy)``."""
     text = f"{t.count_noun(workers, 'core')} {'is' if workers == 1 else 'are'} free for workers"
     if a.trains_on_host:
         text += " besides those that the step computes on"
     if cores is None:
         return text
-    free = None if a.recorded is None else a.recorded.free_cores
-    idle = "" if free is None else f", and {free:.1f} of them are idle"
-    return f"{text} (the process may use {cores}{idle})"
+    used = None if a.recorded is None else a.recorded.used_cores
+    others = None if a.recorded is None else a.recorded.other_programs_cores
+    busy = "" if used is None else f" and keeps {used:.1f} busy"
+    busy += "" if used is None or others is None else f", other programs {others:.1f}"
+    return f"{text} (the process may use {cores}{busy})"

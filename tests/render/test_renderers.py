@@ -188,3 +188,19 @@ def test_every_view_has_the_same_stairs_and_the_same_ranks(
         cells = re.sub(r"<[^>]*>|[|]", " ", text)
         for row in table.rows:
             assert re.search(r"\s+".join(map(re.escape, row.cells)), cells), (form, row.cells)
+
+
+def test_ranks_without_a_device_have_no_column_of_it(
+    report: Make, ranks: Callable[..., Ranks]
+) -> None:
+    made = report(3, ranks=ranks(3))
+    with_device = report_charts.build_rank_table(made)
+    assert made.ranks is not None and with_device is not None
+    assert "GPU busy" in with_device.head
+    for line in made.ranks.lines:
+        line.busy_share = None
+        line.idle_ns = None
+    table = report_charts.build_rank_table(made)
+    assert table is not None
+    assert "GPU busy" not in table.head
+    assert {len(row.cells) for row in table.rows} == {len(table.head)}

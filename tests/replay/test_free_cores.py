@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from advisor.core.finding import Finding
 from advisor.core.run_directory import Host
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.window_replayer import WindowReplayer
+from advisor.rules.common import taken_by_training
+from advisor.rules.input.dataloader_wait import SingleProcessLoader
 from advisor.testing import TraceBuilder
 
 LOADING, STEP = 6_000.0, 10_000.0
@@ -140,3 +143,21 @@ def test_pytorchs_threads_are_taken_to_be_at_work_where_nothing_was_sampled() ->
     # a core is free for 5 of 10 ms, and the loading needs it for 5
     assert recorded.remaining_loading_share(0.5, 1.0) == 0.0
     assert recorded.remaining_loading_share(0.8, 1.0) == pytest.approx(0.75)
+
+
+def test_cores_of_other_programs_are_not_the_trainings_own() -> None:
+    """The process keeps 0.6 of two cores busy, and others the rest: it does not compute on all."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(8000, workers=0)
+        b.on_host("aten::mm", 2000)
+    r = b.record_of_run(cpus=2, cpus_total=2)
+    r.steps(60, 10, data=8, forward=2)
+    r.watch(host=lambda share: Host(process_cpu=60, cpu=100))
+    a = b.analysis()
+    with_others, alone = (taken_by_training(a, 0.8, alone=alone) for alone in (False, True))
+    assert with_others == pytest.approx(0.5)
+    assert alone == pytest.approx(0.25)
+    (finding,) = [f for f in SingleProcessLoader().check(a) if isinstance(f, Finding)]
+    assert "keeps 0.6 busy, other programs 1.4" in finding.assumptions[0]
+    assert "computes on all cores" not in finding.fix

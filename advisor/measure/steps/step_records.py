@@ -488,11 +488,14 @@ class StepRecords:
         rest = 1 - loading if on_host else 0.0
         return min(1.0, max(0.0, self.used_cores - rest) / max(loading, 1e-9))
 
-    def remaining_loading_share(self, loading: float, computed: float) -> float | None:
+    def remaining_loading_share(
+        self, loading: float, computed: float, *, alone: bool = False
+    ) -> float | None:
         """Estimate the share of the main thread's loading that remains with workers. Workers need
         cores that the step computes on: threads that share out an operator wait for the one whose
         core a worker has. Cores that are idle, workers have. Where use was not sampled PyTorch's
-        threads are taken to be at work; ``None``: neither is known."""
+        threads are taken to be at work. ``alone``: without other programs. ``None``: neither is
+        known."""
         cores, threads = self.record.rank.cpus, self.flag("num_threads")
         if not cores or (self.used_cores is None and not isinstance(threads, int)):
             return None
@@ -501,7 +504,8 @@ class StepRecords:
             busy = float(threads or 1)
         else:
             busy = max(1.0, (self.used_cores - computed * loading) / rest)
-        spare = max(0.0, cores - busy - (self.other_programs_cores or 0.0))
+        others = 0.0 if alone else self.other_programs_cores or 0.0
+        spare = max(0.0, cores - busy - others)
         return max(0.0, computed - spare * rest / max(loading, 1e-9))
 
     @cached_property

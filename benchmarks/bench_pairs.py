@@ -298,7 +298,7 @@ PAIRS = (
         both(whole),
         kind="waits",
         group="segment-anything",
-        rule="implicit-sync",
+        rule="host-reads",
         why=(
             "1,332 masks are encoded one by one, each with five reads and ten launches. Encoded "
             "together, no read holds the host any more, so that what else it does hides behind "
@@ -317,7 +317,7 @@ PAIRS = (
         both(whole),
         kind="device",
         group="segment-anything",
-        rule="fp32-matmul",
+        rule="mixed-precision-off",
         why=(
             "factors from the datasheet alone: matrix work and attention at the ratio of the "
             "A100's peaks, derated; what moves bytes at half of them"

@@ -467,9 +467,12 @@ class LoopPhases(LoopCode):
         recorded = recorded_steps(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
-        spent = {name: float(np.median(own)) for name, own in own_phases(recorded).items()}
-        pauses = float(np.median(recorded.column("gc")[recorded.used])) if recorded.count else 0.0
-        step, ns = recorded.median or 0.0, sum(spent.values()) - pauses
+        spent = {name: recorded.typical(own) for name, own in own_phases(recorded).items()}
+        pauses = recorded.typical(recorded.column("gc")[recorded.used]) if recorded.count else 0.0
+        step, ns = (
+            (recorded.mean if recorded.varies else recorded.median) or 0.0,
+            sum(spent.values()) - pauses,
+        )
         ns = ns * recorded.loop_share if recorded.loop_share is not None else ns - _waits(a, step)
         line = recorded.hottest_line(LOOP)
         limit = self._limit(recorded, line)
@@ -490,7 +493,7 @@ class LoopPhases(LoopCode):
         spent_in_them = _time(a, rows)
         many = many and spent_in_them * step / max(a.step_ns, 1) >= self.of_operators * ns
         many = many and spent_in_them <= self.max_small_us * 1e3 * operators
-        gain = impact_per_step(a, ns, of_median=True)
+        gain = impact_per_step(a, ns, of_median=not recorded.varies)
         if line is not None:
             own = line.share * ns
             if loss:
@@ -501,7 +504,7 @@ class LoopPhases(LoopCode):
                 low=0 if loss else 0.5 * own,
                 high=own,
                 method="recorded host time of this function",
-                of_median=True,
+                of_median=not recorded.varies,
             )
         case = "the loss" if loss else "many operators" if many else ""
         top, top_ns = _largest_operator(a, rows)
@@ -511,7 +514,8 @@ class LoopPhases(LoopCode):
             case = "a sort"
         yield Finding(
             summary=(
-                f"The loop's own code takes {t.format_duration(ns)} of the median step "
+                f"The loop's own code takes {t.format_duration(ns)} of the "
+                f"{'mean' if recorded.varies else 'median'} step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
                 + "The backward pass goes through much of it. " * loss
                 + _most_of_it(line)

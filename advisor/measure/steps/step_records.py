@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
+from advisor.core.report import StepTime
 from advisor.core.run_directory import MAX_VALUE, is_sane, read_recording
 
 if TYPE_CHECKING:
@@ -206,6 +207,15 @@ class StepRecords:
     def mean(self) -> float | None:
         """Mean length of the steps that count."""
         return float(self.timed_durations.mean()) if self.count else None
+
+    @cached_property
+    def varies(self) -> bool:
+        """Whether mean and median differ, so that reports lead with the mean step."""
+        return bool(self.median) and StepTime(ns=self.median or 1, mean_ns=self.mean or 1).varies
+
+    def typical(self, values: Floats) -> float:
+        """Return the mean of a figure of the steps that count where they vary, else its median."""
+        return float(np.mean(values) if self.varies else np.median(values))
 
     def quantile(self, share: float) -> float | None:
         """Return a quantile of the lengths of the steps that count."""

@@ -42,7 +42,6 @@ EACH = 14
 """Jobs of each fault, likewise."""
 REPORTED = 1_000_000
 """First seed of what is reported; development was on seeds below 10,000."""
-ROOT = Path(__file__).parents[1]
 MESHES = "\n## Another device mesh\n"
 
 

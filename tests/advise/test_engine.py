@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.engine import Options, analyze, examine
+from advisor.advise.engine import EXPOSED_COMMUNICATION, Options, analyze, examine
+from advisor.advise.memory import LEADING
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules, read_config
+from advisor.advise.verdict import CHECKED_ON_HOST
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Finding, Outcome, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule
@@ -217,3 +219,10 @@ def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_
     for trace, told in ((read_bytes(b.json()), True), (b.trace(), False)):
         limits = analyze(Run({(-1, 0): trace}), Options(config={})).limits
         assert any("too few to tell" in line for line in limits) is told
+
+
+def test_rules_that_reports_name_exist() -> None:
+    """Texts beside the findings name rules by their identifiers."""
+    known = {each.id for each in load_rules(config={})}
+    named = {rule for rules in CHECKED_ON_HOST.values() for rule in rules}
+    assert {*named, *LEADING, EXPOSED_COMMUNICATION, "time-between-steps"} <= known

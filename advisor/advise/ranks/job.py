@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from msgspec import structs
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
 from advisor.advise.ranks.task import MeasureTask, for_workers, one_rank
 from advisor.advise.ranks.worker_pool import iterate_results, start_processes
+from advisor.core.cgroup import count_cores
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
@@ -35,13 +35,6 @@ MAX_RANKS_IN_MEMORY: Final = 16
 """Number of ranks up to which all traces are held at once. A trace of 20 MB takes some 0.15 GB
 while it is measured (benchmarks/bench_fleet.py), one of 100 MB some 0.8 GB. A machine with 16 GB
 has room for sixteen of those."""
-
-
-def count_usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def files_summarised_apart(places: Sequence[str], options: Options) -> list[RemoteFile]:
@@ -182,7 +175,7 @@ def _workers(
         from advisor.advise.ranks.worker_pool import Cluster
 
         return Cluster(cluster)
-    return start_processes(min(count or count_usable_cores(), orders))
+    return start_processes(min(count or count_cores(), orders))
 
 
 def locate_traces(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:

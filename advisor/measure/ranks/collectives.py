@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import Floats, Intervals, Ints, covered_length
+from advisor.core.intervals import Floats, Ints, covered_length
 from advisor.core.ranks import format_ranks
 from advisor.measure.comm.comms import list_collectives
-from advisor.measure.comm.gloo import host_work
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.host.names import map_names
 from advisor.measure.ranks.align import group_medians
@@ -36,11 +35,6 @@ ALL_KINDS = (*SYNCHRONISING, *(kind for kind in COLLECTIVES if kind not in SYNCH
 _KEY = ("group", "ranks", "collective", "bytes", "annotation", "source", "target")
 _PAIR = pl.col("source").is_not_null() & pl.col("target").is_not_null()
 _DIGITS = re.compile(r"\d+")
-
-
-def working_intervals(a: Analysis) -> Intervals:
-    """Return when a rank computes: kernels on its device, operators on a host without one."""
-    return host_work(a) if a.device_id is None else a.breakdown.compute
 
 
 def step_summaries(a: Analysis, steps: pl.DataFrame) -> list[StepSummary]:

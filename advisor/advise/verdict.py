@@ -1,0 +1,650 @@
+"""Verdict of a report: what limits the step, in one or two sentences, and the first fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from advisor.advise.auxiliary_report import flight_verdict, source_verdict
+from advisor.advise.limits import (
+    count_events,
+    count_launches,
+    describe_unseen_end,
+    lost_records,
+    lost_replays,
+    one_off_costs,
+    schedule_of,
+    too_little,
+)
+from advisor.advise.priority import is_vague
+from advisor.advise.report_fields import (
+    MIN_APART_SHARE,
+)
+from advisor.advise.report_text import has_large_gain
+from advisor.advise.terms import ACTIVITIES, how_to_record, record_gpu_work, record_with
+from advisor.core import labels
+from advisor.core import text as t
+from advisor.core.finding import LAYER_TIMES
+from advisor.core.report import IdleCause, Report
+from advisor.measure.device.families import MATRIX
+from advisor.measure.host.gaps import queued_idle_ns
+from advisor.measure.host.stacks import hottest_in_modules
+from advisor.measure.steps.step_differences import CAPTURE
+
+if TYPE_CHECKING:
+    from advisor.core.report import HostShare, StepTime
+    from advisor.measure import Analysis
+
+
+WIDE_LOW_END, WIDE_HIGH_END = 0.70, 2.0
+"""Ends of the range, over the gain, beyond which the verdict shows the range."""
+HEALTHY_BUSY_SHARE = 0.80
+"""GPU-busy share from which a step without findings may be called healthy (gpu-idle: 80%)."""
+
+MIN_EXPOSED_SHARE = 0.2
+"""Share of the step from which unhidden communication, or copies, are said first."""
+HIDDEN_SHARE = 0.05
+"""Share of the step that a note may gain, from which "healthy" would hide it."""
+MIN_FAMILY_SHARE, LOW_RATE = 0.10, 0.40
+"""Share of kernel time, and share of the attainable rate below which nothing is called healthy.
+FlashAttention reaches half and more, matrix products three quarters."""
+MIN_LEFT_SHARE = 0.05
+"""Share of the step lost to slow kernels from which a healthy verdict says where."""
+FAR_SHARE = 0.2
+"""Share of the step lost to slow kernels from which it is not called healthy."""
+MOSTLY_ONE_OFF_SHARE = 0.5
+"""Share of the analysed time from which a report without findings begins with one-off costs."""
+MIN_IDLE_SHARE = 0.2
+"""Share of the step from which a second cause of idle time is named."""
+LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
+"""Arguments of the profiler's schedule that leave start-up out."""
+MIN_STEPS = 3
+MAX_HEALTHY_STEP_RATIO = 2.0
+"""Ratio of longest to shortest or median step above which a mean step is not called healthy."""
+
+
+def write_verdict(
+    report: Report, a: Analysis
+) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+    """Return status and verdict, a sentence or two; a crash comes before anything else."""
+    if a.only_input is not None:
+        return source_verdict(report, a.only_input)
+    status, text = _verdict(report, a)
+    if (short := _shortcoming(report, a)) is not None:
+        status, text = "limited", short
+    if report.flight is not None and report.flight.problems:
+        status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
+    step = report.step
+    if step is not None and step.varies and f"median {t.format_duration(step.ns)}" not in text:
+        text = f"{text} The run's steps vary: {_mean_and_median(step)}."
+    if leak := _memory_runs_out(report):
+        vague = bool(report.findings) and is_vague(report.findings[0])
+        after = status == "bottlenecks" and not vague
+        text = f"{text} {leak}" if after else f"{leak} {text}"
+        status = "limited" if status == "healthy" else status
+    if between := _time_between_steps(report):
+        status, text = "limited" if status == "healthy" else status, f"{between} {text}"
+    crash = t.describe_crashes(report.crashes)
+    if not crash:
+        return status, text
+    return "limited" if status == "healthy" else status, f"{crash} {text}"
+
+
+def _memory_runs_out(report: Report) -> str:
+    """Say that memory grows, and when none is left; empty if it does not, or that is unknown."""
+    for risk in report.risks:
+        if risk.rule == "memory-leak" and risk.impact is not None and risk.impact.reason:
+            return f"{risk.title}: {risk.impact.reason}."
+    return ""
+
+
+def _time_between_steps(report: Report) -> str:
+    """Say how much of the run lies between its steps, if it is more than the first fix gains."""
+    share = None if report.recorded is None else report.recorded.outside_share
+    if share is None or all(risk.rule != "time-between-steps" for risk in report.risks):
+        return ""
+    first = report.findings[0].impact if report.findings else None
+    if first is not None and (first.share or 0.0) * (1 - share) >= share:
+        return ""
+    where = "evaluation, checkpoints and the like"
+    return f"{t.format_share(share)} of the time after the first step lies between steps: {where}."
+
+
+def _shortcoming(report: Report, a: Analysis) -> str | None:
+    """Return the verdict for a recording that supports no other; ``None`` if it does."""
+    if a.record_only:
+        return None
+    if why := lost_replays(a):
+        return f"{why} No busy share, idle time or gain is given."
+    if report.busy_share is None:
+        return None
+    busy = f"{t.format_share(report.busy_share)} of {_name_step(report)}"
+    if a.lost_records.truncated:
+        return (
+            f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
+            "time and gains are unknown."
+        )
+    if a.lost_records.reported:
+        return (
+            f"The profiler lost {a.lost_records.lost:,} of {a.lost_records.launches:,} kernels: "
+            f"the GPU is busy at least {busy}. Idle time and gains are unknown."
+        )
+    if why := lost_records(a):
+        return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
+    if a.trace.meta.truncated:
+        lead = f". {_lead(report)}" if report.findings else ""
+        return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
+    if too_little(a):
+        schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
+        return (
+            f"GPU busy {busy}, but {count_events(a):,} operators, calls and kernels are too few "
+            f"for advice. Record whole steps{schedule}."
+        )
+    return None
+
+
+def _verdict(
+    report: Report, a: Analysis
+) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+    of_step = _name_step(report)
+    if report.scope.step_source == LAYER_TIMES:
+        return _of_layers(report)
+    if report.busy_share is None:
+        return _without_gpu(report, a, of_step)
+    busy_share = report.busy_share
+    busy_of = f"busy {t.format_share(busy_share)} of {of_step}"
+    own = a.own_busy_share
+    if own is not None and own >= busy_share + MIN_BUSY_APART and report.step is not None:
+        busy_share = own
+        busy_of = f"busy {t.format_share(own)} of {_name_own_step(report)}"
+    if report.scope.recorded_ns is not None:
+        between = "between its first and its last work"
+        span = t.format_duration(report.step_ns)
+        busy_of = f"busy {t.format_share(report.busy_share)} of the {span} {between}"
+    text = f"GPU {busy_of}{_alone(report)}"
+    if has_large_gain(report):
+        return "bottlenecks", f"{text}. {_lead(report)}.{_unexplained(report, a)}"
+    small = _largest_of_small(report)
+    if busy_share >= HEALTHY_BUSY_SHARE and (reason := _caveat(report, a)):
+        return "limited", f"{text}. No fix is sure to help, but {reason}.{small}"
+    if busy_share >= HEALTHY_BUSY_SHARE:
+        rates, near = _rates(report)
+        if not near:
+            profile = " Profile them: --details has the command." * bool(report.profile_kernels)
+            left = "Its time is in the kernels, not in waits."
+            return "limited", f"{text}. {left}{rates}{profile}{small}"
+        return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
+    once, longest = one_off_costs(a)
+    if once >= MOSTLY_ONE_OFF_SHARE:
+        again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
+        action = f"Record after a few steps{again}."
+        if longest == CAPTURE:
+            action = "Record replays of the graph, and give both files: this one names the kernels."
+        of = f"of the {report.per}"
+        if report.per == "recording":  # less than the file, which the report shows too
+            of = f"of the analysed {t.format_duration(a.span_ns)}"
+        return "limited", (
+            f"One-off costs take {t.format_share(once)} {of}, most of all "
+            f"{longest}. {action} {text}.{small}"
+        )
+    return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
+
+
+def _of_layers(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
+    """Return status and verdict on the times of layers, which show neither idle time nor the
+    host."""
+    text = f"The layers of one inference take {t.format_duration(report.step_ns)}"
+    if has_large_gain(report):
+        return "bottlenecks", f"{text}. {_lead(report)}."
+    profile = " Profile its kernels: --details has the command." * bool(report.profile_kernels)
+    return "limited", (
+        f"{text}; no fix is known for them.{profile}{_largest_of_small(report)} Idle time is not "
+        "in a layer profile."
+    )
+
+
+def _name_step(report: Report) -> str:
+    """Name the step that a verdict's shares are of: ``a 77.5 ms step``. If it is profiled, or a
+    mean far from the median, both times are given."""
+    unit: str = report.per
+    if unit == "step" and report.recorded is not None and report.recorded.inference:
+        unit = "inference step"
+    step = report.step
+    if step is not None and step.window_ns is not None:
+        if abs(step.window_slowdown or 0.0) >= MIN_APART_SHARE:
+            profiled = f"a profiled {unit} of {t.format_duration(step.window_ns)}"
+            if step.varies:
+                return f"{profiled} (unprofiled: {_mean_and_median(step)})"
+            return f"{profiled} ({t.format_duration(step.ns)} unprofiled)"
+    elif step is not None and step.varies:
+        return _name_mean_step(step)
+    return t.with_article(f"{t.format_duration(report.step_ns)} {unit}") + _name_rank(report)
+
+
+def _name_rank(report: Report) -> str:
+    """Say whose step it is where those of the ranks differ."""
+    spread = None if report.ranks is None else report.ranks.step
+    if spread is None or spread.max < (1 + MIN_APART_SHARE) * spread.min:
+        return ""
+    shortest, longest = t.format_duration(spread.min), t.format_duration(spread.max)
+    return f" of rank {report.scope.rank} (ranks: {shortest} to {longest})"
+
+
+MIN_BUSY_APART = 0.05
+"""Difference of the busy shares of the run's own step and of a profiled one from which both are
+given."""
+
+
+def _name_own_step(report: Report) -> str:
+    """Name the run's own step, and beside it what is true of a profiled one: ``an 8.7 ms step (47%
+    of a profiled one, 17.2 ms)``."""
+    step, unit = report.step, str(report.per)
+    assert step is not None
+    if unit == "step" and report.recorded is not None and report.recorded.inference:
+        unit = "inference step"
+    name = t.with_article(f"{t.format_duration(step.ns)} {unit}")
+    mean = f"mean {t.format_duration(step.mean_ns)}; " if step.varies else ""
+    profiled = t.format_duration(step.window_ns)
+    return f"{name} ({mean}{t.format_share(report.busy_share)} of a profiled one, {profiled})"
+
+
+def _name_mean_step(step: StepTime) -> str:
+    """Name the step of the recorder's phases: the mean of the run's own steps."""
+    if not step.varies:
+        return f"a step of {t.format_duration(step.ns)}"
+    return f"a mean step of {t.format_duration(step.mean_ns)} (median {t.format_duration(step.ns)})"
+
+
+def _mean_and_median(step: StepTime) -> str:
+    return f"mean {t.format_duration(step.mean_ns)}, median {t.format_duration(step.ns)}"
+
+
+def _without_gpu(
+    report: Report, a: Analysis, of_step: str
+) -> tuple[Literal["bottlenecks", "limited"], str]:
+    """Return status and verdict without recorded GPU work: what to record, and what the host does
+    longest. ``of_step``: ``a 131 ms step``."""
+    top = report.host[0] if report.host else None
+    if top is None:
+        what = "run" if report.scope.step_source == "record" else "trace"
+        return "limited", f"Nothing in this {what} can be measured."
+    meta = a.trace.meta
+    why = "No GPU work was recorded."
+    action = record_gpu_work(meta)
+    if meta.truncated:
+        why, action = "The file is cut off before any GPU work.", "Copy it again, or record again."
+    elif count_launches(a.trace) and a.trace.counters.height:
+        why = "No GPU times were recorded, probably because hardware counters were."
+        action = "Record without counters."
+    elif count_launches(a.trace):
+        why = "The profiler lost the records of all GPU work."
+        warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=3")
+        action = f"Record again after a warm-up{warm}."
+    on_host = a.record is not None and a.trains_on_host and not meta.truncated
+    if on_host:
+        why = f"The program {_does(report)} on the CPU."
+    elif report.scope.step_source == "record":
+        why, action = "No window was profiled.", "GPU bottlenecks are unknown."
+        unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
+        if unseen:
+            return "limited", f"{why} {unseen}"
+    host = f"Longest on the host: {_longest_on_host(report, top, of_step)}."
+    if has_large_gain(report):
+        return "bottlenecks", f"{why} {host} {_lead(report)}."
+    small = _largest_of_small(report)
+    if on_host:
+        return "limited", f"{_nothing_on_host(report, a, of_step)}{small}"
+    return "limited", " ".join(part for part in (why, action, host) if part) + small
+
+
+CHECKED_ON_HOST = {
+    "loading data": ("dataloader-wait", "single-process-loader", "loader-workers"),
+    "the loop's own code": ("loop-phases", "loop-code"),
+    "Python inside forward": ("forward-code",),
+    "saving": ("saving-time",),
+    "garbage collection": ("gc-pauses",),
+    "debug settings": ("debug-switches",),
+    "threads": ("thread-oversubscription",),
+    "CPU limits": ("cpu-quota",),
+    "slow steps": ("periodic-stalls", "regular-stalls", "step-jitter"),
+}
+"""Checks of steps that the host computes, and the rules that do them."""
+
+
+def _does(report: Report) -> str:
+    return "runs" if report.recorded is not None and report.recorded.inference else "trains"
+
+
+def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
+    """Write the verdict on steps that the host computes, without a large gain: what takes the time,
+    and what was checked."""
+    top = report.host[0]
+    label = t.host_label(top.name, report.scope.framework)
+    its = of_step.split(" ", 1)[-1]
+    text = f"The program {_does(report)} on the CPU, and no finding explains its {its}."
+    computes = _only_computes(report)
+    if computes:
+        text = (
+            f"The program {_does(report)} on the CPU. Its {its} is almost all the model's own "
+            "computation."
+        )
+    if report.scope.step_source != "record" and top.name != "unknown":
+        text += f" Most of it: {label} {t.format_share(top.share)}"
+        first = report.operators[0] if report.operators and top.name == "dispatch" else None
+        above = "" if first is None else f", above all {labels.clean(first.name)}"
+        text += f"{above}."
+    if report.recorded is not None and report.recorded.phases:
+        phases = report.recorded.phases[:2]
+        shown = " and ".join(f"{_name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
+        of_run = " of the run's steps" * (report.scope.step_source != "record")
+        text += f" Longest phases{of_run}: {shown}."
+    line = None if a.recorded is None else hottest_in_modules(a.recorded.stacks)
+    if line is not None:
+        place = line.location
+        text += (
+            f" Of forward, {t.format_share(line.share)} is in {place.function} "
+            f"({place.file}:{place.line}), by sampled stacks."
+        )
+    if computes:
+        known = "Needless computation is found only where a rule knows it, such as padding."
+        return f"{text} {known}"
+    skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
+    looked = [what for what, rules in CHECKED_ON_HOST.items() if not skipped.issuperset(rules)]
+    return f"{text} Looked at: {', '.join(looked)}." if looked else text
+
+
+MIN_OPERATORS = 0.9
+"""Share of a step in operators from which only they can make it shorter …"""
+MAX_BESIDE = 0.05
+"""… if the recorded phases beside forward, backward and optimizer have no more than this."""
+
+
+def _only_computes(report: Report) -> bool:
+    """Whether a step on the CPU is hardly anything but operators of the model."""
+    recorded, top = report.recorded, report.host[0]
+    if recorded is None or not recorded.phases or top.name != "dispatch":
+        return False
+    computing = ("forward", "backward", "optimizer")
+    beside = sum(p.share for p in recorded.phases if p.name not in computing)
+    return top.share >= MIN_OPERATORS and beside <= MAX_BESIDE
+
+
+def _largest_of_small(report: Report) -> str:
+    """Name the largest gain where all are small; empty if there is none."""
+    gains = [f.impact for f in report.findings if f.impact is not None and f.impact.share]
+    if not gains:
+        return ""
+    first = max(gains, key=lambda impact: impact.share or 0.0)
+    return f" The largest gain found is {t.format_saving(first)} ({t.format_share(first.share)})."
+
+
+def _idle_without_fix(report: Report, a: Analysis) -> str:
+    """Say why the GPU idles without a known fix, and what recording would show more."""
+    causes = [part for part in report.idle if part.share >= MIN_IDLE_SHARE][:2]
+    causes = causes or list(report.idle[:1])
+    if not causes:
+        return "."
+    if [part.cause for part in causes] == ["unknown"]:
+        return f". {_not_shown(report, a, causes[0].share)}"
+    own, meta = report.scope.framework, a.trace.meta
+    named = [
+        f"{t.cause_label(part.cause, own)}{_sampled(part)} ({t.format_share(part.share)}"
+        for part in causes
+    ]
+    named[0] += f" of the {report.per}"
+    shown = {part.cause for part in causes}
+    how = how_to_record("with_stack=True", meta)
+    later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
+    what = f" with {how}, to see what the host does" if "unknown" in shown and how else ""
+    advice = "No rule has a fix with a significant gain."
+    if later or what:
+        advice = f"Record{later}{',' * bool(later and what)}{what}."
+    scope = report.scope
+    if "compile" in shown and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * scope.step_min_ns > 0:
+        shortest, steps = (
+            t.format_duration(scope.step_min_ns),
+            t.count_noun(scope.steps_used, "step"),
+        )
+        advice = f"Some of the {steps} compile: the shortest takes {shortest}. {advice}"
+    return f". Most of its idle time: {') and '.join(named)}). {advice}"
+
+
+def _unexplained(report: Report, a: Analysis) -> str:
+    """Say why the GPU idles, or what to record where that is unknown, if such idle time takes more
+    than the first fix gains and than any work."""
+    first = report.findings[0].impact
+    gain = 0.0 if first is None else first.share or 0.0
+    most = max([gain, *(part.share for part in report.time if part.name != "idle")])
+    share = sum(part.share for part in report.idle if part.cause == "unknown")
+    if share > most:
+        return f" {_not_shown(report, a, share)}"
+    on_cpu = [part for part in report.idle if part.cause in _ON_CPU]
+    if sum(part.share for part in on_cpu) <= most:
+        return ""
+    named = " and ".join(
+        f"{t.format_share(part.share)} of the {report.per} {_ON_CPU[part.cause]}{_sampled(part)}"
+        for part in on_cpu
+        if part.share >= MIN_ON_CPU_SHARE
+    )
+    return f" The GPU idles for {named}."
+
+
+_ON_CPU = {"host_code": "while the CPU runs the program's code", "communication": "in MPI calls"}
+"""Causes of idle time that no rule has a fix for."""
+MIN_ON_CPU_SHARE = 0.05
+"""Share of the step from which such a cause is named."""
+
+
+def _sampled(part: IdleCause) -> str:
+    """Name the functions that samples show meanwhile; empty without samples."""
+    names = [
+        f"{labels.shorten(each.name, 40)} {t.format_share(each.share)}" for each in part.functions
+    ]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _not_shown(report: Report, a: Analysis, share: float) -> str:
+    """Say that the trace does not show why the GPU idles for this share, and what to record. Stacks
+    explain nothing of the time in which work is queued for the GPU."""
+    idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
+    idle += f" of the {report.per}"
+    how = record_with("with_stack=True" if report.host else ACTIVITIES, a.trace.meta)
+    queued = queued_idle_ns(a) / max(a.span_ns, 1)
+    if queued < MIN_QUEUED_SHARE:
+        return " ".join(part for part in (f"{idle}.", how) if part)
+    why = "events were filtered out, or another process uses the GPU"
+    if share - queued < MIN_QUEUED_SHARE:
+        return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
+    return (
+        f"{idle}: {t.format_share(queued)} while work is queued for it ({why}), "
+        f"{t.format_share(share - queued)} while none is. {UNFILTERED} {how}".rstrip()
+    )
+
+
+MIN_QUEUED_SHARE = 0.05
+"""Share of the step from which unexplained idle time with queued work is named apart."""
+UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
+
+
+def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
+    """Name what the host does longest, with its share of the step. If the trace does not show it,
+    name the longest recorded phase or range, or the second class beside it."""
+    own, rest = report.scope.framework, ""
+    label, share = t.host_label(top.name, own), top.share
+    recorded = report.recorded
+    if report.scope.step_source == "record":
+        label = _name_phase(top.name)
+    elif top.name != "unknown" and not _phase_says_more(report):
+        pass
+    elif recorded is not None and recorded.phases and report.step is not None:
+        label, share = _name_phase(recorded.phases[0].name), recorded.phases[0].share
+        of_step = _name_mean_step(report.step)
+    elif report.ranges:
+        label, share = (
+            labels.shorten(labels.clean(report.ranges[0].name), 40),
+            report.ranges[0].share,
+        )
+    else:
+        rest = " (with_stack=True shows what)"
+        for part in report.host[1:2]:
+            rest += f"; {t.host_label(part.name, own)} {t.format_share(part.share)}"
+    return f"{label}, {t.format_share(share)} of {of_step}{rest}"
+
+
+def _phase_says_more(report: Report) -> bool:
+    """Tell whether the recorded phases say more: the profiler slows the window's steps, and the
+    run's own are mostly in a part of training."""
+    step, recorded = report.step, report.recorded
+    if step is None or recorded is None or not recorded.phases:
+        return False
+    slowed = (step.window_slowdown or 0.0) >= MIN_APART_SHARE
+    return slowed and recorded.phases[0].name not in ("other", "between steps")
+
+
+_PHASES = {
+    "data": "loading data",
+    "other": "code outside loading, forward, backward and optimizer",
+    "between steps": "code between the steps",
+}
+
+
+def _name_phase(name: str) -> str:
+    """Name a recorded phase in a sentence."""
+    return _PHASES.get(name, t.host_label(name))
+
+
+def _alone(report: Report) -> str:
+    """Say how much of the step is communication alone, or copies alone; empty if it is little."""
+    for name, word in (("communication", "communication"), ("copies", "copies")):
+        share = sum(part.share for part in report.time if part.name == name)
+        if share >= MIN_EXPOSED_SHARE:
+            return f", {t.format_share(share)} of the {report.per} in {word} alone"
+    return ""
+
+
+def _caveat(report: Report, a: Analysis) -> str:
+    """Say why a busy GPU is not called healthy; empty if nothing speaks against it."""
+    scope = report.scope
+    if slow := _below_rate(report):
+        return slow
+    if behind := _phases_behind(report):
+        return behind
+    for note in report.notes:
+        impact = note.impact
+        if impact is not None and impact.currency == "step_time" and impact.share is not None:
+            high = impact.share * (impact.high_ns or 0) / max(impact.gain_ns or 1, 1)
+            if max(impact.share, high) >= HIDDEN_SHARE:
+                title = note.title[0].lower() + note.title[1:]
+                return f"one may gain up to {t.format_share(max(impact.share, high))}: {title}"
+        if note.severity != "info":
+            return note.title[0].lower() + note.title[1:]
+    table = a.steps.table
+    steps = table["dur"].filter(table["used"] | table["outlier"]).to_numpy()
+    if len(steps) > MIN_STEPS and steps.max() > MAX_HEALTHY_STEP_RATIO * np.median(steps):
+        longest, usual = (t.format_duration(float(ns)) for ns in (steps.max(), np.median(steps)))
+        return f"one step takes {longest}, the median {usual}"
+    if not scope.device_known:
+        name = scope.device_name
+        which = (
+            "the GPU model is not recorded" if name is None else f"the rates of {name} are unknown"
+        )
+        return f"{which}, so slow kernels are not recognised: --gpu NAME gives the model"
+    if scope.steps_used > 1 and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * max(
+        scope.step_min_ns, 1
+    ):
+        return f"steps vary: {t.format_range(scope.step_min_ns, scope.step_max_ns)}"
+    return ""
+
+
+def _phases_behind(report: Report) -> str:
+    """Name a served model's phases in which the GPU mostly waits for the host; empty if they take a
+    small share of the step."""
+    if report.serving is None:
+        return ""
+    waits = {
+        phase.name: (1 - phase.busy_share) * phase.ns * phase.steps
+        for phase in report.serving.phases
+        if phase.limit == "host" and phase.busy_share is not None
+    }
+    total = sum(waits.values()) / report.scope.steps_used
+    if total < HIDDEN_SHARE * report.step_ns:
+        return ""
+    names = " and ".join(labels.shorten(labels.clean(name), 30) for name in list(waits)[:2])
+    more = f" and {len(waits) - 2} more" if len(waits) > 2 else ""
+    share = t.format_share(total / report.step_ns)
+    return (
+        f"CUDA graphs or torch.compile may in {names}{more}: there the GPU waits for the host, "
+        f"{t.format_duration(total)} {t.format_per(report.per)} ({share})"
+    )
+
+
+def _rates(report: Report) -> tuple[str, bool]:
+    """Say how close a busy GPU's kernels come to its rates, and where the rest is. Also return
+    whether they are known to be close."""
+    judged = [each for each in report.rooflines if each.efficiency is not None]
+    known = sum(each.share for each in judged)
+    if known < MOSTLY_ONE_OFF_SHARE:
+        return " How close most kernels come to the limits of this GPU is unknown.", False
+    left: dict[str, float] = {}
+    time: dict[str, float] = {}
+    for each in judged:
+        time[each.family] = time.get(each.family, 0.0) + each.ns
+        rest = each.ns * (1 - (each.efficiency or 0.0))
+        left[each.family] = left.get(each.family, 0.0) + rest
+    total = sum(left.values())
+    if total < MIN_LEFT_SHARE * report.step_ns:
+        return "", True
+    parts = [
+        f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / time[family])} of "
+        "its rate)"
+        for family, ns in sorted(left.items(), key=lambda item: -item[1])[:2]
+        if ns >= MIN_FAMILY_SHARE * total
+    ]
+    return (
+        f" At the attainable rates of this GPU its kernels would take {t.format_duration(total)} "
+        f"({t.format_share(total / report.step_ns)}) less: {', '.join(parts)}."
+    ), total < FAR_SHARE * report.step_ns
+
+
+def _below_rate(report: Report) -> str:
+    """Name the kernel family with much time far below its attainable rate; empty: none."""
+    time: dict[str, list[tuple[float, float]]] = {}
+    for operator in report.rooflines:
+        if operator.family in MATRIX and operator.efficiency is not None:
+            time.setdefault(operator.family, []).append((operator.share, operator.efficiency))
+    for family, parts in time.items():
+        share = sum(part for part, _ in parts)
+        rate = sum(part * reached for part, reached in parts) / max(share, 1e-9)
+        if share >= MIN_FAMILY_SHARE and rate < LOW_RATE:
+            return (
+                f"{family} reaches {t.format_share(rate)} of its attainable rate "
+                f"in {t.format_share(share)} of kernel time"
+            )
+    return ""
+
+
+def _lead(report: Report) -> str:
+    """Name the first finding and its gain, with the range if that is wide."""
+    first = report.findings[0]
+    impact = first.impact
+    word = first.title.split(" ", 1)[0]
+    named = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
+    title = first.title if named else first.title[0].lower() + first.title[1:]
+    if impact is None or impact.gain_ns is None or impact.share is None:
+        unknown = ". It slows each step, by how much is not recorded"
+        return f"First: {title}{unknown if first.known_cost else ''}"
+    saving = t.format_saving(impact)
+    about = "" if saving.startswith(("up to ", "at least ")) else "about "
+    saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
+    varies = report.step is not None and report.step.varies and impact.currency == "step_time"
+    share = f"{t.format_share(impact.share)}{' of the mean' * varies}"
+    if not impact.low_ns and not first.where:
+        deep = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
+        return f"First: {title}, at most {saving.removeprefix('up to ')} ({share}){deep}"
+    high_ns = max(impact.gain_ns, impact.high_ns or 0)
+    if impact.low_ns is not None and (
+        impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
+    ):
+        share += f"; range {t.format_gain_range(first)}"
+    return f"First: {title}. A fix saves {about}{saving} ({share})"

@@ -137,8 +137,8 @@ OURS = Citation("our choice, tried on public traces", "docs/thresholds.md")
 CHOSEN = Citation("our choice, checked by examples and recordings only", "docs/thresholds.md")
 PEAKS = Citation("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
 RATES = Citation(
-    "public traces of busy devices: median product 39 to 98% of the rate, median memory-bound "
-    "operator 54 to 97%",
+    "public traces of busy devices: median product 38 to 98% of the rate, median memory-bound "
+    "operator 51 to 97%",
     "tests/rules/test_rates_on_real_traces.py",
 )
 REAL_EVAL = Citation("measured on public traces", "tests/rules/test_real_traces_kernel.py")

@@ -207,7 +207,7 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         **HARDWARE,
     },
     "compare": {
-        "Output": ("--output", "--format", "--redact", "--progress"),
+        "Output": ("--output", "--format", "--redact", "--remember", "--progress"),
         "CI": ("--fail-if-slower",),
         "Input": READ,
         **HARDWARE,

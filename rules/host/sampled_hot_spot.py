@@ -29,6 +29,12 @@ from advisor.testing import Examples, TraceBuilder
 
 IMAGES = re.compile(r"torchvision/|PIL/|cv2/|albumentations/")
 """Files of libraries that prepare images."""
+IMAGE_CODE = (
+    "# copy raw images, as uint8\n"
+    "raw = torch.from_numpy(images).pin_memory()\n"
+    "x = raw.to('cuda', non_blocking=True).permute(0, 3, 1, 2)\n"
+    "x = x.float().div_(255).sub_(mean).div_(std)         # on the GPU"
+)
 WHOLE_PROGRAM = ("main", "<module>")
 """Functions that hold a whole program: the line says more."""
 CAUSES = ("dispatch", "python", "unknown")
@@ -72,12 +78,6 @@ class SampledHotSpot(Rule):
         "Do this work on the GPU, on the whole batch, with operators on tensors. Or do it in "
         "DataLoader workers, while the GPU works on the batch before."
     )
-    image_code = (
-        "# copy raw images, as uint8\n"
-        "raw = torch.from_numpy(images).pin_memory()\n"
-        "x = raw.to('cuda', non_blocking=True).permute(0, 3, 1, 2)\n"
-        "x = x.float().div_(255).sub_(mean).div_(std)         # on the GPU"
-    )
     inference: ClassVar[Mapping[str, Any]] = {
         "fix": "Do this work on the GPU, on the whole batch, with operators on tensors. Or do it "
         "in other processes, while the GPU works on the batch before.",
@@ -105,7 +105,7 @@ class SampledHotSpot(Rule):
         inside = f", in {code.library_function}" if code.library_function else ""
         yield Finding(
             title=f"{_named(code)} leaves the GPU idle",
-            code=self.image_code if IMAGES.search(code.library_function or "") else "",
+            code=IMAGE_CODE if IMAGES.search(code.library_function or "") else "",
             summary=(
                 f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}: "
                 f"{t.format_duration(code.share * mean)} of the mean step. The GPU idles for "

@@ -88,7 +88,10 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
 
     result = run_rules(-1, Analysis(trace), [Broken()])
     assert [type(n) for n in result.skipped] == [SkippedCheck]
-    assert result.skipped[0].why == f"{RULE_FAILED} (ZeroDivisionError: oops at test_engine.py:31)"
+    assert result.skipped[0].why == (
+        f"{RULE_FAILED} (ZeroDivisionError: oops at test_engine.py:"
+        f"{Broken.check.__code__.co_firstlineno + 2})"
+    )
 
 
 def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:

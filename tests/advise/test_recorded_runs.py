@@ -243,8 +243,8 @@ def test_a_run_that_mostly_evaluates_says_so_first(tmp_path: Path) -> None:
         for name, record in (("often", r), ("never", seldom))
     )
     # 11 of 12 evaluations come after the first step: 1.1 s beside 0.6 s of steps
-    assert often.startswith("65% of the run lies between the training steps: evaluation")
-    assert "between the training steps" not in never
+    assert often.startswith("65% of the time after the first step lies between steps: evaluation")
+    assert "lies between steps" not in never
 
 
 def host_ahead(*, marks: bool, steps: int = 60) -> RankRecord:

@@ -8,7 +8,6 @@ import re
 import sqlite3
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib import util
 from pathlib import Path
 from types import ModuleType
@@ -158,7 +157,7 @@ def test_nothing_differs_from_itself(file: Path, capsys: pytest.CaptureFixture[s
     assert {one["change"] for one in told["findings"]} <= {"remaining"}
 
 
-@pytest.mark.parametrize("kind", ["nsys 2020", "rpd", "rocpd", "xplane"])
+@pytest.mark.parametrize("kind", ["nsys 2020", "rpd", "rocpd"])
 def test_what_has_no_steps_is_told_how_to_mark_them_in_its_own_words(
     kind: str,
     tmp_path: Path,
@@ -166,7 +165,6 @@ def test_what_has_no_steps_is_told_how_to_mark_them_in_its_own_words(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(files, "ITERATIONS", 1)
-    monkeypatch.setattr(xspace, "jax_training", partial(xspace.jax_training, 1, marks=False))
     file = FORMATS[kind][0](tmp_path)
     assert run("compare", file, file) == 0
     assert run("gate", file, file) == 2

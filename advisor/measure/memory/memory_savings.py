@@ -334,8 +334,8 @@ def _batch(post: PostMortem) -> Change:
         "half the batch",
         batch_rows(post),
         0.5,
-        "activations, inputs and backward temporaries are in proportion to the batch, which is "
-        "halved",
+        f"activations, inputs and {'' if post.trains is False else 'backward '}temporaries are in "
+        "proportion to the batch, which is halved",
     )
 
 

@@ -208,7 +208,7 @@ def gain_may_be_zero(finding: Finding, floor: float) -> bool:
     )
 
 
-DEVICE_PARTS = ("compute", "communication")
+DEVICE_PARTS = ("compute", "communication", "copying")
 
 
 def without_gain(
@@ -245,7 +245,7 @@ def without_gain(
         elif part == "loader" and finding.edits[0].op == "parallelize":
             # its own pace: what it moves to workers takes the cores that the step computes on
             cores = "" if a.recorded is None else _used_cores(a.recorded)
-            reason = f"{cores or 'how many cores are free is not recorded'}"
+            reason = cores or "how many cores are free is not recorded"
             why = (
                 f"In the replay, workers do not shorten the {a.per}: {reason}. Make the loading "
                 "itself cheaper, or measure workers: advisor try --only workers."
@@ -599,8 +599,9 @@ class GainEstimator:
         """Return what limits the step, ns per step by part, largest first; empty: unknown."""
         return {}
 
-    def describe_replay(self, edits: Sequence[Edit]) -> Replay | None:
-        """Describe the replay behind the gains, with and without edits; ``None``: no replay."""
+    def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
+        """Describe the replay behind the gains, with and without the edits of all fixes, which
+        leave the share ``left`` of the step; ``None``: no replay."""
         return None
 
 
@@ -641,7 +642,7 @@ class ReplayEstimator(GainEstimator):
     def critical_path(self) -> dict[str, float]:
         return self.whatif.critical_path_parts()
 
-    def describe_replay(self, edits: Sequence[Edit]) -> Replay | None:
+    def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
         whatif, quality = self.whatif, self.whatif.quality
         return Replay(
             step_ns=whatif.a.step_ns * (1 + quality.total_error),
@@ -659,7 +660,7 @@ class ReplayEstimator(GainEstimator):
             critical=whatif.critical_path_parts(),
             critical_after=whatif.critical_path_parts(edits),
             busy_after_ns=whatif.busy_after(edits),
-            step_after_ns=whatif.step_after(edits),
+            step_after_ns=whatif.a.step_ns * left,
         )
 
 

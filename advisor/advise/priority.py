@@ -223,8 +223,10 @@ def _named_cause(
             if needless or _fills_queue(finding, a):
                 least = WAITS_LEAD_FROM * a.step_ns
         least = max(most, least)
+        if _own_gain(finding) * scale < least:
+            continue
         gain = marginal_gain(finding, chosen, estimator)
-        if min(_own_gain(finding), gain) * scale >= least:
+        if gain * scale >= least:
             most = gain * scale
             result = index, gain
     return result

@@ -84,9 +84,6 @@ def write_report(
             *problems,
         ],
         ranks=ranks_view(analyses, ranks),
-        replay=estimator.describe_replay(
-            [edit for finding in ranked.advice for edit in finding.edits]
-        ),
         step=step_time(a),
         step_durations=step_durations(a),
         crashes=find_crashes(run),
@@ -111,9 +108,9 @@ def write_report(
         report = replace(report, serving=None)  # its passes stand for no others
     if command is not None and not too_little(a) and not start_up:
         report = replace(report, profile_kernels=list(command))
-    if report.replay is not None and report.step_ns:
-        left = report.replay.measured_ns * step_after_fixes(report) / report.step_ns
-        report = replace(report, replay=replace(report.replay, step_after_ns=left))
+    left = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
+    edits = [edit for finding in ranked.advice for edit in finding.edits]
+    report = replace(report, replay=estimator.describe_replay(edits, left))
     status, text = write_verdict(report, a)
     report = replace(report, status=status, verdict=text)
     return replace(report, views=build_views(report))

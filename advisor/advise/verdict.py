@@ -207,10 +207,7 @@ def _of_layers(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
 def _name_step(report: Report) -> str:
     """Name the step that a verdict's shares are of: ``a 77.5 ms step``. If it is profiled, or a
     mean far from the median, both times are given."""
-    unit: str = report.per
-    if unit == "step" and report.recorded is not None and report.recorded.inference:
-        unit = "inference step"
-    step = report.step
+    unit, step = _unit(report), report.step
     if step is not None and step.window_ns is not None:
         if abs(step.window_slowdown or 0.0) >= MIN_APART_SHARE:
             profiled = f"a profiled {unit} of {t.format_duration(step.window_ns)}"
@@ -220,6 +217,12 @@ def _name_step(report: Report) -> str:
     elif step is not None and step.varies:
         return _name_mean_step(step)
     return t.with_article(f"{t.format_duration(report.step_ns)} {unit}") + _name_rank(report)
+
+
+def _unit(report: Report) -> str:
+    """Name the unit of the report's times: a step, an inference step, or a recording."""
+    inference = report.recorded is not None and report.recorded.inference
+    return "inference step" if report.per == "step" and inference else str(report.per)
 
 
 def _name_rank(report: Report) -> str:
@@ -239,11 +242,9 @@ given."""
 def _name_own_step(report: Report) -> str:
     """Name the run's own step, and beside it what is true of a profiled one: ``an 8.7 ms step (47%
     of a profiled one, 17.2 ms)``."""
-    step, unit = report.step, str(report.per)
+    step = report.step
     assert step is not None
-    if unit == "step" and report.recorded is not None and report.recorded.inference:
-        unit = "inference step"
-    name = t.with_article(f"{t.format_duration(step.ns)} {unit}")
+    name = t.with_article(f"{t.format_duration(step.ns)} {_unit(report)}")
     mean = f"mean {t.format_duration(step.mean_ns)}; " if step.varies else ""
     profiled = t.format_duration(step.window_ns)
     return f"{name} ({mean}{t.format_share(report.busy_share)} of a profiled one, {profiled})"

@@ -149,6 +149,7 @@ class WindowReplayer:
         self.others = {number: other for number, other in (others or {}).items() if number != rank}
         self._steps: tuple[int, int] | None = None
         self._shares: dict[float, Array] = {}
+        self._own_steps: dict[tuple[Edit, ...], tuple[Array, Array, EditedGraph]] = {}
         self._exposed = ExposedTime(a)
 
     @cached_property
@@ -442,7 +443,7 @@ class WindowReplayer:
         most = MAX_HIDDEN_COST if self._device_bound else MAX_COST
         return most * _mean_cost(self.a) / max(event_cost(self.a), 1.0)
 
-    @cached_property
+    @property
     def _device_bound(self) -> bool:
         """Whether the device is busy for nearly all of the run's own step."""
         return self._knows_own_steps and self.a.is_device_bound
@@ -521,7 +522,7 @@ class WindowReplayer:
     def critical_path_parts(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """Return the parts of the critical path with edits applied, ns per step, largest first. It
         is that of the run's own step, without the profiler's host time, where that is known."""
-        time, dur, own = self._replay(edits, times=self._own_step_ratio)
+        time, dur, own = self._replay_own_step(edits)
         kinds = self.a.kernels["communication"], self.a.trace.gpu["kind"] == "memcpy"
         parts = path_composition(own.graph, time, own.weight, dur, *kinds)
         steps = self.step_count
@@ -537,11 +538,18 @@ class WindowReplayer:
         return measured * self._replayed_busy(edits) / before
 
     def _replayed_busy(self, edits: Sequence[Edit]) -> float:
-        time, dur, own = self._replay(edits, times=self._own_step_ratio)
+        time, dur, own = self._replay_own_step(edits)
         graph = own.graph
         lanes = [n for n, (device, _) in enumerate(graph.lanes) if device == self.a.device_id]
         nodes = graph.device[np.isin(graph.lane[graph.device], lanes)]
         return float(union(time[nodes] - dur[nodes], time[nodes]).total)
+
+    def _replay_own_step(self, edits: Sequence[Edit]) -> tuple[Array, Array, EditedGraph]:
+        """Replay the run's own step once for each list of edits."""
+        key = tuple(edits)
+        if key not in self._own_steps:
+            self._own_steps[key] = self._replay(edits, times=self._own_step_ratio)
+        return self._own_steps[key]
 
     @cached_property
     def quality(self) -> ReplayQuality:

@@ -172,14 +172,9 @@ class RanksEstimator(GainEstimator):
     def critical_path(self) -> dict[str, float]:
         return self.own.critical_path()
 
-    def describe_replay(self, edits: Sequence[Edit]) -> Replay | None:
-        result = self.own.describe_replay(
-            [e for e in edits if self._key_of.get(e) not in self._deviations]
-        )
-        if result is None:
-            return None
-        left = max(0.0, result.measured_ns - self._joint_gain(edits))
-        return replace(result, step_after_ns=left)
+    def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
+        own = [edit for edit in edits if self._key_of.get(edit) not in self._deviations]
+        return self.own.describe_replay(own, left)
 
     def _joint_gain(self, edits: Sequence[Edit]) -> float:
         """Return what all these edits together save in the job's step, ns."""

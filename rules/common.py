@@ -4,7 +4,7 @@ a recorded run its record, its loader and the impact of a fix."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Impact, Location, Select
+from advisor.core.finding import Edit, Impact, Instants, Location, Select
 from advisor.core.intervals import Intervals, covered_length
 from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE
@@ -260,9 +260,7 @@ def time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:
     return max(device, stretches.total), evidence
 
 
-def remove_at(
-    instants: Literal["repeated_backward", "rebuilt_weights", "unused_gradient"],
-) -> list[Edit]:
+def remove_at(instants: Instants) -> list[Edit]:
     """Remove the host's work in the instants that ``Select.at`` names, and what it launches."""
     return [Edit(op="remove", select=Select(on=on, at=instants)) for on in ("gpu", "host")]
 

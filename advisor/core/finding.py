@@ -31,6 +31,23 @@ RangeCause = Literal[
 """Cause of an end of a gain's range: the finding's own assumption; host time that the profiler
 adds; taking results over from other processes; the error of the replay; past estimates of the kind,
 and how far off they were; the worst of them, where a rule is not proven. Empty: nothing."""
+Instants = Literal[
+    "",
+    "step_start",
+    "graph_break",
+    "between_steps",
+    "read_loop",
+    "after_read",
+    "round_trip",
+    "recompute",
+    "second_forward",
+    "repeated_backward",
+    "rebuilt_weights",
+    "unused_gradient",
+    "graph_entry",
+    "loop",
+]
+"""Contexts that ``Select.at`` names; its docstring says what each is."""
 Operation = Literal[
     "remove",
     "scale",
@@ -93,22 +110,7 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Runtime call classes, as in the ``call`` column of ``Trace.cpu``."""
     cause: tuple[str, ...] = ()
     """Idle-gap causes, as in ``Analysis.gaps``."""
-    at: Literal[
-        "",
-        "step_start",
-        "graph_break",
-        "between_steps",
-        "read_loop",
-        "after_read",
-        "round_trip",
-        "recompute",
-        "second_forward",
-        "repeated_backward",
-        "rebuilt_weights",
-        "unused_gradient",
-        "graph_entry",
-        "loop",
-    ] = ""
+    at: Instants = ""
     """Context. ``host``: ``loop``, also the thread's time from one of the events to the next, if no
     other operator or call lies between. That is the Python of a loop. All others name instants:
     gaps count that meet them, host events that begin in them, device work that is launched in them.

@@ -65,11 +65,12 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 from msgspec.structs import replace
 
 from advisor.core.errors import AdvisorError, suggest
-from advisor.core.finding import Edit, Operation, Select
+from advisor.core.finding import Edit, Instants, Operation, Select
 from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
 
 VERBS: dict[str, Operation] = {
@@ -316,21 +317,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "copy": COPIES,
     "memory": ("pageable", "pinned"),
     "call": CALLS,
-    "at": (
-        "step_start",
-        "graph_break",
-        "between_steps",
-        "read_loop",
-        "after_read",
-        "round_trip",
-        "recompute",
-        "second_forward",
-        "repeated_backward",
-        "rebuilt_weights",
-        "unused_gradient",
-        "graph_entry",
-        "loop",
-    ),
+    "at": tuple(name for name in get_args(Instants) if name),
 }
 
 

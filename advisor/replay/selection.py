@@ -156,13 +156,7 @@ def host_spans(a: Analysis, select: Select) -> tuple[NDArray[np.int64], ...]:
     return tuple(table[name].to_numpy() for name in ("thread", "ts", "dur"))
 
 
-WHOLE = (
-    "recompute",
-    "second_forward",
-    "repeated_backward",
-    "rebuilt_weights",
-    "unused_gradient",
-)
+WHOLE = ("recompute", "second_forward", "repeated_backward", "rebuilt_weights", "unused_gradient")
 """Instants of ``Select.at`` in which a thread does nothing but the work that they name."""
 
 

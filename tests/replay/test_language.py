@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor import AdvisorError
-from advisor.core.finding import Edit, Select
+from advisor.core.finding import Edit, Instants, Select
 from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS
 from advisor.replay.edit_language import LOADER, parse_edit, write_edit
 
@@ -67,22 +69,7 @@ GAP = st.builds(
     name=PATTERN,
     under=PATTERN,
     cause=some(("dispatch", "launch", "python")),
-    at=st.sampled_from(
-        [
-            "",
-            "step_start",
-            "graph_break",
-            "read_loop",
-            "after_read",
-            "round_trip",
-            "recompute",
-            "graph_entry",
-            "second_forward",
-            "repeated_backward",
-            "rebuilt_weights",
-            "unused_gradient",
-        ]
-    ),
+    at=st.sampled_from([name for name in get_args(Instants) if name != "loop"]),
     max_ns=LIMIT,
 )
 RANK = st.none() | st.integers(0, 9999)

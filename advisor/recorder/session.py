@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from advisor.core.credentials import clean_value
 from advisor.core.run_directory import Event, Manifest, Rank
-from advisor.recorder.call_depth import in_backward
 from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
 from advisor.recorder.gradients import UnusedGradients
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
@@ -36,7 +35,6 @@ from advisor.recorder.slowdown import GcPauseHook, SlowdownWatch
 from advisor.recorder.stack_samples import StackSampler
 from advisor.recorder.steps import RecordedStep, StepSegment
 from advisor.recorder.tape import (
-    ABANDON,
     ACT_ON_OPTIMIZER_STEP,
     BACKWARD,
     BATCH,
@@ -56,11 +54,11 @@ from advisor.recorder.tape import (
     OPTIMIZED,
     OPTIMIZER,
     PHASE,
-    RESET,
     THREAD,
     Tape,
 )
 from advisor.recorder.tape_reader import TapeReader
+from advisor.recorder.watched_thread import WatchedThread
 from advisor.recorder.watchers import (
     AllocatorStats,
     EventTimes,
@@ -88,28 +86,10 @@ MAX_LOOKS = 3
 """… and how often that is tried: training and rollouts in turn are a training."""
 MAX_TICKS = 64
 """Most optimizer steps or forwards of one step for which CUDA events are made."""
-IDLE_UPDATES, IDLE_SECONDS = 3, 0.3
-"""Updates by an unwatched thread, and their duration in s, without activity of the watched thread,
-after which the unwatched thread is taken to be the one that trains."""
-STARTING_SECONDS = 0.05
-"""Time that a thread about to train waits for the watched one to leave ``Thread.start``, s, once in
-a recording."""
-WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
-"""Top-level modules that the innermost frames of a waiting thread belong to."""
 UNMARKED = (
     "advisor: no step was seen, but %d forwards were, which are no loop. To record it, say where"
     " its steps end: advisor.step(), or: for batch in advisor.record.steps(loader)"
 )
-
-
-def _innermost_frames(thread: int) -> list[tuple[Any, str]]:
-    """Return module and function of a thread's four innermost frames; empty if it has ended."""
-    frame = sys._current_frames().get(thread)
-    names: list[tuple[Any, str]] = []
-    while frame is not None and len(names) < 4:
-        names.append((frame.f_globals.get("__name__"), frame.f_code.co_name))
-        frame = frame.f_back
-    return names
 
 
 class _ProcessState:
@@ -158,7 +138,7 @@ class RecordingSession(Listener):
         self.inspect_batch = self.batches.inspect_batch
         self.padding = TokenPadding(lambda data: self.write_event("padding", data))
         self._pid = os.getpid()
-        self._torch = torch
+        self.torch = torch
         self._lazy = lazy
         self.finished = False
         """True once the session has ended."""
@@ -208,14 +188,7 @@ class RecordingSession(Listener):
         self._stack_sampler: StackSampler | None = None
         self._network: NetworkKeeper | None = None
         self._old_signal: Any = None
-        self._first_thread = -1
-        """The thread that began to record, and whether it has trained: if not, it still may."""
-        self._first_thread_trained = False
-        self._waited_for_start = False
-        """True once a thread has waited in vain for another to leave ``Thread.start``."""
-        self._other_threads: dict[int, tuple[int, int, float]] = {}
-        """Updates by unwatched threads, by thread: the watched thread's passes at the first (-1: it
-        made more since), the number of updates, and the time of the first, s."""
+        self._watched = WatchedThread(self)
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -257,8 +230,7 @@ class RecordingSession(Listener):
             self.compile_log.install()
         self.oom.install()  # a first step may be the one that does not fit
         self._update_optimizer_hooks()
-        self._first_thread, self._first_thread_trained = threading.get_ident(), False
-        self.tape.hook_state[THREAD] = self._first_thread
+        self._watched.begin()
 
     def pause(self, error: BaseException | None = None) -> None:
         """Remove the hooks and write what is on the tape; ``listen`` resumes."""
@@ -299,6 +271,16 @@ class RecordingSession(Listener):
     def on_watched_thread(self) -> bool:
         """Return whether the calling thread is the watched one."""
         return self.tape.hook_state[THREAD] == threading.get_ident()
+
+    def progress(self) -> tuple[int, bool]:
+        """Return the number of backwards and updates that the watched thread has made, and whether
+        it has asked a loader for a batch."""
+        with self._reading:  # what is on the tape or was read, but nothing between
+            codes, finder = self.tape.log[::2], self.steps
+            seen = finder.event_counts["backwards"] + finder.event_counts["optimized"]
+            fetched = bool(finder.event_counts["fetched"]) or not finder.outside_loader
+            passes = seen + codes.count(BACKWARD) + codes.count(OPTIMIZER)
+            return passes, fetched or FETCH in codes
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the recording and write what is left. Never raises; a second call does nothing."""
@@ -423,16 +405,8 @@ class RecordingSession(Listener):
         try:
             if os.getpid() != self._pid:
                 self._record_in_child()
-            elif self._may_move(updates):
-                now = time.perf_counter_ns()
-                self._first_thread_trained |= self.tape.hook_state[
-                    THREAD
-                ] == self._first_thread and bool(self._count_passes())
-                self._first_thread_trained |= threading.get_ident() == self._first_thread
-                self.tape.hook_state[THREAD] = -1
-                self.tape.log.extend((RESET, now, ABANDON, now))
-                self.tape.hook_state[PHASE] = 0
-                self.tape.hook_state[THREAD] = threading.get_ident()
+            else:
+                self._watched.consider(updates)
         except Exception as error:
             self.on_internal_error(error)
 
@@ -522,69 +496,6 @@ class RecordingSession(Listener):
         self.writer.put(Event(t=time.perf_counter_ns(), kind=kind, data=data))
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _may_move(self, updates: bool) -> bool:
-        """Return whether the calling thread may become the watched one.
-
-        It may where the watched one has ended, or has not trained and waits for others; under
-        ``advisor record`` it is enough that it has not trained. A helper does not take over from
-        a main thread that trains; another worker of a pool does, and so does a thread that goes on
-        to make updates while the watched one does nothing, unless both did once."""
-        hook_state = self.tape.hook_state
-        watched, this = hook_state[THREAD], threading.get_ident()
-        if watched == -1 or self.in_loop or self.finished or in_backward(self._torch):
-            return False
-        names = self._wait_until_started(watched)
-        if not names:
-            return True
-        if this == self._first_thread and not self._first_thread_trained:
-            return True  # another thread was taken for the one that trains in its place
-        starts = any(name == "start" for _, name in names)  # only until the other one runs
-        # two frames: a collection's callback may run in one that waits. What calls a thread's, a
-        # pool's or a loop's function is of these modules too, and does not wait
-        around = [names[0], *(name for name in names[1:2] if name[1] not in ("run", "_run"))]
-        waits = any(str(module).partition(".")[0] in WAITING for module, _ in around)
-        with self._reading:  # what is on the tape or was read, but nothing between
-            progress, fetched = self._count_passes(), self._has_fetched()
-        if not progress and not fetched:
-            moves = self.entry == "command" or (waits and not starts)
-        else:
-            moves = waits and not starts and watched != threading.main_thread().ident
-        return moves or (updates and self._has_taken_over(this, progress))
-
-    def _wait_until_started(self, thread: int) -> list[tuple[Any, str]]:
-        """Return a thread's innermost frames once it has left ``Thread.start``.
-
-        It is there until the system gives it a processor, and the thread it started may train
-        meanwhile. Nothing is known then; so this one stands back for a moment."""
-        names = _innermost_frames(thread)
-        until = time.monotonic() + STARTING_SECONDS
-        while ("threading", "start") in names and not self._waited_for_start:
-            time.sleep(0.0001)
-            self._waited_for_start = time.monotonic() > until
-            names = _innermost_frames(thread)
-        return names
-
-    def _has_fetched(self) -> bool:
-        """Return whether the watched thread has asked a loader for a batch."""
-        finder = self.steps
-        seen = bool(finder.event_counts["fetched"]) or not finder.outside_loader
-        return seen or FETCH in self.tape.log[::2]
-
-    def _has_taken_over(self, thread: int, progress: int) -> bool:
-        """Return whether an unwatched thread made its updates while the watched one did nothing."""
-        now = time.monotonic()
-        passes, updates, begun = self._other_threads.get(thread, (progress, 0, now))
-        if passes != progress:
-            passes = -1  # both at the same time: it is a helper, or another training
-        self._other_threads[thread] = passes, updates + 1, begun
-        return passes >= 0 and updates >= IDLE_UPDATES and now - begun > IDLE_SECONDS
-
-    def _count_passes(self) -> int:
-        """Return the number of backwards and updates that the watched thread has made."""
-        codes = self.tape.log[::2]
-        seen = self.steps.event_counts["backwards"] + self.steps.event_counts["optimized"]
-        return seen + codes.count(BACKWARD) + codes.count(OPTIMIZER)
 
     def _on_inference_step(self) -> None:
         """Sample memory and CUDA events where an inference step may have ended."""
@@ -704,7 +615,7 @@ class RecordingSession(Listener):
         whatever changes the answer."""
         hook_state = self.tape.hook_state
         hook_state[ACT_ON_OPTIMIZER_STEP] = 0
-        if self.windows.needs_step_ends or is_cuda_initialised(self._torch):
+        if self.windows.needs_step_ends or is_cuda_initialised(self.torch):
             hook_state[ACT_ON_OPTIMIZER_STEP] = 1
 
     def _read_in_writer(self) -> None:
@@ -825,7 +736,7 @@ class RecordingSession(Listener):
 
     def _rank_and_world(self) -> tuple[int, int]:
         """Return rank and world size, asked once training has begun: before, they may be unset."""
-        self.rank, self.world = rank_of(self._torch)
+        self.rank, self.world = rank_of(self.torch)
         self.windows.enabled = self.options.traces(self.rank) and not self.finished
         self._update_optimizer_hooks()
         return self.rank, self.world

@@ -380,7 +380,7 @@ def _kind(annotation: str, aliases: dict[str, str]) -> str:
     for name, values in aliases.items():
         if annotation == name:
             listed = ast.literal_eval(values.removeprefix("Literal"))
-            return " or ".join(f"`{value}`" for value in listed)
+            return ", ".join(f"`{value}`" if value else '`""`' for value in listed)
     text = annotation.replace("None", "null").replace("str", "string").replace("|", "\\|")
     return (
         f"`{text}`"

@@ -16,7 +16,7 @@ from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select,
 from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_product
-from advisor.measure.device.shapes import OpInputs, width_of
+from advisor.measure.device.shapes import OpInputs, Tensor, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
@@ -140,6 +140,24 @@ def scale_kernels(
     total = summed_duration(a, rows)
     expected, best, worst = (min(1.0, max(0.0, 1 - ns / total)) if total else 1.0 for ns in saved)
     return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the outermost to the innermost in memory; those of one element are
+    left out."""
+    sizes = zip(tensor.shape, tensor.strides or (), strict=False)
+    strides = {dim: stride for dim, (size, stride) in enumerate(sizes) if size > 1}
+    return tuple(sorted(strides, key=lambda dim: -strides[dim]))
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Return whether channels lie together, as kernels for convolutional networks read them."""
+    if len(tensor.shape) not in (4, 5) or not tensor.strides or tensor.strides[1] != 1:
+        return False
+    if tensor.shape[1] == 1 or all(size == 1 for size in tensor.shape[2:]):
+        return False  # the same in both orders
+    order = (0, *range(2, len(tensor.shape)), 1)
+    return memory_order(tensor) == tuple(dim for dim in order if tensor.shape[dim] > 1)
 
 
 def backward_chains(a: Analysis, chains: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from advisor.core.finding import SkippedCheck
 from advisor.core.rule import Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.rules.citations import RATES, public_traces
+from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
+
+_COMPILED = "@torch.compile\ndef block(x, y): ..."
 
 
 class LowBandwidth(BelowRate):
@@ -53,16 +57,27 @@ class LowBandwidth(BelowRate):
 
     fix = (
         "Compile the function around the operator: the generated kernel reads along the rows and "
-        "does its neighbours' work in the same pass. Otherwise keep tensors in the order in which "
-        "they are read: transpose once, where the data is made. Add small tensors in the format of "
-        "the large one."
+        "does its neighbours' work in the same pass."
     )
-    code = (
-        "@torch.compile\n"
-        "def block(x, y): ...\n\n"
-        "# or once, where x is made\n"
-        "x = x.transpose(1, 2).contiguous()"
-    )
+    code = _COMPILED
+    cases = {
+        "transposed": {
+            "fix": f"{fix} Otherwise reorder the input once, where the data is made.",
+            "code": f"{_COMPILED}\n\n# or once, where x is made\nx = x.contiguous()",
+        },
+        "different orders": {
+            "fix": f"{fix} Otherwise bring all inputs into one memory order, where they are made.",
+            "code": f"{_COMPILED}\n\n# or once, where y is made\n"
+            "y = torch.empty_like(x).copy_(y)   # in the order of x",
+        },
+        "channels last beside another order": {
+            "fix": f"{fix} Otherwise bring all inputs into channels-last order, where they are "
+            "made.",
+            "code": f"{_COMPILED}\n\n# or once, where y is made\n"
+            "y = y.contiguous(memory_format=torch.channels_last)",
+        },
+        "small tensors": {"fix": f"{fix} Add small tensors in the format of the large one."},
+    }
     verify = "Profile again: advisor analyze --by operator shows more of the memory's rate."
     falsified_by = "more bytes in Nsight Compute than the kernel's tensors have"
 
@@ -73,7 +88,7 @@ class LowBandwidth(BelowRate):
     def _causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
     ) -> list[SlowCause]:
-        return [SlowCause(_why(worst["family"], inputs))]
+        return [_why(str(worst["op"]), worst["family"], str(worst["kernel"]), inputs)]
 
     @staticmethod
     def examples() -> Examples:
@@ -83,6 +98,12 @@ class LowBandwidth(BelowRate):
         return {
             "a transposed input": _step(
                 "aten::add", [[4096, 8192], [4096, 8192]], 600, strides=[[1, 4096], [8192, 1]]
+            ),
+            "two memory orders": _step(
+                "aten::add",
+                [[64, 512, 32, 32], [64, 512, 32, 32]],
+                600,
+                strides=[[524288, 1, 16384, 512], [524288, 1024, 32, 1]],
             ),
             "short rows": _step(
                 "aten::native_layer_norm",
@@ -97,27 +118,48 @@ class LowBandwidth(BelowRate):
         }
 
 
-def _why(family: str, inputs: OpInputs | None) -> str:
+_SHORT_ROWS = re.compile(r"layer_norm|rms_norm|softmax")
+"""Operators that normalise along the last dimension."""
+
+
+def _is_read_across(tensor: Tensor) -> bool:
+    """Return whether neighbours of the last dimension lie apart in memory."""
+    sizes = zip(tensor.shape, tensor.strides or (), strict=False)
+    strides = [stride for size, stride in sizes if size > 1]
+    return bool(strides) and strides[-1] > 1 and not kernel_common.is_channels_last(tensor)
+
+
+def _why(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCause:
     """Name the cause, as far as the recorded inputs show it."""
     tensors = [] if inputs is None else [x for x in inputs.tensors if x.elements > 1]
-    if tensors:
-        largest = max(tensors, key=lambda tensor: tensor.elements)
-        for tensor in tensors:
-            if not tensor.strides or not tensor.shape or tensor.elements < largest.elements:
-                continue
-            sizes = zip(tensor.shape, tensor.strides, strict=False)
-            strides = [stride for size, stride in sizes if size > 1]
-            if strides and strides[-1] > 1:
-                return "an input is transposed or sliced, and read across its rows"
-        if family in ("normalisation", "softmax", "reduction"):
-            last = largest.shape[-1] if largest.shape else 0
-            if 0 < last <= 256:
-                return f"rows of {last} elements are too short for the kernel's threads"
-        if len({tensor.width for tensor in tensors if tensor.shape}) > 1:
-            return "its tensors have different formats and are converted element by element"
-        if any(tensor.elements < largest.elements for tensor in tensors):
-            return "a smaller tensor is repeated along the larger one"
-    return "its kernel does not read and write whole vectors"
+    largest = max(tensors, key=lambda tensor: tensor.elements, default=None)
+    full = [x for x in tensors if largest is not None and x.elements == largest.elements]
+    placed = [x for x in full if x.strides and len(x.strides) == len(x.shape)]
+    if len({kernel_common.memory_order(x) for x in placed if x.shape == placed[0].shape}) > 1:
+        last = any(kernel_common.is_channels_last(x) for x in placed)
+        return SlowCause(
+            "its inputs lie in memory in different orders",
+            "channels last beside another order" if last else "different orders",
+        )
+    # in one order for all, a pointwise kernel reads along memory, whichever dimension that is
+    along = family == "elementwise" and placed and min(placed[0].strides or (0,)) == 1
+    if any(_is_read_across(x) for x in placed) and not along:
+        return SlowCause("an input is transposed or sliced, and read across its rows", "transposed")
+    in_rows = family == "reduction" and not any(kernel_common.is_channels_last(x) for x in placed)
+    if largest is not None and largest.shape and (_SHORT_ROWS.search(op) or in_rows):
+        last_size = largest.shape[-1]
+        if 0 < last_size <= 256:
+            return SlowCause(f"rows of {last_size} elements are too short for the kernel's threads")
+    if len({x.width for x in full if x.shape}) > 1:
+        return SlowCause(
+            "its tensors have different formats and are converted element by element",
+            "small tensors",
+        )
+    if family in ("elementwise", "copy") and len(full) < len(tensors):
+        return SlowCause("a smaller tensor is repeated along the larger one", "small tensors")
+    if "elementwise_kernel" in kernel and "vectorized" not in kernel:
+        return SlowCause("its kernel does not read and write whole vectors")
+    return SlowCause("the recorded inputs do not show why")
 
 
 def _step(

@@ -94,6 +94,9 @@ class BelowRate(Rule):
         worst = slow.sort("saved", descending=True).row(0, named=True)
         causes = self._causes(a, worst, read_inputs(a, worst["inputs"]))
         why = "; ".join(cause.text for cause in causes if cause.text)
+        advice = self._advise([cause.case for cause in causes if cause.case])
+        if not advice["fix"]:
+            return  # what helps is done already
         change, rows = self._edit(a, slow, searched=any(cause.searched for cause in causes))
         name = f", {worst['op']} {shapes_of(a, worst['inputs'])}," if self._names_costliest else ""
         yield Finding(
@@ -104,7 +107,7 @@ class BelowRate(Rule):
             evidence=self._evidence(a, slow),
             where=kernel_common.kernel_locations(a, rows),
             edits=[change],
-            **self._advise([cause.case for cause in causes if cause.case]),
+            **advice,
         )
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
@@ -129,8 +132,8 @@ class BelowRate(Rule):
             texts.append({"fix": self.fix, "code": self.code})
         assumptions = [text for each in texts for text in each.get("assumptions", ())]
         return {
-            "fix": " ".join(text["fix"] for text in texts if "fix" in text),
-            "code": "\n".join(dict.fromkeys(text["code"] for text in texts if "code" in text)),
+            "fix": " ".join(text["fix"] for text in texts if text.get("fix")),
+            "code": "\n".join(dict.fromkeys(text["code"] for text in texts if text.get("code"))),
             **({"assumptions": assumptions} if assumptions else {}),
         }
 

@@ -27,6 +27,19 @@ from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
 SEARCH = "a search in the library"
+_ORDER = "Keep model and inputs in channels-last order"
+_ORDER_CODE = (
+    "model = model.to(memory_format=torch.channels_last)\n"
+    "x = x.to(memory_format=torch.channels_last)"
+)
+_TIMED = "torch.backends.cudnn.benchmark = True   # before the first step"
+SETTINGS = {
+    (False, False): "neither yet",
+    (True, False): "algorithms are timed already",
+    (False, True): "channels last already",
+    (True, True): "both already",
+}
+"""Name of the case, by whether cudnn.benchmark is on and tensors are in channels-last order."""
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 """Kernels of MIOpen and cuDNN that multiply on the vector units."""
 
@@ -71,15 +84,8 @@ class SlowConvolution(BelowRate):
     _work = "convolutions"
     _matrix_work = True
 
-    fix = (
-        "Keep model and inputs in channels-last order, and let the library time its algorithms "
-        "once per shape."
-    )
-    code = (
-        "model = model.to(memory_format=torch.channels_last)\n"
-        "x = x.to(memory_format=torch.channels_last)\n"
-        "torch.backends.cudnn.benchmark = True   # before the first step"
-    )
+    fix = f"{_ORDER}, and let the library time its algorithms once per shape."
+    code = f"{_ORDER_CODE}\n{_TIMED}"
     verify = "Profile again: another kernel, and more of the attainable rate."
     falsified_by = "no faster algorithm among those that the library times at this shape"
     cases = {
@@ -91,12 +97,23 @@ class SlowConvolution(BelowRate):
             ),
         },
         "channels are no multiples of 8": {
-            "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8)."
+            "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8), with the layers that "
+            "read or make them.",
+            "code": "# an image's 3 channels, and the first layer\n"
+            "x = F.pad(x, (0, 0, 0, 0, 0, 8 - x.shape[1]))\n"
+            "self.first = nn.Conv2d(8, width, kernel_size=3, padding=1)",
         },
         ON_ROCM: {
             "code": "# shell: export MIOPEN_FIND_MODE=1 MIOPEN_FIND_ENFORCE=3   # searches, slow "
             "once\n# shell: export PYTORCH_MIOPEN_SUGGEST_NHWC=1"
         },
+        "neither yet": {"fix": fix, "code": code},
+        "algorithms are timed already": {"fix": f"{_ORDER}.", "code": _ORDER_CODE},
+        "channels last already": {
+            "fix": "Let the library time its algorithms once per shape.",
+            "code": _TIMED,
+        },
+        "both already": {"fix": "", "code": ""},
     }
 
     def _causes(
@@ -121,10 +138,13 @@ class SlowConvolution(BelowRate):
             elif channels % 8 or outer % 8:
                 text = f"{channels} and {outer} channels are no multiples of 8"
                 causes.append(SlowCause(text, "channels are no multiples of 8"))
-        choice = SlowCause(
-            "the library's choice of algorithm does not suit the shape", SEARCH, True
-        )
-        causes = causes or [choice]
+        timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
+        ordered = inputs is not None and any(map(kernel_common.is_channels_last, inputs.tensors))
+        if not causes and not timed:
+            text = "the library's choice of algorithm does not suit the shape"
+            causes = [SlowCause(text, SEARCH, True)]
+        causes = causes or [SlowCause("the fastest kernel that the library timed is slow", "", True)]
+        causes.append(SlowCause("", SETTINGS[timed, ordered]))
         return [*causes, SlowCause("", ON_ROCM)] if amd else causes
 
     @staticmethod

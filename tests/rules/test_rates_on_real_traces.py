@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -135,3 +136,36 @@ def test_what_products_and_memory_bound_operators_reach(shared_trace: Callable[[
             medians[kind].append(one)
     assert [min(medians["gemm"]), max(medians["gemm"])] == pytest.approx([0.38, 0.98], abs=0.01)
     assert [min(medians["memory"]), max(medians["memory"])] == pytest.approx([0.51, 0.97], abs=0.01)
+
+
+H100 = Path(__file__).parents[1] / "corpus/h100"
+
+
+@pytest.mark.parametrize("name", ["face_gan", "seg_val_hist"])
+def test_a_network_in_channels_last_order_is_not_called_transposed(name: str) -> None:
+    """Its tensors have strides [c·h·w, 1, w·c, c], and its kernels read them so."""
+    slow = found(str(H100 / name))["low-bandwidth"]
+    assert "batch_norm" in slow.summary
+    assert "transposed" not in slow.summary
+    assert "contiguous" not in slow.code
+
+
+@pytest.mark.parametrize(
+    "name", ["face_gan", "seg_val_hist", "image_loader", "ads_ranker", "citation_gcn", "healthy_lm"]
+)
+def test_no_advice_sets_what_the_recorder_knows_to_be_set(name: str) -> None:
+    result = examined(str(H100 / name))
+    recorded = result.main.recorded
+    assert recorded is not None
+    known = {
+        "cudnn.benchmark = True": recorded.flag("cudnn.benchmark") is True,
+        'set_float32_matmul_precision("high")': recorded.flag("float32_matmul_precision") == "high",
+        "matmul.allow_tf32 = True": recorded.flag("cuda.matmul.allow_tf32") is True,
+        "cudnn.allow_tf32 = True": recorded.flag("cudnn.allow_tf32") is True,
+        "pin_memory=True": any(each.get("pin_memory") for each in recorded.loaders),
+        "persistent_workers=True": any(each.get("persistent_workers") for each in recorded.loaders),
+    }
+    assert any(known.values())
+    for finding in (*result.report.findings, *result.report.notes):
+        said = [line for line, already in known.items() if already and line in finding.code]
+        assert not said, finding.rule

@@ -143,7 +143,9 @@ class SlowConvolution(BelowRate):
         if not causes and not timed:
             text = "the library's choice of algorithm does not suit the shape"
             causes = [SlowCause(text, SEARCH, True)]
-        causes = causes or [SlowCause("the fastest kernel that the library timed is slow", "", True)]
+        causes = causes or [
+            SlowCause("the fastest kernel that the library timed is slow", "", True)
+        ]
         causes.append(SlowCause("", SETTINGS[timed, ordered]))
         return [*causes, SlowCause("", ON_ROCM)] if amd else causes
 

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX
-from advisor.measure.steps.step_differences import MAX_BUSY
+from advisor.measure.steps.step_differences import LOADING, MAX_BUSY
 from advisor.measure.steps.step_records import MIN_DEVICE_TIMED
 from advisor.measure.steps.steps import recorded_extent
 from advisor.measure.steps.unmarked_steps import range_groups
@@ -98,7 +98,7 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
         how = mark_steps(meta.format, meta.framework)
         result.append(
             "Nothing marks the steps. A repetition is where the same work comes again; it may be a "
-            f"part of an iteration, such as a layer. {how[0].upper()}{how[1:]}."
+            f"part of an iteration, such as a layer.{_left_out(a)} {how[0].upper()}{how[1:]}."
         )
     elif a.steps.source == DEVICE_STEPS:
         how = mark_steps(meta.format, meta.framework)
@@ -140,15 +140,26 @@ def _unmarked(a: Analysis) -> str:
     """Say what figures without steps are of, and how much time is left out around it."""
     if a.device_id is None:
         return "the whole recording"
+    outside = _outside(a)
+    text = "the time from the first to the last GPU work"
+    return f"{text}; {outside} it are no idle time and left out" if outside else text
+
+
+def _left_out(a: Analysis) -> str:
+    """Say how much of the recording is around repetitions; empty if that is little."""
+    outside = _outside(a)
+    return f" {outside[0].upper()}{outside[1:]} the repetitions are left out." if outside else ""
+
+
+def _outside(a: Analysis) -> str:
+    """Name the time of the recording before and after what is analysed; empty if it is little."""
     start, end = recorded_extent(a.trace)
     before, after = int(a.spans.start.min()) - start, end - int(a.spans.end.max())
-    outside = [
-        f"{t.format_duration(ns)} {word} it"
+    return " and ".join(
+        f"{t.format_duration(ns)} {word}"
         for ns, word in ((before, "before"), (after, "after"))
         if ns > MIN_LEFT_OUT_SHARE * (end - start)
-    ]
-    text = "the time from the first to the last GPU work"
-    return f"{text}; {' and '.join(outside)} are no idle time and left out" if outside else text
+    )
 
 
 def _no_operators(trace: Trace) -> str:
@@ -303,6 +314,8 @@ def _one_off(a: Analysis) -> list[str]:
         + (
             ("(its only call)" if row["count"] == 1 else f"(one of {row['count']:,})")
             if row["usual"] is None
+            else f"({t.format_duration(row['usual'])} in its {row['count']:,} calls)"
+            if row["name"].startswith(LOADING)
             else f"(first of {row['count']:,} calls, the others {t.format_duration(row['usual'])})"
         )
         for row in table.sort("inside", descending=True).head(MAX_NAMED).iter_rows(named=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
 
+from advisor.advise.engine import analyze
 from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
@@ -252,6 +254,16 @@ def test_a_start_up_fragment_is_no_step():
     used = steps.used["dur"].to_numpy() / 1e3
     assert 9 <= len(used) <= 10  # of the last one, nothing says when the next would have begun
     assert used == pytest.approx(np.full(len(used), np.median(used)), rel=0.05)
+
+
+def test_collectives_that_wait_for_other_ranks_hide_no_repetition(
+    shared_file: Callable[[str], str],
+) -> None:
+    """50 steps after 12.4 s of start-up; their collectives take 20 to 49 ms each step."""
+    report = analyze(shared_file("rocprof/rocprofv3_mi350x_training.json.gz"))
+    assert (report.per, report.scope.steps_found) == ("repetition", 50)
+    assert report.busy_share == pytest.approx(0.82, abs=0.01)
+    assert any("12.7 s before the repetitions are left out" in limit for limit in report.limits)
 
 
 def test_guessed_steps_are_repetitions_and_ranges_that_could_be_the_step_are_named():

@@ -39,11 +39,11 @@ ONE_OFF_SCHEMA: dict[str, Any] = {
     "name": pl.String,
     "ts": pl.Int64,  # ns
     "dur": pl.Int64,  # ns
-    "usual": pl.Float64,  # ns: median of the later calls; null: it is the only one, or a capture
+    "usual": pl.Float64,  # ns: median of the later calls, start-up: time in calls; null: none
     "count": pl.Int64,  # calls of this kind, this one included
 }
 CAPTURE = "capture of a CUDA graph"
-LOADING = "loading of GPU code"
+LOADING = "start-up between calls of"
 _QUIET = ("other", "malloc", "free", "host_alloc", "host_free", "event_query")
 """Calls that set something up or ask for something, beside the loading of code."""
 
@@ -117,6 +117,7 @@ def _loading(a: Analysis) -> pl.DataFrame:
             pl.col("name").first().cast(pl.String),
             pl.col("ts").min(),
             end=(pl.col("ts") + pl.col("dur")).max(),
+            usual=pl.col("dur").sum().cast(pl.Float64),
             count=pl.len().cast(pl.Int64),
         )
         .filter(pl.col("count") > 1)
@@ -130,10 +131,10 @@ def _loading(a: Analysis) -> pl.DataFrame:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
     return found.select(
         "host",
-        pl.format("{} ({})", pl.lit(LOADING), "name").alias("name"),
+        pl.format("{} {}", pl.lit(LOADING), "name").alias("name"),
         "ts",
         "dur",
-        pl.lit(None, pl.Float64).alias("usual"),
+        "usual",
         "count",
     )
 

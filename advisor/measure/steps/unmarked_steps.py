@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.trace import JAX, TENSORFLOW, Trace
+from advisor.measure.device.kernel_names import describe_kernels
 from advisor.measure.host.launches import analysed_device
 
 MIN_REPEATS = 3
@@ -22,7 +23,7 @@ LAUNCHED_INSIDE = 0.9
 SIMILAR = 0.9
 """Share of work that two periods must have in common: some kernels depend on the data."""
 SIMILAR_TIME = 0.8
-"""Share of the time of each kind of work: clocks change, and collectives wait for others."""
+"""Share of the time of each kind of work but collectives, which wait for others: clocks change."""
 COVERED = 0.8
 """Part of the device's rows that must lie in similar periods."""
 AS_GOOD = 0.98
@@ -152,7 +153,8 @@ def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
     codes = names.to_numpy()[order]
     if len(codes) < 2 * MIN_REPEATS:
         return None
-    work = rows["dur"].to_numpy()[order]
+    waits = describe_kernels(rows["name"].cast(pl.String))["communication"].to_numpy()
+    work = np.where(waits, 0, rows["dur"].to_numpy())[order]
     counts = np.bincount(codes)
     wanted = np.flatnonzero(counts >= MIN_REPEATS)
     wanted = wanted[counts[wanted] * len(counts) <= MAX_TABLE]

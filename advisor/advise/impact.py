@@ -231,7 +231,8 @@ def without_gain(
         if finding.other_rank or not finding.edits:
             continue
         exposed = bound.gain_range(finding.edits)
-        reason = f"{who} sets the pace"
+        launches = part == "host" and any(edit.op == "drop_launch" for edit in finding.edits)
+        reason = f"{'other work of the host' if launches else who} sets the pace"
         why = (
             f"Fixing this alone does not shorten the {a.per}: {reason} ({share} of the critical "
             "path). Shorten that first."

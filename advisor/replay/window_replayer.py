@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from advisor.core.finding import LAYER_TIMES
 from advisor.core.intervals import union
@@ -54,6 +55,10 @@ MAX_HIDDEN_COST = 6.0
 one. Steps that the host paces, on the same machine, cost up to 5.7 times the usual one."""
 MIN_LEFT = 0.3
 """Least share of a stretch of host time that remains without the profiler."""
+MAX_OWN_LAUNCHES, MIN_SILENT = 0.10, 0.50
+"""Share of the launches up to which, and share of the steps without recorded work from which, the
+thread of the steps only waits for those that launch."""
+NOTHING_RECORDED = ("unknown", "unrecorded")
 
 
 def event_cost(a: Analysis) -> float:
@@ -604,4 +609,23 @@ class WindowReplayer:
             return "there is no step to replay"
         if self.a.steps.source == LAYER_TIMES:
             return "layers have times and no starts, so their times are added up"
-        return self.quality.unusable_reason
+        return self._unseen_wait() or self.quality.unusable_reason
+
+    def _unseen_wait(self) -> str:
+        """Say that the thread of the steps leaves the launches to others and does nothing recorded
+        meanwhile: a replay would take its wait for them for its own work. Empty: it does not."""
+        a, main = self.a, self.a.trace.main_thread
+        launch = a.trace.gpu["launch"].filter(pl.Series(a.in_window)).drop_nulls()
+        if main is None or not len(launch):
+            return ""
+        own = float((a.trace.cpu["thread"].gather(launch) == main).mean() or 0)  # type: ignore[arg-type]
+        idle = a.host.filter(
+            pl.col("thread") == main, pl.col("class").cast(pl.String).is_in(NOTHING_RECORDED)
+        )
+        silent = float(idle["ns"].sum()) / a.span_ns
+        if own > MAX_OWN_LAUNCHES or silent < MIN_SILENT:
+            return ""
+        return (
+            f"other threads launch {1 - own:.0%} of the work, and what the thread of the steps "
+            f"does for {silent:.0%} of them is not in the trace"
+        )

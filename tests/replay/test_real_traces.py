@@ -16,6 +16,7 @@ import pytest
 from naive_twin import naive_twin
 from whatif_by_hand import Job
 
+from advisor.advise.engine import analyze
 from advisor.measure import Analysis
 from advisor.read import read_trace
 from advisor.replay.edit_language import parse_edit
@@ -112,6 +113,21 @@ def test_where_syncs_and_kernels_were_filtered_out_the_explained_share_says_so(
     explained = replayed(shared_trace("two_ranks_rank0")).quality.explained
     assert explained is not None
     assert explained < 0.5
+
+
+def test_a_thread_that_only_waits_for_those_that_launch_does_not_set_the_pace(
+    shared_file: Find,
+) -> None:
+    """TensorFlow's executors launch all 688 pieces of work; 30% of the step the GPU waits for them,
+    so launching less is advice, by what it exposes."""
+    report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb.gz"))
+    found = next(each for each in report.findings if each.rule == "launch-bound")
+    assert found.impact is not None
+    assert found.impact.low_ns is not None
+    assert found.impact.high_ns is not None
+    assert found.priority is not None
+    assert 0 < found.impact.low_ns < found.impact.high_ns <= 6_410_429
+    assert any("other threads launch 100% of the work" in limit for limit in report.limits)
 
 
 def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard_part(

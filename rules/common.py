@@ -71,6 +71,16 @@ def is_pytorch(a: Analysis) -> bool:
     return meta.framework == PYTORCH or (meta.framework is None and meta.format == KINETO)
 
 
+def without_bf16(a: Analysis, advice: dict[str, Any]) -> dict[str, Any]:
+    """Return advice with FP16 in place of BF16 where the GPU has no units for that, as a V100."""
+    if a.hardware is None or a.hardware.peak("bf16") or not a.hardware.peak("fp16"):
+        return advice
+    texts = {key: value for key, value in advice.items() if isinstance(value, str)}
+    for old, new in (("bfloat16", "float16"), ("BF16", "FP16"), ("bf16", "fp16")):
+        texts = {key: text.replace(old, new) for key, text in texts.items()}
+    return advice | texts
+
+
 def stacks_option(a: Analysis) -> str:
     """Name the option that records Python stacks beside this."""
     return "with_stack=True" if a.record is None else "advisor record --deep"

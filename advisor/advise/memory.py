@@ -34,6 +34,9 @@ RECORD_HISTORY = "torch.cuda.memory._record_memory_history(max_entries=100_000)"
 MIN_UNUSED_SHARE = 0.25
 """Share of the reserved bytes from which the verdict mentions unused memory."""
 
+ROOMY_SHARE = 0.5
+"""Share of the GPU's memory below which nothing has to be freed at the cost of smaller batches."""
+
 
 def shown_histories(a: Analysis) -> list[PostMortem]:
     """Return the memory histories of the GPUs; the host's only if no GPU's is recorded."""
@@ -43,8 +46,11 @@ def shown_histories(a: Analysis) -> list[PostMortem]:
 def memory_views(a: Analysis) -> list[MemoryView]:
     """Return a view of each device, the fullest first; of a series, also what grows over it."""
     views = [_view(post) for post in shown_histories(a)[:MAX_DEVICES]]
+    capacity = a.memory["capacity"].max()
     for view, post in zip(views, shown_histories(a), strict=False):
         view.trains = does_train(a, post)
+        if isinstance(capacity, int) and view.reserved < ROOMY_SHARE * capacity:
+            view.savings = [each for each in view.savings if each.change != "half the batch"]
     if a.snapshot_series and views:
         posts = fullest_devices(a.snapshot_series)
         table, per = growing_lines(posts)

@@ -14,7 +14,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import COMMUNICATION, ancestor_chains, parent_rows
 from advisor.rules.citations import NCCL_TESTS, OURS, TRACELENS, public_traces
-from advisor.rules.common import amount_per_step, example_steps, of_step
+from advisor.rules.common import amount_per_step, example_steps, of_step, without_bf16
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.testing import Examples, TraceBuilder
 
@@ -305,7 +305,7 @@ class ExposedCommunication(Rule):
                 Edit(op="overlap", select=Select(on="gpu", family=("communication",)), ahead=True)
             ],
             **(self.case("the ranks train on CPUs") if a.device_id is None else {}),
-            **self._advice(a, by_kind, table),
+            **without_bf16(a, self._advice(a, by_kind, table)),
         )
 
     def _advice(self, a: Analysis, by_kind: pl.DataFrame, table: pl.DataFrame) -> dict[str, Any]:

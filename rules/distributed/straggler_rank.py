@@ -89,12 +89,19 @@ class StragglerRank(Rule):
     )
     code = (
         "# is it the device? the same work on every rank, one after the other\n"
-        "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\n"
+        "a = torch.randn(8192, 8192, device='cuda', dtype=torch.float16)\n"
         "start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
         "start.record(); [a @ a for _ in range(100)]; end.record()\n"
         "torch.cuda.synchronize(); print(rank, start.elapsed_time(end), 'ms')"
     )
     cases = {
+        "host": {
+            "code": "# is it the host? the same Python work on every rank, at the same time\n"
+            "start = time.perf_counter()\n"
+            "for _ in range(10**7): pass\n"
+            "cores = len(os.sched_getaffinity(0))   # that the process may use\n"
+            "print(rank, cores, time.perf_counter() - start, 's')"
+        },
         "compute": {
             "fix": "The GPU of {ranks} computes longer. Compare its clocks, temperature and other "
             "processes with the others' (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC); if they are "
@@ -102,7 +109,11 @@ class StragglerRank(Rule):
         },
         "input": {
             "fix": "Check the input of {ranks}: loader workers, CPU cores bound to the process, "
-            "the storage that it reads from, larger samples in its shard."
+            "the storage that it reads from, larger samples in its shard.",
+            "code": "# batches alone, on every rank\n"
+            "start = time.perf_counter()\n"
+            "for _, batch in zip(range(50), loader): pass\n"
+            "print(rank, time.perf_counter() - start, 's')",
         },
         "network": {
             "fix": "Check the links of {ranks}: NVLink or PCIe errors, counters and firmware of "

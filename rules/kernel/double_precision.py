@@ -88,6 +88,16 @@ class DoublePrecision(Rule):
     falsified_by = "the same step time in float32"
     assumptions = ("float32 is accurate enough for this model",)
     confidence = 0.85
+    cases = {
+        "tensors beside the model": {
+            "fix": "Convert these tensors, such as those that {op} takes, to float32 where they "
+            "are made. Leave the model as it is: its products are of another type. NumPy's arrays "
+            "are float64 by default.",
+            "code": "# once, where the doubles are made; not the model\n"
+            "x = torch.as_tensor(array, dtype=torch.float32)\n"
+            "mask = mask.to(torch.float32)",
+        }
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum own time of operators with double inputs, and of the products among them."""
@@ -159,7 +169,11 @@ class DoublePrecision(Rule):
             Evidence("peak in FP32", peaks[1], "FLOP/s"),
         ] * bool(products.any())
         where = kernel_locations(a, double)
-        longest = f", longest in {where[0].op}" if where and where[0].op else ""
+        op = where[0].op if where and where[0].op else ""
+        longest = f", longest in {op}" if op else ""
+        all_products = compute_rows(a) & family_rows(a, "gemm", "convolution")
+        of_model = summed_duration(a, products) >= MODEL_SHARE * summed_duration(a, all_products)
+        beside = not of_model and all_products.any()
         yield Finding(
             summary=f"Kernels on doubles (float64) take {of_step(a, ns)}{longest}.",
             evidence=[
@@ -169,6 +183,7 @@ class DoublePrecision(Rule):
             ],
             where=where,
             edits=edits,
+            **(self.case("tensors beside the model", op=op or "these kernels") if beside else {}),
         )
 
     @staticmethod
@@ -188,6 +203,8 @@ class DoublePrecision(Rule):
         }
 
 
+MODEL_SHARE = 0.5
+"""Part of the time of products from which those of doubles are the model's."""
 _ELEMENTS = r"^[^(]*(?:\(anonymous namespace\)[^(]*)*<[^(]*\bdouble\b"
 """A kernel's template arguments, with doubles among them: later, a type may be a scalar's."""
 _PRODUCTS = [

@@ -60,8 +60,7 @@ PATTERNS = (
         "Call F.rms_norm (nn.RMSNorm): one kernel from PyTorch 2.9 on, and with torch.compile "
         "in older versions. It computes in FP32 where its input has 16 bits.",
         "self.norm = nn.RMSNorm(hidden, eps=1e-6)   # or F.rms_norm(x, (hidden,), weight, eps)\n"
-        "y = self.norm(x)\n"
-        "# Hugging Face models: Liger Kernel's apply_liger_kernel_to_llama()",
+        "y = self.norm(x)",
         f"{FUNCTIONS}rms_norm.html",
     ),
     Pattern(
@@ -122,6 +121,31 @@ ALREADY = r"^triton_|multi_tensor_|foreach|jit::"
 MAX_SIZE_RATIO = 4.0
 """Elements of the largest over those of the smallest full tensor in a chain: a half that is
 negated, a cast to twice the width; a larger ratio is not one operator's work."""
+
+
+_LIGER_FAMILIES = {
+    **{name: name.lower() for name in "Llama Mistral Mixtral Gemma Gemma2 Qwen2 Qwen3".split()},
+    **{name: name.lower() for name in "Phi3 Granite Olmo2 Glm4".split()},
+    "Gemma3": "gemma3_text",
+    "Qwen3Moe": "qwen3_moe",
+}
+"""First part of the names of Hugging Face's modules -> the last of Liger Kernel's function."""
+
+
+def _liger(a: Analysis, patterns: list[Pattern]) -> list[str]:
+    """Return the line that patches the model of the trace with Liger Kernel's operators, if that
+    has one for it: its modules have the names of Hugging Face's."""
+    if a.layers is None or not {p.name for p in patterns} & {"RMS normalisation"}:
+        return []
+    kinds = set(a.layers.nodes["kind"])
+    for name, function in _LIGER_FAMILIES.items():
+        if {f"{name}RMSNorm", f"{name}DecoderLayer"} <= kinds:
+            return [
+                "# or Liger Kernel's operators\n"
+                f"from liger_kernel.transformers import apply_liger_kernel_to_{function}\n"
+                f"apply_liger_kernel_to_{function}()   # before the model is made"
+            ]
+    return []
 
 
 def chains_in(text: str) -> Iterator[tuple[int, int, int]]:
@@ -243,7 +267,7 @@ class HandwrittenOperator(Rule):
             ],
             where=kernel_common.kernel_locations(a, rows),
             fix=" ".join([*fixes, "Compiling the model fuses such chains too."]),
-            code="\n".join(self.case(pattern.name)["code"] for pattern in patterns),
+            code="\n".join([*(self.case(p.name)["code"] for p in patterns), *_liger(a, patterns)]),
             references=[*dict.fromkeys(pattern.reference for pattern in patterns)],
             edits=changes,
         )

@@ -93,13 +93,16 @@ class RebuiltWeights(Rule):
     min_share = Threshold(0.05, "of the step in operators that make weights", XPROF)
 
     fix = (
-        "Store weights that are not trained in 16 bits, once after loading. Inputs follow with one "
-        "cast; autocast stays for what is trained beside them (adapters, heads)."
+        "Store weights that are not trained in 16 bits, once after loading, in the type that "
+        "autocast uses. Keep autocast on: it casts the inputs, and norm layers stay in float32."
     )
     code = (
-        "for parameter in model.parameters():\n"
-        "    if not parameter.requires_grad:                # when serving: all of them\n"
-        "        parameter.data = parameter.data.to(torch.bfloat16)"
+        "for module in model.modules():\n"
+        '    if "norm" in type(module).__name__.lower():    # batch norm needs float32\n'
+        "        continue\n"
+        "    for parameter in module.parameters(recurse=False):\n"
+        "        if not parameter.requires_grad:            # when serving: all of them\n"
+        "            parameter.data = parameter.data.to({dtype})"
     )
     verify = "Record again: the casts are gone. Compare the outputs: they differ by rounding."
     falsified_by = "weights that change between two forward passes"
@@ -133,7 +136,7 @@ class RebuiltWeights(Rule):
             done = "cast to another type" if kind == CAST else "normalised"
             what = f"{t.count_noun(count, 'weight')} are {done} {where}, and none is trained."
         fix, code, verify = {
-            CAST: (self.fix, self.code, self.verify),
+            CAST: (self.fix, self.code.format(dtype=_autocast_type(a)), self.verify),
             NORM: (_NORM_FIX, _NORM_CODE, _NORM_VERIFY),
             OPERAND: (_OPERAND_FIX, _OPERAND_CODE, _OPERAND_VERIFY),
         }[kind]
@@ -164,6 +167,13 @@ class RebuiltWeights(Rule):
             "only inputs are cast": (_network("input"), "ns < self.min_share * a.span_ns"),
             "little": (_network("cast", rest=300_000), "min_share"),
         }
+
+
+def _autocast_type(a: Analysis) -> str:
+    """Return the 16-bit type that most of the operators are given, as PyTorch spells it."""
+    types = a.trace.inputs["types"].gather(a.trace.cpu["inputs"].drop_nulls())
+    half, bfloat = (int(types.str.contains(name).sum()) for name in ("(?i)half", "(?i)bfloat16"))
+    return "torch.float16" if half > bfloat else "torch.bfloat16"
 
 
 def _network(

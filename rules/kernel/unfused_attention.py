@@ -22,6 +22,28 @@ GRADIENT = r"^aten::_softmax_backward_data$"
 MIN_PART = 0.5
 """Share of an operator's time in attention, from which its kernels count to it."""
 
+_FROM_PRETRAINED = "# Hugging Face: from_pretrained(..., attn_implementation='sdpa')"
+_TAKE_SDPA = (
+    "Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Cohere Olmo Olmo2 Falcon "
+    "Starcoder2 GPT2 GPTNeoX GPTBigCode OPT Bert Roberta XLMRoberta DistilBert Bart MBart Whisper "
+    "ViT DeiT Dinov2 CLIP Siglip Wav2Vec2 Hubert"
+).split()
+"""Hugging Face's models with ``_supports_sdpa``, by the first part of their modules' names."""
+_SDPA_MODULES = rf"^(?:{'|'.join(_TAKE_SDPA)})(?:Self)?Attention$"
+_EAGER_FRAMES = (
+    rf"(?i)transformers/models/(?:{'|'.join(_TAKE_SDPA)}|gpt_neox|gpt_bigcode|xlm_roberta|qwen2_moe"
+    r"|qwen3_moe)/modeling_\w+\.py\(\d+\): eager_attention_forward$"
+)
+
+
+def _takes_sdpa(a: Analysis) -> bool:
+    """Return whether modules or frames are of a model that has fused attention in Hugging Face."""
+    kinds = pl.Series([], dtype=pl.String) if a.layers is None else a.layers.nodes["kind"]
+    frames = a.trace.cpu["name"]
+    return bool(
+        kinds.str.contains(_SDPA_MODULES).any() or name_matches(frames, _EAGER_FRAMES).any()
+    )
+
 
 class UnfusedAttention(Rule):
     """Attention as separate kernels writes the whole matrix of scores (tokens x tokens per head) to
@@ -97,8 +119,7 @@ class UnfusedAttention(Rule):
         "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
         "fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]\n"
         "with sdpa_kernel(fused):\n"
-        "    out = F.scaled_dot_product_attention(q, k, v)\n\n"
-        "# Hugging Face: from_pretrained(..., attn_implementation='sdpa')"
+        "    out = F.scaled_dot_product_attention(q, k, v)"
     )
     verify = (
         "Profile again: flash, fmha or cudnn attention kernels in place of bmm and softmax. Peak "
@@ -174,6 +195,7 @@ class UnfusedAttention(Rule):
             where=kernel_common.kernel_locations(a, attention),
             edits=self._edits(a, rows, blocks, attention, unnumbered, fused),
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
+            **({"code": f"{self.code}\n\n{_FROM_PRETRAINED}"} if _takes_sdpa(a) else {}),
             **(self.case(case) if case else {}),
         )
 

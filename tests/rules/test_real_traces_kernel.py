@@ -425,3 +425,40 @@ def test_rmsnorm_written_as_pointwise_kernels_is_what_is_said_of_qwen(shared_tra
     assert report.findings[0].title.startswith("RMS normalisation")
     general = next(f for f in report.findings if f.rule == "unfused-elementwise")
     assert general.folded_under == "handwritten-operator"
+
+
+# -- code fits the program of the trace ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "says", "never"),
+    [
+        # BF16 products, doubles in masks and resizing
+        ("pairs/sam_3_bf16_compiled_sdpa", "double-precision", "mask.to", "model.float()"),
+        # FP16 autocast (325 kernels of halves, none of bfloat16), six batch norms
+        ("pairs/particle_batch128", "rebuilt-weights", "to(torch.float16)", "torch.bfloat16"),
+        ("pairs/particle_batch128", "rebuilt-weights", '"norm" in type(module)', "torch.bfloat16"),
+        ("h100_qwen_inference", "handwritten-operator", "to_qwen2()", "to_llama"),
+        # no module of these is one for which Hugging Face has fused attention
+        ("mi300_timesformer_inference", "unfused-attention", "sdpa_kernel", "from_pretrained"),
+        ("pairs/particle_batch128", "unfused-attention", "sdpa_kernel", "from_pretrained"),
+        # a V100 has no units for BF16
+        ("v100_train_copy_heavy", "exposed-communication", "FP16", "BF16"),
+    ],
+)
+def test_code_keeps_the_precision_and_the_model_of_the_trace(
+    shared_trace: Find, name: str, rule: str, says: str, never: str
+) -> None:
+    found = next(each for each in report(shared_trace(name)).findings if each.rule == rule)
+    assert says in f"{found.fix} {found.code}"
+    assert never not in f"{found.fix} {found.code}"
+
+
+@pytest.mark.parametrize("name", ["h100_qwen_inference", "mi300_timesformer_inference"])
+def test_no_smaller_batch_is_named_where_most_of_the_memory_is_free(
+    shared_trace: Find, name: str
+) -> None:
+    found = report(shared_trace(name))
+    assert found.memory_peak_bytes is not None and found.memory_capacity_bytes is not None
+    assert found.memory_peak_bytes < 0.1 * found.memory_capacity_bytes
+    assert "half the batch" not in {each.change for view in found.memory for each in view.savings}

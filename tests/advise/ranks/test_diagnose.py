@@ -521,3 +521,5 @@ def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[st
     (late,) = [found for found in report.findings if found.rule == "straggler-rank"]
     labels = [item.label for item in late.evidence]
     assert "exposed wait of the others" in labels and len(labels) == len(set(labels))
+    assert "more host time" in late.summary
+    assert "time.perf_counter" in late.code and "a @ a" not in late.code, "the host is to test"

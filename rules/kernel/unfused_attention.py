@@ -195,7 +195,7 @@ class UnfusedAttention(Rule):
             where=kernel_common.kernel_locations(a, attention),
             edits=self._edits(a, rows, blocks, attention, unnumbered, fused),
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
-            **({"code": f"{self.code}\n\n{_FROM_PRETRAINED}"} if _takes_sdpa(a) else {}),
+            code=f"{self.code}\n\n{_FROM_PRETRAINED}" if _takes_sdpa(a) else self.code,
             **(self.case(case) if case else {}),
         )
 

@@ -26,6 +26,7 @@ FAMILIES: Final = {
     "normalisation": "#8a7fd6",
     "softmax": "#7a5fc0",
     "embedding": "#d4a13a",
+    "indexing": "#e0b75e",
     "optimizer": "#c9793f",
     "layout": "#a7855f",
     "copy": "#3b82c4",

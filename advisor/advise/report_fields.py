@@ -34,7 +34,9 @@ from advisor.core.report import (
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy
+from advisor.measure.device.roofline import in_spans
 from advisor.measure.host.layers import report_layers
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.steps.step_records import MIN_AROUND, MIN_DEVICE_TIMED, MIN_PROFILED
@@ -223,13 +225,23 @@ def _longest(a: Analysis, table: pl.DataFrame, whole: int) -> list[OperatorTime]
 
 
 def _families(a: Analysis) -> list[Family]:
-    """Return kernel families, with shares of all listed device work, which add up to 1."""
-    table = a.families.sort("dur", descending=True)
-    whole = int(table["dur"].sum())
-    rows = table.select("family", "dur", "count").iter_rows() if whole else ()
+    """Return kernel families, with shares of all listed device work, which add up to 1. Look-ups
+    that no embedding does are ``indexing``."""
+    work, cpu = in_spans(a), a.trace.cpu
+    names, row = [work["name"], work["op_name"]], work["op_row"]
+    for _ in range(2):  # aten::embedding calls aten::index_select, and that aten::gather
+        row = cpu["parent"].gather(row)
+        names.append(cpu["name"].gather(row))
+    other = work["family"] == "embedding"
+    for each in names:
+        other &= ~name_matches(each, "(?i)embed").fill_null(False)
+    family = pl.when(other).then(pl.lit("indexing")).otherwise(work["family"].cast(pl.String))
+    table = work.group_by(family=family).agg(pl.col("ns").sum(), pl.len()).sort("ns", "family")
+    whole = int(table["ns"].sum())
     return [
-        Family(name, dur / a.step_count, dur / whole, count / a.step_count)
-        for name, dur, count in rows
+        Family(name, ns / a.step_count, ns / whole, count / a.step_count)
+        for name, ns, count in table.reverse().iter_rows()
+        if whole
     ]
 
 

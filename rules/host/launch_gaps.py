@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -155,7 +156,7 @@ def repeats_kernels(a: Analysis) -> bool | None:
     kernels &= gpu["device"] == a.device_id
     work = gpu.filter(kernels).select("name", "launch", "stream", "ts")
     launched = cpu["ts"].gather(work["launch"]).to_numpy()
-    steps = step_of(a.steps, launched)
+    steps = step_of(replace(a.steps, table=a.steps.marks), launched)
     inside = steps.is_not_null()
     work, launched = work.filter(inside), launched[inside.to_numpy()]
     step = steps.drop_nulls().to_numpy()

@@ -35,6 +35,8 @@ from advisor.testing import Examples, TraceBuilder
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
 """Single-precision CUDA-core kernels of cuBLAS, cuDNN and CUTLASS, for matrices whose op has no
 recorded types (compiled regions, CUDA graphs)."""
+_VOLTA, _LATER = r"^volta_|^turing_", r"ampere|hopper|(?:sm_?|cutlass_)(?:8|9|1\d)\d|nvjet"
+"""Kernels of NVIDIA's libraries made for Volta or Turing, and for later GPUs, which have TF32."""
 _TF32 = (
     'torch.set_float32_matmul_precision("high")   # matrix products\n'
     "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
@@ -56,6 +58,7 @@ _REACHED_BLIND = (
 _TRAINS = "the model trains as well with the shorter mantissa"
 _ANSWERS = "the model's outputs are as good with the shorter mantissa"
 BF16, FP16 = "TF32 is no faster: BF16", "no TF32 and no BF16: FP16"
+BESIDE = "other products are in a 16-bit format"
 CASES = {"bf16": BF16, "fp16": FP16}
 """Case by format to move to; without one, TF32: the rule's own texts."""
 BLIND = "shapes are not recorded"
@@ -253,17 +256,36 @@ class Fp32Matmul(Rule):
         if a.trace.meta.vendor == "amd":
             return  # its matrix cores multiply FP32
         if a.hardware is None:
-            name = a.device.name if a.device is not None else None
-            yield SkippedCheck(
-                what=f"whether tensor cores would be faster at FP32 matrix work ({share:.0%} of "
-                "kernel time)",
-                why=f"the GPU {name!r} is unknown" if name else "the trace does not name its GPU",
-                record="" if name else "a profiler that writes deviceProperties",
-            )
+            yield self._on_unknown_gpu(a, slow, share)
             return
         target = self._target(a.hardware)
         if target is not None:
             yield self._finding(a, slow, share, target)
+
+    def _on_unknown_gpu(
+        self, a: Analysis, slow: kernel_common.Mask, share: float
+    ) -> Finding | SkippedCheck:
+        """Advise what kernels made for Volta and Turing show; else say what is not known."""
+        work = f"({share:.0%} of kernel time)"
+        names = a.trace.gpu["name"]
+        made_for = [name_matches(names, pattern).any() for pattern in (_VOLTA, _LATER)]
+        name = a.device.name if a.device is not None else None
+        if name is None and made_for == [True, False]:
+            return Finding(
+                summary=f"Matrix work runs in FP32 {work}. Its kernels are made for Volta and "
+                "Turing, whose tensor cores multiply FP16. --gpu NAME gives the gain.",
+                evidence=[
+                    self.compare("FP32 matrix time, share of kernel time", share, "min_share")
+                ],
+                where=kernel_common.kernel_locations(a, slow),
+                informational=True,
+                **self.case(FP16),
+            )
+        return SkippedCheck(
+            what=f"whether tensor cores would be faster at FP32 matrix work {work}",
+            why=f"the GPU {name!r} is unknown" if name else "the trace does not name its GPU",
+            record="" if name else "a profiler that writes deviceProperties",
+        )
 
     def _target(self, gpu: GpuSpec) -> Target | None:
         """Return the format to move to; ``None``: this GPU has none much faster than FP32."""
@@ -378,7 +400,7 @@ class Fp32Matmul(Rule):
         return {
             "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
             "FP32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
-            "an unknown GPU": (unknown, "a.hardware is None"),
+            "an unknown GPU": (unknown, "name is None"),
             "BF16 as nvjet": (_training("H100", "c10::BFloat16", nvjet, 300), few),
             "BF16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), few),
             "TF32 is on": (_training("A100", "float", tf32, 1500), few),
@@ -431,6 +453,13 @@ class MixedPrecisionOff(Fp32Matmul):
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         BF16: {},
+        BESIDE: {
+            "title": "Some products run in FP32 beside others in {format}",
+            "fix": "Compute these products in {format}, as the others. Put them inside the "
+            "autocast region too, and leave out a .float() before them.",
+            "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
+            "    loss = criterion(model(x), y)  # the whole model, with its head",
+        },
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
     inference: ClassVar[Mapping[str, Any]] = {
@@ -438,7 +467,13 @@ class MixedPrecisionOff(Fp32Matmul):
         "code": _FORWARD.format("bfloat16"),
         "verify": f"{_VERIFY}Compare the model's outputs.",
         "assumptions": (_REACHED, assumptions[1], _ANSWERS),
-        "cases": {BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)}},
+        "cases": {
+            BESIDE: {
+                "code": 'with torch.inference_mode(), torch.autocast("cuda", dtype={dtype}):\n'
+                "    y = model(x)  # the whole model, with its head"
+            },
+            BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
+        },
     }
     framework_advice = {
         TENSORFLOW: FrameworkAdvice(
@@ -453,7 +488,8 @@ class MixedPrecisionOff(Fp32Matmul):
 
     def check(self, a: Analysis) -> Outcomes:
         """Check the same matrix kernels; what is well or unknown, fp32-matmul says."""
-        yield from (outcome for outcome in super().check(a) if isinstance(outcome, Finding))
+        if a.hardware is not None:
+            yield from (outcome for outcome in super().check(a) if isinstance(outcome, Finding))
 
     def _target(self, gpu: GpuSpec) -> Target | None:
         cheaper = super()._target(gpu)
@@ -466,7 +502,9 @@ class MixedPrecisionOff(Fp32Matmul):
         self, a: Analysis, slow: kernel_common.Mask, share: float, target: Target
     ) -> Finding:
         found = super()._finding(a, slow, share, target)
-        attention = kernel_common.compute_rows(a) & kernel_common.family_rows(a, "attention")
+        compute = kernel_common.compute_rows(a)
+        matrix = compute & kernel_common.family_rows(a, *FAMILIES)
+        attention = compute & kernel_common.family_rows(a, "attention")
         attention &= a.kernels["dtype"].is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
         edits = list(found.edits)
         half = attainable_roofs(a.hardware).matmul.get("bf16")
@@ -480,11 +518,13 @@ class MixedPrecisionOff(Fp32Matmul):
             names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
             select = kernel_common.select_kernels(names.unique().to_list())
             edits.append(kernel_common.scale_kernels(a, attention, saved, select))
-        return replace(
-            found,
-            title=self.title,
-            edits=edits,
-        )
+        used = a.kernels["dtype"].filter(pl.Series(a.in_window & matrix))
+        beside = used.filter(used.is_in(["bf16", "fp16"])).mode()
+        text = {"title": self.title}
+        if len(beside):
+            dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[beside[0]]
+            text = self.case(BESIDE, format=beside[0].upper(), dtype=dtype)
+        return replace(found, edits=edits, **text)
 
     def _saved(
         self,

@@ -71,8 +71,8 @@ def summed_duration(a: Analysis, rows: Mask) -> int:
 
 
 def busy_share(a: Analysis) -> float:
-    """Return the share of the window in which the device does anything at all."""
-    return a.breakdown.busy.total / a.span_ns if a.span_ns else 0.0
+    """Return the share of the own step in which the device does anything at all."""
+    return a.own_busy_share or 0.0
 
 
 def is_busy(a: Analysis, min_busy: float) -> bool:

@@ -151,6 +151,7 @@ class LayoutTransposes(Rule):
             part /= float(table["dur"].sum())
             select = Select(on="gpu", kind=("kernel",), family=("convolution",))
             edits.append(scale_edit(select, 1.0, 1 - part, 1.0))
+        assumed = self.fill_thresholds(self.assumptions if saved[1] > 0 else self.assumptions[::2])
         yield Finding(
             summary=(
                 f"Transposes between NCHW and NHWC take {share:.0%} of convolution time "
@@ -164,6 +165,7 @@ class LayoutTransposes(Rule):
             ],
             where=kernel_common.kernel_locations(a, moving),
             edits=edits,
+            assumptions=assumed,
             **(self.case("on ROCm") if amd else {}),
         )
 

@@ -177,8 +177,10 @@ class AllocationsInLoop(DriverAllocationRule):
             for call, name in self._calls.items()
             if by_call.get(call)
         )
+        where = calls["step"].n_unique()
+        which = "Each step calls" if where == steps else f"{where} of {steps} steps call"
         return (
-            f"Each step calls the driver for memory after the warm-up: {rates} per step. cudaFree "
+            f"{which} the driver for memory after the warm-up: {rates} per step. cudaFree "
             "waits for the whole GPU, and cudaMalloc blocks the host."
         )
 

@@ -172,3 +172,23 @@ def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
     assert own.code is not None
     assert "all_to_all_single" in own.code
     assert "DDP" not in own.code
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "denies"),
+    [
+        # 180 launches of the same names, grids and order in each of five steps
+        ("wide_embedding", "the same kernels in every step yes", "differ from step to step"),
+        ("conv_heuristics", "keeps channels-last order", "batch norm reaches"),  # it has none
+        ("vocabulary", "beside others in BF16", "without mixed precision"),  # 84 of 477 kernels
+        ("latent_sampler", "pass 5 – – 16.9 ms", "tokens/s 8"),  # the eight are class labels
+        ("points_max_split", "3 of 4 steps call the driver", "Each step calls the driver"),
+        ("citation_gcn", "indexing 89% of device work", "embedding"),  # gathers of a graph
+        ("wide_embedding", "embedding 6%", "indexing"),
+    ],
+)
+def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None:
+    made = examine(str(CORPUS / "h100" / name)).report
+    text = re.sub(r"\s+", " ", REPORTS.render("terminal", made, details=True))
+    assert re.search(says, text)
+    assert not re.search(denies, text)

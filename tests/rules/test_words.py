@@ -38,6 +38,7 @@ OF_TRAINING = {
     "single-tensor-optimizer",
     "slice-gradients",
     "unused-gradients",
+    "zeroed-gradients",
 }
 OF_TRAINED_STATE = (
     "set_to_none",

@@ -325,6 +325,8 @@ def _described(
     new = {q for q, k, _ in seen if k >= q}
     tokens = prod(looked)
     requests = looked[0] if len(looked) == 2 else None
+    if requests is None and new and min(new) > tokens:
+        return mark  # labels of images, and no tokens: attention has more rows than were looked up
     if requests and new and min(new) > looked[1]:
         tokens = requests * max(new)  # embedded elsewhere: the look-up is of the newest token
     if not new and len(looked) == 2:

@@ -1,0 +1,135 @@
+"""Gradients that are filled with zeros, and then added to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import climb_stack, parent_rows
+from advisor.rules.citations import OURS
+from advisor.rules.common import amount_per_step, costliest_places, row_numbers, scale_edit
+from advisor.testing import Examples, TraceBuilder
+
+ZEROING = r"^Optimizer\.zero_grad"
+"""Range of ``zero_grad()`` in a trace."""
+ACCUMULATING = r"^torch::autograd::AccumulateGrad$"
+"""Autograd's node that stores a gradient. It launches nothing where there is none yet."""
+
+
+class ZeroedGradients(Rule):
+    """``zero_grad(set_to_none=False)`` fills each gradient with zeros, and the backward pass adds
+    to it. With ``set_to_none=True``, the default since PyTorch 2.0, it frees the gradients. The
+    backward pass then keeps what it computed: neither is launched.
+
+    Counted are launches inside the range ``Optimizer.zero_grad``, and those of autograd's nodes
+    that accumulate gradients. Where gradients are summed over several batches, there are more
+    additions than fills, and only the fills count.
+    """
+
+    id = "zeroed-gradients"
+    title = "Gradients are filled with zeros and added to"
+    found_in = ("traces/linear_2080ti_launch_bound",)
+    silent_in = ("traces/nccl_collectives", "traces/mi250_train")
+    validation_note = (
+        "40 steps of linear layers: a fill and an addition for each of 42 parameters (fires)"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",
+    )
+
+    min_share = Threshold(0.05, "of the launches, or of device time", OURS)
+    max_ratio = Threshold(1.1, "additions per fill: more are sums over several batches", OURS)
+
+    left = Threshold(0.1, "of the host time of fills and additions stays", OURS)
+    least_left = Threshold(0.0, "of it, at best", OURS)
+    most_left = Threshold(0.5, "of it, at worst", OURS)
+
+    fix = (
+        "Set gradients to None instead of zero. The backward pass then stores them without adding."
+    )
+    code = "optimizer.zero_grad(set_to_none=True)"
+    verify = "Profile again: no kernels inside Optimizer.zero_grad and AccumulateGrad."
+    falsified_by = "code that needs a gradient of zero where a parameter got none"
+    assumptions = ("nothing reads .grad between zero_grad() and the backward pass",)
+    confidence = 0.9
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Count the launches of fills and additions."""
+        names = a.trace.cpu["name"]
+        if a.device_id is None or not name_matches(names, ZEROING).any():
+            return
+        launch = row_numbers(a.trace.gpu["launch"])
+        dur = a.trace.gpu["dur"].to_numpy()
+        parent, rows = parent_rows(a.trace), {}
+        for pattern in (ZEROING, ACCUMULATING):
+            around = climb_stack(parent, name_matches(names, pattern).to_numpy(), launch)
+            rows[pattern] = a.in_window & (launch >= 0) & (around >= 0)
+        fills, additions = (int(mask.sum()) for mask in rows.values())
+        selected = [ZEROING, ACCUMULATING]
+        if additions > self.max_ratio * fills:
+            selected.remove(ACCUMULATING)
+        needless = np.logical_or.reduce([rows[pattern] for pattern in selected])
+        total = int(a.in_window.sum())
+        of_time = dur[needless].sum() / max(dur[a.in_window].sum(), 1)
+        share = max(int(needless.sum()) / max(total, 1), float(of_time))
+        if not fills or share < self.min_share:
+            return
+        steps = a.step_count
+        yield Finding(
+            summary=(
+                f"zero_grad() launches {fills / steps:,.0f} fills per step, and the backward pass "
+                f"{additions / steps:,.0f} additions to them, of {total / steps:,.0f} launches."
+            ),
+            evidence=[
+                amount_per_step(a, "fills of gradients", fills, "count"),
+                amount_per_step(a, "additions to gradients", additions, "count"),
+                amount_per_step(a, "device time of both", int(dur[needless].sum())),
+                self.compare("share of launches or device time", share, "min_share"),
+                Evidence("additions per fill", additions / fills),
+            ],
+            where=costliest_places(a, launch[rows[ZEROING]], dur[rows[ZEROING]]),
+            edits=[
+                edit
+                for pattern in selected
+                for edit in (
+                    Edit(op="remove", select=Select(on="gpu", under=pattern)),
+                    scale_edit(
+                        Select(on="host", kind=("op",), under=pattern),
+                        self.left,
+                        self.least_left,
+                        self.most_left,
+                    ),
+                )
+            ],
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        few = "share < self.min_share"
+        return {
+            "a fill and an addition for each": _training(),
+            "several batches": _training(batches=4),
+            "set to None": (_training(zeros=False), "not fills"),
+            "little beside the model": (_training(layers=1, other=60), few),
+        }
+
+
+def _training(
+    *, zeros: bool = True, batches: int = 1, layers: int = 20, other: int = 2
+) -> TraceBuilder:
+    b = TraceBuilder()
+    kernel = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
+    for _ in b.steps():
+        with b.range("Optimizer.zero_grad#SGD.zero_grad"):
+            if zeros:
+                b.run("aten::zero_", kernel, 4, times=layers, host_us=10)
+        for _ in range(batches):
+            for _ in range(layers):
+                b.run("aten::mm", "ampere_sgemm_128x64_nn", 5, times=other, host_us=10)
+                with b.op("torch::autograd::AccumulateGrad"):
+                    if zeros:
+                        b.run("aten::add_", kernel, 4, host_us=10)
+    return b

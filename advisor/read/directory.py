@@ -12,6 +12,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
 from advisor.core.trace import Run, Trace, blank_trace
@@ -45,10 +46,12 @@ from advisor.read.runs import (
     wanted_traces,
     without_copies,
 )
-from advisor.read.source import ByteSource
+from advisor.read.source import ByteSource, kind_of
 from advisor.read.triton_cache import find_entries, kernels_in, read_triton_cache
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
+ARCHIVES = {".zip": "zip", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar", ".tar.xz": "tar"}
+"""Suffixes of archives, and how their members' URLs begin."""
 MAX_FILES = 4096
 MAX_ELSEWHERE = 64
 """Most files of a URL that are kept at once."""
@@ -339,8 +342,37 @@ def _read(file: str | RemoteFile, options: ReadOptions | None) -> Trace:
     if isinstance(file, str):
         if Path(file).is_dir():  # no other folder stands for itself
             return trace_of(*read_triton_cache(file))
-        return read_trace(file, options)
+        kind = next((kind for end, kind in ARCHIVES.items() if file.lower().endswith(end)), None)
+        if kind is None or not Path(file).is_file():
+            return read_trace(file, options)
+        file = _only_member(kind, file)
     return read_source(file, options or ReadOptions())
+
+
+def _only_member(kind: str, archive: str) -> RemoteFile:
+    """Return the one trace in an archive. Raises AdvisorError: there is none, or several."""
+    from advisor.read.remote.archives import list_members, open_member
+
+    members = {member.name: member for member in list_members(kind, archive)}
+    names = wanted_traces([name for name in members if "::" not in name])
+    names = names or (list(members) if len(members) == 1 else [])
+    if len(names) == 1:
+        url = f"{kind}://{names[0]}::{archive}"
+        return RemoteFile(url=url, at=url, rank=rank_in(url), size=members[names[0]].size)
+    what = f"{archive}: {t.with_article(kind)} archive of {t.count_noun(len(members), 'file')}"
+    if names:
+        raise AdvisorError(
+            f"{what}, {len(names):,} of them named like traces; give one of them "
+            f"({kind}://{names[0]}::{archive}), all as one run ({kind}://::{archive}), or the "
+            "folder, unpacked"
+        )
+    for name in islice(members, 1):
+        with open_member(kind, archive, name) as (stream, _):
+            known = kind_of(stream.read(SMALL), name)
+        if known is not None:
+            what += f"; the first is {known[0]}; {known[1] or SEE_FORMATS}"
+            raise AdvisorError(what)
+    raise AdvisorError(f"{what}, none named like a trace; unpack it and give the file or folder")
 
 
 def _try_read(file: str | RemoteFile, options: ReadOptions | None) -> Trace | str:

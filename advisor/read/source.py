@@ -348,6 +348,11 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
     ),
 )
 """Patterns of how a file begins, each with what it is and what to do."""
+_PLUGIN_PAGE = re.compile(
+    r"[._](?:input_pipeline(?:_analyzer)?|overview_page|tensorflow_stats|framework_op_stats"
+    r"|kernel_stats|op_stats|memory_profile|pod_viewer|hlo_stats|roofline_model)\.pb$"
+)
+"""Names of what the plugin keeps of a profile (``<host>.input_pipeline.pb``)."""
 _KINDS = tuple((re.compile(p.encode(), re.DOTALL | re.I), what, cure) for p, what, cure in _SIGNS)
 
 
@@ -371,6 +376,10 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
         return "a Perfetto trace (protobuf)", (
             "give the profiler's own file: rocprofv3 --output-format rocpd (or json), or the JSON "
             "of torch.profiler"
+        )
+    if _PLUGIN_PAGE.search(path):
+        return "a page of TensorBoard's profile plugin, with sums and no timeline", (
+            "give the profile that it was made of (*.xplane.pb)"
         )
     if path.endswith((".py", ".ipynb")):
         return "a program, no recording of one", "run it with advisor record, or advisor lint"

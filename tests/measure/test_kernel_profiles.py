@@ -209,5 +209,5 @@ def test_members_of_a_tar_are_not_read_as_kernels(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(page)
             archive.addfile(member, io.BytesIO(page))
-    with pytest.raises(AdvisorError, match="a tar archive; unpack it"):
+    with pytest.raises(AdvisorError, match="a tar archive of 2 files, none named like a trace"):
         analyze(path)

@@ -76,6 +76,28 @@ def test_a_run_is_read_from_an_archive(web: Server, trace_bytes: Made, packing: 
         assert path.read_bytes() == trace_bytes(2)
 
 
+@pytest.mark.parametrize("name", ["run.zip", "run.tar", "run.tar.gz", "run.tgz"])
+def test_the_only_trace_of_a_local_archive_is_read(
+    tmp_path: Path, trace_bytes: Made, name: str
+) -> None:
+    pack = zipped if name.endswith("zip") else tarred
+    mode = {} if name.endswith(("zip", "tar")) else {"mode": "w:gz"}
+    path = tmp_path / name
+    path.write_bytes(pack({"run/rank3.json": trace_bytes(3), "run/notes.txt": b"x"}, **mode))  # type: ignore[operator]
+    assert open_run(path).ranks == [3]
+    path.write_bytes(pack({f"rank{n}.json": trace_bytes(n) for n in (0, 1)}, **mode))  # type: ignore[operator]
+    kind = "zip" if name.endswith("zip") else "tar"
+    assert f"({kind}://rank0.json::{path})" in refused(str(path))
+    path.write_bytes(pack({"notes.txt": b"x", "more.txt": b"y"}, **mode))  # type: ignore[operator]
+    assert "of 2 files, none named like a trace" in refused(str(path))
+
+
+def test_pages_of_tensorboards_plugin_are_named(shared_file: Callable[[str], str]) -> None:
+    """Five of them, as xprof's demo has them: input_pipeline, overview_page, tensorflow_stats."""
+    path = shared_file("xla/tfprof_demo_GPU_input_vs_compute_bound.tar.gz")
+    assert "a tar archive of 5 files; the first is a page of TensorBoard's profile" in refused(path)
+
+
 def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> None:
     files = {f"rank{rank}.json": bytes([rank]) * 5_000_000 for rank in range(8)}
     web.state.files["/a.tar"] = tarred(files)

@@ -58,6 +58,8 @@ MIN_LEFT = 0.3
 MAX_OWN_LAUNCHES, MIN_SILENT = 0.10, 0.50
 """Share of the launches up to which, and share of the steps without recorded work from which, the
 thread of the steps only waits for those that launch."""
+MIN_LAUNCHES = 10
+"""Launches that show who launches."""
 NOTHING_RECORDED = ("unknown", "unrecorded")
 
 
@@ -616,7 +618,7 @@ class WindowReplayer:
         meanwhile: a replay would take its wait for them for its own work. Empty: it does not."""
         a, main = self.a, self.a.trace.main_thread
         launch = a.trace.gpu["launch"].filter(pl.Series(a.in_window)).drop_nulls()
-        if main is None or not len(launch):
+        if main is None or len(launch) < MIN_LAUNCHES:
             return ""
         own = float((a.trace.cpu["thread"].gather(launch) == main).mean() or 0)  # type: ignore[arg-type]
         idle = a.host.filter(

@@ -15,6 +15,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import python_gaps, python_hot_spots
+from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.rules.citations import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, public_traces
 from advisor.rules.common import (
@@ -24,6 +25,7 @@ from advisor.rules.common import (
     of_step,
     per_step,
     row_numbers,
+    scale_edit,
     stacks_option,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -40,10 +42,18 @@ _AHEAD = (
     "loader = DataLoader(Prepared(), batch_size=None, num_workers={workers})\n"
     "for inputs in loader:\n"
 )
-_OFF_THE_PATH = (
-    "Compute its result once and keep it, vectorize its loops over tensors or lists, or prepare it "
-    "ahead in DataLoader workers. With num_workers={workers} they keep up with the shorter step."
+_INPUT = re.compile(
+    r"preprocess|image_process|feature_extract|tokeni[sz]|augment|collate|imread|imdecode|featuri[sz]e"
+    r"|load_(?:image|video|audio|sample|batch|data)|read_(?:image|video|audio|sample|batch|frame|csv)"
+    r"|decode_(?:image|jpe?g|png|video|audio|frame)|(?:make|get|build|next|prepare)_batch|getitem"
+    r"|spectrogram|^PIL/|^cv2/|^av/|librosa|soundfile|albumentations|^pandas/|^datasets/"
+    r"|torchaudio/|torchvision/(?:io|transforms|datasets)|torch/utils/data/",
+    re.IGNORECASE,
 )
+"""Names of functions and files that make inputs: of decoding, preprocessing, tokenizing."""
+_ENGINES = r"^(?:vllm|sglang|tensorrt_llm|lmdeploy|xfuser|nemo|verl)/"
+"""Files of engines that run a model, which users seldom change."""
+AHEAD, OWN, LIBRARY = "input is prepared", "the program's own", "of a library"
 
 
 def _name(spot: dict[str, Any]) -> str:
@@ -78,6 +88,39 @@ def _location(a: Analysis, spot: dict[str, Any]) -> Location:
         dur_ns=int(a.trace.cpu["dur"][frame]),
         count=spot["count"],
     )
+
+
+def _listed(names: list[str]) -> str:
+    """``a, b and c``."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
+
+
+def _calls(a: Analysis, spot: dict[str, Any]) -> str:
+    """``8 of load, 54.6 ms``: all calls per step, hidden or not."""
+    count = max(1, round(spot["count"] / a.step_count))
+    return f"{count:,} of {_name(spot)}, {format_duration(spot['total_ns'] / a.step_count)}"
+
+
+def _kind(a: Analysis, spot: dict[str, Any]) -> str:
+    """Return whether a function makes inputs, outside of the model; else whose it is."""
+    parent = a.trace.cpu["parent"]
+    row: int | None = int(spot["frame"])
+    in_model = False
+    while row is not None and not in_model:  # one stack
+        name = str(a.trace.cpu["name"][row])
+        in_model = name.startswith(("nn.Module: ", "torch/nn/modules/module.py("))
+        row = parent[row]
+    file = str(spot["file"] or "")
+    if not in_model and (_INPUT.search(file) or _INPUT.search(_name(spot))):
+        return AHEAD
+    return LIBRARY if frame_rank(spot["name"]) < 2 or re.search(_ENGINES, file) else OWN
+
+
+def _libraries(spots: list[dict[str, Any]]) -> str:
+    """Name the packages of library functions: ``diffusers``."""
+    files = [re.sub(r"^.*(?:site|dist)-packages/", "", spot["file"] or "") for spot in spots]
+    names = (file.lstrip("/").split("/")[0] if "/" in file else "" for file in files)
+    return _listed(sorted({name or "Python" for name in names}))
 
 
 class PythonHotSpot(Rule):
@@ -119,15 +162,43 @@ class PythonHotSpot(Rule):
         0.05, "of the step, unexplained GPU idle time: enough to ask for stacks", XPROF
     )
 
-    fix = f"{_OFF_THE_PATH} Log and checkpoint every N steps only."
-    code = f"{_AHEAD}    train_step(inputs)"
-    inference = {"fix": _OFF_THE_PATH, "code": f"{_AHEAD}    outputs = model(inputs)"}
+    fix = "Compute the result once and keep it, or do it while the GPU works."
+    cases = {
+        AHEAD: {
+            "fix": "Prepare the result of {names} ahead in DataLoader workers, or compute it once "
+            "and keep it. With num_workers={workers} they keep up with the shorter step.",
+            "code": f"{_AHEAD}    train_step(inputs)",
+            "assumptions": (
+                "the step's other work can go on without its result",
+                "the work becomes unnecessary, or runs in other processes with {workers} free. A "
+                "thread does not help, because of Python's GIL",
+            ),
+        },
+        OWN: {
+            "fix": "Compute the result of {names} once and keep it, or vectorize its loops over "
+            "tensors or lists. Log and checkpoint every N steps only.",
+        },
+        LIBRARY: {
+            "fix": "{names}: host work of {library} itself. Make the call around it less often, "
+            "such as once at the start or for several inputs at once. Or switch off the feature "
+            "that needs it.",
+            "assumptions": ("this call, or the feature that needs it, can be left out",),
+        },
+    }
+    inference = {
+        "cases": {
+            AHEAD: {"code": f"{_AHEAD}    outputs = model(inputs)"},
+            OWN: {
+                "fix": "Compute the result of {names} once and keep it, or vectorize its loops "
+                "over tensors or lists.",
+            },
+        }
+    }
     verify = "Profile again with stacks: the function's idle time is gone or smaller."
     falsified_by = "the same step time when the function returns a precomputed result"
     assumptions = (
         "the step's other work can go on without its result",
-        "the work becomes unnecessary, or runs in other processes with {workers} free. A thread "
-        "does not help, because of Python's GIL",
+        "the work becomes unnecessary",
     )
     confidence = 0.75
 
@@ -146,13 +217,14 @@ class PythonHotSpot(Rule):
         total = int(spots["critical_ns"].sum())
         if spots.is_empty() or total < self.min_share * a.span_ns:
             return
-        first = spots.row(0, named=True)
+        named = [spot | {"kind": _kind(a, spot)} for spot in spots.iter_rows(named=True)]
+        first = named[0]
         gaps = python_gaps(a).drop_nulls("frame")
         gaps = gaps.with_columns(name=a.trace.cpu["name"].gather(gaps["frame"]))
         gaps = gaps.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
         yield Finding(
-            title=self._title(spots.rows(named=True)),
-            summary=self._summary(a, spots.rows(named=True)),
+            title=self._title(named),
+            summary=self._summary(a, named),
             evidence=[
                 amount_per_step(a, "GPU idle in these functions", total),
                 self.compare("share", total / a.span_ns, "min_share", per=a.per),
@@ -162,7 +234,7 @@ class PythonHotSpot(Rule):
                         spot["critical_ns"] / a.step_count,
                         "ns",
                     )
-                    for spot in spots.iter_rows(named=True)
+                    for spot in named
                 ),
                 self.compare(
                     "idle time per gap in the first",
@@ -171,12 +243,28 @@ class PythonHotSpot(Rule):
                     "ns",
                     times=1000,
                 ),
+                Evidence("all calls", "; ".join(_calls(a, spot) for spot in named)),
             ],
-            where=[_location(a, spot) for spot in spots.iter_rows(named=True)],
-            edits=[self._edit(a, gaps, spot) for spot in spots["name"]],
-            moved_ns=self._time(a, spots["name"]) / a.step_count,
+            where=[_location(a, spot) for spot in named],
+            edits=[self._edit(a, gaps, spot) for spot in named],
+            **self._advice(a, named),
             confidence_notes=["recording Python stacks lengthens Python time"],
         )
+
+    def _advice(self, a: Analysis, spots: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return advice for each kind of function: only what makes inputs can run ahead."""
+        fix = []
+        kinds = [spot["kind"] for spot in spots]
+        for kind in dict.fromkeys(kinds):
+            own = [spot for spot, each in zip(spots, kinds, strict=True) if each == kind]
+            names = _listed(_names(own))
+            values = {"names": names, "library": _libraries(own), "workers": "{workers}"}
+            fix.append(self.case(kind, **values)["fix"])
+        ahead = [spot["name"] for spot in spots if spot["kind"] == AHEAD]
+        result = {**self.case(AHEAD if ahead else kinds[0]), "fix": " ".join(fix)}
+        if ahead:
+            result["moved_ns"] = self._time(a, pl.Series(ahead)) / a.step_count
+        return result
 
     @staticmethod
     def _title(spots: list[dict[str, Any]]) -> str:
@@ -184,7 +272,7 @@ class PythonHotSpot(Rule):
         names = _names(spots)
         if len(names) == 1:
             return f"The function {names[0]} leaves the GPU idle"
-        return f"The functions {', '.join(names[:-1])} and {names[-1]} leave the GPU idle"
+        return f"The functions {_listed(names)} leave the GPU idle"
 
     @staticmethod
     def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:
@@ -229,8 +317,10 @@ class PythonHotSpot(Rule):
         return intersect(union(ts, ts + int_column(frames, "dur")), a.spans).total
 
     @staticmethod
-    def _edit(a: Analysis, gaps: pl.DataFrame, frame: str) -> Edit:
-        """The gap pieces that this function causes: by what runs in it, under its frame."""
+    def _edit(a: Analysis, gaps: pl.DataFrame, spot: dict[str, Any]) -> Edit:
+        """The gap pieces that this function causes: by what runs in it, under its frame. How much
+        of a library's work goes is not known."""
+        frame = spot["name"]
         names = a.trace.cpu["name"].gather(gaps["host"])
         in_function = gaps["name"] == frame
         top = (
@@ -244,12 +334,12 @@ class PythonHotSpot(Rule):
             .cast(pl.String)
         )
         pattern = "|".join(re.escape(name) for name in np.sort(top.to_numpy()))
-        return Edit(
-            op="remove",
-            select=Select(
-                on="gap", cause=("python",), name=f"^(?:{pattern})$", under=f"^{re.escape(frame)}$"
-            ),
+        select = Select(
+            on="gap", cause=("python",), name=f"^(?:{pattern})$", under=f"^{re.escape(frame)}$"
         )
+        if spot["kind"] == LIBRARY:
+            return scale_edit(select, 0.0, 0.0, 1.0)
+        return Edit(op="remove", select=select)
 
     @staticmethod
     def examples() -> Examples:

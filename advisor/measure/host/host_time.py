@@ -41,6 +41,7 @@ HOT_SCHEMA: dict[str, Any] = {
     "function": pl.String,
     "critical_ns": pl.Int64,
     "count": pl.Int64,
+    "total_ns": pl.Int64,
     "gaps": pl.Int64,
 }
 MIN_FRAME_SHARE = 0.5
@@ -186,17 +187,35 @@ def python_hot_spots(a: Analysis) -> pl.DataFrame:
     ``critical_ns`` first. Empty without Python stacks. See :func:`python_gaps`.
 
     ``critical_ns`` is the time inside the used steps in which the device idles and waits for this
-    code; ``count`` the number of its calls in that time, ``gaps`` that of the device's gaps.
+    code; ``gaps`` the number of the device's gaps. ``count`` and ``total_ns`` are of all calls of
+    the function that begin in the used steps, hidden or not; ``frame`` is the longest of them.
     ``line`` is where the function begins, as the profiler records it.
     """
+    cpu = a.trace.cpu
     table = python_gaps(a).drop_nulls("frame")
-    table = table.with_columns(a.trace.cpu["name"].gather(table["frame"]).cast(pl.String))
+    table = table.with_columns(cpu["name"].gather(table["frame"]))
     table = table.group_by("name").agg(
-        pl.col("frame").sort_by("dur").last(),
         pl.col("dur").sum().alias("critical_ns"),
-        pl.col("frame").n_unique().alias("count"),
         pl.col("gap").n_unique().alias("gaps"),
+        pl.col("frame").unique(),
     )
+    rows = np.flatnonzero(cpu["name"].is_in(table["name"].implode()).to_numpy())
+    blamed = np.isin(rows, table["frame"].explode().to_numpy())
+    ts = cpu["ts"].to_numpy()[rows]
+    rows = rows[blamed | (covered_length(ts, ts + 1, a.steps.host_spans) > 0)]
+    calls = pl.DataFrame(
+        {
+            "name": cpu["name"].gather(rows),
+            "frame": pl.Series(rows, dtype=pl.Int32),
+            "dur": cpu["dur"].gather(rows),
+        }
+    )
+    calls = calls.group_by("name").agg(
+        pl.col("frame").sort_by("dur").last(),
+        pl.len().alias("count"),
+        pl.col("dur").sum().alias("total_ns"),
+    )
+    table = table.drop("frame").join(calls, on="name").with_columns(pl.col("name").cast(pl.String))
     frames = [parse_frame(name) for name in table["name"]]
     return (
         table.with_columns(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import polars as pl
 
 from advisor.advise.auxiliary_report import flight_verdict, source_verdict
 from advisor.advise.limits import (
@@ -26,11 +27,14 @@ from advisor.advise.terms import ACTIVITIES, how_to_record, record_gpu_work, rec
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
+from advisor.core.intervals import covered_length
 from advisor.core.report import IdleCause, Report
 from advisor.measure.device.families import MATRIX
+from advisor.measure.device.roofline import in_spans
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.stacks import hottest_in_modules
 from advisor.measure.steps.step_differences import CAPTURE
+from advisor.replay.selection import selected_gpu
 
 if TYPE_CHECKING:
     from advisor.core.report import HostShare, StepTime
@@ -59,6 +63,8 @@ MIN_IDLE_SHARE = 0.2
 """Share of the step from which a second cause of idle time is named."""
 LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
 """Arguments of the profiler's schedule that leave start-up out."""
+MOST_OF_STEP = 0.5
+"""Share of the step from which one operator's device work is named though no rule has a fix."""
 MIN_STEPS = 3
 MAX_HEALTHY_STEP_RATIO = 2.0
 """Ratio of longest to shortest or median step above which a mean step is not called healthy."""
@@ -75,6 +81,8 @@ def write_verdict(
         status, text = "limited", short
     if report.flight is not None and report.flight.problems:
         status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
+    elif status != "healthy":
+        text += _largest_operator(report, a)
     step = report.step
     if step is not None and step.varies and f"median {t.format_duration(step.ns)}" not in text:
         text = f"{text} The run's steps vary: {_mean_and_median(step)}."
@@ -451,6 +459,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
     idle += f" of the {report.per}"
     how = record_with("with_stack=True" if report.host else ACTIVITIES, a.trace.meta)
+    how = " ".join(filter(None, [_longest_operators(a), how]))
     queued = queued_idle_ns(a) / max(a.span_ns, 1)
     if queued < MIN_QUEUED_SHARE:
         return " ".join(part for part in (f"{idle}.", how) if part)
@@ -461,6 +470,28 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
         f"{idle}: {t.format_share(queued)} while work is queued for it ({why}), "
         f"{t.format_share(share - queued)} while none is. {UNFILTERED} {how}".rstrip()
     )
+
+
+def _longest_operators(a: Analysis) -> str:
+    """Name operators that hold the host for long in a call or two per step, with little recorded
+    inside; empty: there are none."""
+    cpu = a.trace.cpu.with_row_index("row")
+    inside = cpu.group_by("parent").agg(pl.col("dur").sum().alias("inside"))
+    ts = cpu["ts"].to_numpy()
+    ops = cpu.filter(
+        (pl.col("kind") == "op") & (pl.col("thread") == a.trace.main_thread),
+        pl.Series(covered_length(ts, ts + 1, a.steps.host_spans) > 0),
+    ).join(inside, left_on="row", right_on="parent", how="left")
+    own = pl.col("dur") - pl.col("inside").fill_null(0)
+    few = ops.with_columns(own=own).filter(pl.col("own") >= MIN_QUEUED_SHARE * a.step_ns)
+    table = few.group_by(pl.col("name").cast(pl.String)).agg(pl.col("own").sum()).sort("own")
+    named = [
+        f"{labels.shorten(labels.clean(name), 40)} ({t.format_duration(ns / a.step_count)} per "
+        f"{a.per})"
+        for name, ns in table.reverse().head(2).iter_rows()
+        if ns >= MIN_IDLE_SHARE / 2 * a.span_ns
+    ]
+    return f"Single calls hold the host: {' and '.join(named)}." if named else ""
 
 
 MIN_QUEUED_SHARE = 0.05
@@ -577,6 +608,49 @@ def _phases_behind(report: Report) -> str:
     return (
         f"CUDA graphs or torch.compile may in {names}{more}: there the GPU waits for the host, "
         f"{t.format_duration(total)} {t.format_per(report.per)} ({share})"
+    )
+
+
+def _largest_operator(report: Report, a: Analysis) -> str:
+    """Name the operator with more than half of the step in device work that is far below its rate,
+    or of unknown rate, where no finding changes that work; empty: there is none. Of nested scopes,
+    as XLA names operators, it is the innermost one with so much."""
+    if a.device_id is None or not a.span_ns:
+        return ""
+    work = in_spans(a).filter(pl.col("kind") == "kernel", pl.col("op_name").is_not_null())
+    work = work.with_columns(op_name=pl.col("op_name").cast(pl.String))
+    parts = work.with_columns(name=pl.col("op_name").str.split("/")).with_columns(
+        place=pl.int_ranges(pl.col("name").list.len())
+    )
+    parts = parts.explode("name", "place").with_columns(
+        name=pl.col("name").str.replace(r"(_\d+)?(:\w+)?$", "")
+    )
+    parts = parts.unique(["row", "name"]).filter(pl.col("name").str.len_chars() > 1)
+    named = work["op_name"].str.contains("/")
+    table = (parts if named.any() else parts.with_columns(name="op_name")).group_by("name").agg(
+        pl.col("ns").sum(), pl.col("place").mean(), pl.col("row")
+    )
+    table = table.filter(pl.col("ns") > MOST_OF_STEP * a.span_ns).sort("place", "ns")
+    if table.is_empty():
+        return ""
+    name, ns, _, rows = table.row(-1)
+    known = a.rooflines.filter(
+        pl.col("op").cast(pl.String) == name, pl.col("efficiency").is_not_null()
+    )
+    rate = float((known["efficiency"] * known["dur"]).sum() / max(known["dur"].sum(), 1))
+    if rate >= LOW_RATE:
+        return ""
+    dur = a.trace.gpu["dur"].to_numpy()
+    mine = np.isin(np.arange(len(dur)), rows)
+    edits = [edit for f in report.findings for edit in f.edits if edit.select.on == "gpu"]
+    if any(2 * dur[mine & selected_gpu(a, edit.select)].sum() >= ns for edit in edits):
+        return ""
+    which = "the memory's rate" if (known["bound"] == "memory").all() else "its attainable rate"
+    at = f" at {t.format_share(rate)} of {which}" if rate else ""
+    share = t.format_share(ns / a.span_ns)
+    return (
+        f" Most device time: {labels.shorten(labels.clean(name), 40)}, {share} of the "
+        f"{report.per}{at}; no rule has a fix."
     )
 
 

@@ -333,6 +333,10 @@ def _format(report: Report) -> str | None:
     return report.inputs[0].format if report.inputs else None
 
 
+ANY_PROGRAM = "python train.py"
+"""Command of a program whose own is not recorded."""
+
+
 def _program(report: Report) -> str:
     """Return the command of the program, by the format and framework of its recording."""
     form, framework = _format(report), report.scope.framework
@@ -343,13 +347,16 @@ def _program(report: Report) -> str:
     if form != KINETO and form is not None and report.serving is None:
         return "PROGRAM" if framework is None else "python program.py"
     if report.serving is None:
-        return "python train.py"
+        return ANY_PROGRAM
     return ENGINE_BENCHMARKS.get(report.serving.engine or "", "python infer.py")
 
 
-def profiling_command(report: Report, a: Analysis) -> tuple[str, str] | None:
+def profiling_command(
+    report: Report, a: Analysis, line: str | None = None
+) -> tuple[str, str] | None:
     """Return the command that collects counters of the longest kernels below their attainable rate,
-    and its cost. ``None`` if there is nothing to profile."""
+    and its cost. ``None`` if there is nothing to profile. ``line``: the run's own command."""
+    program = line or _program(report)
     chosen: dict[str, str] = {}
     for row in report.rooflines:
         slow = row.efficiency is None or row.efficiency < FAST_KERNEL_SHARE
@@ -365,7 +372,7 @@ def profiling_command(report: Report, a: Analysis) -> tuple[str, str] | None:
         return (
             "rocprof-compute profile -n run \\\n"
             + "".join(f"  -k {name} \\\n" for name in names)
-            + f"  -- {_program(report)}",
+            + f"  -- {program}",
             "The program runs some ten times, once per group of counters.",
         )
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
@@ -380,7 +387,7 @@ def profiling_command(report: Report, a: Analysis) -> tuple[str, str] | None:
     return (
         f"{which} \\\n"
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
-        f"  -o kernels {_program(report)}",
+        f"  -o kernels {program}",
         f"{t.count_noun(count, 'launch')}{after}, each repeated some ten times with "
         "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep",
     )

@@ -446,6 +446,11 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
         return ""
     if finding.priority != 1 or not finding.where or any(p.file for p in finding.where):
         return ""
+    for other in report.findings:
+        place = other.where[0] if other.where and other.folded_under == finding.rule else None
+        if place is not None and place.file:
+            where = " in ".join(t.location_names(place)[:1])
+            return f"stack samples point to {where}"
     how = "with_stack=True" if report.recorded is None else "advisor record --deep"
     return "" if how in finding.summary + finding.fix else f"line not recorded; {how} shows it"
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 import advisor
 from advisor.advise.kernel_counters import (
+    ANY_PROGRAM,
     counter_views,
     profiling_command,
     triton_views,
@@ -20,6 +21,7 @@ from advisor.advise.limits import (
     too_little,
 )
 from advisor.advise.memory import memory_of_rank, memory_views
+from advisor.advise.priority import MOSTLY_BUSY
 from advisor.advise.report_charts import build_views
 from advisor.advise.report_fields import (
     energy_use,
@@ -102,11 +104,16 @@ def write_report(
         network=a.trace.meta.network,
         **measure_fields(a),
     )
-    command = profiling_command(report, a)
+    line = None if run.recording is None else run.recording.manifest.shell_command
+    if line is not None:
+        lists = {"findings": report.findings, "notes": report.notes, "risks": report.risks}
+        report = replace(report, **{k: _with_command(line, found) for k, found in lists.items()})
+    command = profiling_command(report, a, line)
     start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
     if start_up:
         report = replace(report, serving=None)  # its passes stand for no others
-    if command is not None and not too_little(a) and not start_up:
+    waits = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
+    if command is not None and not too_little(a) and not start_up and not waits:
         report = replace(report, profile_kernels=list(command))
     left = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
     edits = [edit for finding in ranked.advice for edit in finding.edits]
@@ -114,6 +121,14 @@ def write_report(
     status, text = write_verdict(report, a)
     report = replace(report, status=status, verdict=text)
     return replace(report, views=build_views(report))
+
+
+def _with_command(line: str, findings: Sequence[Finding]) -> list[Finding]:
+    """Write the run's own command line into code that starts a program."""
+    return [
+        replace(f, code=f.code.replace(ANY_PROGRAM, line), fix=f.fix.replace(ANY_PROGRAM, line))
+        for f in findings
+    ]
 
 
 def _texts(rules: Sequence[Rule], findings: Sequence[Finding]) -> list[RuleText]:

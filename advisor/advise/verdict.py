@@ -403,7 +403,7 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     ]
     named[0] += f" of the {report.per}"
     shown = {part.cause for part in causes}
-    how = how_to_record("with_stack=True", meta)
+    how = how_to_record("with_stack=True", meta, recorder=a.record is not None)
     later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
     what = f" with {how}, to see what the host does" if "unknown" in shown and how else ""
     advice = "No rule has a fix with a significant gain."
@@ -458,7 +458,8 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     explain nothing of the time in which work is queued for the GPU."""
     idle = f"The trace does not show why the GPU idles for {t.format_share(share)}"
     idle += f" of the {report.per}"
-    how = record_with("with_stack=True" if report.host else ACTIVITIES, a.trace.meta)
+    option, own = "with_stack=True" if report.host else ACTIVITIES, a.record is not None
+    how = record_with(option, a.trace.meta, recorder=own)
     how = " ".join(filter(None, [_longest_operators(a), how]))
     queued = queued_idle_ns(a) / max(a.span_ns, 1)
     if queued < MIN_QUEUED_SHARE:
@@ -518,7 +519,8 @@ def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
             report.ranges[0].share,
         )
     else:
-        rest = " (with_stack=True shows what)"
+        stacks = "with_stack=True" if recorded is None else "advisor record --deep"
+        rest = f" ({stacks} shows what)"
         for part in report.host[1:2]:
             rest += f"; {t.host_label(part.name, own)} {t.format_share(part.share)}"
     return f"{label}, {t.format_share(share)} of {of_step}{rest}"
@@ -627,8 +629,10 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     )
     parts = parts.unique(["row", "name"]).filter(pl.col("name").str.len_chars() > 1)
     named = work["op_name"].str.contains("/")
-    table = (parts if named.any() else parts.with_columns(name="op_name")).group_by("name").agg(
-        pl.col("ns").sum(), pl.col("place").mean(), pl.col("row")
+    table = (
+        (parts if named.any() else parts.with_columns(name="op_name"))
+        .group_by("name")
+        .agg(pl.col("ns").sum(), pl.col("place").mean(), pl.col("row"))
     )
     table = table.filter(pl.col("ns") > MOST_OF_STEP * a.span_ns).sort("place", "ns")
     if table.is_empty():
@@ -637,7 +641,7 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     known = a.rooflines.filter(
         pl.col("op").cast(pl.String) == name, pl.col("efficiency").is_not_null()
     )
-    rate = float((known["efficiency"] * known["dur"]).sum() / max(known["dur"].sum(), 1))
+    rate = float((known["efficiency"] * known["dur"]).sum()) / max(float(known["dur"].sum()), 1.0)
     if rate >= LOW_RATE:
         return ""
     dur = a.trace.gpu["dur"].to_numpy()

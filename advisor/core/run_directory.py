@@ -26,6 +26,7 @@ ns of ``time.perf_counter_ns`` in the rank's process; ``Rank.anchor_unix_ns`` an
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,6 +83,10 @@ def trace_name(window: int) -> str:
     return f"trace_w{window}.json.gz"
 
 
+MAX_COMMAND = 120
+"""Length of a command line that advice repeats."""
+
+
 class Manifest(Struct, kw_only=True, omit_defaults=True):
     """Description of the run as a whole, written once at its start."""
 
@@ -108,6 +113,17 @@ class Manifest(Struct, kw_only=True, omit_defaults=True):
         """File name of the program, ``train.py``; ``None``: the command names no Python file."""
         names = (word.replace("\\", "/").rpartition("/")[2] for word in self.command)
         return next((name for name in names if name.endswith((".py", ".pyw"))), None)
+
+    @property
+    def shell_command(self) -> str | None:
+        """Command line to type; ``None``: it names no Python file, or is longer than a line."""
+        words = list(self.command)
+        if self.program is None:
+            return None
+        if words[0].endswith((".py", ".pyw")):
+            words.insert(0, "python")
+        line = shlex.join(words)
+        return line if len(line) <= MAX_COMMAND else f"python {self.program}"
 
 
 class RecordedDevice(Struct, kw_only=True, omit_defaults=True):

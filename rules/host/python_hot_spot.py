@@ -15,6 +15,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import python_gaps, python_hot_spots
+from advisor.measure.host.sampled_code import COMPUTING, code_outside
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.rules.citations import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, public_traces
@@ -298,6 +299,9 @@ class PythonHotSpot(Rule):
         kind = a.trace.cpu["kind"].gather(gaps["host"])
         unexplained = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
         idle = int(gaps["dur"].filter(unexplained).sum())
+        sampled = () if a.recorded is None else a.recorded.stacks
+        if code_outside(sampled, COMPUTING, self.min_unknown) is not None:
+            return  # sampled-hot-spot looks at it
         if idle >= self.min_unknown * a.span_ns:
             yield SkippedCheck(
                 what=(

@@ -184,7 +184,15 @@ def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
         ("latent_sampler", "pass 5 – – 16.9 ms", "tokens/s 8"),  # the eight are class labels
         ("points_max_split", "3 of 4 steps call the driver", "Each step calls the driver"),
         ("citation_gcn", "indexing 89% of device work", "embedding"),  # gathers of a graph
-        ("wide_embedding", "embedding 6%", "indexing"),
+        ("citation_gcn", "Most device time: aten::gather, 67% of the step at 8%", "with_stack"),
+        # its events hold samples of lines 63 and 66, and its manifest the command
+        (
+            "host_metric",
+            "stack samples point to host_metric.py:66",
+            "no Python stacks were|train.py",
+        ),
+        ("ping_pong", "stack samples point to ping_pong.py:31", "line not recorded|ncu -k"),
+        ("voice_stream", "advisor record --deep", "with_stack=True"),
     ],
 )
 def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None:

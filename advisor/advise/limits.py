@@ -366,8 +366,8 @@ def _long_calls(a: Analysis) -> pl.DataFrame:
 
 def _start_up(a: Analysis) -> list[str]:
     longest = _long_calls(a).head(1)
-    if longest.is_empty() or not a.span_ns:
-        return []
+    if longest.is_empty() or not a.span_ns or longest["ts"][0] in a.one_off_costs["ts"]:
+        return []  # the line of one-off costs names it
     name, took = str(longest["name"][0]), int(longest["dur"][0])
     begin = int(longest["ts"][0])
     within = covered_length(np.array([begin]), np.array([begin + took]), a.spans)[0]

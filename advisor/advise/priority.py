@@ -153,7 +153,7 @@ def _order(
 
     Each choice is made as if the findings chosen before were done. What then keeps almost nothing
     is folded under the one that took most of it, and so are alternatives of a chosen finding.
-    What gains nothing alone but at least ``floor`` (ns per step) after others is shown with
+    What gains nothing alone but ``WARNING_SHARE`` of the step after others is shown with
     ``pays_after``; what never pays is left out. Folded findings come last, without a rank.
     """
     waiting = list(range(len(findings)))
@@ -177,7 +177,7 @@ def _order(
             if alone >= floor:
                 folded.append(replace(best, folded_under=rival.rule))
                 shown.add(index)
-        elif gain >= floor:
+        elif gain >= (floor if alone >= floor else WARNING_SHARE * a.step_ns):
             after = chosen[-1].rule if alone < floor and chosen else None
             place = len(chosen) + 1
             ranged = _with_range(best, gain, chosen, estimator)

@@ -41,6 +41,8 @@ def build_views(report: Report) -> Views:
 
 MAX_CAUSES = 5
 """Number of causes with a segment of their own; smaller ones are summed."""
+MIN_SHOWN_SHARE = 0.0005
+"""Share of the step below which idle time is none: some nanoseconds between two kernels."""
 MIN_SEGMENT_SHARE = 0.005
 """Share of the step below which a cause has no segment of its own: it would be less than half a
 cell of a terminal wide."""
@@ -75,7 +77,7 @@ def _work(report: Report) -> list[Segment]:
 def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
     """Return a segment for each cause of idle time, and one for all of it."""
     part = next((part for part in report.time if part.name == "idle"), None)
-    if part is None:
+    if part is None or part.share < MIN_SHOWN_SHARE:
         return [], None
     label = t.CLASS_LABELS["idle"] if report.idle else "idle or not recorded"
     total = Segment("idle", "idle", label, charts.CLASSES["idle"], part.ns, part.share)

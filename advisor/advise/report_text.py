@@ -482,7 +482,12 @@ def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
 
 def folded_findings(report: Report, finding: Finding) -> list[Finding]:
     """Return the symptoms and alternatives that a finding already covers."""
-    return [other for other in report.findings if other.folded_under == finding.rule]
+    return [
+        other
+        for other in report.findings
+        if other.folded_under == finding.rule
+        and not (other.edits == finding.edits and other.alternatives)  # the same, said again
+    ]
 
 
 def describe_gain(finding: Finding, *, alone: bool = False) -> str:
@@ -682,11 +687,11 @@ def why_note(finding: Finding) -> str:
 
 
 def note_gain(finding: Finding) -> str:
-    """Describe what a note could gain: ``about 10.9 ms, 14%``; empty if unknown."""
+    """Describe what a note could gain: ``if so, 3.82 ms to 12.6 ms``; empty if unknown."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return ""
-    return describe_gain(finding)
+    return f"if so, {t.format_gain_range(finding) or describe_gain(finding)}"
 
 
 def describe_skipped_checks(report: Report) -> list[tuple[str, str]]:

@@ -58,12 +58,12 @@ def skip_foreign_rules(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]
     names = [rule.id for rule in rules if not has_advice_for(rule, meta)]
     if not names:
         return []
-    what = {CUDA: "a program without a framework", None: "of no framework that is known"}
+    what = {CUDA: "one without a framework", None: "of no known framework"}
     is_one = what.get(meta.framework, f"one of {meta.framework}")
     return [
         SkippedCheck(
             what="PyTorch-specific checks: loaders, autograd, optimizers, compilation, allocator",
-            why=f"{len(names)} checks advise PyTorch programs, and this is {is_one}",
+            why=f"they are for PyTorch, and this program is {is_one}",
             rule=", ".join(names),
         )
     ]

@@ -300,9 +300,8 @@ class PythonHotSpot(Rule):
         unexplained = (gaps["cause"] == "unknown") & (kind != "runtime").fill_null(True)
         idle = int(gaps["dur"].filter(unexplained).sum())
         sampled = () if a.recorded is None else a.recorded.stacks
-        if code_outside(sampled, COMPUTING, self.min_unknown) is not None:
-            return  # sampled-hot-spot looks at it
-        if idle >= self.min_unknown * a.span_ns:
+        named = code_outside(sampled, COMPUTING, self.min_unknown)  # by sampled-hot-spot
+        if named is None and idle >= self.min_unknown * a.span_ns:
             yield SkippedCheck(
                 what=(
                     f"which Python code leaves the GPU idle for {of_step(a, idle)} while no "

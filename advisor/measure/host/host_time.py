@@ -28,6 +28,8 @@ HOST_CLASSES = (*CLASSES, "autograd")
 """Classes of host time. ``autograd``: nothing on this thread explains the time, and another one is
 in the backward pass: ``Tensor.backward`` returns when that is through."""
 
+BACKWARD_RANGE = r"(?i)^(?:[#\[( ]*|.*[.:/ ])backward(?:[ _]pass)?[\]#) ]*$"
+"""Range that a program puts around its backward pass: ``## backward ##``, ``loss.backward``."""
 HOST_SCHEMA: dict[str, Any] = {
     "thread": pl.Int32,  # row of trace.threads
     "class": pl.Enum(HOST_CLASSES),
@@ -88,7 +90,14 @@ def _in_backward(a: Analysis) -> list[tuple[int, int, int]]:
     if main is None or not cpu.height:
         return []
     thread = cpu["thread"].to_numpy()
-    engine = name_matches(cpu["name"], BACKWARD).to_numpy() & (thread != main)
+    nodes = name_matches(cpu["name"], BACKWARD).to_numpy()
+    engine = nodes & (thread != main)
+    if not engine.any():  # its thread is not recorded: the program's own range is left
+        ranges = (cpu["kind"] == "annotation").to_numpy() & (thread == main)
+        ranges &= name_matches(cpu["name"], BACKWARD_RANGE).to_numpy()
+        dur = cpu["dur"].to_numpy()
+        if dur[nodes].sum() < MIN_FRAME_SHARE * dur[ranges].sum():  # else this thread computes it
+            engine = ranges
     if not engine.any():
         return []
     rows = np.flatnonzero(engine)

@@ -70,6 +70,7 @@ COMPILE = (
     r"|(?:^|/)torch/_inductor/runtime/triton_heuristics\.py\(\d+\): (?:precompile|autotune_to_)"
     r"|(?:^|/)triton/runtime/(?:jit|autotuner)\.py\(\d+\): (?:_do_compile|_bench|warmup)"
     r"|^(?:triton|Triton)(?:\.|::|_)?[cC]ompile|^(?:async_compile|AsyncCompile)\.wait|(?i:\bnvrtc)"
+    r"|^(?:cuda|hip)StreamCreate|^cuStreamCreate"
     # nvFuser: grouping into kernels, lowering, compiling
     r"|^(?:Fusion\w+|KernelExecutor|CompiledKernel|ExecutorDispatch)::(?:\w+::)?[cC]ompile"
     r"|^SegmentCandidateFinder::|^GpuLower::[lL]ower|^FusionKernelRuntime::FusionKernelRuntime$"
@@ -79,8 +80,9 @@ COMPILE = (
     r"|(?:^|/)pxla\.py\(\d+\): (?:compile|from_hlo|_cached_compilation|lower_sharding_computation)$"
     r"|(?:^|/)pjit\.py\(\d+\): (?:_trace_for_jit|_create_pjit_jaxpr|_resolve_and_lower|_pjit_lower)"
 )
-"""Compiling, with tracing before it. ``Torch-Compiled Region``, ``TorchDynamo Cache Lookup`` and
-``Call CompiledFxGraph`` are around the *execution* of what was compiled, so they are dispatch."""
+"""Compiling, with tracing before it, and what a first call sets up: a stream, the device itself.
+``Torch-Compiled Region``, ``TorchDynamo Cache Lookup`` and ``Call CompiledFxGraph`` are around the
+*execution* of what was compiled, so they are dispatch."""
 PROFILER = r"(?:^|/)torch/profiler/\w+\.py\(|(?:^|/)profiler\.py\(\d+\): (?:start|stop)_trace$"
 _WAITS = (
     r"^<built-in method (?:run_backward|acquire|__enter__) of (?:torch\._C\._EngineBase|_thread\.)"
@@ -244,7 +246,7 @@ def classify(trace: Trace) -> HostClasses:
     code[overhead & loading] = CODE["compile"]
     swallows = (is_annotation | is_op) & loader
     code[swallows] = CODE["loader"]
-    compiling &= is_annotation | is_op | is_python
+    compiling &= is_annotation | is_op | is_python | (call == CALLS.index("other"))
     code[compiling] = CODE["compile"]
     profiling &= is_python
     code[profiling] = CODE["profiler"]

@@ -50,7 +50,7 @@ def sections(report: Report) -> list[Block]:
     blocks: list[Block] = [*_ranks(report.memory_ranks)]
     similar = [view for view in report.memory[1:] if _is_like(view, report.memory[0])]
     for device, view in zip(describe_devices(report), report.memory, strict=False):
-        if view in similar:
+        if view in similar or (view.source == "trace" and _is_no_question(view, report)):
             continue
         fields = FieldList(
             [TextField(label, parts, detail=label == _BASIS) for label, parts in device.lines]
@@ -75,6 +75,21 @@ def sections(report: Report) -> list[Block]:
             title = f"{device.title}: details"
             blocks.append(Section(title, rest, folded=True, summary=counted))
     return blocks
+
+
+MIN_OF_CAPACITY: Final = 0.1
+"""Share of the GPU's memory at the peak from which a trace's table of it is shown."""
+MIN_HELD: Final = 1 << 30
+"""Bytes at the peak from which it is where the capacity is unknown."""
+
+
+def _is_no_question(view: MemoryView, report: Report) -> bool:
+    """Return whether a table would say nothing that matters: little is held, or nothing is known
+    of what is."""
+    capacity = report.memory_capacity_bytes
+    least = MIN_HELD if capacity is None else MIN_OF_CAPACITY * capacity
+    unknown = all(each.category in ("none", "not attributed") for each in view.categories)
+    return unknown or max(view.allocated, report.memory_peak_bytes or 0) < least
 
 
 def _is_folded(table: Grid) -> bool:

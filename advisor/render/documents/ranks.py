@@ -79,8 +79,16 @@ def _axis(axis: MeshAxis) -> list[Inline]:
         t.format_duration(axis.ns),
         _waiting(axis),
         t.format_duration(axis.exposed_ns),
-        "–" if axis.bus_gb_per_s is None else t.format_number(axis.bus_gb_per_s),
+        _rate(axis),
     ]
+
+
+def _rate(axis: MeshAxis) -> str:
+    """Format the bandwidth: of the fastest messages where waits lower the others' by unknown
+    times, so it is none of the mean time beside it."""
+    if axis.bus_gb_per_s is None:
+        return "–"
+    return "best " * (axis.waiting_ns is None) + t.format_number(axis.bus_gb_per_s)
 
 
 def _waiting(axis: MeshAxis) -> str:
@@ -111,7 +119,7 @@ def _links(report: Report) -> Iterator[str]:
         if axis.link is None or axis.bus_gb_per_s is None:
             continue
         where = f"{axis.axis}: {'inside a node' if axis.link == 'node' else 'across nodes'}"
-        reached = f"{t.format_number(axis.bus_gb_per_s)} GB/s"
+        reached = f"{_rate(axis)} GB/s"
         if axis.link_gb_per_s is None:
             missing = "no link of this GPU is known" if axis.link == "node" else "needs --network"
             yield f"{where}, {reached}; the rate of the link is unknown ({missing})."

@@ -103,13 +103,14 @@ MAX_PLACES = 8
 
 class GcPauseHook:
     """Recorder of collections in the watched thread (``gc.callbacks``), and of lines that ask for
-    full ones, once each. ``write_event`` writes an event."""
+    full ones. Each is noted at its first, second, fourth, eighth … call, with their number.
+    ``write_event`` writes an event."""
 
     def __init__(self, tape: Tape, write_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._tape = tape
         self._write_event = write_event
         self._begun = 0
-        self._places: set[tuple[Any, int]] = set()
+        self._places: dict[tuple[Any, int], int] = {}
 
     def install(self) -> None:
         """Listen to collections."""
@@ -124,7 +125,7 @@ class GcPauseHook:
         if get_ident() != self._tape.hook_state[THREAD]:
             return
         if phase == "start":
-            if info.get("generation") == FULL and len(self._places) < MAX_PLACES:
+            if info.get("generation") == FULL:
                 self._note_place()
             self._begun = perf_counter_ns()
         elif self._begun:
@@ -138,10 +139,10 @@ class GcPauseHook:
             return
         frame = sys._getframe(2)
         place = frame.f_code, frame.f_lineno
-        if place not in self._places:
-            self._places.add(place)
+        if place not in self._places and len(self._places) >= MAX_PLACES:
+            return
+        times = self._places[place] = self._places.get(place, 0) + 1
+        if times & (times - 1) == 0:
             code = frame.f_code
-            self._write_event(
-                "collect",
-                {"file": code.co_filename, "line": frame.f_lineno, "function": code.co_qualname},
-            )
+            noted = {"file": code.co_filename, "line": place[1], "function": code.co_qualname}
+            self._write_event("collect", {**noted, "times": times})

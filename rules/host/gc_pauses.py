@@ -19,6 +19,7 @@ from advisor.rules.common import (
     impact_per_step,
     locate_row,
     recorded_steps,
+    rows_in_steps,
     steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -43,8 +44,8 @@ class GcPauses(Rule):
 
     Pauses that are as long in each step leave no line to draw. Where the host computes the steps,
     they are lost time all the same. Where a GPU does, no more of them is lost than it idles in the
-    profiled steps. Python itself does not collect in each step: the program asks for it, with
-    ``gc.collect()``. The recorder notes the lines that ask.
+    profiled steps. Either the program asks for them, with ``gc.collect()``: the recorder counts the
+    calls of each line that does. Or each step makes so many objects that Python collects by itself.
     """
 
     id = "gc-pauses"
@@ -72,7 +73,7 @@ class GcPauses(Rule):
     )
 
     each_step = Threshold(
-        0.9, "of the steps have at least half of the mean pause: asked for in each", CHOSEN
+        0.9, "of the steps have at least half of the mean pause, or a call of gc.collect()", CHOSEN
     )
 
     fix = (
@@ -92,6 +93,13 @@ class GcPauses(Rule):
     falsified_by = "the same step times with gc.disable()"
     confidence = 0.85
     cases = {
+        "made in each step": {
+            "title": "Garbage collection pauses each step",
+            "fix": "Make fewer objects in a step: keep results in tensors or arrays, not in tuples "
+            "and lists. By default Python collects after 700 or 2,000 new objects: let it collect "
+            "less often. Memory of reference cycles then stays longer.",
+            "code": "import gc\ngc.set_threshold(100_000, 20, 20)      # before the loop",
+        },
         "in each step": {
             "title": "The program asks for a garbage collection in each step",
             "fix": "Take gc.collect() out of the loop: Python collects by itself, and a tensor is "
@@ -100,7 +108,7 @@ class GcPauses(Rule):
             "code": "if step % 1000 == 0:      # not in each step\n    gc.collect()",
             "verify": "Record again: the pauses are gone. Watch memory: reference cycles stay.",
             "confidence": 0.9,
-        }
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -132,8 +140,9 @@ class GcPauses(Rule):
             if a.is_device_bound or lost < 0.2 * float(pause.sum()) / len(dur):
                 return  # the GPU had work meanwhile: the steps are no longer
             impact = _estimate(a, pause.astype(float), dur.astype(float), lost)
-        places = _asked_for(a)
-        asked = self.case("in each step") if each else {}
+        places, calls = _asked_for(a)
+        asked = calls >= self.each_step
+        words = self.case("in each step" if asked else "made in each step") if each else {}
         yield Finding(
             summary=(
                 f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "
@@ -149,9 +158,9 @@ class GcPauses(Rule):
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
-            where=places,
+            where=places if asked or not each else [],
             impact=impact,
-            **asked,
+            **words,
         )
 
     @staticmethod
@@ -160,6 +169,7 @@ class GcPauses(Rule):
             "a long pause now and then": _gc_run(every=10, pause=60),
             "a short pause in every other step": _gc_run(every=2, pause=1),
             "in each step, on the host": _gc_run(every=1, pause=8, b=_window(gpu=False)),
+            "asked for in each step": _gc_run(every=1, pause=8, asked=128, b=_window(gpu=False)),
             "in each step, the GPU waits": _gc_run(every=1, pause=8, b=_window(idle=12_000)),
             "in each step, behind a GPU's work": (
                 _gc_run(every=1, pause=8, b=_window(idle=100)),
@@ -191,17 +201,24 @@ def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
     return impact_per_step(a, pause, low=0.0, method=method)
 
 
-def _asked_for(a: Analysis) -> list[Location]:
-    """Find lines that ask for full collections: by the trace's frames, else the recorder's
-    notes."""
+def _asked_for(a: Analysis) -> tuple[list[Location], float]:
+    """Find lines that ask for full collections, and their calls per step: by the trace's frames,
+    else the recorder's notes, which give the last power of two."""
     calls = name_matches(a.trace.cpu["name"], r"^<built-in function collect>$").to_numpy().nonzero()
     if len(calls[0]):
-        return [locate_row(a, int(calls[0][0]), count=len(calls[0]))]
-    return [
-        Location(file=_text(noted, "file"), line=_line(noted), function=_text(noted, "function"))
-        for noted in recorded_steps(a).record.events_of("collect")[:3]
-        if _text(noted, "file") is not None
+        within = len(rows_in_steps(a, calls[0]))
+        return [locate_row(a, int(calls[0][0]), count=len(calls[0]))], within / max(a.step_count, 1)
+    record = recorded_steps(a).record
+    lines = {(_text(noted, "file"), _line(noted)): noted for noted in record.events_of("collect")}
+    # a recording without numbers of calls: as many as steps
+    times = [noted.get("times", len(record.steps)) for noted in lines.values()]
+    count = 2 * sum(number for number in times if type(number) is int)
+    places = [
+        Location(file=file, line=line, function=_text(noted, "function"))
+        for (file, line), noted in list(lines.items())[:3]
+        if file is not None
     ]
+    return places, count / max(len(record.steps), 1)
 
 
 def _text(noted: dict[str, Any], key: str) -> str | None:
@@ -244,6 +261,7 @@ def _gc_run(
     pause: float,
     longer: float | None = None,
     steps: int = 200,
+    asked: int = 0,
     b: TraceBuilder | None = None,
 ) -> TraceBuilder:
     b = b or TraceBuilder()
@@ -251,6 +269,8 @@ def _gc_run(
     for n in range(steps):
         here = pause if n % every == 0 else 0.0
         r.step(20 + (here if longer is None else longer * (here > 0)), gc=here, forward=5)
+    if asked:
+        r.event("collect", file="train.py", line=9, function="main", times=asked)
     return b
 
 

@@ -14,7 +14,7 @@ from advisor.advise.impact import GainEstimator, without_gain
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Finding, Select
 from advisor.core.report import Report
-from advisor.core.run_directory import Rank, RankRecord, RecordedDevice
+from advisor.core.run_directory import Host, Rank, RankRecord, RecordedDevice
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
@@ -334,3 +334,63 @@ def test_steps_that_end_long_before_the_run_are_not_what_it_does(tmp_path: Path)
         assert seen != (line in report.verdict)
         assert seen != any(line in limit for limit in report.limits)
         assert seen == ("Longest on the host" in report.verdict)
+
+
+def _on_the_cpu(devices: list[RecordedDevice]) -> tuple[RecordBuilder, bytes]:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.on_host("aten::mm", 18_000)
+    return RecordBuilder(Rank(devices=devices)), gzip.compress(b.json())
+
+
+@pytest.mark.parametrize(("times", "asks"), [((), False), ((1,), False), ((1, 2, 64), True)])
+def test_only_lines_that_collect_in_each_step_are_named(
+    tmp_path: Path, times: tuple[int, ...], asks: bool
+) -> None:
+    """Python collects by itself in each step that makes many objects, whoever asked once."""
+    r, window = _on_the_cpu([])
+    r.steps(100, 20, gc=2, forward=5)
+    for number in times:
+        r.event("collect", file="train.py", line=9, function="main", times=number)
+    folder = write_run(tmp_path / "run", {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(window)
+    (pauses,) = [f for f in report_of(folder).findings if f.rule == "gc-pauses"]
+    assert ("Take gc.collect() out" in str(pauses.fix)) == asks
+    assert [place.line for place in pauses.where] == ([9] if asks else [])
+
+
+@pytest.mark.parametrize("devices", [[], [RecordedDevice()]])
+def test_a_recorded_program_on_the_cpu_lacks_no_device_work(
+    tmp_path: Path, devices: list[RecordedDevice]
+) -> None:
+    r, window = _on_the_cpu(devices)
+    r.steps(100, 20, forward=5)
+    folder = write_run(tmp_path / "run", {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(window)
+    limits = report_of(folder).limits
+    assert any("No device work" in line for line in limits) == bool(devices)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_steps_that_are_long_while_other_programs_compute_are_not_the_programs(
+    tmp_path: Path, *, crowded: bool
+) -> None:
+    """Ten steps of ten times the length in a row; meanwhile others use one of two CPUs, 13% of the
+    run's."""
+    r = RecordBuilder(Rank(cpus=2, cpus_total=2, flags={"compile": 0}))
+    for number in range(300):
+        r.step(600 if 100 <= number < 110 else 60, forward=50)
+    long = range(26, 52)  # of 100 parts of the run
+    r.watch(
+        host=lambda share: Host(
+            cpu=99, process_cpu=98 if crowded and round(100 * share) in long else 198
+        )
+    )
+    _, window = _on_the_cpu([])
+    folder = write_run(tmp_path / "run", {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(window)
+    report = report_of(folder)
+    jitter = [f for f in (*report.findings, *report.risks) if f.rule == "step-jitter"]
+    assert len(jitter) == (not crowded)
+    assert any("other programs used 5" in str(skipped) for skipped in report.not_checked) == crowded
+    assert not any("recompilation" in str(finding.fix) for finding in jitter)

@@ -22,13 +22,15 @@ def noted() -> Any:
     pauses.remove()
 
 
-def test_a_line_that_collects_is_noted_once(noted: list[tuple[str, dict[str, Any]]]) -> None:
-    for _ in range(3):
+def test_a_line_that_collects_is_noted_with_its_calls(
+    noted: list[tuple[str, dict[str, Any]]],
+) -> None:
+    for _ in range(5):
         gc.collect()
-    ((kind, data),) = noted
-    assert kind == "collect"
-    assert data["file"] == __file__
-    assert data["function"].endswith("test_a_line_that_collects_is_noted_once")
+    assert [(kind, data["times"]) for kind, data in noted] == [("collect", n) for n in (1, 2, 4)]
+    assert len({data["line"] for _, data in noted}) == 1
+    assert {data["file"] for _, data in noted} == {__file__}
+    assert noted[0][1]["function"].endswith("test_a_line_that_collects_is_noted_with_its_calls")
 
 
 def test_young_generations_and_other_threads_are_not(noted: list[Any]) -> None:

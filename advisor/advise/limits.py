@@ -60,7 +60,9 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
         result.append(
             f"The file is cut off{damage}: {t.count_noun(meta.events_read, 'event')} kept."
         )
-    if a.trace.gpu.is_empty():
+    # a recording says whether its machine has a GPU: where there is none, nothing is missing
+    on_host = a.record is not None and a.trains_on_host
+    if a.trace.gpu.is_empty() and (not on_host or count_launches(a.trace)):
         result.append(_no_device_work(a.trace))
     result += _window_limits(a)
     if a.steps.source == LAYER_TIMES:

@@ -57,7 +57,11 @@ class ObserverEffect(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "on the CPU": {
             "fix": "Record less at a time: no stacks and no memory events unless you need them."
-        }
+        },
+        "without stacks and memory events": {
+            "fix": "Keep this recording: stacks and memory events, which cost most, were off. "
+            "Gains are of the unprofiled step."
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -68,6 +72,9 @@ class ObserverEffect(Rule):
             return
         around, profiled = recorded.unprofiled_median, recorded.profiled_median
         assert around is not None and profiled is not None
+        plain = a.trace.memory.is_empty() and not (a.trace.cpu["kind"] == "python").any()
+        case = "without stacks and memory events" if plain and a.trace.cpu.height else ""
+        case = case or ("on the CPU" if a.trains_on_host else "")
         yield Finding(
             summary=(
                 f"A step takes {t.format_duration(profiled)} while it is profiled, and "
@@ -84,7 +91,7 @@ class ObserverEffect(Rule):
             ],
             impact=impact_without_gain(_NO_GAIN),
             informational=True,
-            **(self.case("on the CPU") if a.trains_on_host else {}),
+            **(self.case(case) if case else {}),
         )
 
     @staticmethod

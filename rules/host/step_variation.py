@@ -202,7 +202,8 @@ class StepJitter(Rule):
 
     The rule reports it where the 99th percentile is at least twice the median (gpuprof) and steps
     beyond that lose 3% of the time. It needs a hundred steps or more. Where other programs use a
-    quarter of the machine's CPUs, the rule abstains: they are the likelier cause. Steps with an
+    quarter of the machine's CPUs, in all or during the long steps, they are the likelier cause. The
+    rule then abstains. Steps with an
     unusual batch shape are compared with each other, because sequences of different lengths are no
     jitter. The summary names the phase that is longer in the long steps, and the garbage collection
     in it.
@@ -229,10 +230,14 @@ class StepJitter(Rule):
         "Look at the phase that is longer. The phase 'data' is the loader: a slow sample, a full "
         "disk. The phase 'between steps' is a wait for a batch that comes from no DataLoader, and "
         "other code of the loop. The phase 'other' is the loop's own code or another program on "
-        "the machine. Move garbage collection to fixed steps. A longer 'forward' with new shapes "
-        "is recompilation or autotuning."
+        "the machine. Move garbage collection to fixed steps."
     )
-    cases = {"compiling": COMPILING}
+    cases = {
+        "compiling": COMPILING,
+        "may compile": {
+            "fix": f"{fix} A longer 'forward' with new shapes is recompilation or autotuning."
+        },
+    }
     verify = "Record again: the 99th percentile comes closer to the median."
     falsified_by = "a longer run with steps of equal length"
     confidence = 0.6
@@ -254,7 +259,7 @@ class StepJitter(Rule):
         if len(stalls.rows) < 2 or find_periodic_work(recorded) is not None:
             return  # a single one may be coincidence
         causes = [(name, ns) for name, ns in find_causes(recorded, stalls)[:3] if ns > 0]
-        others = _cpu_share_of_others(recorded)
+        others = _cpu_share_of_others(recorded, stalls.rows)
         if others is not None and others >= self.max_others:
             yield SkippedCheck(
                 what="whether the program itself makes its steps uneven",
@@ -263,6 +268,8 @@ class StepJitter(Rule):
             )
             return
         compiling = _compiling(recorded, lost)
+        eager = a.trains_on_host and recorded.flag("compile") == 0
+        case = "compiling" if compiling else "" if eager else "may compile"
         yield Finding(
             summary=(
                 f"One step in a hundred takes {ratio:.1f} times the median of "
@@ -279,7 +286,7 @@ class StepJitter(Rule):
                 steps_seen(recorded),
             ],
             impact=impact_over_run(lost, method="time of the long steps beyond the usual step"),
-            **(self.case("compiling") if compiling else {}),
+            **(self.case(case) if case else {}),
         )
 
     @staticmethod
@@ -319,13 +326,23 @@ def _regular(every: int, phase: str, *, at: tuple[int, ...] = ()) -> TraceBuilde
 _LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
 
 
-def _cpu_share_of_others(recorded: StepRecords) -> float | None:
-    """Return the share of the machine's CPUs that other programs use; ``None``: not recorded."""
-    machine, own = recorded.host("cpu"), recorded.host("process_cpu")
+def _cpu_share_of_others(recorded: StepRecords, rows: Ints) -> float | None:
+    """Return the share of the machine's CPUs that other programs use, in the run or while these
+    steps run, whichever is more; ``None``: not recorded. A sample is of the time before it."""
     total = recorded.record.rank.cpus_total
-    if len(machine) < 3 or len(own) < 3 or not total:
+    known = [
+        (at, max(0.0, (host.cpu - host.process_cpu / total) / 100))
+        for at, host in recorded.hosts
+        if total and host.cpu is not None and host.process_cpu is not None
+    ]
+    if len(known) < 3:
         return None
-    return max(0.0, float(machine.mean()) / 100 - float(own.mean()) / 100 / total)
+    at, others = np.array([each[0] for each in known]), np.array([each[1] for each in known])
+    begin = np.array([recorded.steps[row].t for row in rows])
+    end = begin + recorded.dur[rows]
+    inside = ((at[:, None] > begin) & (np.roll(at, 1)[:, None] < end)).any(axis=1)
+    meanwhile = float(others[inside].mean()) if inside.sum() >= 3 else 0.0
+    return max(float(others.mean()), meanwhile)
 
 
 def _expect(dur: Floats, shapes: Floats, samples: Floats) -> Floats:

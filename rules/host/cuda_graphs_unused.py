@@ -154,9 +154,10 @@ class CudaGraphsUnused(Rule):
             .any()
         )
         fix = self.fix
-        if waits.per_step:
-            count = t.count_noun(waits.per_step, "wait")
+        if waits.own_per_step:
+            count = t.count_noun(waits.own_per_step, "wait")
             fix = self.case("something waits for the GPU", waits=count, names=waits.names)["fix"]
+        fix = f"{fix} {waits.others}".rstrip()
         if compiled:
             fix += " The model is compiled already: change only the mode."
         yield Finding(

@@ -128,6 +128,10 @@ class LaunchBound(Rule):
         "something waits": {
             "fix": "First remove {waits} for the GPU, which a capture does not allow: {names}."
         },
+        "sizes vary outside the dense layers": {
+            "code": "# the dense layers alone: sizes of the others vary from batch to batch\n"
+            'model.dense = torch.compile(model.dense, mode="reduce-overhead")',
+        },
         "in every case": {
             "fix": "Otherwise give each launch more work: a larger batch, a fused optimizer and "
             "attention, fewer small operators."
@@ -204,6 +208,7 @@ class LaunchBound(Rule):
             ],
             where=locate_gaps(a),
             fix=self._fix(a, static, waits, gaps),
+            **(self.case("sizes vary outside the dense layers") if waits.dense_only else {}),
             edits=capture_edits(static, waits),
             confidence=0.75 if stacks else 0.85,
             confidence_notes=["recorded Python stacks lengthen host time most of all"]
@@ -233,11 +238,12 @@ class LaunchBound(Rule):
         elif static:
             fix = self.case("the same kernels in every step")["fix"]
         remove = ""
-        if waits.per_step and not gaps.graph_launches:
-            count = t.count_noun(waits.per_step, "wait") + per_step(a)
+        others = "" if gaps.graph_launches else waits.others
+        if waits.own_per_step and not gaps.graph_launches:
+            count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
         # what has to come first stands first: a short report shows that sentence and the code
-        return " ".join(filter(None, [remove, fix, self.case("in every case")["fix"]]))
+        return " ".join(filter(None, [remove, others, fix, self.case("in every case")["fix"]]))
 
     @staticmethod
     def examples() -> Examples:

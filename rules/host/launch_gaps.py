@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import PurePath
 from typing import NamedTuple
@@ -9,9 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
+from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of
 from advisor.rules.common import (
@@ -174,22 +177,95 @@ class CaptureBlockers(NamedTuple):
 
     per_step: int
     """Waits per step, rounded up. A copy and the sync after it in one operator are one wait."""
+    own_per_step: int
+    """Those of the program's own code, inside what is captured."""
     names: str
-    """The most frequent causes, with their line where stacks were recorded: ``aten::item
+    """Their most frequent causes, with their line where stacks were recorded: ``aten::item
     (train.py:10)``."""
+    others: str
+    """Whose the other waits inside it are, and what that means for a capture."""
+    dense_only: bool
+    """Whether sizes vary from batch to batch, but for the dense layers."""
+
+
+OWN, OUTSIDE, TORCHREC, DDP_TIMERS = "own", "outside", "torchrec", "DDP"
+_RANGES_OF_TORCHREC = (
+    r"^## (?:.*sparse_data_dist|.*copy_batch_to_gpu|.*Awaitable|all2all_|permute_id_list_).*##$"
+)
+_DDP_FORWARD = "DistributedDataParallel.forward"
 
 
 def find_capture_blockers(a: Analysis) -> CaptureBlockers:
-    """Find waits for the GPU in the steps: how many, and where."""
+    """Find waits for the GPU in the steps: how many, where, and whose."""
     syncs = a.syncs.filter(~pl.col("profiler"))
     syncs = syncs.with_columns(pl.coalesce("op", "host").alias("wait"))
     syncs = syncs.unique("wait", keep="first", maintain_order=True)
+    in_modules = a.forward_only and a.layers is not None and a.layers.source == "module events"
     named: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for host, cause in syncs.select("host", "cause").iter_rows():  # tens a step at most
+        owner = _owner(a, host, cause, in_modules=in_modules)
+        owners[owner] = owners.get(owner, 0) + 1
+        if owner != OWN:
+            continue
         file, line, _ = a.location(host)
         place = f" ({PurePath(file).name}:{line})" if file and line else ""
         name = f"{cause}{place}"
         named[name] = named.get(name, 0) + 1
     top = sorted(named, key=lambda name: -named[name])[:MAX_NAMED_CAUSES]
     more = f" and {len(named) - len(top)} more places" if len(named) > len(top) else ""
-    return CaptureBlockers(-(-syncs.height // a.step_count), ", ".join(top) + more)
+    per_step = {owner: -(-count // a.step_count) for owner, count in owners.items()}
+    return CaptureBlockers(
+        -(-syncs.height // a.step_count),
+        per_step.get(OWN, 0),
+        ", ".join(top) + more,
+        " ".join(_of_others(owner, count) for owner, count in per_step.items()).strip(),
+        TORCHREC in owners,
+    )
+
+
+def _owner(a: Analysis, host: int, cause: str, *, in_modules: bool) -> str:
+    """Return whose a wait is: the program's own, a library's (its name), or that of code around
+    the model, such as what measures it."""
+    parent, names = a.trace.cpu["parent"], a.trace.cpu["name"]
+    if parent[host] is not None and str(names[parent[host]]) == _DDP_FORWARD:
+        return DDP_TIMERS if cause == "torch.cuda.Event.synchronize" else OWN
+    row: int | None = host
+    owner, in_model = "", False
+    while row is not None:  # one stack
+        name = str(names[row])
+        in_model |= name.startswith("nn.Module: ")
+        if not owner and re.match(_RANGES_OF_TORCHREC, name):
+            return TORCHREC
+        if not owner and (rank := frame_rank(name)):
+            owner = OWN if rank == 2 else _library_place(name)
+        row = parent[row]
+    return OUTSIDE if in_modules and not in_model else owner or OWN
+
+
+def library_of(frame: str) -> str:
+    """Return the package of a Python frame: ``diffusers``; ``Python`` for a file of no package."""
+    file = re.sub(r"^.*(?:site|dist)-packages/", "", frame.partition("(")[0])
+    return file.lstrip("/").split("/")[0] if "/" in file else "Python"
+
+
+def _library_place(frame: str) -> str:
+    file, _, line = frame.partition("(")
+    return f"{library_of(frame)} ({PurePath(file).name}:{line.partition(')')[0]})"
+
+
+def _of_others(owner: str, count: int) -> str:
+    waits, verb = t.count_noun(count, "wait"), "is" if count == 1 else "are"
+    if owner in (OWN, OUTSIDE):
+        return ""
+    if owner == TORCHREC:
+        return (
+            f"{waits} per step {verb} torchrec's, for split sizes and indices that vary: capture "
+            "only the dense layers."
+        )
+    if owner == DDP_TIMERS:
+        return (
+            f"{waits} per step {verb} of DDP's own timers, which run in the first iterations and "
+            "seldom later: run 11 iterations before a capture."
+        )
+    return f"{waits} per step {verb} of {owner}: capture what lies before and after."

@@ -29,6 +29,7 @@ from advisor.rules.common import (
     scale_edit,
     stacks_option,
 )
+from advisor.rules.host.launch_gaps import library_of
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
@@ -119,9 +120,7 @@ def _kind(a: Analysis, spot: dict[str, Any]) -> str:
 
 def _libraries(spots: list[dict[str, Any]]) -> str:
     """Name the packages of library functions: ``diffusers``."""
-    files = [re.sub(r"^.*(?:site|dist)-packages/", "", spot["file"] or "") for spot in spots]
-    names = (file.lstrip("/").split("/")[0] if "/" in file else "" for file in files)
-    return _listed(sorted({name or "Python" for name in names}))
+    return _listed(sorted({library_of(spot["name"]) for spot in spots}))
 
 
 class PythonHotSpot(Rule):

@@ -189,9 +189,28 @@ def test_waits_in_a_library_name_its_function_and_no_code_for_the_programs_masks
 
 def test_what_a_capture_needs_first_stands_with_its_code() -> None:
     """A short report shows the first sentence of a fix, and the code."""
-    report = analyze(str(CORPUS / "h100_bert_small_inference.json.gz"), Options(config={}))
+    report = analyze(str(CORPUS / "dlrm_8ranks/worker0.pt.trace.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "launch-bound")
-    assert finding.fix.startswith("First remove 2 waits per step for the GPU, which a capture")
+    assert finding.fix.startswith("First remove 4 waits per step for the GPU, which a capture")
+    assert "6 waits per step are torchrec's" in finding.fix and "model.dense" in finding.code
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        # 8 cudaEventSynchronize in each DistributedDataParallel.forward, of no operator
+        ("nccl_collectives", "8 waits per step are of DDP's own timers"),
+        # one in what measures the model, and one inside it, in transformers' mask of attention
+        ("h100_bert_small_inference", "1 wait per step is of transformers (modeling_attn_mask"),
+    ],
+)
+def test_nobody_is_told_to_remove_waits_of_a_library_or_of_what_measures(
+    name: str, says: str
+) -> None:
+    report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
+    finding = next(f for f in report.findings if f.rule == "launch-bound")
+    assert says in finding.fix
+    assert "remove" not in finding.fix and "profile.py" not in finding.fix
 
 
 def test_time_between_steps_is_a_share_of_the_time_after_the_first_step() -> None:

@@ -20,6 +20,7 @@ from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
+    nullable_rows,
     outermost_rows,
     read_stacks,
     share_in,
@@ -152,6 +153,7 @@ def costliest_places(
     dur: Rows | None = None,
     kernel: Rows | None = None,
     instance: Rows | None = None,
+    gap: Rows | None = None,
     top: int = 3,
 ) -> list[Location]:
     """Return the places of the program that cost most, the most expensive first.
@@ -160,7 +162,9 @@ def costliest_places(
     are of one place when they share the innermost frame of user code around them; without stacks
     when they share the innermost op; else their own name. ``ts`` and ``dur`` describe each
     instance (by default the host row itself); ``kernel`` is a row of ``trace.gpu`` to name; rows of
-    one ``instance`` count once (by default each row is one).
+    one ``instance`` count once (by default each row is one); ``gap``, of which gap of the device
+    each row is a piece, if gaps are to be counted. What counts is of the op and kernel of the most
+    expensive row, which are named.
     """
     known = np.flatnonzero((host >= 0) & (cost > 0))
     if not len(known):
@@ -172,6 +176,12 @@ def costliest_places(
     op_of = dict(zip(known.tolist(), op.tolist(), strict=True))
     named = np.where(frame >= 0, frame, np.where(op >= 0, op, hosts))
     layers = layer_columns(a, hosts)
+    instance = instance if gap is None else gap
+    names = {"op": cpu["name"].to_physical().gather(np.where(op >= 0, op, hosts))}
+    if kernel is not None:
+        launched = nullable_rows(kernel[known])
+        names["kernel"] = a.trace.gpu["name"].to_physical().gather(launched)
+    same = [pl.col(name).eq_missing(pl.col(name).first()) for name in names]
     table = (
         pl.DataFrame(
             {
@@ -180,6 +190,7 @@ def costliest_places(
                 .gather(named)
                 .set(pl.Series(layers["layer"] >= 0), 0),
                 **layers,
+                **names,
                 "row": known,
                 "cost": cost[known],
                 "instance": known if instance is None else instance[known],
@@ -190,7 +201,7 @@ def costliest_places(
         .agg(
             pl.col("cost").sum(),
             pl.col("row").first(),
-            pl.col("instance").n_unique().alias("count"),
+            pl.col("instance").filter(*same).n_unique().alias("count"),
             pl.col("node").unique(),
         )
         .sort("cost", descending=True, maintain_order=True)
@@ -212,6 +223,7 @@ def costliest_places(
                 ts_ns=int(cpu["ts"][at_row] if ts is None else ts[row]),
                 dur_ns=int(cpu["dur"][at_row] if dur is None else dur[row]),
                 count=count,
+                counted="" if gap is None else "gap",
             )
         )
     return locations

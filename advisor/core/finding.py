@@ -233,6 +233,8 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Duration of the worst instance, ns."""
     count: int | None = None
     """Number of instances in the analysed window."""
+    counted: str = ""
+    """Name of what is counted, such as ``gap`` (between device work); else calls, or kernels."""
 
 
 HOST_CODE: Final = "host code"

@@ -267,7 +267,10 @@ def location_figures(location: Location) -> list[str]:
     """Return how often it happens, and how long the worst instance takes."""
     parts = []
     if location.count is not None:
-        parts.append(f"{format_count(location.count)}×")
+        counted = location.counted
+        parts.append(
+            count_noun(location.count, counted) if counted else f"{format_count(location.count)}×"
+        )
     if location.dur_ns is not None:
         worst = "worst " if location.count is not None and location.count > 1 else ""
         parts.append(f"{worst}{format_duration(location.dur_ns)}")

@@ -174,7 +174,7 @@ class GraphBreaks(Rule):
                 covered_length(start, end, between),
                 ts=start,
                 dur=end - start,
-                instance=int_column(gaps, "gap"),
+                gap=int_column(gaps, "gap"),
             ),
             known_cost=True,  # what one graph fuses across the breaks is not in it
             edits=[remove_breaks(), self._one_graph(a, broken)],

@@ -20,7 +20,6 @@ from advisor.measure.steps.steps import step_of
 from advisor.rules.common import (
     costliest_places,
     int_column,
-    ops_around,
     row_numbers,
     scale_edit,
 )
@@ -131,20 +130,15 @@ def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool
 
 
 def locate_gaps(a: Analysis) -> list[Location]:
-    """Lines, or without stacks ops, behind most of the idle time; the kernel that ends the worst
-    gap where that op launched it."""
+    """Lines, or without stacks ops, behind most of the idle time: how many gaps are theirs."""
     gaps = _pieces(a)
-    host, kernel = row_numbers(gaps["host"]), row_numbers(gaps["next"])
-    launched_by = row_numbers(a.trace.gpu["op"].gather(gaps["next"].cast(pl.Int64)))
-    kernel[launched_by != ops_around(a, host)] = -1
     return costliest_places(
         a,
-        host,
+        row_numbers(gaps["host"]),
         int_column(gaps, "dur"),
         ts=int_column(gaps, "ts"),
         dur=int_column(gaps, "dur"),
-        kernel=kernel,
-        instance=int_column(gaps, "gap"),
+        gap=int_column(gaps, "gap"),
     )
 
 
@@ -178,14 +172,14 @@ class CaptureBlockers(NamedTuple):
     per_step: int
     """Waits per step, rounded up. A copy and the sync after it in one operator are one wait."""
     own_per_step: int
-    """Those of the program's own code, inside what is captured."""
+    """Number of those that are of the program's own code, inside what is captured."""
     names: str
-    """Their most frequent causes, with their line where stacks were recorded: ``aten::item
+    """Most frequent causes of those, with their line where stacks were recorded: ``aten::item
     (train.py:10)``."""
     others: str
-    """Whose the other waits inside it are, and what that means for a capture."""
+    """Owners of the other waits inside it, and what that means for a capture."""
     dense_only: bool
-    """Whether sizes vary from batch to batch, but for the dense layers."""
+    """Flag that sizes vary from batch to batch, but for the dense layers."""
 
 
 OWN, OUTSIDE, TORCHREC, DDP_TIMERS = "own", "outside", "torchrec", "DDP"

@@ -485,7 +485,7 @@ class CpuBeforeFirstKernel(Rule):
                 Evidence("of it unexplained", by_cause["unknown"], "ns"),
             ],
             where=costliest_places(
-                a, row_numbers(gaps["host"]), cost, ts=ts, dur=dur, instance=int_column(gaps, "gap")
+                a, row_numbers(gaps["host"]), cost, ts=ts, dur=dur, gap=int_column(gaps, "gap")
             ),
             edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],
             moved_ns=idle.total / a.step_count,

@@ -215,7 +215,8 @@ def exact_pattern(names: Iterable[str]) -> str:
 
 
 def kernel_locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
-    """The kernels with most time among ``rows``, by op and kernel name: the longest of each."""
+    """The kernels with most time among ``rows``, by op and kernel name: the longest of each,
+    and how often it runs."""
     gpu = a.trace.gpu
     where = np.flatnonzero(rows)
     table = pl.DataFrame(
@@ -230,31 +231,33 @@ def kernel_locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
         }
     )
     by_line = pl.col("layer") < 0
+    longest = pl.col("dur").arg_max()
+    of_longest = [pl.col(c).eq_missing(pl.col(c).get(longest)) for c in ("name", "op")]
     top = (
         table.group_by(
             "layer", *(pl.when(by_line).then(pl.col(c)).alias(c) for c in ("name", "op"))
         )
         .agg(
             pl.col("dur").sum().alias("ns"),
-            pl.len().alias("count"),
+            pl.all_horizontal(of_longest).sum().alias("count"),
             pl.col("node").unique(),
-            pl.col("row", "name", "op").get(pl.col("dur").arg_max()).name.prefix("longest_"),
+            pl.col("row", "name", "op").get(longest).name.prefix("longest_"),
         )
         .sort("ns", "longest_row", descending=[True, False])
         .head(limit)
     )
     places = []
     for place in top.iter_rows(named=True):
-        longest, count = place["longest_row"], place["count"]
+        row, count = place["longest_row"], place["count"]
         places.append(
             locate_row(
                 a,
-                gpu["launch"][longest],
+                gpu["launch"][row],
                 **layer_fields(a, place),
                 op=place["longest_op"],
                 kernel=place["longest_name"],
-                ts_ns=gpu["ts"][longest],
-                dur_ns=gpu["dur"][longest],
+                ts_ns=gpu["ts"][row],
+                dur_ns=gpu["dur"][row],
                 count=count,
             )
         )

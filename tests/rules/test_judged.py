@@ -13,6 +13,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
+from advisor.core.text import location_figures
 from advisor.measure import Analysis
 from advisor.read import open_run, read_trace
 from advisor.rules.host.periodic_stalls import LongStep
@@ -305,3 +306,25 @@ def test_a_long_step_that_compiles_is_advised_to_compile_before_the_loop() -> No
         assert ("compiling or loading code" in finding.summary) == (name != "a checkpoint")
     assert fixes["a new shape is compiled"].startswith("Compile before the loop")
     assert "torch._dynamo" not in fixes["a checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("mi300_timesformer_inference", "unfused-attention"),
+        ("h100_qwen_inference", "handwritten-operator"),
+        ("linear_2080ti_launch_bound", "launch-bound"),
+        ("b200_eager", "launch-bound"),
+        ("pairs/particle_batch2", "launch-bound"),
+    ],
+)
+def test_a_count_is_of_what_stands_beside_it(shared_trace: Trace, name: str, rule: str) -> None:
+    """No kernel is said to run more often than the file has it; other counts name what they are."""
+    a = analysis(shared_trace(name))
+    (finding,) = found(a, rule)
+    runs = dict(a.trace.gpu["name"].cast(pl.String).value_counts().iter_rows())
+    for place in finding.where:
+        if place.counted:
+            assert place.kernel is None and " gaps" in location_figures(place)[0]
+        else:
+            assert place.count <= runs[place.kernel]

@@ -358,7 +358,13 @@ def _leave_device_work(finding: Finding, a: Analysis, step: StepTime | None) -> 
         # a kernel of a graph starts about as long after the one before it as a node costs
         starts = GRAPH_LAUNCH_NS * int(a.in_window.sum()) / max(a.step_count, 1)
         finding = _at_most(finding, max(0.0, limit - starts), whole)
-    return _bounded(finding, limit, whole)
+    finding = _bounded(finding, limit, whole)
+    impact = finding.impact
+    if impact is not None and impact.high_ns is None and a.device_id is not None:
+        # more than is recorded may go, but no device work that stays
+        high = round(max(limit, impact.gain_ns or 0))
+        finding = replace(finding, impact=replace(impact, high_ns=high, high_by="device work"))
+    return finding
 
 
 def _device_work_left(a: Analysis, fixed: Sequence[Finding], step_ns: float) -> float:
@@ -591,6 +597,10 @@ class GainEstimator:
     def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
         """Estimate what edits save after the ``applied`` ones, ns per step."""
         return self.gain_range(edits, applied).gain
+
+    def overlaps(self, finding: Finding) -> bool:
+        """Tell whether it is known what a finding's edits leave to others', or others' to them."""
+        return bool(finding.edits) and not finding.other_rank
 
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         """Tell whether the range already is the measured error of predictions of this kind."""

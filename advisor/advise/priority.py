@@ -107,6 +107,11 @@ def prioritize(
     unknown += [finding for finding in dropped if finding.known_cost]
     dropped = [finding for finding in dropped if not finding.known_cost]
     ordered = _with_unknown(ordered, unknown)
+    for risk in [each for each in risks if each.alternatives]:
+        rival = next((f for f in ordered if f.alternatives == risk.alternatives), None)
+        if rival is not None:
+            risks.remove(risk)
+            ordered.append(replace(risk, folded_under=rival.rule))
     notes += without_gain(dropped, estimator, a, floor)
     notes.sort(key=_gain_per_launch)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
@@ -297,9 +302,9 @@ def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEs
     """Return what a finding's fix saves after those of the chosen ones, ns per step."""
     if finding.subject == HOST_CODE and not finding.edits:
         return _own_gain(finding) * (1 - _share_seen(finding, chosen))
-    if not chosen or not finding.edits or finding.other_rank:
+    if not chosen or not estimator.overlaps(finding):
         return _own_gain(finding)
-    applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
+    applied = [edit for c in chosen if estimator.overlaps(c) for edit in c.edits]
     return estimator.marginal(finding.edits, applied)
 
 
@@ -322,8 +327,8 @@ def _with_range(
 ) -> Finding:
     """Return the finding with its gain after the chosen ones, and what decides its range."""
     finding = replace(finding, marginal_gain_ns=round(gain))
-    applied = [edit for c in chosen if not c.other_rank for edit in c.edits]
-    if not applied or not finding.edits or finding.other_rank:
+    applied = [edit for c in chosen if estimator.overlaps(c) for edit in c.edits]
+    if not applied or not estimator.overlaps(finding):
         impact = finding.impact
         if impact is None:
             return finding

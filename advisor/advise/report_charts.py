@@ -149,8 +149,8 @@ def _ranked(
 
 
 def build_stairs(report: Report) -> Stairs | None:
-    """Return the step time left after each fix; ``None`` if none shortens the step."""
-    result = report_text.ranked_findings(report)
+    """Return the step time left after each fix of the step; ``None`` if none shortens it."""
+    result = report_text.fixes_of_step(report)
     whole = report.step_ns
     if whole <= 0 or not any(finding.marginal_gain_ns for finding in result):
         return None
@@ -174,7 +174,7 @@ def build_stairs_of_chosen(
     if full is None:
         return None
     scale = report.gain_scale or 1.0
-    result = report_text.ranked_findings(report)
+    result = report_text.fixes_of_step(report)
     chosen = [finding for finding in result if finding.priority in kept]
     left, done, fixes = full.measured.left_ns, 0, []
     for place, (stair, finding) in enumerate(zip(full.fixes, result, strict=True)):

@@ -565,6 +565,7 @@ DECIDED_BY: Final = {
     "shared cores": "collectives take cores from the work beside them",
     "past": "past estimates of this kind were off by as much",
     "not proven": "this rule is not proven on real traces",
+    "device work": "nothing but the GPU work stays",
 }
 WHY_MORE: Final = {
     "make_async": "the host no longer waits in these calls and launches later work earlier",
@@ -712,6 +713,11 @@ def has_upper_bound(report: Report) -> bool:
     )
 
 
+def fixes_of_step(report: Report) -> list[Finding]:
+    """Return the ranked findings whose gain is of the step, not of the time between steps."""
+    return [f for f in ranked_findings(report) if f.impact is None or f.impact.unit != "run"]
+
+
 def step_after_fixes(report: Report) -> float:
     """Return what the step takes with every ranked fix, ns: each saves what is left to it after
     those before it."""
@@ -737,6 +743,12 @@ def describe_all_fixes(report: Report) -> str:
     return (
         f"With {fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
         f"({bound}{times}× faster){then}."
+        + "".join(
+            f" Fix {f.priority} saves {t.format_duration(f.impact.gain_ns)} over the run, "
+            "outside these steps."
+            for f in found
+            if f.impact is not None and f.impact.unit == "run" and f.impact.gain_ns
+        )
     )
 
 

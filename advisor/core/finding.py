@@ -26,11 +26,20 @@ Category = Literal[
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
 Validation = Literal["real traces", "recordings", "synthetic"]
 RangeCause = Literal[
-    "", "assumption", "profiler", "hand-over", "replay error", "shared cores", "past", "not proven"
+    "",
+    "assumption",
+    "profiler",
+    "hand-over",
+    "replay error",
+    "shared cores",
+    "past",
+    "not proven",
+    "device work",
 ]
 """Cause of an end of a gain's range: the finding's own assumption; host time that the profiler
 adds; taking results over from other processes; the error of the replay; past estimates of the kind,
-and how far off they were; the worst of them, where a rule is not proven. Empty: nothing."""
+and how far off they were; the worst of them, where a rule is not proven; the device work that the
+fix leaves. Empty: nothing."""
 Instants = Literal[
     "",
     "step_start",

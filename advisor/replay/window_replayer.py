@@ -48,7 +48,7 @@ MAX_COST = 3.0
 """Largest measured cost of an event, in multiples of the usual one."""
 MAX_WORSE = 0.01
 """Share of the steps by which the error with other ranks may exceed the error alone."""
-PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_max")
+PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_min", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
 MAX_HIDDEN_COST = 6.0
 """Largest cost of an event where the device sets the pace and hides it, in multiples of the usual
@@ -78,9 +78,26 @@ def event_cost(a: Analysis) -> float:
         return usual
     if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
         return usual
+    longer, error = _longer_with_profiler(a)
+    if error * a.step_count > usual * _launching_events(a):
+        return usual
+    return min(max(0.0, longer) * a.step_count / _launching_events(a), MAX_COST * usual)
+
+
+def _longer_with_profiler(a: Analysis) -> tuple[float, float]:
+    """Return by how much the median profiled step is longer than those around the window, and the
+    standard error of that, ns; infinite without enough steps of both."""
+    assert a.recorded is not None
     with_it, without = _host_times(a.recorded, a.trace.meta.window)
     if len(with_it) < MIN_PROFILED or len(without) < MIN_AROUND:
-        return usual
+        return 0.0, np.inf
+    error = float(np.hypot(median_error(with_it), median_error(without)))
+    return float(np.median(with_it) - np.median(without)), error
+
+
+def _launching_events(a: Analysis) -> float:
+    """Count host events of the used steps on the main thread and those that launch work, 1 or
+    more."""
     cpu = a.trace.cpu
     own = (cpu["thread"] == a.trace.main_thread).to_numpy()
     launching = cpu["thread"].gather(a.trace.gpu["launch"].drop_nulls().unique())
@@ -88,14 +105,7 @@ def event_cost(a: Analysis) -> float:
     ts = cpu["ts"].to_numpy()[own]
     begin, end = a.steps.used["ts"].to_numpy(), a.steps.used["end"].to_numpy()
     starts = np.sort(ts)
-    events = (np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()
-    if not events:
-        return usual
-    error = float(np.hypot(median_error(with_it), median_error(without)))
-    if error * a.step_count > usual * float(events):
-        return usual
-    longer = max(0.0, float(np.median(with_it) - np.median(without)))
-    return min(longer * a.step_count / float(events), MAX_COST * usual)
+    return max(1.0, float((np.searchsorted(starts, end) - np.searchsorted(starts, begin)).sum()))
 
 
 def _host_times(recorded: StepRecords, window: int) -> tuple[Array, Array]:
@@ -304,8 +314,8 @@ class WindowReplayer:
     def period(self, edits: Sequence[Edit] = (), assumption: str = "") -> float:
         """Return the steady-state time of a step with edits applied. ``assumption``: ``low`` or
         ``high`` (a small or large gain); ``unprofiled`` and ``profiled``: without and with the
-        profiler's own host time, whichever is not assumed otherwise; ``unprofiled_max``: without
-        the most that it may take."""
+        profiler's own host time, whichever is not assumed otherwise; ``unprofiled_min`` and
+        ``unprofiled_max``: without the least and the most that it may take."""
         return self._period(edits, assumption, 0)
 
     def _period(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
@@ -323,6 +333,7 @@ class WindowReplayer:
     def _steady(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
         times = {
             "profiled": 0.0,
+            "unprofiled_min": self._min_cost_ratio,
             "unprofiled": self._usual_cost_ratio,
             "unprofiled_max": self._max_cost_ratio,
         }.get(assumption, self._own_step_ratio)
@@ -415,7 +426,7 @@ class WindowReplayer:
     ) -> tuple[float, float, RangeCause, RangeCause]:
         both = [*applied, *edits]
         member = self._paced_member(both)
-        others = ("profiled", "unprofiled_max") if self._knows_own_steps else ("unprofiled",)
+        others = ("unprofiled_min", "unprofiled_max") if self._knows_own_steps else ("unprofiled",)
         if self._central(both):
             others = ("profiled", "unprofiled")
         gains = [
@@ -443,6 +454,16 @@ class WindowReplayer:
             max(steps, key=lambda by: max(steps[by])) if high == largest else "past"
         )
         return min(low, gains[0]), max(gains[0], min(high, limit)), low_by, high_by
+
+    @cached_property
+    def _min_cost_ratio(self) -> float:
+        """Smallest cost of an event over the assumed one: where the host runs ahead of the device,
+        its own steps show it, less two standard errors."""
+        if self.a.recorded is None or not self.a.recorded.host_is_ahead:
+            return 0.0
+        longer, error = _longer_with_profiler(self.a)
+        least = max(0.0, longer - 2 * error) * self.a.step_count / _launching_events(self.a)
+        return min(least / max(event_cost(self.a), 1.0), self._usual_cost_ratio)
 
     @cached_property
     def _max_cost_ratio(self) -> float:

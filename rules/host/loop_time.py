@@ -736,6 +736,7 @@ class TimeBetweenSteps(Rule):
     falsified_by = "time between the steps that the training itself needs, as rollouts do"
     assumptions = ("evaluating half as often is enough",)
     confidence = 0.6
+    alternatives = "between steps"
     cases = {
         "before each step": {
             "fix": "If these are rollouts, step several environments at once, in their own "

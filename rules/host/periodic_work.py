@@ -83,6 +83,7 @@ class PeriodicLoopWork(Rule):
             "code": "pred = logits.argmax(1)                       # on the GPU\n"
             "index = target * n + pred                     # a confusion matrix\n"
             "counts += torch.bincount(index.flatten(), minlength=n * n)",
+            "alternatives": "between steps",
         }
     }
     verify = "Record again: the mean step is near the median, with less time between the steps."

@@ -113,8 +113,7 @@ class LayoutTransposes(Rule):
         if a.device_id is None:
             return
         rows = kernel_common.compute_rows(a)
-        moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
-        convolving = (rows & kernel_common.family_rows(a, "convolution")) | moving
+        moving, convolving = transposes_and_convolutions(a)
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         conv_ns, moved_ns = (
             kernel_common.summed_duration(a, convolving),
@@ -219,3 +218,10 @@ def _network(transpose: str | None, us: float) -> TraceBuilder:
             b.run("aten::cudnn_batch_norm", kernel, 100, shapes[:1], "c10::Half")
 
     return example_steps(body)
+
+
+def transposes_and_convolutions(a: Analysis) -> tuple[kernel_common.Mask, kernel_common.Mask]:
+    """Return which device work transposes between NCHW and NHWC, and which does or convolves."""
+    rows = kernel_common.compute_rows(a)
+    moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
+    return moving, (rows & kernel_common.family_rows(a, "convolution")) | moving

@@ -23,6 +23,7 @@ from advisor.rules.common import (
     rows_in_steps,
 )
 from advisor.rules.kernel import kernel_common
+from advisor.rules.kernel.layout_transposes import LayoutTransposes, transposes_and_convolutions
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
@@ -42,6 +43,14 @@ SETTINGS = {
 """Name of the case, by whether cudnn.benchmark is on and tensors are in channels-last order."""
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 """Kernels of MIOpen and cuDNN that multiply on the vector units."""
+
+
+def _transposed(a: Analysis) -> bool:
+    """Return whether transposes between NCHW and NHWC take notable time of the convolutions."""
+    moved, all_of_it = (
+        kernel_common.summed_duration(a, rows) for rows in transposes_and_convolutions(a)
+    )
+    return moved > LayoutTransposes.min_share.value * all_of_it
 
 
 class SlowConvolution(BelowRate):
@@ -140,6 +149,7 @@ class SlowConvolution(BelowRate):
                 causes.append(SlowCause(text, "channels are no multiples of 8"))
         timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
         ordered = inputs is not None and any(map(kernel_common.is_channels_last, inputs.tensors))
+        ordered = ordered or (not timed and _transposed(a))  # whose order is advised on that ground
         if not causes and not timed:
             text = "the library's choice of algorithm does not suit the shape"
             causes = [SlowCause(text, SEARCH, True)]

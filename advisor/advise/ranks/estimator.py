@@ -163,6 +163,12 @@ class RanksEstimator(GainEstimator):
             high = max(saved, min(high, alone.high))
         return alone._replace(gain=saved, low=low, high=high)
 
+    def overlaps(self, finding: Finding) -> bool:
+        known = self._known.get(tuple(finding.edits))
+        if not finding.other_rank or known is None:
+            return super().overlaps(finding)
+        return known.saved.get(-1 if self.place is None else self.place, 0.0) > 0
+
     def is_calibrated(self, edits: Sequence[Edit]) -> bool:
         return tuple(edits) in self._deviations
 
@@ -202,9 +208,11 @@ class RanksEstimator(GainEstimator):
                 changes.append(without)
                 continue
             share = 1.0  # what is left of it after those before
-            if known.reported_rank:
-                if applied and known.gain.gain > 0:
-                    share = self.own.marginal(key, applied) / known.gain.gain
+            alone = 0.0 if self.place is None else known.saved.get(self.place, 0.0)
+            if known.reported_rank or alone > 0:
+                alone = known.gain.gain if known.reported_rank else alone
+                if applied and alone > 0:
+                    share = self.own.marginal(key, applied) / alone
                 applied += key
             saved = np.zeros(len(job.summaries))
             for place, ns in known.saved.items():

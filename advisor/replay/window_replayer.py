@@ -426,9 +426,11 @@ class WindowReplayer:
     ) -> tuple[float, float, RangeCause, RangeCause]:
         both = [*applied, *edits]
         member = self._paced_member(both)
-        others = ("unprofiled_min", "unprofiled_max") if self._knows_own_steps else ("unprofiled",)
+        others = ("unprofiled_max", "profiled") if self._knows_own_steps else ("unprofiled",)
         if self._central(both):
             others = ("profiled", "unprofiled")
+        elif self._knows_own_steps and self._min_cost_ratio:
+            others = ("unprofiled_min", *others)
         gains = [
             self.gain(edits, applied),
             *(
@@ -438,7 +440,9 @@ class WindowReplayer:
         ]
         error = abs(self.unedited.period - self.measured.period)
         beside = self._exposed.beside_compute(edits)
-        least, largest = min(gains) - error, max(gains) + error + beside
+        # the run's own host is faster than the profiled one, which bounds a gain from above only
+        possible = gains[:-1] if others[0] == "unprofiled_min" else gains
+        least, largest = min(possible) - error, max(gains) + error + beside
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
         limit = self._max_saved(both, optimistic=True) * self._of_profiled_step(both) + beside
         limit -= self._saved(applied, "", member)
@@ -449,7 +453,8 @@ class WindowReplayer:
             "shared cores": [max(gains) + error + beside] if beside else [],
         }
         steps = {by: ends for by, ends in steps.items() if ends}
-        low_by: RangeCause = min(steps, key=lambda by: min(steps[by])) if low == least else "past"
+        below = {by: min(ends) for by, ends in steps.items()} | {"profiler": min(possible[3:])}
+        low_by: RangeCause = min(below, key=lambda by: below[by]) if low == least else "past"
         high_by: RangeCause = (
             max(steps, key=lambda by: max(steps[by])) if high == largest else "past"
         )

@@ -38,6 +38,8 @@ UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
 """Elements in 16 bytes: what one vectorised load takes."""
 PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"
 """Kernels that launch at most one block per multiprocessor on purpose and loop over their tiles."""
+TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
+"""cuDNN's kernels (``cudnn::ops::nchwToNhwcKernel``) and MIOpen's (``batched_transpose_…``)."""
 
 
 def kernel_rows(a: Analysis) -> Mask:
@@ -63,6 +65,13 @@ def rows_launched_under(a: Analysis, pattern: str) -> Mask:
     under: Mask = rows_under(a, pattern)  # its last entry stands for "no launch in the window"
     rows: Mask = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
     return rows
+
+
+def transposes_and_convolutions(a: Analysis) -> tuple[Mask, Mask]:
+    """Return which device work transposes between NCHW and NHWC, and which does or convolves."""
+    rows = compute_rows(a)
+    moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
+    return moving, (rows & family_rows(a, "convolution")) | moving
 
 
 def summed_duration(a: Analysis, rows: Mask) -> int:

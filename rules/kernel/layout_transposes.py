@@ -18,8 +18,6 @@ from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import saved_time
 from advisor.testing import Examples, TraceBuilder
 
-TRANSPOSES = r"(?i)nchwToNhwc|nhwcToNchw|nchwToFolded|foldedNhwcToNchw|^batched_transpose_"
-"""cuDNN's kernels (``cudnn::ops::nchwToNhwcKernel``) and MIOpen's (``batched_transpose_…``)."""
 NORMS = r"batch_norm_(?:collect_statistics|transform_input|backward(?:_reduce|_elemt)?)_kernel"
 """PyTorch's own batch norm in NCHW order; in channels-last order their names say so."""
 
@@ -113,7 +111,7 @@ class LayoutTransposes(Rule):
         if a.device_id is None:
             return
         rows = kernel_common.compute_rows(a)
-        moving, convolving = transposes_and_convolutions(a)
+        moving, convolving = kernel_common.transposes_and_convolutions(a)
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         conv_ns, moved_ns = (
             kernel_common.summed_duration(a, convolving),
@@ -140,7 +138,12 @@ class LayoutTransposes(Rule):
             self._saved(a, norms, reach)
             for reach in (self.attainable_share, self.best_reach, self.worst_reach)
         ]
-        edits = [Edit(op="remove", select=Select(on="gpu", kind=("kernel",), name=TRANSPOSES))]
+        edits = [
+            Edit(
+                op="remove",
+                select=Select(on="gpu", kind=("kernel",), name=kernel_common.TRANSPOSES),
+            )
+        ]
         if saved[1] > 0:
             select = Select(on="gpu", kind=("kernel",), name=NORMS)
             edits.append(kernel_common.scale_kernels(a, norms, saved, select))
@@ -218,10 +221,3 @@ def _network(transpose: str | None, us: float) -> TraceBuilder:
             b.run("aten::cudnn_batch_norm", kernel, 100, shapes[:1], "c10::Half")
 
     return example_steps(body)
-
-
-def transposes_and_convolutions(a: Analysis) -> tuple[kernel_common.Mask, kernel_common.Mask]:
-    """Return which device work transposes between NCHW and NHWC, and which does or convolves."""
-    rows = kernel_common.compute_rows(a)
-    moving = rows & name_matches(a.trace.gpu["name"], TRANSPOSES).to_numpy()
-    return moving, (rows & kernel_common.family_rows(a, "convolution")) | moving

@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, OURS, RATES
+from advisor.rules.citations import CHOSEN, OURS, RATES, TRACELENS
 from advisor.rules.common import (
     example_steps,
     impact_without_gain,
@@ -23,7 +23,6 @@ from advisor.rules.common import (
     rows_in_steps,
 )
 from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.layout_transposes import LayoutTransposes, transposes_and_convolutions
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
@@ -43,14 +42,6 @@ SETTINGS = {
 """Name of the case, by whether cudnn.benchmark is on and tensors are in channels-last order."""
 VECTOR = re.compile(r"_dot2_|naive_conv|implicit_convolve_sgemm|Sp3AsmConv")
 """Kernels of MIOpen and cuDNN that multiply on the vector units."""
-
-
-def _transposed(a: Analysis) -> bool:
-    """Return whether transposes between NCHW and NHWC take notable time of the convolutions."""
-    moved, all_of_it = (
-        kernel_common.summed_duration(a, rows) for rows in transposes_and_convolutions(a)
-    )
-    return moved > LayoutTransposes.min_share.value * all_of_it
 
 
 class SlowConvolution(BelowRate):
@@ -87,6 +78,10 @@ class SlowConvolution(BelowRate):
     best_reach = Threshold(0.7, "of the attainable rate, at best", OURS)
     worst_reach = Threshold(
         0.25, "of the attainable rate, at worst: no more than what counts as slow", OURS
+    )
+
+    max_transposed = Threshold(
+        0.10, "of convolution time in transposes: their own fix is the order of tensors", TRACELENS
     )
 
     families = ("convolution",)
@@ -149,7 +144,10 @@ class SlowConvolution(BelowRate):
                 causes.append(SlowCause(text, "channels are no multiples of 8"))
         timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
         ordered = inputs is not None and any(map(kernel_common.is_channels_last, inputs.tensors))
-        ordered = ordered or (not timed and _transposed(a))  # whose order is advised on that ground
+        rows = kernel_common.transposes_and_convolutions(a)
+        moved, whole = (kernel_common.summed_duration(a, mask) for mask in rows)
+        # transposes ask for another order in a fix of their own
+        ordered = ordered or (not timed and moved > self.max_transposed * whole)
         if not causes and not timed:
             text = "the library's choice of algorithm does not suit the shape"
             causes = [SlowCause(text, SEARCH, True)]

@@ -43,7 +43,11 @@ from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weight
 from advisor.measure.host.repeated_passes import repeated_backwards, second_forwards
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
 from advisor.measure.host.syncs import find_syncs
-from advisor.measure.host.unused_gradients import recorded_gradients, unused_gradient_work
+from advisor.measure.host.unused_gradients import (
+    dropped_gradients,
+    recorded_gradients,
+    unused_gradient_work,
+)
 from advisor.measure.memory.post_mortem import post_mortems
 from advisor.measure.memory.trace_memory import (
     find_allocations,
@@ -411,6 +415,7 @@ class Analysis:
     recorded_gradients = cached_property(recorded_gradients)
     """Parameters with gradients that no optimizer holds, from the record."""
 
+    dropped_gradients = cached_property(dropped_gradients)
     unused_gradient_work = cached_property(unused_gradient_work)
     """Work of the backward pass on these gradients."""
 

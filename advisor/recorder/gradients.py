@@ -1,6 +1,8 @@
-"""Parameters that get gradients and that no optimizer holds, as a base model that was not frozen.
+"""Gradients that are computed in vain: no optimizer holds the parameter, as with a base model that
+was not frozen, or the gradient is dropped before its optimizer steps, as where a GAN's
+discriminator loss goes backward through the generator.
 
-Looked for once, at two early optimizer steps, by a hook that is removed afterwards. Parameters,
+Looked for once, at a few early optimizer steps, by a hook that is removed afterwards. Parameters,
 gradients and optimizers are held weakly; no value of a tensor is read.
 """
 
@@ -18,10 +20,14 @@ from advisor.recorder.tape import THREAD
 
 FIRST, SECOND = 3, 8
 """Optimizer steps before which gradients are looked at: both times a new one is in use."""
+MAX_ROUNDS = 12
+"""Most optimizer steps, from ``SECOND`` on, at which gradients are looked at where several
+optimizers step in turn: two rounds of them."""
 MAX_MODULES = 16
 MAX_PARAMETERS = 4096
 """Most parameters of which an event is written."""
 MAX_NAMES = 5
+MAX_PASSES = 4
 
 
 class _Gradient(NamedTuple):
@@ -39,9 +45,22 @@ class _Gradient(NamedTuple):
     """True if the parameter changed between the looks: an optimizer, or the program itself."""
 
 
+class _Look(NamedTuple):
+    """Gradients before a step of an optimizer, by the identity of the parameter."""
+
+    optimizer: int
+    gradients: dict[int, _Gradient]
+    made: set[int]
+    """Those that are new since the look before."""
+    decided: set[int]
+    """Those whose own optimizer has stepped since."""
+    dropped: set[int]
+    """Those of them that it did not use."""
+
+
 class UnusedGradients:
-    """Finder of such parameters. ``write_event(kind, data)`` writes a ``gradients`` event; the
-    last one of a run counts."""
+    """Finder of such parameters. ``write_event(kind, data)`` writes a ``gradients`` event, of which
+    the last one of a run counts, and a ``dropped_gradients`` event."""
 
     def __init__(
         self, hook_state: list[int], write_event: Callable[[str, dict[str, Any]], None]
@@ -52,6 +71,9 @@ class UnusedGradients:
         self._optimizers: dict[int, Any] = {}
         self._steps = 0
         self._seen: list[_Gradient] = []
+        self._searching = True
+        """True until it is known which parameters no optimizer holds."""
+        self._looks: list[_Look] = []
         self._handle: Any = None
         self._done = False
 
@@ -84,7 +106,7 @@ class UnusedGradients:
 
     def _stop(self) -> None:
         self._done = True
-        self._seen = []
+        self._seen, self._looks = [], []
         self.remove()
 
     def _on_step(self, optimizer: Any) -> None:
@@ -93,6 +115,18 @@ class UnusedGradients:
         if new:
             self._optimizers[id(optimizer)] = ref(optimizer)
         self._steps += 1
+        if self._searching:
+            self._search(new)
+        looks = min(MAX_ROUNDS, 2 * len(self._optimizers))
+        if looks > 2 and SECOND <= self._steps < SECOND + looks:
+            self._look(optimizer)
+            if len(self._looks) == looks:
+                self._report_dropped()
+        if not self._searching and (looks <= 2 or self._steps >= SECOND + looks - 1):
+            self._stop()
+
+    def _search(self, new: bool) -> None:
+        """Look for parameters that no optimizer holds. ``new``: this one never stepped before."""
         if self._steps == FIRST:
             self._seen = self._gradients()
         elif self._steps == SECOND:
@@ -153,25 +187,65 @@ class UnusedGradients:
         if not unused or not any(own) or len(rows) > MAX_PARAMETERS:
             if self._steps > SECOND:
                 self._write_event("gradients", {"unused": 0})
-            self._stop()
+            self._searching = False
             return
-        shapes = list(dict.fromkeys(one.shape for one, _ in rows))
-        number = {shape: n + 1 for n, shape in enumerate(shapes)}
-        sizes: Counter[str] = Counter()
-        for one in unused:
-            sizes[re.sub(r"\b\d+\b", "*", one.name.rpartition(".")[0])] += one.size
-        self._write_event(
-            "gradients",
-            {
-                "unused": len(unused),
-                "total": len(rows),
-                "bytes": sum(one.size for one in unused),
-                "modules": [name for name, _ in sizes.most_common(MAX_NAMES)],
-                "shapes": [list(shape) for shape in shapes],
-                # in the order of the models: the number of the shape, negative if unused
-                "order": [number[one.shape] * (1 if is_used else -1) for one, is_used in rows],
-            },
-        )
+        self._write_event("gradients", _describe(rows))
+
+    def _look(self, optimizer: Any) -> None:
+        """Note which gradients are new before this step, and which new ones of its parameters at
+        earlier steps of other optimizers are gone by now."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        now = {id(one.parameter()): one for one in self._gradients()}
+        before = self._looks[-1].gradients if self._looks else {}
+        for look in self._looks:
+            if look.optimizer == id(optimizer):
+                continue
+            for key in look.made & held:
+                one, after = look.gradients[key], now.get(key)
+                gone = after is None or one.gradient() is not after.gradient()
+                if key not in look.decided and gone and (not after or after.version == one.version):
+                    look.dropped.add(key)
+                look.decided.add(key)
+        made = {
+            key
+            for key, one in now.items()
+            if (known := before.get(key)) is None or _is_new(known, one)
+        }
+        self._looks.append(_Look(id(optimizer), now, made, set(), set()))
+
+    def _report_dropped(self) -> None:
+        """Write the passes whose gradients of another optimizer's parameters are dropped."""
+        passes: list[dict[str, Any]] = []
+        for look in self._looks[1:]:
+            rows = [
+                (one, key not in look.dropped)
+                for key, one in look.gradients.items()
+                if key in look.made
+            ]
+            described = _describe(rows)
+            if look.dropped and len(rows) <= MAX_PARAMETERS and described not in passes:
+                passes.append(described)
+        if passes:
+            self._write_event("dropped_gradients", {"passes": passes[:MAX_PASSES]})
+
+
+def _describe(rows: list[tuple[_Gradient, bool]]) -> dict[str, Any]:
+    """Describe parameters with a gradient, in the order of the models, and whether each is used."""
+    unused = [one for one, is_used in rows if not is_used]
+    shapes = list(dict.fromkeys(one.shape for one, _ in rows))
+    number = {shape: n + 1 for n, shape in enumerate(shapes)}
+    sizes: Counter[str] = Counter()
+    for one in unused:
+        sizes[re.sub(r"\b\d+\b", "*", one.name.rpartition(".")[0])] += one.size
+    return {
+        "unused": len(unused),
+        "total": len(rows),
+        "bytes": sum(one.size for one in unused),
+        "modules": [name for name, _ in sizes.most_common(MAX_NAMES)],
+        "shapes": [list(shape) for shape in shapes],
+        # the number of the shape, negative if unused
+        "order": [number[one.shape] * (1 if is_used else -1) for one, is_used in rows],
+    }
 
 
 def _is_new(before: _Gradient, after: _Gradient) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients of parameters that no optimizer holds."""
+"""Gradients that no optimizer uses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,43 @@ from advisor.rules.common import of_step, remove_at, scale_edit, time_in
 from advisor.testing import Examples, TraceBuilder
 
 CONVOLUTION = "^aten::convolution_backward$"
+_DETACH = (
+    "Stop this backward pass where the other network begins: detach its output, or compute it "
+    "under no_grad(). It is computed anew for its own loss."
+)
+_DETACHED = (
+    "fake = generator(noise)\n"
+    "loss = criterion(discriminator(fake.detach()), zeros)  # stops at the generator\n"
+    "loss.backward()\n"
+    "discriminator_optimizer.step()"
+)
+_FREEZE = (
+    "Freeze the other network while this loss is computed: requires_grad_(False) on its "
+    "parameters. Gradients still pass through it to what is trained."
+)
+_FROZEN = (
+    "critic.requires_grad_(False)                 # no gradients of its weights\n"
+    "loss = -critic(state, actor(state)).mean()\n"
+    "loss.backward()\n"
+    "actor_optimizer.step()\n"
+    "critic.requires_grad_(True)"
+)
 
 
 class UnusedGradients(Rule):
     """The backward pass computes gradients of parameters that no optimizer holds. Examples are the
     base of a model with adapters (LoRA) and a backbone under a new head. So is a network that only
-    judges, as for a perceptual loss. Each lacks ``requires_grad_(False)``.
+    judges, as for a perceptual loss. Each lacks ``requires_grad_(False)``. Or an optimizer holds
+    them and never uses the gradients: a discriminator's loss goes backward through the generator,
+    or an actor's through the weights of its critics, and ``zero_grad`` drops the result.
 
     The recorder looks at the models' gradients before two early optimizer steps. It counts those
     that are new each time and belong to no optimizer that has stepped so far. One that steps later
     corrects that. Parameters that the program updates itself do not count. Where no optimizer holds
-    any parameter of the models, as with copies in another precision, nothing is reported.
+    any parameter of the models, as with copies in another precision, nothing is reported. Where
+    several optimizers step in turn, it looks for two rounds at gradients that are new before the
+    step of one and gone before the next step of the one that holds them. Those that are zeroed in
+    place cannot be told from those that add up.
 
     The gain is the time of what computes and accumulates these gradients, known by their shapes.
     After the last gradient that is used, the rest of the backward pass goes too. A convolution
@@ -65,26 +91,38 @@ class UnusedGradients(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum up the work on gradients that the recorder found unused."""
-        recorded = a.recorded_gradients
-        if recorded is None or not a.span_ns:
+        recorded, dropped = a.recorded_gradients, a.dropped_gradients
+        if (recorded is None and not dropped) or not a.span_ns:
             return
         work = a.unused_gradient_work
         ns, times = time_in(a, work.spans)
         if ns < self.min_share * a.span_ns and not work.convolutions:
             return
+        of = recorded or max(dropped, key=lambda each: each.bytes)
+        count = f"{of.unused:,} of {of.total:,} parameters with gradients"
+        size, names = t.format_bytes(of.bytes), ", ".join(of.modules[:3])
+        summary = f"{count} are in no optimizer ({size}): those of {names}."
+        fix, code, kind = self.fix, self.code, "in no optimizer"
+        if recorded is None:
+            kind = "dropped before their optimizer steps"
+            summary = (
+                "The backward pass before one optimizer's step computes gradients of another's "
+                f"parameters, which are zeroed before that one steps: {count} ({size}), those of "
+                f"{names}."
+            )
+            behind = work.rest.total > 0.5 * work.spans.total
+            fix, code = (_DETACH, _DETACHED) if behind else (_FREEZE, _FROZEN)
         yield Finding(
-            summary=(
-                f"{recorded.unused:,} of {recorded.total:,} parameters with gradients are in no "
-                f"optimizer ({t.format_bytes(recorded.bytes)}): those of "
-                f"{', '.join(recorded.modules[:3])}. Their gradients take {of_step(a, ns)}."
-            ),
+            summary=f"{summary} They take {of_step(a, ns)}.",
             evidence=[
-                Evidence("parameters with a gradient", recorded.total, "count"),
-                Evidence("of them, in no optimizer", recorded.unused, "count"),
-                Evidence("size of their gradients", recorded.bytes, "bytes"),
+                Evidence("parameters with a gradient", of.total, "count"),
+                Evidence(f"of them, {kind}", of.unused, "count"),
+                Evidence("size of their gradients", of.bytes, "bytes"),
                 *times,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
+            fix=fix,
+            code=code,
             edits=[*remove_at("unused_gradient"), *self._convolutions(a, work.convolutions)],
         )
 
@@ -104,13 +142,17 @@ class UnusedGradients(Rule):
         return {
             "a base that is not frozen": _training(),
             "on a GPU": _training(gpu="A100"),
-            "all are trained": (_training(unused=False), "recorded is None"),
+            "dropped before their optimizer steps": _training(dropped=True),
+            "all are trained": (_training(unused=False), "not dropped"),
             "little work": (_training(us=4), "min_share"),
         }
 
 
-def _training(*, unused: bool = True, gpu: str | None = None, us: float = 600) -> TraceBuilder:
-    """Four layers [256, 512], of which an optimizer holds the last one's adapter [8, 512]."""
+def _training(
+    *, unused: bool = True, dropped: bool = False, gpu: str | None = None, us: float = 600
+) -> TraceBuilder:
+    """Four layers [256, 512], of which an optimizer holds the last one's adapter [8, 512].
+    ``dropped``: another optimizer holds the layers, and drops these gradients."""
     b = TraceBuilder(gpu=gpu)
     node = "autograd::engine::evaluate_function: "
 
@@ -133,10 +175,17 @@ def _training(*, unused: bool = True, gpu: str | None = None, us: float = 600) -
                     accumulate = "torch::autograd::AccumulateGrad"
                     with b.op(f"{node}{accumulate}"), b.op(accumulate, [shape]):
                         pass
+        if dropped:
+            with b.range("Optimizer.step#Adam.step"):
+                b.host(10)
     run = b.record_of_run()
     run.steps(60, 10, forward=4, backward=5)
     if unused:
         order = [2, -1, -1, -1, -1]
         data = {"unused": 4, "total": 5, "bytes": 4 << 19, "modules": ["layers.*"]}
-        run.event("gradients", **data, shapes=[[256, 512], [8, 512]], order=order)
+        data |= {"shapes": [[256, 512], [8, 512]], "order": order}
+        if dropped:
+            run.event("dropped_gradients", passes=[data])
+        else:
+            run.event("gradients", **data)
     return b

@@ -105,3 +105,57 @@ def test_nothing_is_kept_alive() -> None:
     gc.collect()
     assert [each() for each in gone] == [None] * 3
     watch.remove()
+
+
+def adversaries(*, detach: bool = False, to_none: bool = True) -> Told:
+    """Train a generator and a discriminator in turn, as GANs do."""
+    maker, judge = nn.Linear(4, 8), nn.Linear(8, 1)
+    watch, told = watching(maker, judge)
+    of_maker, of_judge = (torch.optim.SGD(net.parameters(), 1e-3) for net in (maker, judge))
+    for _ in range(8):
+        made = maker(torch.ones(2, 4))
+        of_judge.zero_grad(set_to_none=to_none)
+        judge(made.detach() if detach else made).sum().backward()
+        of_judge.step()
+        of_maker.zero_grad(set_to_none=to_none)
+        judge.requires_grad_(False)
+        judge(maker(torch.ones(2, 4))).sum().backward()
+        judge.requires_grad_(True)
+        of_maker.step()
+    watch.remove()
+    return told
+
+
+def test_gradients_that_are_dropped_before_their_optimizer_steps_are_found() -> None:
+    before = len(optim._global_optimizer_pre_hooks)
+    (told,) = adversaries()
+    (only,) = told["passes"]  # that of the discriminator's loss
+    assert (only["unused"], only["total"]) == (2, 4)
+    assert only["shapes"] == [[8, 4], [8], [1, 8]] or only["shapes"][0] == [8, 4]
+    assert [n < 0 for n in only["order"]] == [True, True, False, False]
+    assert adversaries(detach=True) == []
+    assert adversaries(to_none=False) == []  # zeroed in place: not told from added up
+    assert len(optim._global_optimizer_pre_hooks) == before
+
+
+def test_optimizers_that_share_a_backward_drop_nothing() -> None:
+    model = net()
+    _, told = watching(model)
+    parts = (model[0], model[1], model[2])
+    train(model, *(torch.optim.SGD(part.parameters(), 1e-3) for part in parts), steps=12)
+    assert told == []
+
+
+def test_gradients_that_add_up_over_several_losses_are_used() -> None:
+    """The second loss adds to gradients that its own optimizer has not used yet."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    _, told = watching(first, second)
+    one, other = (torch.optim.SGD(part.parameters(), 1e-3) for part in (first, second))
+    for _ in range(12):
+        second(first(torch.ones(2, 4))).sum().backward()
+        one.step()
+        one.zero_grad()
+        second(torch.ones(2, 4)).sum().backward()
+        other.step()
+        other.zero_grad()
+    assert told == []

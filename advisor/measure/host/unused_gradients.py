@@ -1,4 +1,4 @@
-"""Work of the backward pass on gradients of parameters that no optimizer holds."""
+"""Work of the backward pass on gradients that no optimizer uses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-_ACCUMULATE = r"^torch::autograd::AccumulateGrad$"
+ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BACKWARD = r"^advisor::backward$"
+_OPTIMIZER = r"^Optimizer\.step#"
 _COMPUTES = r"^aten::(?:mm|bmm|addmm|sum|embedding_dense_backward|convolution_backward)$"
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
 _LOOKUP = "aten::embedding_dense_backward"
@@ -32,15 +33,17 @@ _CONVOLUTION = "aten::convolution_backward"
 MAX_OF_NODE = 3
 """Most parameters whose gradients one node computes: a convolution's or product's, and its bias."""
 MAX_PARAMETERS = 4096
+MAX_PASSES = 4
 MAX_EVENTS = 500_000
 """Most events of the backward pass looked at."""
 
 
 class RecordedGradients(NamedTuple):
-    """Parameters that get gradients, as the recorder found them."""
+    """Parameters that get gradients, as the recorder found them: of all models, or of what is
+    computed between two optimizer steps."""
 
     unused: int
-    """Number of those that no optimizer holds …"""
+    """Number of those whose gradient is unused …"""
     total: int
     """… of all …"""
     bytes: int
@@ -50,23 +53,47 @@ class RecordedGradients(NamedTuple):
     parameters: tuple[tuple[Shape, bool], ...]
     """Shape of each parameter, in the order of the model, and whether it is unused."""
 
+    @property
+    def flags(self) -> dict[Shape, list[bool]]:
+        """Whether each parameter of a shape is unused, in the order of the model."""
+        result: dict[Shape, list[bool]] = {}
+        for shape, unused in self.parameters:
+            result.setdefault(shape, []).append(unused)
+        return result
+
 
 class UnusedGradientWork(NamedTuple):
-    """Work in the analysed steps that goes when such parameters are frozen."""
+    """Work in the analysed steps that goes when such gradients are not computed."""
 
     spans: Intervals
     """Host time of operators and nodes that go as a whole."""
     convolutions: float
     """Share of the other convolutions' backward time that also computes such a gradient."""
+    rest: Intervals = EMPTY
+    """Part of ``spans`` after the last gradient of its backward pass that is used."""
 
 
 NO_WORK = UnusedGradientWork(EMPTY, 0.0)
 
 
 def recorded_gradients(a: Analysis) -> RecordedGradients | None:
-    """Read what the recorder found; ``None``: nothing, or it is damaged."""
+    """Read what parameters no optimizer holds; ``None``: none were found, or it is damaged."""
     events = [] if a.record is None else a.record.events_of("gradients")
-    data = events[-1] if events else {}
+    return _read(events[-1]) if events else None
+
+
+def dropped_gradients(a: Analysis) -> list[RecordedGradients]:
+    """Read the passes between two optimizer steps that compute gradients of another optimizer's
+    parameters, which are dropped before that one steps; empty: none were found."""
+    events = [] if a.record is None else a.record.events_of("dropped_gradients")
+    passes = events[-1].get("passes") if events else None
+    read = [_read(each) for each in passes[:MAX_PASSES]] if isinstance(passes, list) else []
+    return [each for each in read if each is not None]
+
+
+def _read(data: Any) -> RecordedGradients | None:
+    """Read what the recorder wrote of some parameters; ``None``: it is damaged."""
+    data = data if isinstance(data, dict) else {}
     counts = [int(data[name]) for name in ("unused", "total", "bytes") if _is_count(data.get(name))]
     names, shapes, order = (data.get(name) for name in ("modules", "shapes", "order"))
     if not isinstance(names, list) or not isinstance(shapes, list) or not isinstance(order, list):
@@ -98,35 +125,62 @@ def unused_gradient_work(a: Analysis) -> UnusedGradientWork:
     A product, or an accumulation, is of such a parameter by its shape. Where parameters of one
     shape are used and unused, the backward pass computes them in reverse order of the model. After
     the last gradient that is used, all of the backward pass goes. A convolution computes gradients
-    of its weight and of its input in one operator: it stays in part.
+    of its weight and of its input in one operator: it stays in part. Passes between two optimizer
+    steps are known by the shapes of all parameters whose gradients they compute.
     """
-    recorded, cpu = a.recorded_gradients, a.trace.cpu
-    if recorded is None or a.trace.inputs.is_empty():
+    recorded, dropped, cpu = a.recorded_gradients, a.dropped_gradients, a.trace.cpu
+    if (recorded is None and not dropped) or a.trace.inputs.is_empty():
         return NO_WORK
     node = backward_nodes(a)
-    mask = name_matches(cpu["name"], _ACCUMULATE) | name_matches(cpu["name"], _COMPUTES)
+    mask = (cpu["name"] == ACCUMULATE) | name_matches(cpu["name"], _COMPUTES)
     rows = np.flatnonzero(mask.to_numpy() & (node >= 0))
     table = _operators(a, rows, node[rows])
     if table.is_empty() or table.height > MAX_EVENTS:
         return NO_WORK
-    flags: dict[Shape, list[bool]] = {}
-    for shape, unused in recorded.parameters:
-        flags.setdefault(shape, []).append(unused)
-    accumulated = _of_shapes(table, "torch::autograd::AccumulateGrad", 0, flags)
+    flags = {} if recorded is None else dict.fromkeys(table["part"].unique(), recorded.flags)
+    if recorded is None:
+        steps = cpu["ts"].filter(name_matches(cpu["name"], _OPTIMIZER)).sort().to_numpy()
+        part = np.searchsorted(steps, table["ts"].to_numpy())
+        table = table.with_columns(part=pl.Series(part, dtype=pl.Int64))
+        flags = _flags_of_passes(table, [each.flags for each in dropped])
+    accumulated = _of_shapes(table, ACCUMULATE, 0, flags)
     spans = [(ts, end) for ts, end, _, unused in accumulated if unused]
     used = np.array([end for _, end, _, unused in accumulated if not unused], dtype=np.int64)
-    spans += _rest_of_passes(a, used, np.array([ts for ts, _ in spans], dtype=np.int64))
+    rest = _rest_of_passes(a, used, np.array([ts for ts, _ in spans], dtype=np.int64))
+    spans += rest
     spans += _products(table, accumulated)
     whole = _union(spans)
     convolutions = _of_shapes(table, _CONVOLUTION, 2, flags)
     ts, end = (np.array([each[n] for each in convolutions], dtype=np.int64) for n in (0, 1))
     left = np.where(covered_length(ts, end, whole) > 0, 0, end - ts)
     share = left[[bool(each[3]) for each in convolutions]].sum() / max(left.sum(), 1)
-    return UnusedGradientWork(intersect(whole, a.steps.host_spans), share)
+    inside = a.steps.host_spans
+    return UnusedGradientWork(intersect(whole, inside), share, intersect(_union(rest), inside))
+
+
+def _flags_of_passes(
+    table: pl.DataFrame, passes: list[dict[Shape, list[bool]]]
+) -> dict[int, dict[Shape, list[bool]]]:
+    """Return the recorded pass of each part of the trace, by the shapes that it accumulates; a part
+    that may be two of them has none."""
+    own = table.filter(pl.col("name") == ACCUMULATE)
+    result: dict[int, dict[Shape, list[bool]]] = {}
+    for (part,), group in own.group_by("part"):
+        counts = Counter(_operand(dims, 0) for dims in group["dims"].to_list())
+        fits = [
+            each
+            for each in passes
+            if each.keys() == counts.keys()
+            and all(counts[shape] % len(flags) == 0 for shape, flags in each.items())
+        ]
+        if len(fits) == 1:
+            result[int(str(part))] = fits[0]
+    return result
 
 
 def _operators(a: Analysis, rows: Any, node: Any) -> pl.DataFrame:
-    """List these operators in order of time: ``name, ts, end, node, step, dims``."""
+    """List these operators in order of time: ``name, ts, end, node, part, dims``; ``part`` is the
+    step."""
     cpu = a.trace.cpu
     table = pl.DataFrame(
         {
@@ -134,10 +188,10 @@ def _operators(a: Analysis, rows: Any, node: Any) -> pl.DataFrame:
             "ts": cpu["ts"].gather(rows),
             "end": (cpu["ts"] + cpu["dur"]).gather(rows),
             "node": node,
-            "step": step_of(a.steps, cpu["ts"].to_numpy()[rows]),
+            "part": step_of(a.steps, cpu["ts"].to_numpy()[rows]),
             "inputs": cpu["inputs"].gather(rows),
         }
-    ).filter(pl.col("step").is_not_null() & pl.col("inputs").is_not_null())
+    ).filter(pl.col("part").is_not_null() & pl.col("inputs").is_not_null())
     inputs = a.trace.inputs
     shapes = {
         row: [
@@ -154,23 +208,23 @@ def _operand(dims: Any, number: int) -> Shape:
 
 
 def _of_shapes(
-    table: pl.DataFrame, name: str, operand: int, flags: dict[Shape, list[bool]]
+    table: pl.DataFrame, name: str, operand: int, flags: dict[int, dict[Shape, list[bool]]]
 ) -> list[tuple[int, int, Shape, bool | None]]:
     """List operators of this name in order of time: begin, end, shape of an operand, and whether
-    it is an unused parameter; ``None``: not known."""
-    own = table.filter(pl.col("name") == name).select("step", "dims", "ts", "end")
-    rows = [(step, _operand(dims, operand), *at) for step, dims, *at in own.iter_rows()]
+    it is an unused parameter of that part; ``None``: not known."""
+    own = table.filter(pl.col("name") == name).select("part", "dims", "ts", "end")
+    rows = [(part, _operand(dims, operand), *at) for part, dims, *at in own.iter_rows()]
     counts = Counter(row[:2] for row in rows)
     seen: Counter[tuple[int, Shape]] = Counter()
     result: list[tuple[int, int, Shape, bool | None]] = []
-    for step, shape, ts, end in rows:
-        of_shape = flags.get(shape, [])
+    for part, shape, ts, end in rows:
+        of_shape = flags.get(part, {}).get(shape, [])
         unused: bool | None = None
         if len(set(of_shape)) == 1:
             unused = of_shape[0]
-        elif of_shape and counts[step, shape] % len(of_shape) == 0:  # each once per pass
-            unused = of_shape[::-1][seen[step, shape] % len(of_shape)]
-        seen[step, shape] += 1
+        elif of_shape and counts[part, shape] % len(of_shape) == 0:  # each once per pass
+            unused = of_shape[::-1][seen[part, shape] % len(of_shape)]
+        seen[part, shape] += 1
         result.append((ts, end, shape, unused))
     return result
 
@@ -182,7 +236,7 @@ def _products(
     engine accumulates a gradient right after the nodes that computed it."""
     begins = np.array([ts for ts, *_ in accumulated], dtype=np.int64)
     result: list[tuple[int, int]] = []
-    own = table.filter(~pl.col("name").is_in(["torch::autograd::AccumulateGrad", _CONVOLUTION]))
+    own = table.filter(~pl.col("name").is_in([ACCUMULATE, _CONVOLUTION]))
     for _, group in own.group_by("node", maintain_order=True):
         rows = list(group.select("name", "ts", "end", "dims").iter_rows())
         first = int(np.searchsorted(begins, rows[-1][2]))

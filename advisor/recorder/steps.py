@@ -5,6 +5,7 @@ The time between two fetches of a batch is a *segment*. What was seen in it tell
 - an optimizer stepped: it ends a training step;
 - a backward and no optimizer: part of a step, which goes on (gradient accumulation);
 - a forward alone: validation. It belongs to no step; its time is the next step's ``evaluation``.
+  As many before each step are part of it: a target network's.
   So do several forwards of a model in evaluation mode, and then one of it in training mode;
 - a fetch alone: batches fetched ahead. They belong to the step that follows.
 
@@ -49,6 +50,9 @@ MAX_PERIOD = 32
 """Most steps of another optimizer within one step; above that, its steps are steps themselves."""
 MAX_EVENTS = 65_536
 """Most CUDA events kept of a segment; a longer segment is no step."""
+SAME_STEPS = 2
+"""Steps in a row with as many forwards without gradients before the training as the one before,
+from which these are part of a step. They are no validation, which comes after many steps."""
 PERIODS = 4
 """Multiple of its usual interval after which the optimizer that ended steps counts as gone."""
 
@@ -122,6 +126,10 @@ class StepFinder:
         """Number of these forwards in evaluation mode, before any backward …"""
         self._evaluation: tuple[int, list[int]] = 0, []
         """… with the end of the last one, ns, and the time in each phase until then."""
+        self._untrained = self._last_untrained = self._same = self._targets = 0
+        """Forwards without gradients before this step's training, and the last one's; the number of
+        steps since that changed; and how many are part of a step, as they come before each: a
+        target network's."""
         self.marks: list[Any] = []
         """CUDA events of the segment, each with the phase that it begins …"""
         self._marks_whole = False
@@ -244,8 +252,11 @@ class StepFinder:
         elif code == FORWARD_END_TRAINING and self._evaluated > 1:
             self._evaluated_before()
         learns = self._backwards or self._stepped or self._graphs  # or will: a teacher's may follow
-        apart = self.outside_loader and not (learns or self.explicit)
+        apart = self.outside_loader and not (learns or self._held or self.explicit)
         if code != FORWARD_END_NO_GRAD or not apart:
+            return
+        self._untrained += 1
+        if self._untrained <= self._targets:
             return
         # without a loader, a forward that nothing is learnt from is validation; training begins
         # after it
@@ -490,6 +501,7 @@ class StepFinder:
             (self._batches, len(self._stock), self._forwards, self._backwards, self._micro),
             (self._buffered, self._primary, self._first, *self._optimizers.items()),
             (self._period, *self._since.items()),
+            (self._untrained, self._last_untrained, self._targets, self._same >= SAME_STEPS),
         )
 
     def swap_batches(self, batches: list[Any]) -> list[Any]:
@@ -514,6 +526,11 @@ class StepFinder:
 
     def _end_outside(self, now: int) -> None:
         self._trained_here = True
+        number, self._untrained = self._untrained, 0
+        self._same = self._same + 1 if number == self._last_untrained else 0
+        self._last_untrained = number
+        if self._same >= SAME_STEPS:
+            self._targets = number
         self._complete(now)
         self.open = True
         self.clock.enter_between_steps()

@@ -678,6 +678,39 @@ def test_evaluation_in_memory_is_no_part_of_a_step(
         assert sum(step.dur > 150_000_000 for step in steps) == 0
 
 
+@pytest.mark.parametrize("actor", [False, True])
+def test_targets_before_each_step_are_part_of_it(
+    recorded: Recorded, training: Any, actor: bool
+) -> None:
+    """Targets without gradients come before each loss, as in Q-learning, with or without an actor
+    of its own optimizer; every 50 steps a validation, which is in no step."""
+    steps = 150
+    second = torch.optim.SGD(training.net.parameters(), 1e-4) if actor else None
+
+    def run() -> None:
+        for number in range(steps):
+            with torch.no_grad():
+                training.net(training.x)
+                time.sleep(0.003)
+            training.learn((training.x, training.y))
+            if second is not None:
+                training.loss((training.x, training.y)).backward()
+                second.step()
+            if number % 50 == 49 and not actor:
+                with torch.no_grad():
+                    for _ in range(6):
+                        training.net(training.x)
+                        time.sleep(0.02)
+
+    found = recorded(run).steps
+    assert len(found) in (steps - 1, steps)
+    regular = [each for each in found[4:-1] if each.n % 50 > 1]
+    assert all(each.dur >= 3_000_000 and not each.evaluation for each in regular)
+    if not actor:
+        assert [each.n for each in found[4:] if each.evaluation >= 90_000_000] == [50, 100]
+        assert all(each.dur < 60_000_000 for each in found)
+
+
 def test_several_forwards_of_one_step_are_no_evaluation(recorded: Recorded, training: Any) -> None:
     """Fine-tuned in evaluation mode; two views of a batch; one look in evaluation mode a step."""
 

@@ -690,7 +690,9 @@ class BoundEstimator(GainEstimator):
         both = [*applied, *edits]
         saved, before = self._exposed.saved(both), self._exposed.saved(applied)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
-        max_gain = max(high, self._exposed.max_saved(both, optimistic=True) - before)
+        max_gain = high
+        if any(edit.op != "overlap" for edit in edits):  # hidden work saves what is exposed of it
+            max_gain = max(high, self._exposed.max_saved(both, optimistic=True) - before)
         wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
         ends = max(0.0, wide.low), max(gain, min(wide.high, max_gain))
         low_by: RangeCause = "past" if ends[0] < low else "assumption"

@@ -179,7 +179,8 @@ def remaining_device_time(
 
 
 class GainClaim(NamedTuple):
-    """Instants of the window that a fix would save, and the share of them that it saves."""
+    """Instants of the window that a fix would save, and the share of them that it saves. Of work
+    that is to overlap, it is no more than other device work can hide; at best, idle time too."""
 
     time: Intervals
     shares: tuple[float, float, float]
@@ -188,12 +189,29 @@ class GainClaim(NamedTuple):
 
 def claim_time(a: Analysis, edit: Edit) -> GainClaim:
     time = exposed_intervals(a, edit)
+    if edit.op == "overlap" and edit.select.on == "gpu" and time.total:
+        share = min(1.0, _hidden_by_others(a, selected_gpu(a, edit.select), time) / time.total)
+        return GainClaim(time, (share, share, 1.0))
     if edit.op in ("scale", "merge", "remove_skew") and edit.factor is not None:
         middle = 1 - edit.factor
         low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
         high = 1 - (edit.factor_low if edit.factor_low is not None else edit.factor)
         return GainClaim(time, (max(0.0, middle), max(0.0, low), max(0.0, high)))
     return GainClaim(time, (1.0, 1.0, 1.0))
+
+
+def _hidden_by_others(a: Analysis, mask: Mask, exposed: Intervals) -> float:
+    """Return how much of the exposed time of this work the device's other work can hide, ns.
+    Collectives, copies and kernels hide behind the others' kinds, not behind their own."""
+    talks = a.kernels["communication"].to_numpy()
+    copies = (a.trace.gpu["kind"] != "kernel").to_numpy() & ~talks
+    total = 0.0
+    for kind in (talks, copies, ~talks & ~copies):
+        own = intersect(exposed, a.device_busy(mask & kind)).total
+        if own:
+            work, others = (a.device_busy(a.in_window & each) for each in (kind, ~kind))
+            total += min(own, subtract(others, work).total)
+    return total
 
 
 def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:

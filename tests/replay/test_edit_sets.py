@@ -13,7 +13,9 @@ import polars as pl
 import pytest
 
 from advisor import Analysis
+from advisor.advise.impact import BoundEstimator
 from advisor.core.errors import AdvisorError
+from advisor.core.intervals import subtract
 from advisor.read import open_run
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.exposed_time import ExposedTime
@@ -76,6 +78,20 @@ def test_without_host_events_nothing_hides_behind_idle_time() -> None:
     device_only = dataclasses.replace(trace, cpu=trace.cpu.clear(), gpu=unlinked)
     limit = ExposedTime(Analysis(device_only)).max_saved([parse_edit("overlap comm")])
     assert 0 < limit <= 4_100_000
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_without_a_replay_no_more_overlaps_than_runs_beside_it(rank: int) -> None:
+    """The middle is what other work can hide, the upper end what is exposed."""
+    a = Analysis(open_run(str(CORPUS / f"two_ranks_rank{rank}.json.gz")).window(rank))
+    saved = BoundEstimator(a).gain_range([parse_edit("overlap comm")])
+    talks = a.kernels["communication"].to_numpy()
+    sends, works = (a.device_busy(a.in_window & mask) for mask in (talks, ~talks))
+    exposed = subtract(sends, works).total / a.step_count
+    hides = subtract(works, sends).total / a.step_count
+    assert hides < exposed
+    assert saved.gain == pytest.approx(hides)
+    assert saved.low < saved.gain < saved.high == pytest.approx(exposed)
 
 
 def test_a_copy_to_the_host_still_waits_for_what_computes_it() -> None:

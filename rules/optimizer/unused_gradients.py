@@ -38,8 +38,8 @@ class UnusedGradients(Rule):
     """The backward pass computes gradients of parameters that no optimizer holds. Examples are the
     base of a model with adapters (LoRA) and a backbone under a new head. So is a network that only
     judges, as for a perceptual loss. Each lacks ``requires_grad_(False)``. Or an optimizer holds
-    them and never uses the gradients: a discriminator's loss goes backward through the generator,
-    or an actor's through the weights of its critics, and ``zero_grad`` drops the result.
+    them, and ``zero_grad`` drops the gradients before it steps. A discriminator's loss does so that
+    goes backward through the generator, or an actor's that does through its critics' weights.
 
     The recorder looks at the models' gradients before two early optimizer steps. It counts those
     that are new each time and belong to no optimizer that has stepped so far. One that steps later

@@ -45,8 +45,8 @@ class UnusedGradients(Rule):
     that are new each time and belong to no optimizer that has stepped so far. One that steps later
     corrects that. Parameters that the program updates itself do not count. Where no optimizer holds
     any parameter of the models, as with copies in another precision, nothing is reported. Where
-    several optimizers step in turn, it looks for two rounds at gradients that are new before the
-    step of one and gone before the next step of the one that holds them. Those that are zeroed in
+    several optimizers step in turn, it looks at gradients for two rounds. Some are new before the
+    step of one, and gone before the next step of the one that holds the parameter. Those that are zeroed in
     place cannot be told from those that add up.
 
     The gain is the time of what computes and accumulates these gradients, known by their shapes.

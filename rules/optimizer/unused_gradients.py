@@ -46,8 +46,8 @@ class UnusedGradients(Rule):
     corrects that. Parameters that the program updates itself do not count. Where no optimizer holds
     any parameter of the models, as with copies in another precision, nothing is reported. Where
     several optimizers step in turn, it looks at gradients for two rounds. Some are new before the
-    step of one, and gone before the next step of the one that holds the parameter. Those that are zeroed in
-    place cannot be told from those that add up.
+    step of one, and gone before the next step of the one that holds the parameter. Those that are
+    zeroed in place may as well add up, and are not counted.
 
     The gain is the time of what computes and accumulates these gradients, known by their shapes.
     After the last gradient that is used, the rest of the backward pass goes too. A convolution

@@ -51,11 +51,11 @@ class _Look(NamedTuple):
     optimizer: int
     gradients: dict[int, _Gradient]
     made: set[int]
-    """Those that are new since the look before."""
+    """New gradients since the look before …"""
     decided: set[int]
-    """Those whose own optimizer has stepped since."""
+    """… whose own optimizer has stepped since …"""
     dropped: set[int]
-    """Those of them that it did not use."""
+    """… and did not use them."""
 
 
 class UnusedGradients:

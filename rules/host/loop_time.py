@@ -79,8 +79,8 @@ class LoopCode(Rule):
     )
     code = "if step % 100 == 0:       # not in every step\n    log(metrics)"
     inference: ClassVar[Mapping[str, Any]] = {
-        "fix": "Compute once what is the same for many requests, and keep it. Replace loops over "
-        "elements by operators on whole tensors or NumPy arrays. Or do this work in another "
+        "fix": "Compute once what is the same for many requests, and keep it. Replace loops and "
+        "sorted() over elements by operators on whole tensors or NumPy arrays, such as topk. Or do this work in another "
         "process, while the model runs on the next batch. Where it waits (a sleep, a server, a "
         "lock), wait in another thread.",
         "code": "",
@@ -392,6 +392,13 @@ class LoopTime:
         return int((stacks.climb_stack(self._parent, here, rows) >= 0).sum())
 
 
+_SOME_VALUES: Mapping[str, Any] = {
+    "assumptions": ("only the largest or smallest values are used",),
+    "falsified_by": "a result that needs the order of all values",
+}
+"""What the advice for a sort assumes."""
+
+
 class LoopPhases(LoopCode):
     """Code between training phases adds to each step where the training computes on the CPU.
     Without stacks, which loop-code needs, this rule takes its time from the recorder's phases:
@@ -425,13 +432,20 @@ class LoopPhases(LoopCode):
         },
         "a sort": {
             "title": "Sorting beside the model takes much of the step",
+            "fix": "Take the values that are used with torch.topk: it does not sort all. "
+            "torch.kthvalue finds one value of an order.",
+            "code": "values, ids = torch.topk(scores, k)     # not argsort or sort\n"
+            "# the smallest: largest=False",
+            **_SOME_VALUES,
+        },
+        "a sort before sampling": {
+            "title": "Sorting beside the model takes much of the step",
             "fix": "Take the largest values with torch.topk first: it does not sort all. Then "
-            "normalise, add up and sample only these. torch.kthvalue finds one value of an order.",
+            "normalise, add up and sample only these.",
             "code": "values, ids = torch.topk(logits, k)     # not torch.sort(logits)\n"
             "probs = values.softmax(-1)\n"
             "token = ids.gather(-1, torch.multinomial(probs, 1))",
-            "assumptions": ("only the largest or smallest values are used",),
-            "falsified_by": "a result that needs the order of all values",
+            **_SOME_VALUES,
         },
     }
     max_small_us = Threshold(100, "µs per operator on average: longer ones compute", CHOSEN)
@@ -511,7 +525,8 @@ class LoopPhases(LoopCode):
         if spent_in_them * step / max(a.step_ns, 1) < self.of_operators * ns:
             top = None
         if not case and top is not None and re.search(_SORTS, top):
-            case = "a sort"
+            samples = name_matches(a.trace.cpu["name"].gather(rows), r"^aten::multinomial$").any()
+            case = "a sort before sampling" if samples else "a sort"
         yield Finding(
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of the "
@@ -575,17 +590,20 @@ class LoopPhases(LoopCode):
         stacks = _recorded(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
-        loss, counts, order = (_recorded(forward=2, backward=2) for _ in range(3))
+        loss, counts, order, drawn = (_recorded(forward=2, backward=2) for _ in range(4))
         for b, learnt, name in (
             (loss, True, "aten::log"),
             (counts, False, "aten::log"),
             (order, False, "aten::sort"),
+            (drawn, False, "aten::sort"),
         ):
             for number in b.steps():
                 with b.range("advisor::forward"), b.op("aten::linear", host_us=2000):
                     pass
                 with b.op(name, sequence=number if learnt else None, host_us=6000):
                     pass
+                if b is drawn:
+                    b.on_host("aten::multinomial", 50)
                 node = "autograd::engine::evaluate_function: LogBackward0"
                 with b.op(node, sequence=number if learnt else None, host_us=2000):
                     pass
@@ -593,6 +611,7 @@ class LoopPhases(LoopCode):
             "a loss by hand": loss,
             "metrics by hand": counts,
             "a sort of all values": order,
+            "a sort before sampling": drawn,
             "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
             "stacks were sampled": _recorded(sampled=20, forward=2, backward=2),
             "a function of a sixth of the step": _recorded(sampled=20, forward=4.3, backward=4),

@@ -22,3 +22,16 @@ def test_the_loops_own_code_is_of_the_mean_step_where_steps_vary() -> None:
     assert finding.impact is not None
     assert finding.impact.gain_ns == pytest.approx(12 * MS, rel=0.06)
     assert "of the mean step" in finding.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"), [("a sort of all values", False), ("a sort before sampling", True)]
+)
+def test_tokens_are_sampled_only_in_the_code_of_programs_that_sample(
+    name: str, *, samples: bool
+) -> None:
+    example = LoopPhases.examples()[name]
+    assert isinstance(example, TraceBuilder)
+    (finding,) = (f for f in LoopPhases().check(example.analysis()) if isinstance(f, Finding))
+    assert "torch.topk" in str(finding.code)
+    assert ("multinomial" in str(finding.code)) == ("sample" in str(finding.fix)) == samples

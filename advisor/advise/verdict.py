@@ -726,4 +726,6 @@ def _lead(report: Report) -> str:
         impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
     ):
         share += f"; range {t.format_gain_range(first)}"
-    return f"First: {title}. A fix saves {about}{saving} ({share})"
+    # what decides whether it does is beside the finding
+    saves = "may save" if about and impact.low_ns == 0 else "saves"
+    return f"First: {title}. A fix {saves} {about}{saving} ({share})"

@@ -80,9 +80,9 @@ class LoopCode(Rule):
     code = "if step % 100 == 0:       # not in every step\n    log(metrics)"
     inference: ClassVar[Mapping[str, Any]] = {
         "fix": "Compute once what is the same for many requests, and keep it. Replace loops and "
-        "sorted() over elements by operators on whole tensors or NumPy arrays, such as topk. Or do this work in another "
-        "process, while the model runs on the next batch. Where it waits (a sleep, a server, a "
-        "lock), wait in another thread.",
+        "sorted() over elements by operators on whole tensors or NumPy arrays, such as topk. Or "
+        "do this work in another process, while the model runs on the next batch. Where it waits "
+        "(a sleep, a server, a lock), wait in another thread.",
         "code": "",
         "assumptions": (
             "the result can be kept, computed on whole arrays, or made beside the model",

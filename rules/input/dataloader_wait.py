@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,7 +38,9 @@ from advisor.rules.input.loader_waits import (
     in_one_step,
     is_recurring,
     move_loading,
+    prepares_images,
     sample_loading,
+    table_of_dataset,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -51,7 +53,7 @@ class LoaderWaitRule(Rule):
         3.0, "ms: taking over a ready batch from a worker takes as long", HAND_OVER
     )
 
-    falsified_by = "the same step time when the loop reuses one batch on the GPU"
+    falsified_by = "the same step time when the loop reuses one batch"
     confidence = 0.9
 
     _ranges: ClassVar[str]
@@ -279,7 +281,7 @@ class SingleProcessLoader(LoaderWaitRule):
     fix = (
         "Set num_workers={workers} to load in worker processes: the step needs {needed} on "
         "average, and slower batches need more. If the whole dataset fits in memory, index tensors "
-        "one batch at a time, or keep them on the GPU."
+        "one batch at a time{on_gpu}."
     )
     code = (
         "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
@@ -296,17 +298,33 @@ class SingleProcessLoader(LoaderWaitRule):
         "a batch that takes more workers than there are cores": {
             "fix": "Set num_workers={workers}. {needed} workers would have to keep up, and there "
             "are not as many cores. So make a batch cheaper too: it takes {batch}, the most that "
-            "this saves. Do work once that repeats for every sample: decode and resize ahead, "
-            "cache, store in a few large files. Work on whole batches, or move transforms to the "
-            "GPU."
+            "this saves. Do work once that repeats for every sample: {ahead} ahead, cache, store "
+            "in a few large files. Work on whole batches{to_gpu}."
         },
         "the training computes on the same cores": {
             "fix": "Set num_workers={workers}, and leave cores to the workers with "
             "torch.set_num_threads. The training itself computes on all cores, so measure that: "
-            "advisor try --only workers. Cheaper loading may save more, up to {loading}: work on "
-            "whole batches, and keep what repeats for every sample (decoded, resized).",
+            "advisor try --only workers. Cheaper loading may save more, up to {loading}: {cheaper}"
+            "keep what repeats for every sample{images}.",
             "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
             "    return list(zip(self.x[indices], self.y[indices]))",
+        },
+        "a table in memory": {
+            "title": "The Dataset prepares rows of a table for each batch",
+            "fix": "Prepare the whole table once, in the Dataset's __init__, and keep it as "
+            "tensors: {function} repeats this in each epoch. For each batch, index them. What is "
+            "random in each epoch stays in __getitem__.",
+            "code": "# of the Dataset; `prepare` is what each batch repeats\n"
+            "def __init__(self, table):\n"
+            "    self.tensors = prepare(table)\n\n"
+            "def __getitem__(self, index):\n"
+            "    return tuple(each[index] for each in self.tensors)",
+            "verify": "Record again: the phase 'data' shrinks.",
+            "assumptions": ("the run has several epochs, and the prepared table fits in memory",),
+        },
+        "batches made by the Dataset": {
+            "code": "loader = DataLoader(dataset, batch_size=None, sampler=sampler,\n"
+            "                    num_workers={workers}, persistent_workers=True)"
         },
         "training on the CPU": {
             "code": "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
@@ -317,6 +335,10 @@ class SingleProcessLoader(LoaderWaitRule):
             "                  dataloader_persistent_workers=True)"
         },
     }
+
+    table_left = Threshold(0.2, "of the work on a table is left: its rows are indexed", CHOSEN)
+    table_left_best = Threshold(0.05, "of it is left, at best", CHOSEN)
+    table_left_worst = Threshold(0.5, "of it is left, at worst", CHOSEN)
 
     _ranges = SINGLE_PROCESS
 
@@ -342,6 +364,32 @@ class SingleProcessLoader(LoaderWaitRule):
         own = taken_by_training(a, share, alone=True)
         if own is not None and own > self.max_taken:
             fix, code = self.case("the training computes on the same cores").values()
+        whole = bool(loaders) and all(each.get("batch_size", 0) is None for each in loaders)
+        if whole:
+            code = self.case("batches made by the Dataset")["code"]
+        images, gpu = prepares_images(a), a.device_id is not None
+        texts: dict[str, Any] = {
+            "fix": fix.format(
+                needed=needed,
+                workers=workers,
+                batch=t.format_duration(batch),
+                loading=f"{t.format_share(share)} {t.format_of(a.per)}",
+                ahead="decode and resize" if images else "prepare it",
+                images=" (decoded, resized)" * images,
+                cheaper="" if whole else "work on whole batches, and ",
+                on_gpu=", or keep them on the GPU" * gpu,
+                to_gpu=", or move transforms to the GPU" * gpu,
+            ),
+            "code": code.format(workers=workers),
+            "edits": [move_loading(moves, workers, SINGLE_PROCESS, taken)],
+            "assumptions": [_assume_cores(a, workers, cores), self.assumptions[1]],
+        }
+        table = table_of_dataset(a)
+        if table is not None:
+            left = (self.table_left, self.table_left_best, self.table_left_worst)
+            texts = self.case("a table in memory", function=table)
+            select = Select(on="host", name=SINGLE_PROCESS)
+            texts["edits"] = [scale_edit(select, *(1 - moves * (1 - each) for each in left))]
         idle = "nothing else runs" if a.device_id is None else "the GPU idles"
         return Finding(
             summary=(
@@ -367,15 +415,7 @@ class SingleProcessLoader(LoaderWaitRule):
                 *calls.where,
                 *costliest_places(a, waits.host, waits.exposed_ns),
             ],
-            edits=[move_loading(moves, workers, SINGLE_PROCESS, taken)],
-            assumptions=[_assume_cores(a, workers, cores), self.assumptions[1]],
-            fix=fix.format(
-                needed=needed,
-                workers=workers,
-                batch=t.format_duration(batch),
-                loading=of_step(a, exposed),
-            ),
-            code=code.format(workers=workers),
+            **texts,
         )
 
     @staticmethod

@@ -39,6 +39,10 @@ WORKERS = r"^enumerate\(Data(?:Loader|Pipe)\)#(?:[^_]|_[^S]|_S[^i])|^tf\.data::"
 """Every other iterator: worker processes, a DataPipe, or tf.data."""
 
 
+MIN_TABLE_SHARE = 0.5
+"""Part of the loading from which work on a table is what it does."""
+
+
 class LoaderWaits(NamedTuple):
     """Waits of the thread that drives the step, inside the used steps."""
 
@@ -101,6 +105,38 @@ def in_one_step(waits: LoaderWaits, loader: str) -> SkippedCheck:
         what=f"whether the wait of {longest} for {loader} recurs",
         why=f"one of {len(waits.by_step)} steps has nearly all of it, as at the start of an epoch",
         record="schedule(wait=1, warmup=2, active=8) and profiler.step() in the loop",
+    )
+
+
+IMAGES = re.compile(r"(?:^|/)(?:torchvision|PIL|cv2|albumentations|kornia)/")
+"""Files of libraries that decode and prepare images."""
+_TABLES = re.compile(r"(?:^|/)(?:polars|pandas)/")
+_READS = re.compile(r"(?:^|/)(?:io|parsers)/|parquet|\(\d+\): (?:scan|read)_")
+"""Frames that read files: the table is not in memory."""
+_ITEM = r"\): __getitems?__$"
+
+
+def table_of_dataset(a: Analysis) -> str | None:
+    """Name the function that works on a table in memory (pandas, polars) for each sample or batch,
+    where half of the stacks sampled in the loading are in such work of the Dataset; ``None``: they
+    are not, or files are read."""
+    stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
+    _, own = share_in(stacks, _ITEM)
+    if any(_READS.search(frame) for stack in stacks for frame in stack.frames):
+        return None
+    own = [stack for stack in own if any(_TABLES.search(frame) for frame in stack.frames)]
+    samples = sum(stack.samples for stack in own)
+    line = hottest_line(own)
+    if line is None or samples < MIN_TABLE_SHARE * sum(stack.samples for stack in stacks):
+        return None
+    return line.location.function
+
+
+def prepares_images(a: Analysis) -> bool:
+    """Whether frames of the trace or of the sampled stacks are of a library for images."""
+    stacks = [] if a.recorded is None else a.recorded.stacks
+    return bool(name_matches(a.trace.cpu["name"], IMAGES.pattern).any()) or any(
+        IMAGES.search(frame) for stack in stacks for frame in stack.frames
     )
 
 

@@ -354,7 +354,9 @@ def test_only_lines_that_collect_in_each_step_are_named(
         r.event("collect", file="train.py", line=9, function="main", times=number)
     folder = write_run(tmp_path / "run", {0: r.build()})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(window)
-    (pauses,) = [f for f in report_of(folder).findings if f.rule == "gc-pauses"]
+    report = report_of(folder)
+    (pauses,) = [f for f in report.findings if f.rule == "gc-pauses"]
+    assert "A fix saves about" in report.verdict
     assert ("Take gc.collect() out" in str(pauses.fix)) == asks
     assert [place.line for place in pauses.where] == ([9] if asks else [])
 
@@ -394,3 +396,19 @@ def test_steps_that_are_long_while_other_programs_compute_are_not_the_programs(
     assert len(jitter) == (not crowded)
     assert any("other programs used 5" in str(skipped) for skipped in report.not_checked) == crowded
     assert not any("recompilation" in str(finding.fix) for finding in jitter)
+
+
+def test_a_fix_that_needs_busy_cores_may_save(tmp_path: Path) -> None:
+    r = RecordBuilder(Rank(cpus=2, cpus_total=2))
+    r.steps(60, 10, data=4, forward=6)
+    r.watch(host=lambda share: Host(process_cpu=200, cpu=100))
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(4000, workers=0)
+        b.on_host("aten::mm", 6000)
+    folder = write_run(tmp_path / "run", {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    report = report_of(folder)
+    first = report.findings[0].impact
+    assert first is not None and first.low_ns == 0
+    assert "A fix may save about" in report.verdict

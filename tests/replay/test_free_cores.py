@@ -161,3 +161,50 @@ def test_cores_of_other_programs_are_not_the_trainings_own() -> None:
     (finding,) = [f for f in SingleProcessLoader().check(a) if isinstance(f, Finding)]
     assert "keeps 0.6 busy, other programs 1.4" in finding.assumptions[0]
     assert "computes on all cores" not in finding.fix
+
+
+def _busy_loader(below: str, batch_size: int | None) -> str:
+    """Write title, fix and code for a training on both of two cores whose loading is in ``below``,
+    called by ``encode`` of the Dataset."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(5000, workers=0)
+        b.on_host("aten::mm", 5000)
+    r = b.record_of_run(cpus=2, cpus_total=2)
+    r.event("loader", id=0, workers=0, batch_size=batch_size, item="train.py(4): Rows.__getitem__")
+    r.event("loader_iter", id=0)
+    r.steps(60, 10, data=5, forward=5)
+    frames = [
+        "train.py(70): main",
+        "torch/utils/data/dataloader.py(784): _SingleProcessDataLoaderIter._next_data",
+        "train.py(5): Rows.__getitem__",
+        "train.py(9): Rows.encode",
+        below,
+    ]
+    r.event("stacks", frames=frames, stacks=[[60, [0, 1, 2, 3, 4]]])
+    r.watch(host=lambda share: Host(process_cpu=200, cpu=100))
+    a = b.analysis()
+    (finding,) = (one for one in SingleProcessLoader().check(a) if isinstance(one, Finding))
+    return f"{finding.title}\n{finding.fix}\n{finding.code}\n{finding.assumptions}"
+
+
+def test_rows_of_a_table_in_memory_are_prepared_once() -> None:
+    text = _busy_loader("polars/dataframe/frame.py(10): DataFrame.select", None)
+    assert "__init__" in text and "Rows.encode repeats this" in text
+    assert "num_workers" not in text and "core" not in text
+    assert "num_workers" in _busy_loader("pandas/io/parsers/readers.py(9): read_csv", 32)
+
+
+@pytest.mark.parametrize(
+    ("below", "batch_size", "images", "one_by_one"),
+    [("PIL/Image.py(9): Image.resize", 32, True, True), ("train.py(12): crop", None, False, False)],
+)
+def test_cheaper_loading_is_said_in_words_of_what_is_loaded(
+    below: str, batch_size: int | None, *, images: bool, one_by_one: bool
+) -> None:
+    """A Dataset that makes whole batches (batch_size=None) has no __getitems__ that is called."""
+    text = _busy_loader(below, batch_size)
+    assert ("resized" in text) == images
+    assert ("__getitems__" in text) == ("work on whole batches" in text) == one_by_one
+    assert ("batch_size=None" in text) != one_by_one
+    assert "GPU" not in text

@@ -396,7 +396,7 @@ _SOME_VALUES: Mapping[str, Any] = {
     "assumptions": ("only the largest or smallest values are used",),
     "falsified_by": "a result that needs the order of all values",
 }
-"""What the advice for a sort assumes."""
+"""Assumption of the advice for a sort."""
 
 
 class LoopPhases(LoopCode):

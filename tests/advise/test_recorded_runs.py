@@ -349,7 +349,7 @@ def test_only_lines_that_collect_in_each_step_are_named(
 ) -> None:
     """Python collects by itself in each step that makes many objects, whoever asked once."""
     r, window = _on_the_cpu([])
-    r.steps(100, 20, gc=2, forward=5)
+    r.steps(100, 20, gc=2, forward=18)
     for number in times:
         r.event("collect", file="train.py", line=9, function="main", times=number)
     folder = write_run(tmp_path / "run", {0: r.build()})

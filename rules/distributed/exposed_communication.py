@@ -12,7 +12,13 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import COMMUNICATION, ancestor_chains, parent_rows
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import (
+    COMMUNICATION,
+    ancestor_chains,
+    innermost_ancestor,
+    parent_rows,
+)
 from advisor.rules.citations import NCCL_TESTS, OURS, TRACELENS, public_traces
 from advisor.rules.common import amount_per_step, example_steps, of_step, without_bf16
 from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
@@ -20,6 +26,17 @@ from advisor.testing import Examples, TraceBuilder
 
 FEWER_BYTES = " Then send fewer bytes"
 """Begin of the last sentence of a text."""
+
+EMBEDDINGS = "all_to_all of embeddings"
+_NEXT_BATCH = (
+    "Such compute is the dense layers, the next part of the batch, or the next batch's inputs"
+)
+_NO_NEXT_BATCH = "Such compute is the dense layers, or the next part of the batch"
+_PIPELINE_LINE = "\n# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile"
+_PIPELINE = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
+"""Ranges of torchrec's TrainPipelineSparseDist."""
+MIN_BLOCKED_SHARE = 0.01
+"""Share of the step from which a wait in the pipeline is named."""
 
 
 class ExposedCommunication(Rule):
@@ -105,16 +122,14 @@ class ExposedCommunication(Rule):
             "...  # independent compute\n"
             "work.wait()",
         },
-        "all_to_all of embeddings": {
+        EMBEDDINGS: {
             "fix": "Start each all-to-all before compute that does not need it, and wait late. "
-            "Such compute is the dense layers, the next part of the batch, or the next batch's "
-            "inputs. Balance what ranks send, because the fullest one decides: shard tables by "
-            "load. Then send fewer bytes: BF16 or FP8 on the wire, pooling before sending, hot "
-            "rows kept on each rank.",
+            f"{_NEXT_BATCH}. Balance what ranks send, because the fullest one decides: shard "
+            "tables by load. Then send fewer bytes: BF16 or FP8 on the wire, pooling before "
+            "sending, hot rows kept on each rank.",
             "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
-            "work.wait()\n"
-            "# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile\n"
+            f"work.wait(){_PIPELINE_LINE}\n"
             "# on the wire: qcomms_config=QCommsConfig(forward_precision=CommType.BF16)",
         },
         "all_to_all of experts": {
@@ -320,6 +335,9 @@ class ExposedCommunication(Rule):
         if not names or names[0] is None:
             return {}
         result = self._of_small_messages(self.case(names[0]), by_kind, table)
+        if names[0] == EMBEDDINGS and (blocked := _in_pipeline(a)) is not None:
+            result["fix"] = f"{result['fix'].replace(_NEXT_BATCH, _NO_NEXT_BATCH)} {blocked}"
+            result["code"] = result["code"].replace(_PIPELINE_LINE, "")
         others = [name for name in dict.fromkeys(names[1:]) if name in ALSO and name != names[0]]
         if self.program.trains and others:
             result["fix"] = " ".join([result["fix"], *(ALSO[name] for name in others)])
@@ -394,6 +412,28 @@ class ExposedCommunication(Rule):
                 "not a.breakdown.all_communication.total",
             ),
         }
+
+
+def _in_pipeline(a: Analysis) -> str | None:
+    """Say that torchrec's pipeline is on, and where the host waits in it most. ``None``: none of
+    its ranges is recorded."""
+    names, parent = a.trace.cpu["name"], parent_rows(a.trace)
+    pipeline = name_matches(names, _PIPELINE).to_numpy()
+    if not pipeline.any():
+        return None
+    text = "TrainPipelineSparseDist is on already: its ranges are recorded."
+    host = a.syncs["host"].to_numpy()
+    inside = innermost_ancestor(parent, pipeline)[host] >= 0
+    around = innermost_ancestor(parent, name_matches(names, r"^## .* ##$").to_numpy())[host]
+    waits = pl.DataFrame(
+        {"name": names.gather(np.maximum(around, 0)).cast(pl.String), "ns": a.syncs["waited"]}
+    )
+    waits = waits.filter(pl.Series(inside)).group_by("name").agg(pl.col("ns").sum())
+    for name, ns in waits.sort("ns", "name").tail(1).iter_rows():
+        if ns >= MIN_BLOCKED_SHARE * a.span_ns:
+            place = str(name).strip("# ")
+            text += f" In it the host still waits for the GPU, most in {place}: {of_step(a, ns)}."
+    return text
 
 
 ALSO = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import polars as pl
-
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
@@ -21,6 +19,7 @@ from advisor.rules.host.launch_gaps import (
     can_capture,
     capture_edits,
     find_capture_blockers,
+    is_compiled,
     locate_gaps,
     measure_launch_gaps,
     repeats_kernels,
@@ -146,19 +145,12 @@ class CudaGraphsUnused(Rule):
         waits = find_capture_blockers(a)
         if not can_capture(gaps.launches, waits, self.min_apart):
             return
-        compiled = bool(
-            a.trace.cpu["name"]
-            .unique()
-            .cast(pl.String)
-            .str.contains(r"^Torch-Compiled Region|^## Call CompiledFxGraph")
-            .any()
-        )
         fix = self.fix
         if waits.own_per_step:
             count = t.count_noun(waits.own_per_step, "wait")
             fix = self.case("something waits for the GPU", waits=count, names=waits.names)["fix"]
         fix = f"{fix} {waits.others}".rstrip()
-        if compiled:
+        if is_compiled(a):
             fix += " The model is compiled already: change only the mode."
         yield Finding(
             fix=fix,

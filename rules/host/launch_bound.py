@@ -7,6 +7,7 @@ from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import queued_idle_ns
+from advisor.measure.host.names import name_matches
 from advisor.rules.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.rules.common import amount_per_step, of_step, per_step
 from advisor.rules.framework_advice import (
@@ -22,10 +23,13 @@ from advisor.rules.host.launch_gaps import (
     can_capture,
     capture_edits,
     find_capture_blockers,
+    is_compiled,
     locate_gaps,
     measure_launch_gaps,
     repeats_kernels,
 )
+from advisor.rules.kernel import kernel_common
+from advisor.rules.optimizer.single_tensor import FUSED, STEP
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -133,21 +137,16 @@ class LaunchBound(Rule):
             'model.dense = torch.compile(model.dense, mode="reduce-overhead")',
         },
         "in every case": {
-            "fix": "Otherwise give each launch more work: a larger batch, a fused optimizer and "
-            "attention, fewer small operators."
+            "fix": "Otherwise give each launch more work: {ways}fewer small operators."
+        },
+        "the model is compiled already": {
+            "fix": "The model is compiled already. If shapes repeat, set "
+            'mode="reduce-overhead", which replays its kernels as CUDA graphs.'
         },
     }
 
     confidence = 0.85
 
-    inference = {
-        "cases": {
-            "in every case": {
-                "fix": "Otherwise give each launch more work: a larger batch, fused attention, "
-                "fewer small operators."
-            }
-        }
-    }
     engine_advice = GRAPHS_ON
     framework_advice = {
         **in_any_language(
@@ -233,6 +232,8 @@ class LaunchBound(Rule):
         fix = self.fix
         if gaps.graph_launches:
             fix = self.case("graphs are used already")["fix"]
+        elif static is not False and is_compiled(a):
+            fix = self.case("the model is compiled already")["fix"]
         elif static is False:
             fix = self.case("the kernels differ from step to step")["fix"]
         elif static:
@@ -243,7 +244,8 @@ class LaunchBound(Rule):
             count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
         # what has to come first stands first: a short report shows that sentence and the code
-        return " ".join(filter(None, [remove, others, fix, self.case("in every case")["fix"]]))
+        otherwise = self.case("in every case", ways="".join(f"{way}, " for way in _ways(a)))["fix"]
+        return " ".join(filter(None, [remove, others, fix, otherwise]))
 
     @staticmethod
     def examples() -> Examples:
@@ -299,6 +301,17 @@ class LaunchBound(Rule):
             "many short calls before a later one": (later, "gaps.at_launches"),
             "already a graph": (graph, "gaps.busy_share > self.max_busy"),
         }
+
+
+def _ways(a: Analysis) -> list[str]:
+    """Return what makes launches larger, without what the trace shows to be done or absent."""
+    ways = ["a larger batch"]
+    updates = kernel_common.rows_launched_under(a, STEP)
+    if updates.any() and not name_matches(a.trace.gpu["name"], FUSED).to_numpy()[updates].any():
+        ways.append("a fused optimizer")
+    if kernel_common.find_blocks(a).rows.any():
+        ways.append("fused attention")
+    return ways
 
 
 def _small_kernels(b: TraceBuilder, count: int) -> None:

@@ -14,6 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of
@@ -140,6 +141,12 @@ def locate_gaps(a: Analysis) -> list[Location]:
         dur=int_column(gaps, "dur"),
         gap=int_column(gaps, "gap"),
     )
+
+
+def is_compiled(a: Analysis) -> bool:
+    """Return whether torch.compile's code runs."""
+    pattern = r"^Torch-Compiled Region|^## Call CompiledFxGraph"
+    return bool(name_matches(a.trace.cpu["name"], pattern).any())
 
 
 def repeats_kernels(a: Analysis) -> bool | None:

@@ -196,6 +196,39 @@ def test_what_a_capture_needs_first_stands_with_its_code() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("a100_train_6steps", "all2all_tw_data:wait: 5.75 ms"),
+        ("v100_train_copy_heavy", ":init: 27.7"),
+    ],
+)
+def test_a_pipeline_that_is_on_is_not_advised_but_what_blocks_in_it(name: str, blocks: str) -> None:
+    """``## sparse_data_dist ##`` and ``## wait_sparse_data_dist ##`` are ranges of that pipeline."""
+    report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
+    finding = next(f for f in report.findings if f.rule == "exposed-communication")
+    assert "TrainPipelineSparseDist" not in finding.code and "next batch" not in finding.fix
+    assert "TrainPipelineSparseDist is on already" in finding.fix and blocks in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "present"),
+    [
+        ("h100_bert_small_inference", "attention", "a larger batch"),  # it runs fused
+        ("linear_2080ti_launch_bound", "attention", "a larger batch"),  # linear layers alone
+        ("nccl_collectives", "attention", "a larger batch"),  # a ResNet
+        ("pairs/particle_batch2", "optimizer", "fused attention"),  # eight blocks of bmm, softmax
+    ],
+)
+def test_ways_to_launch_less_are_those_that_the_trace_leaves(
+    name: str, absent: str, present: str
+) -> None:
+    report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
+    finding = next(f for f in report.findings if f.rule == "launch-bound")
+    otherwise = finding.fix.partition("Otherwise")[2]
+    assert absent not in otherwise and present in otherwise
+
+
+@pytest.mark.parametrize(
     ("name", "says"),
     [
         # 8 cudaEventSynchronize in each DistributedDataParallel.forward, of no operator

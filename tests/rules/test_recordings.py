@@ -203,7 +203,7 @@ def test_what_a_capture_needs_first_stands_with_its_code() -> None:
     ],
 )
 def test_a_pipeline_that_is_on_is_not_advised_but_what_blocks_in_it(name: str, blocks: str) -> None:
-    """``## sparse_data_dist ##`` and ``## wait_sparse_data_dist ##`` are ranges of that pipeline."""
+    """Its ranges are ``## sparse_data_dist ##`` and ``## wait_sparse_data_dist ##``."""
     report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "exposed-communication")
     assert "TrainPipelineSparseDist" not in finding.code and "next batch" not in finding.fix

@@ -29,7 +29,6 @@ from advisor.rules.host.launch_gaps import (
     repeats_kernels,
 )
 from advisor.rules.kernel import kernel_common
-from advisor.rules.optimizer.single_tensor import FUSED, STEP
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -306,8 +305,9 @@ class LaunchBound(Rule):
 def _ways(a: Analysis) -> list[str]:
     """Return what makes launches larger, without what the trace shows to be done or absent."""
     ways = ["a larger batch"]
-    updates = kernel_common.rows_launched_under(a, STEP)
-    if updates.any() and not name_matches(a.trace.gpu["name"], FUSED).to_numpy()[updates].any():
+    updates = kernel_common.rows_launched_under(a, kernel_common.STEP)
+    fused = name_matches(a.trace.gpu["name"], kernel_common.FUSED).to_numpy()
+    if updates.any() and not (updates & fused).any():
         ways.append("a fused optimizer")
     if kernel_common.find_blocks(a).rows.any():
         ways.append("fused attention")

@@ -23,11 +23,9 @@ from advisor.rules.common import (
     scale_edit,
 )
 from advisor.rules.kernel import kernel_common
+from advisor.rules.kernel.kernel_common import FUSED, STEP
 from advisor.testing import Examples, TraceBuilder
 
-STEP = r"^Optimizer\.step#"
-FUSED = r"(?i)multi_tensor_|fused_?(adam|sgd|adagrad|lamb|lion)|foreach|_fused_|^triton_"
-"""Kernels that update many parameters at once: foreach and fused optimizers, Apex, Inductor."""
 FRAME = r"\b_single_tensor_\w+"
 NO_STACKS = "no Python stacks"
 ON_HOST = "a CPU trains"

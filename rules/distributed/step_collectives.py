@@ -23,6 +23,8 @@ from advisor.rules.common import (
     int_column,
     of_step,
     row_numbers,
+    rows_in_steps,
+    scale_edit,
     sum_column,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -30,6 +32,8 @@ from advisor.testing import Examples, TraceBuilder
 _NODE = r"^autograd::engine::evaluate_function"
 _OPTIMIZER = r"^Optimizer\.step#"
 _FORWARD = r"^DistributedDataParallel\.forward$"
+_COALESCED = r"^aten::(?:un)?flatten_dense_tensors$|^c10d::broadcast_$"
+"""What a broadcast of several tensors at once consists of."""
 _FUNCTION = r"^torch/distributed/distributed_c10d\.py\(\d+\): (?:{})$"
 _BYTES = r"^(?:unsigned char|u?int8(?:_t)?|Byte|Char)$"
 
@@ -61,7 +65,8 @@ class StepCollectives(Rule):
     latency, and makes the ranks wait for the slowest one once more.
 
     The rule looks at gloo, where ranks train on CPUs: its collectives hold the process that calls
-    them. With GPUs, reads of their results show it (implicit-sync). All-reduces of up to 1 KiB
+    them. With GPUs, reads of their results show it (implicit-sync), and for buffers the time of the
+    host, which flattens them into one tensor for each broadcast. All-reduces of up to 1 KiB
     outside the backward pass are *metrics*. Between it and the optimizer, where programs reduce
     gradients by hand, only those of up to 16 bytes are. An all-gather or broadcast of bytes carries
     pickled *objects*, with an all-gather of their lengths before it. *Whole tensors* go to one rank
@@ -81,15 +86,16 @@ class StepCollectives(Rule):
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
     )
 
-    found_in = ("recorded/gloo_metrics.slow",)
+    found_in = ("recorded/gloo_metrics.slow", "traces/nccl_collectives")
     silent_in = (
         "recorded/gloo_metrics.cured",
         "recorded/gloo_accumulation.cured",
         "recorded/gloo_parameters.cured",
     )
     validation_note = (
-        "CPU recordings of two ranks: eight metrics reduced in each step. Silent where that is "
-        "done every 20 steps, and on gradients reduced by DDP and by hand"
+        "CPU recordings of two ranks: eight metrics reduced in each step; buffers of a convolutional "
+        "network on two GPUs. Silent where that is done every 20 steps, and on gradients reduced "
+        "by DDP and by hand"
     )
 
     min_share = Threshold(0.05, "of the step, in which the rank waits for them", CHOSEN)
@@ -164,7 +170,10 @@ class StepCollectives(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Sort the collectives of the loop, and compare what the rank waits for each kind."""
-        if a.device_id is not None or not a.breakdown.all_communication.total:
+        if a.device_id is not None:
+            yield from self._buffers(a)
+            return
+        if not a.breakdown.all_communication.total:
             return
         for kind, table in self._kinds(a):
             exposed = sum_column(table["exposed"])
@@ -190,6 +199,36 @@ class StepCollectives(Rule):
                 edits=list(_edits(kind, table)),
                 **(self.case(kind) if kind in self.cases else {}),
             )
+
+    def _buffers(self, a: Analysis) -> Outcomes:
+        """Sum what the host does to broadcast buffers to other GPUs: it flattens them into one
+        tensor and back, and the GPU waits for its next launch meanwhile."""
+        names, parent = a.trace.cpu["name"], parent_rows(a.trace)
+        rows = np.flatnonzero(name_matches(names, _COALESCED).to_numpy())
+        forward = name_matches(names, _FORWARD).to_numpy()
+        if not len(rows) or not name_matches(names, "^c10d::broadcast_$").any():
+            return
+        if (climb_stack(parent, forward, rows) < 0).any():
+            return  # something else is flattened too, which stays
+        dur = a.trace.cpu["dur"].to_numpy()
+        ns = int(dur[rows_in_steps(a, rows)].sum())
+        if ns < self.min_share * a.span_ns:
+            return
+        left, best, worst = _KINDS["buffers"].left
+        yield Finding(
+            summary=f"Flattening, sending and unflattening buffers takes {of_step(a, ns)} on the "
+            "host, before the forward pass begins.",
+            evidence=[
+                amount_per_step(a, "host time of the broadcasts", ns),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, rows, dur[rows]),
+            edits=[
+                scale_edit(Select(on="gpu", under=_COALESCED), left, best, worst),
+                scale_edit(Select(on="host", kind=("op",), under=_COALESCED), left, best, worst),
+            ],
+            **self.case("buffers"),
+        )
 
     def _kinds(self, a: Analysis) -> Iterator[tuple[str, pl.DataFrame]]:
         """Return the needless collectives in the used steps, by kind."""
@@ -242,6 +281,8 @@ class StepCollectives(Rule):
                 _steps(("allreduce", 400, "float"), by_hand=True),
                 "own.height",
             ),
+            "buffers, with GPUs": _on_gpu(),
+            "little in the buffers": (_on_gpu(us=1), "ns < self.min_share * a.span_ns"),
             "a short metric": (_steps(("allreduce", 4, "float"), us=100), "min_share"),
         }
 
@@ -307,4 +348,16 @@ def _steps(
         if by_hand:
             with b.range("Optimizer.step#SGD.step"):
                 b.on_host("aten::add_", 100)
+    return b
+
+
+def _on_gpu(us: float = 300) -> TraceBuilder:
+    b = TraceBuilder(rank=0, world_size=2)
+    for _ in b.steps():
+        with b.range("DistributedDataParallel.forward"):
+            for op in ("aten::flatten_dense_tensors", "c10d::broadcast_"):
+                b.run(op, "CatArrayBatchedCopy", 5, host_us=us)
+            with b.op("aten::unflatten_dense_tensors", host_us=2 * us):
+                pass
+            b.run("aten::mm", "ampere_sgemm_128x64_nn", 20, times=100, host_us=30)
     return b

@@ -430,7 +430,9 @@ def _unexplained(report: Report, a: Analysis) -> str:
         return f" {_not_shown(report, a, share)}"
     on_cpu = [part for part in report.idle if part.cause in _ON_CPU]
     if sum(part.share for part in on_cpu) <= most:
-        return ""
+        waits = sum(part.share for part in report.idle if part.cause == "dispatch")
+        long = _longest_operators(a) if waits >= MIN_IDLE_SHARE else ""
+        return f" {long}" * bool(long)
     named = " and ".join(
         f"{t.format_share(part.share)} of the {report.per} {_ON_CPU[part.cause]}{_sampled(part)}"
         for part in on_cpu

@@ -93,9 +93,9 @@ class StepCollectives(Rule):
         "recorded/gloo_parameters.cured",
     )
     validation_note = (
-        "CPU recordings of two ranks: eight metrics reduced in each step; buffers of a convolutional "
-        "network on two GPUs. Silent where that is done every 20 steps, and on gradients reduced "
-        "by DDP and by hand"
+        "CPU recordings of two ranks: eight metrics reduced in each step; buffers of a network "
+        "on two GPUs. Silent where that is done every 20 steps, and on gradients reduced by DDP "
+        "and by hand"
     )
 
     min_share = Threshold(0.05, "of the step, in which the rank waits for them", CHOSEN)

@@ -118,7 +118,7 @@ class LowMfu(Rule):
     max_mfu = Threshold(0.30, "of the peak", GPUPROF)
     min_matrix = Threshold(0.50, "of kernel time in GEMM, convolution and attention", CHOSEN)
 
-    fix = "Work through the ranked findings in order: they say what keeps the step from the peak."
+    fix = "See what keeps the step from the peak: the findings, and advisor analyze --by operator."
     verify = "Record again: MFU rises."
     falsified_by = "a count of the model's FLOPs that is much higher"
     confidence = 0.7

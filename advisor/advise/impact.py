@@ -123,7 +123,7 @@ def estimate_impact(finding: Finding, a: Analysis, estimator: GainEstimator) -> 
             finding = replace(finding, severity=severity_of_share(own.share))
         return finding
     if not finding.edits:
-        return _not_estimated(finding, "the rule names no change of the step's events")
+        return _not_estimated(finding, "no gain can be estimated from this trace")
     if why := lost_records(a):
         return replace(_not_estimated(finding, why), edits=[])
     return _of_edits(finding, a, estimator)

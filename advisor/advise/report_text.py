@@ -486,7 +486,9 @@ def folded_findings(report: Report, finding: Finding) -> list[Finding]:
         other
         for other in report.findings
         if other.folded_under == finding.rule
-        and not (other.edits == finding.edits and other.alternatives)  # the same, said again
+        and not (
+            other.alternatives and other.edits and other.edits == finding.edits
+        )  # the same, said again
     ]
 
 

@@ -27,7 +27,6 @@ from advisor.advise.terms import (
     how_to_record,
     skip_foreign_rules,
 )
-from advisor.core import text as t
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule
@@ -222,12 +221,11 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     if a.record is not None or not missing:
         return []
     recordable = a.trace.meta.framework not in (*OTHER_FRAMEWORKS, CUDA)
-    verb = "reads" if len(missing) == 1 else "read"
     return [
         SkippedCheck(
             what="the run around the window: loader settings, threads, pauses, memory over time, "
             "clocks and health of the GPU",
-            why=f"{t.count_noun(len(missing), 'check')} {verb} what our recorder writes"
+            why="they are in recordings by advisor record"
             f"{'' if recordable else ', which records PyTorch programs'}",
             record="advisor record" if recordable else "",
             rule=", ".join(missing),

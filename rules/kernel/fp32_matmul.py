@@ -103,7 +103,9 @@ class Fp32Matmul(Rule):
     title = "GEMMs or convolutions run in FP32 without tensor cores"
     knobs: ClassVar[tuple[str, ...]] = ("matmul-precision", "autocast")
     found_in: ClassVar[tuple[str, ...]] = public_traces(
-        "v100_train_copy_heavy pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs"
+        "v100_train_copy_heavy pairs/sam_1_fp32_many_syncs pairs/sam_2_fp32_few_syncs "
+        "pairs/loader_autograd_workers0 pairs/loader_autograd_workers4 "
+        "pairs/loader_profiler_workers0 pairs/loader_profiler_workers4"
     )
     silent_in: ClassVar[tuple[str, ...]] = public_traces(
         "a100_train_6steps two_ranks_rank0 b200_eager h100_bert_small_inference "

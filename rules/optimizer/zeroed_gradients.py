@@ -9,7 +9,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
-from advisor.rules.citations import OURS
+from advisor.rules.citations import OURS, public_traces
 from advisor.rules.common import amount_per_step, costliest_places, row_numbers, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
@@ -31,10 +31,14 @@ class ZeroedGradients(Rule):
 
     id = "zeroed-gradients"
     title = "Gradients are filled with zeros and added to"
-    found_in = ("traces/linear_2080ti_launch_bound",)
+    found_in = public_traces(
+        "linear_2080ti_launch_bound pairs/loader_autograd_workers0 pairs/loader_autograd_workers4 "
+        "pairs/loader_profiler_workers0 pairs/loader_profiler_workers4"
+    )
     silent_in = ("traces/nccl_collectives", "traces/mi250_train")
     validation_note = (
-        "40 steps of linear layers: a fill and an addition for each of 42 parameters (fires)"
+        "40 steps of linear layers and four runs of a ResNet: a fill and an addition for each "
+        "parameter (fires)"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",

@@ -287,14 +287,14 @@ def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
 
 
 def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace: Find) -> None:
-    """Its products take 9.23 ms of the 10.3 ms that are left, and of the path nothing: the host
-    launches the last of them just before it runs."""
+    """Its products take 8.51 ms of the 9.24 ms that are left, and of the path nothing: the host
+    launches the last of them just before it runs. 84 fills and additions of gradients end."""
     made = analyze(shared_trace("linear_2080ti_launch_bound"), Options(config={}))
     assert made.replay is not None and made.replay.busy_after_ns is not None
     busy = next(part.ns for part in made.time if part.name == "compute")
-    assert made.replay.busy_after_ns == pytest.approx(busy, rel=0.02)
+    assert made.replay.busy_after_ns == pytest.approx(busy - 746e3, rel=0.02)
     text = describe_all_fixes(made)
-    assert "10.3 ms" in text and "the GPU is then busy for 90% of it" in text
+    assert "9.24 ms" in text and "the GPU is then busy for 92% of it" in text
     (note,) = [each for each in made.notes if each.rule == "fp32-matmul"]
     assert "77% of kernel time" in note.summary and "the host sets the pace" in note.summary
 

@@ -486,9 +486,8 @@ def folded_findings(report: Report, finding: Finding) -> list[Finding]:
         other
         for other in report.findings
         if other.folded_under == finding.rule
-        and not (
-            other.alternatives and other.edits and other.edits == finding.edits
-        )  # the same, said again
+        # an alternative that changes the same says the same again
+        and not (other.alternatives and other.edits and other.edits == finding.edits)
     ]
 
 

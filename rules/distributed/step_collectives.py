@@ -33,7 +33,7 @@ _NODE = r"^autograd::engine::evaluate_function"
 _OPTIMIZER = r"^Optimizer\.step#"
 _FORWARD = r"^DistributedDataParallel\.forward$"
 _COALESCED = r"^aten::(?:un)?flatten_dense_tensors$|^c10d::broadcast_$"
-"""What a broadcast of several tensors at once consists of."""
+"""Operators of a broadcast of several tensors at once."""
 _FUNCTION = r"^torch/distributed/distributed_c10d\.py\(\d+\): (?:{})$"
 _BYTES = r"^(?:unsigned char|u?int8(?:_t)?|Byte|Char)$"
 
@@ -65,8 +65,8 @@ class StepCollectives(Rule):
     latency, and makes the ranks wait for the slowest one once more.
 
     The rule looks at gloo, where ranks train on CPUs: its collectives hold the process that calls
-    them. With GPUs, reads of their results show it (implicit-sync), and for buffers the time of the
-    host, which flattens them into one tensor for each broadcast. All-reduces of up to 1 KiB
+    them. With GPUs, reads of their results show it (implicit-sync). For buffers it is the time in
+    which the host flattens them into one tensor and back. All-reduces of up to 1 KiB
     outside the backward pass are *metrics*. Between it and the optimizer, where programs reduce
     gradients by hand, only those of up to 16 bytes are. An all-gather or broadcast of bytes carries
     pickled *objects*, with an all-gather of their lengths before it. *Whole tensors* go to one rank

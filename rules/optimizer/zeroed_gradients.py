@@ -51,9 +51,7 @@ class ZeroedGradients(Rule):
     least_left = Threshold(0.0, "of it, at best", OURS)
     most_left = Threshold(0.5, "of it, at worst", OURS)
 
-    fix = (
-        "Set gradients to None instead of zero. The backward pass then stores them without adding."
-    )
+    fix = "Free gradients instead of zeroing them. The backward pass then stores, and adds nothing."
     code = "optimizer.zero_grad(set_to_none=True)"
     verify = "Profile again: no kernels inside Optimizer.zero_grad and AccumulateGrad."
     falsified_by = "code that needs a gradient of zero where a parameter got none"

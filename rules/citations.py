@@ -130,6 +130,10 @@ ENGINE_FLOOR = Citation(
 HAND_OVER = Citation(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
 )
+SPARSE_UPDATE = Citation(
+    "measured: sparse and dense gradients of embeddings, one thread of a CPU",
+    "benchmarks/bench_sparse_update.py",
+)
 TENSORRT = Citation(
     "layer times of NVIDIA's public engines of ResNet-50", "tests/read/test_tensorrt.py"
 )

@@ -14,7 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, SPARSE_UPDATE, XPROF
 from advisor.rules.common import (
     amount_per_step,
     costliest_places,
@@ -48,6 +48,9 @@ class DenseEmbeddingGradient(Rule):
     The gain is the time of the backward operator, and of operators of the optimizer and of gradient
     accumulation whose input has the table's shape. The share of rows in use is taken off. Several
     lookups in one table make a gradient each, and their sum counts too.
+
+    On a CPU a sparse gradient costs more than its rows: it is sorted, added up and scattered, by
+    one thread. That is taken off for each table. Small tables are faster with dense gradients.
     """
 
     id = "dense-embedding-gradient"
@@ -68,6 +71,10 @@ class DenseEmbeddingGradient(Rule):
     worst_factor = Threshold(
         0.5, "of the time remains at most: other sparse kernels take its place", CHOSEN
     )
+    table_us = Threshold(250, "µs of a CPU for each table with a sparse gradient", SPARSE_UPDATE)
+    value_ns = Threshold(8, "ns of a CPU for each value looked up in it", SPARSE_UPDATE)
+    sparse_best = Threshold(0.2, "times that, at best: SGD, rows that come again", SPARSE_UPDATE)
+    sparse_worst = Threshold(2, "times that, at worst: SparseAdam", SPARSE_UPDATE)
 
     fix = (
         "Make the gradient sparse, and give the table an optimizer of its own: SparseAdam, Adagrad "
@@ -92,7 +99,7 @@ class DenseEmbeddingGradient(Rule):
             return
         if not name_matches(a.trace.cpu["name"], BACKWARD).any():
             return
-        tables = [one for one in _tables(a) if one.rows >= self.min_ratio * one.used]
+        tables = [one for one in find_tables(a) if one.rows >= self.min_ratio * one.used]
         if not tables:
             return
         work = _TableWork(a, tables)
@@ -116,11 +123,28 @@ class DenseEmbeddingGradient(Rule):
                     "size of the table's gradient, values", largest.rows * largest.size, "count"
                 ),
                 amount_per_step(a, "time of work on whole tables", work.ns),
+                amount_per_step(a, "of it, making the gradient", work.gradient_ns),
                 self.compare("share", work.ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, work.backward, np.ones(len(work.backward), dtype=int), top=1),
-            edits=work.edits(largest.used / largest.rows, self.worst_factor),
+            where=costliest_places(a, work.backward, work.cost, top=1),
+            edits=work.edits(*self._remaining(a, tables, work.ns / max(a.step_count, 1))),
+            assumptions=[
+                *self.assumptions,
+                *["small tables keep dense gradients, which are faster"] * (a.device_id is None),
+            ],
         )
+
+    def _remaining(self, a: Analysis, tables: list[Table], ns: float) -> tuple[float, float, float]:
+        """Return the share that remains of ``ns`` (per step) of work on these tables; the share at
+        best; at worst."""
+        largest = max(tables, key=lambda one: one.rows * one.size)
+        left, best = largest.used / largest.rows, 0.0
+        worst = left
+        if a.device_id is None:
+            values = sum(one.used * one.size for one in tables)
+            cost = (len(tables) * self.table_us * 1e3 + values * self.value_ns) / ns
+            left, best, worst = cost, self.sparse_best * cost, self.sparse_worst * cost
+        return min(left, 1.0), min(best, 1.0), min(max(worst, self.worst_factor), 1.0)
 
     @staticmethod
     def examples() -> Examples:
@@ -134,14 +158,16 @@ class DenseEmbeddingGradient(Rule):
         }
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
+    """An embedding table."""
+
     rows: int
     size: int
     used: int
     """Rows that a step looks up, at most: the same row may come twice."""
 
 
-def _tables(a: Analysis) -> list[_Table]:
+def find_tables(a: Analysis) -> list[Table]:
     """Find embedding tables that the analysed window looks rows up in and nothing multiplies."""
     cpu = a.trace.cpu
     lookups = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], LOOKUP).to_numpy()))
@@ -153,7 +179,7 @@ def _tables(a: Analysis) -> list[_Table]:
             used[table.shape] = used.get(table.shape, 0) + indices.elements * count
     multiplied = _multiplied(a)
     return [
-        _Table(rows, size, max(1, round(number / a.step_count)))
+        Table(rows, size, max(1, round(number / a.step_count)))
         for (rows, size), number in used.items()
         if not {(rows, size), (size, rows)} & multiplied
     ]
@@ -172,26 +198,42 @@ class _TableWork:
     """Work on whole tables in the analysed window: the backward operator, accumulation of its
     gradient, and the optimizer's operators."""
 
-    def __init__(self, a: Analysis, tables: list[_Table]) -> None:
+    def __init__(self, a: Analysis, tables: list[Table]) -> None:
         cpu = a.trace.cpu
         self._on_gpu = a.device_id is not None
         ts = cpu["ts"].to_numpy()
         window = covered_length(ts, ts + 1, a.steps.host_spans) > 0
-        share = self._shares(a, {(one.rows, one.size) for one in tables})
+        shapes = {(one.rows, one.size) for one in tables}
+        share = self._shares(a, shapes)
         backward = name_matches(cpu["name"], BACKWARD).to_numpy()
         # the node around it adds up gradients of several look-ups, and frees them
         node = name_matches(cpu["name"], NODE).to_numpy()
-        share[backward | node] = 1.0
+        share[backward | node] = self._is_of(a, np.flatnonzero(backward | node), shapes)
         self._gradient = NODE if self._on_gpu or node.any() else BACKWARD
-        self.backward = np.flatnonzero(backward & window).astype(np.int64)
+        self.backward = np.flatnonzero(backward & window & (share > 0)).astype(np.int64)
+        self.cost = np.ones(len(self.backward), dtype=np.int64)
+        """Cost of each row of ``backward``: its time on a CPU."""
+        if not self._on_gpu:
+            self.cost = cpu["dur"].to_numpy()[self.backward]
         self._parts: list[tuple[Select, float]] = []
-        self.ns = 0.0
+        self.ns = self.gradient_ns = 0.0
         for pattern in (self._gradient, *PARTS):
             inside = rows_under(a, pattern)[:-1] & window
             own, whole = self._spent(a, inside, share)
             self.ns += own
+            self.gradient_ns = own if pattern == self._gradient else self.gradient_ns
             if own:
                 self._parts.append((self._select(pattern), own / whole))
+
+    @staticmethod
+    def _is_of(a: Analysis, rows: np.ndarray, shapes: set[tuple[int, int]]) -> list[bool]:
+        """Tell for each backward row whether its look-up is in one of the tables, or not known."""
+        forward = a.forward_op[rows]
+        inputs = a.trace.cpu["inputs"].fill_null(-1).to_numpy()[forward]
+        inputs = np.where(forward >= 0, inputs, -1)
+        table = {index: inputs_at(a, index).tensor(0) for index in np.unique(inputs) if index >= 0}
+        of = {index: each is None or each.shape in shapes for index, each in table.items()}
+        return [of.get(index, True) for index in inputs]
 
     @staticmethod
     def _shares(a: Analysis, shapes: set[tuple[int, int]]) -> np.ndarray:
@@ -218,7 +260,8 @@ class _TableWork:
             weight = np.append(share, 0.0)[np.append(around, -1)[launch]]
             dur = a.trace.gpu["dur"].to_numpy()
         else:
-            chosen = ops & ~np.append(ops, False)[stacks.parent_rows(a.trace)]
+            parent = stacks.parent_rows(a.trace)
+            chosen = ops & (np.append(stacks.innermost_ancestor(parent, ops), -1)[parent] < 0)
             weight, dur = share, a.trace.cpu["dur"].to_numpy()
         return float((dur * weight)[chosen].sum()), float(dur[chosen].sum())
 
@@ -229,15 +272,10 @@ class _TableWork:
             return Select(on="host", kind=("op",), name=pattern)
         return Select(on="host", kind=("op",), under=pattern)
 
-    def edits(self, remains: float, worst: float) -> list[Edit]:
-        """Return edits that leave ``remains`` of the time on whole tables, ``worst`` at worst."""
+    def edits(self, remains: float, best: float, worst: float) -> list[Edit]:
+        """Return edits that leave these shares of the time on whole tables."""
         return [
-            scale_edit(
-                select,
-                1 - share * (1 - remains),
-                1 - share,
-                1 - share * (1 - max(worst, remains)),
-            )
+            scale_edit(select, *(1 - share * (1 - left) for left in (remains, best, worst)))
             for select, share in self._parts
         ]
 

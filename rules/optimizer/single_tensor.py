@@ -24,11 +24,15 @@ from advisor.rules.common import (
 )
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.kernel_common import FUSED, STEP
+from advisor.rules.optimizer.dense_embedding_gradient import find_tables
 from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\b_single_tensor_\w+"
 NO_STACKS = "no Python stacks"
 ON_HOST = "a CPU trains"
+WITH_TABLES = "beside embeddings"
+MIN_RATIO = 10
+"""Rows of a table for each that a step looks up, from which a sparse gradient is considered."""
 FUSED_ON_HOST = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers with an implementation of one operator on a CPU (PyTorch 2.13)."""
 
@@ -45,7 +49,7 @@ class SingleTensorOptimizer(Rule):
     ``_single_tensor_…`` names the reason.
 
     Where a CPU trains, PyTorch picks neither by itself. There many short operators inside the step
-    are the sign.
+    are the sign. Of long ones, on large tensors, a fused step keeps more of the time.
 
     The gain has two parts. The host spends its time in the loop over the parameters, in Python,
     operators and launches, and the kernels move each tensor several times. A foreach step launches
@@ -108,12 +112,20 @@ class SingleTensorOptimizer(Rule):
     confidence = 0.9
     cases = {
         NO_STACKS: {"confidence": 0.75},
+        WITH_TABLES: {
+            "code": "# sparse gradients need an optimizer that is not fused\n"
+            "tables = {{m.weight for m in model.modules() if getattr(m, 'sparse', 0)}}\n"
+            "others = [p for p in model.parameters() if p not in tables]\n"
+            "optimizer = torch.optim.{optimizer}(others, lr=lr, fused=True)\n"
+            "# with sparse=True: torch.optim.{own}(list(tables), lr=lr)"
+        },
         ON_HOST: {
             "fix": "Use the fused implementation: one operator updates all parameters. On a CPU "
             "PyTorch does not choose it by itself.",
             "verify": "Record again: one aten::_fused_ operator inside Optimizer.step.",
             "assumptions": (
-                "{host_factor:.0%} of the host time stays with a fused implementation",
+                "{host_factor:.0%} of the host time stays with a fused implementation, and "
+                "{kernel_factor:.0%} of operators on large tensors",
             ),
         },
     }
@@ -184,7 +196,7 @@ class SingleTensorOptimizer(Rule):
                 ),
             ],
             confidence_notes=[] if in_stacks else ["judged by kernels alone: no Python stacks"],
-            code=self.code.format(optimizer=optimizer),
+            code=self._code(a, optimizer),
             **({} if in_stacks else self.case(NO_STACKS)),
         )
 
@@ -200,13 +212,15 @@ class SingleTensorOptimizer(Rule):
             or table["name"].str.contains(r"^aten::_f(?:used|oreach)_").any()
         ):
             return
-        median = float(np.median(table["ns"].to_numpy()))
+        durations = table["ns"].to_numpy()
+        median = float(np.median(durations))
         if median > self.max_median_ns:
             return
         where, optimizer, _ = self._where(a)
         steps = a.trace.cpu.filter(name_matches(a.trace.cpu["name"], STEP))
         ts = steps["ts"].to_numpy()
         ns = intersect(union(ts, ts + steps["dur"].to_numpy()), a.spans).total
+        long = float(durations[durations > self.max_median_ns].sum()) / max(ns, 1)
         if optimizer not in FUSED_ON_HOST or ns < self.min_host_share * a.span_ns:
             return
         yield Finding(
@@ -224,14 +238,28 @@ class SingleTensorOptimizer(Rule):
             edits=[
                 scale_edit(
                     Select(on="host", kind=("annotation",), name=STEP),
-                    self.host_factor,
-                    self.host_best,
-                    self.host_worst,
+                    *(
+                        short + min(1.0, long) * (large - short)
+                        for short, large in (
+                            (self.host_factor, self.kernel_factor),
+                            (self.host_best, self.kernel_best),
+                            (self.host_worst, self.kernel_worst),
+                        )
+                    ),
                 )
             ],
             **self.case(ON_HOST),
-            code=self.code.format(optimizer=optimizer).partition("\n")[0],
+            code=self._code(a, optimizer).partition("\n\n")[0],
         )
+
+    def _code(self, a: Analysis, optimizer: str) -> str:
+        """Return the code; beside a large embedding such that it may have sparse gradients."""
+        code = self.code.format(optimizer=optimizer)
+        if not any(each.rows >= MIN_RATIO * each.used for each in find_tables(a)):
+            return code
+        own = optimizer if optimizer in ("Adagrad", "SGD") else "SparseAdam"
+        beside = self.case(WITH_TABLES, optimizer=optimizer, own=own)["code"]
+        return f"{beside}\n\n{code.partition(chr(10) * 2)[2]}"
 
     def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
         """Find the longest optimizer step, its class, and whether stacks name the reason."""

@@ -13,7 +13,10 @@ from advisor.rules.host.periodic_stalls import PeriodicStalls
 from advisor.rules.host.repeated_backward import RepeatedBackward
 from advisor.rules.memory.driver_allocations import PinnedAllocationInLoop
 from advisor.rules.memory.huge_vocabulary import HugeVocabulary
+from advisor.rules.optimizer.dense_embedding_gradient import DenseEmbeddingGradient
+from advisor.rules.optimizer.single_tensor import SingleTensorOptimizer
 from advisor.rules.transfer.dtype_inflation import DtypeInflation, PingPong
+from advisor.testing import TraceBuilder
 from tests.rules.across import compared
 
 
@@ -102,3 +105,47 @@ def test_losses_of_two_optimizers_are_not_added_but_detached() -> None:
     two = only(RepeatedBackward(), "each loss updates a network of its own")
     assert "Add the losses" in one.fix and "Add the losses" not in two.fix
     assert "detach()" in two.fix and "fake.detach()" in two.code
+
+
+def test_a_sparse_gradient_on_a_cpu_costs_more_than_its_rows() -> None:
+    # two operators of 900 us on the table; a sparse update of 512 rows of 32: 250 us, 8 ns a value
+    finding = only(DenseEmbeddingGradient(), "on a CPU")
+    assert gain_us(finding) == pytest.approx(1800 - 250 - 512 * 32 * 0.008, rel=0.02)
+
+
+def _tables_updated_one_by_one(rows: int) -> TraceBuilder:
+    """A step updates a table, another of 1,000 rows, and 120 small parameters, on the host."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        for number, (of, us) in enumerate(((rows, 9000), (1000, 500))):
+            with b.op("aten::embedding", [[of, 32], [512]], host_us=20, sequence=number):
+                pass
+            node = "autograd::engine::evaluate_function: EmbeddingBackward0"
+            with b.op(node, sequence=number), b.op("aten::embedding_dense_backward", host_us=us):
+                pass
+        with b.range("Optimizer.step#Adagrad.step"):
+            for name, shape, us in [("aten::sqrt", [rows, 32], 6000)] + 120 * [
+                ("aten::mul_", [32, 64], 10)
+            ]:
+                with b.op(name, [shape], host_us=us):
+                    pass
+    return b
+
+
+def test_gradients_of_small_tables_stay_dense() -> None:
+    a = _tables_updated_one_by_one(400_000).analysis()
+    (finding,) = run_rules(-1, a, [DenseEmbeddingGradient()]).findings
+    (work,) = (one for one in finding.evidence if "making the gradient" in one.label)
+    assert work.value == pytest.approx(9000e3, rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "beside"), [(400_000, True), (4_000, False)])
+def test_a_fused_update_leaves_large_tensors_half_and_sparse_gradients_out(
+    rows: int, *, beside: bool
+) -> None:
+    a = _tables_updated_one_by_one(rows).analysis()
+    (finding,) = run_rules(-1, a, [SingleTensorOptimizer()]).findings
+    # 6 ms in one operator, of which half stays; 1.2 ms in short ones, of which 15% stay
+    assert gain_us(finding) == pytest.approx(6000 * 0.5 + 1200 * 0.85, rel=0.05)
+    assert ("Adagrad(others, lr=lr, fused=True)" in finding.code) == beside
+    assert ("model.parameters(), lr" in finding.code) != beside

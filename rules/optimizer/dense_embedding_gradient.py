@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
-import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
@@ -19,20 +18,17 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     of_step,
-    rows_in_steps,
     scale_edit,
 )
 from advisor.rules.kernel.kernel_common import inputs_at
+from advisor.rules.optimizer.embedding_tables import MAX_DESCRIBED, Table, find_tables
 from advisor.testing import Examples, TraceBuilder
 
-LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
 BACKWARD = r"^aten::embedding_dense_backward$"
 NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$"
 """Backward node; on a GPU it also sums several lookups' gradients, each as large as the table."""
-_MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"
 PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
 """Patterns of the other parts with work on whole tables."""
-MAX_DESCRIBED = 20_000
 
 
 class DenseEmbeddingGradient(Rule):
@@ -156,42 +152,6 @@ class DenseEmbeddingGradient(Rule):
             "a sparse gradient": (_recommender(sparse=True), "name_matches"),
             "hardly any time": (_recommender(us=2), "min_share"),
         }
-
-
-class Table(NamedTuple):
-    """An embedding table."""
-
-    rows: int
-    size: int
-    used: int
-    """Rows that a step looks up, at most: the same row may come twice."""
-
-
-def find_tables(a: Analysis) -> list[Table]:
-    """Find embedding tables that the analysed window looks rows up in and nothing multiplies."""
-    cpu = a.trace.cpu
-    lookups = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], LOOKUP).to_numpy()))
-    calls = pl.DataFrame({"inputs": cpu["inputs"].gather(lookups).drop_nulls()})
-    used: dict[tuple[int, ...], int] = {}
-    for index, count in calls.group_by("inputs").len().sort("inputs").iter_rows():
-        table, indices = (inputs_at(a, index).tensor(at) for at in (0, 1))
-        if table is not None and indices is not None and len(table.shape) == 2:
-            used[table.shape] = used.get(table.shape, 0) + indices.elements * count
-    multiplied = _multiplied(a)
-    return [
-        Table(rows, size, max(1, round(number / a.step_count)))
-        for (rows, size), number in used.items()
-        if not {(rows, size), (size, rows)} & multiplied
-    ]
-
-
-def _multiplied(a: Analysis) -> set[tuple[int, ...]]:
-    cpu = a.trace.cpu
-    chosen = name_matches(cpu["name"], _MULTIPLIES).to_numpy()
-    inputs = cpu["inputs"].filter(pl.Series(chosen)).drop_nulls().unique().sort()
-    return {
-        tensor.shape for index in inputs[:MAX_DESCRIBED] for tensor in inputs_at(a, index).tensors
-    }
 
 
 class _TableWork:

@@ -24,7 +24,7 @@ from advisor.rules.common import (
 )
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.kernel_common import FUSED, STEP
-from advisor.rules.optimizer.dense_embedding_gradient import find_tables
+from advisor.rules.optimizer.embedding_tables import find_tables
 from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\b_single_tensor_\w+"

@@ -48,7 +48,13 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Path], str, str]] = {
 """The file's name, what makes it, one of its kernels, and a word of its advice."""
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name not in ("rpd", "rocpd") else pytest.param(name, marks=pytest.mark.thorough)
+        for name in FORMATS
+    ],
+)
 def recording(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str, str]:

@@ -29,8 +29,8 @@ from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import find
 
-READINGS = int(os.environ.get("ADVISOR_MUTATIONS", "600"))
-ANALYSES = int(os.environ.get("ADVISOR_MUTATIONS", "100"))
+READINGS = int(os.environ.get("ADVISOR_MUTATIONS", "400"))
+ANALYSES = int(os.environ.get("ADVISOR_MUTATIONS", "60"))
 CHUNK = 100
 SECONDS = 5.0
 """CPU time that one trace of some ten kilobytes may take."""

@@ -1,4 +1,5 @@
-"""Padding in the token ids that a model is called with, wherever they come from.
+"""Padding in the token ids, and ignored labels, that a model is called with, wherever they come
+from.
 
 One forward in ``EVERY`` is looked at. Ids on the CPU are read where they are; ids on a GPU never
 are: their copy on the CPU is, as ``Tensor.to`` uploads it. Reading is by NumPy, so that no operator
@@ -26,12 +27,15 @@ MAX_UPLOADS = 8
 MIN_VALUES = 3
 """Largest id is at least this: masks and segment numbers are smaller."""
 MAX_MODELS = 64
+IGNORED = -100
+"""Label that PyTorch's cross entropy ignores."""
 
 
 class TokenPadding:
-    """Sampler of padding. ``write_event(data)`` gets the share of padding of a forward's ids."""
+    """Sampler of padding. ``write_event(kind, data)`` gets the share of padding of a forward's ids
+    (``padding``) and of the labels that its loss ignores (``labels``)."""
 
-    def __init__(self, write_event: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, write_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._write_event = write_event
         self._forwards = 0
         self._samples = 0
@@ -54,8 +58,9 @@ class TokenPadding:
             return
         with torch._C.DisableTorchFunction():
             ids = _readable(tensor)
-            found = None if ids is None else measure_ids(ids)
-            if found is not None:
+            if ids is not None and (labels := measure_labels(ids)) is not None:
+                self._uploads[(-1, *tensor.shape)] = labels
+            elif ids is not None and (found := measure_ids(ids)) is not None:
                 self._uploads[tuple(tensor.shape)] = found
 
     def on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -72,17 +77,24 @@ class TokenPadding:
         if is_intercepted(torch):
             return
         with torch._C.DisableTorchFunction():
-            found = self._measure(args, kwargs, vocabulary, uploads)
+            given: list[tuple[str | None, Any]] = []
+            _collect((args, kwargs), None, given, 0)
+            labels = next(filter(None, (_find_labels(each, uploads) for _, each in given)), None)
+            found = self._measure(given, vocabulary, uploads)
+        self._samples += found is not None or labels is not None
+        if labels is not None:
+            self._write_event("labels", labels)
         if found is not None:
-            self._samples += 1
-            self._write_event({key: value for key, value in found.items() if key != "largest"})
+            del found["largest"]
+            self._write_event("padding", found)
 
     def _measure(
-        self, args: Any, kwargs: Any, vocabulary: int, uploads: dict[tuple[int, ...], Any]
+        self,
+        given: list[tuple[str | None, Any]],
+        vocabulary: int,
+        uploads: dict[tuple[int, ...], Any],
     ) -> dict[str, Any] | None:
         """Return the padding of a mask among the inputs, else of the largest matrix of ids."""
-        given: list[tuple[str | None, Any]] = []
-        _collect((args, kwargs), None, given, 0)
         best: dict[str, Any] | None = None
         for name, tensor in given:
             ids = _readable(tensor)
@@ -110,6 +122,22 @@ class TokenPadding:
             sizes = [m.num_embeddings for m in module.modules() if isinstance(m, Embedding)]
             known = self._vocabularies[id(module)] = max(sizes, default=0)
         return known or 0
+
+
+def _find_labels(tensor: Any, uploads: dict[tuple[int, ...], Any]) -> dict[str, Any] | None:
+    """Return the share of ignored labels of an input; ``None``: it holds none."""
+    ids = _readable(tensor)
+    if ids is not None:
+        return measure_labels(ids)
+    return uploads.get((-1, *tensor.shape)) if _may_be_ids(tensor) else None
+
+
+def measure_labels(ids: Any) -> dict[str, Any] | None:
+    """Return the share of labels that a loss ignores; ``None``: these are no labels."""
+    if ids.dtype.kind != "i" or int(ids.min()) != IGNORED:
+        return None
+    rows, columns = ids.shape
+    return {"ignored": float((ids == IGNORED).mean()), "rows": rows, "columns": columns}
 
 
 def _may_be_ids(tensor: Any) -> bool:

@@ -136,7 +136,7 @@ class RecordingSession(Listener):
         """Frame (id, code) of the ``generate`` call that was running before it was wrapped."""
         self.batches = Batches(self._shapes)
         self.inspect_batch = self.batches.inspect_batch
-        self.padding = TokenPadding(lambda data: self.write_event("padding", data))
+        self.padding = TokenPadding(self.write_event)
         self._pid = os.getpid()
         self.torch = torch
         self._lazy = lazy

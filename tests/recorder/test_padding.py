@@ -113,3 +113,25 @@ def test_sampling_is_unseen_by_the_programs_modes(recorded: Recorded) -> None:
     alone, calls = calls.copy(), []
     recorded(run)
     assert calls == alone
+
+
+def labels_of(ignored: int) -> Any:
+    labels = ids_of()
+    labels[:, :ignored] = -100
+    return labels
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_share_of_ignored_labels_is_recorded(recorded: Recorded, device: str) -> None:
+    """Labels beside the ids; on a device, as the program uploads them."""
+    model = Model(device)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                model(ids_of().to(device), labels=labels_of(30).to(device))
+
+    found = recorded(run).events_of("labels")
+    assert len(found) >= 3
+    assert all(each == {"ignored": 0.75, "rows": ROWS, "columns": LENGTH} for each in found)
+    assert recorded(forwards(Model(), ids_of(), labels=ids_of())).events_of("labels") == []

@@ -29,6 +29,7 @@ OF_TRAINING = {
     "eval-without-no-grad",
     "evaluation-graphs",
     "huge-vocabulary",
+    "ignored-labels",
     "missing-no-sync",
     "pipeline-bubble",
     "recompute-with-free-memory",

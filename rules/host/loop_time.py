@@ -217,6 +217,9 @@ _RECORDS = r"(?:^|/)advisor/recorder/|<built-in function collect>"
 """The recorder's own code; collections of garbage, which another rule looks at."""
 _PYTORCH = r"(?:^|/)torch/.*\.py\("
 _SORTS = r"^aten::(?:arg|m)?sort$"
+MAX_OPERATORS, MIN_OPERATOR_SHARE = 3, 0.10
+"""Most operators of the loop's own code that are named, and their smallest share of its operators'
+time; the largest is named in any case."""
 _OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
 """Files of PyTorch that are the loop's own code; no loop can do without its Python elsewhere."""
 _NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>"
@@ -448,6 +451,7 @@ class LoopPhases(LoopCode):
             **_SOME_VALUES,
         },
     }
+    of_sort = Threshold(0.2, "of this time in sorts, from which they are named first", CHOSEN)
     max_small_us = Threshold(100, "µs per operator on average: longer ones compute", CHOSEN)
     of_operators = Threshold(
         1 / 3,
@@ -521,11 +525,21 @@ class LoopPhases(LoopCode):
                 of_median=not recorded.varies,
             )
         case = "the loss" if loss else "many operators" if many else ""
-        top, top_ns = _largest_operator(a, rows)
+        largest = _largest_operators(a, rows)
         if spent_in_them * step / max(a.step_ns, 1) < self.of_operators * ns:
-            top = None
-        if not case and top is not None and re.search(_SORTS, top):
+            largest = {}
+        sorts = sum(own for name, own in largest.items() if re.search(_SORTS, name))
+        if sorts and (sorts == max(largest.values()) if not case else sorts >= self.of_sort * ns):
             samples = name_matches(a.trace.cpu["name"].gather(rows), r"^aten::multinomial$").any()
+            if case:  # the rest of this code stays
+                gain = impact_per_step(
+                    a,
+                    0.9 * sorts * step / max(a.step_ns, 1),
+                    low=0.5 * sorts * step / max(a.step_ns, 1),
+                    high=sorts * step / max(a.step_ns, 1),
+                    method="recorded host time of the sorts",
+                    of_median=not recorded.varies,
+                )
             case = "a sort before sampling" if samples else "a sort"
         yield Finding(
             summary=(
@@ -534,12 +548,7 @@ class LoopPhases(LoopCode):
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
                 + "The backward pass goes through much of it. " * loss
                 + _most_of_it(line)
-                + (
-                    ""
-                    if top is None
-                    else f" Of its operators, {labels.clean(top)} takes most "
-                    f"({top_ns / spent_in_them:.0%})."
-                )
+                + _name_operators(largest, spent_in_them)
             ),
             evidence=[
                 Evidence("the loop's own code", ns, "ns", per="step"),
@@ -590,9 +599,10 @@ class LoopPhases(LoopCode):
         stacks = _recorded(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
-        loss, counts, order, drawn = (_recorded(forward=2, backward=2) for _ in range(4))
+        loss, mined, counts, order, drawn = (_recorded(forward=2, backward=2) for _ in range(5))
         for b, learnt, name in (
             (loss, True, "aten::log"),
+            (mined, True, "aten::log"),
             (counts, False, "aten::log"),
             (order, False, "aten::sort"),
             (drawn, False, "aten::sort"),
@@ -602,6 +612,8 @@ class LoopPhases(LoopCode):
                     pass
                 with b.op(name, sequence=number if learnt else None, host_us=6000):
                     pass
+                if b is mined:
+                    b.on_host("aten::sort", 3000)
                 if b is drawn:
                     b.on_host("aten::multinomial", 50)
                 node = "autograd::engine::evaluate_function: LogBackward0"
@@ -609,6 +621,7 @@ class LoopPhases(LoopCode):
                     pass
         return {
             "a loss by hand": loss,
+            "a sort in the loss": mined,
             "metrics by hand": counts,
             "a sort of all values": order,
             "a sort before sampling": drawn,
@@ -638,15 +651,23 @@ def _operators_beside_training(a: Analysis) -> Rows:
     return rows[~left_out[rows]]
 
 
-def _largest_operator(a: Analysis, rows: Rows) -> tuple[str | None, float]:
-    """Return the operator with most time among these, and its time per profiled step, ns."""
+def _largest_operators(a: Analysis, rows: Rows) -> dict[str, float]:
+    """Return the operators with most time among these, and their time per profiled step, ns."""
     cpu = a.trace.cpu
     names = cpu["name"].gather(rows).cast(pl.String)
     table = pl.DataFrame({"name": names, "ns": cpu["dur"].gather(rows)})
-    top = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name").tail(1)
-    if top.is_empty():
-        return None, 0.0
-    return str(top["name"][0]), float(top["ns"][0]) / max(a.step_count, 1)
+    top = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name", descending=True)
+    return {name: ns / max(a.step_count, 1) for name, ns in top.head(MAX_OPERATORS).iter_rows()}
+
+
+def _name_operators(largest: Mapping[str, float], total: float) -> str:
+    """Name the operators that take most of this code's time; empty: its time is not theirs."""
+    named = [
+        f"{labels.clean(name)} takes {ns / total:.0%}"
+        for number, (name, ns) in enumerate(largest.items())
+        if not number or ns >= MIN_OPERATOR_SHARE * total
+    ]
+    return f" Of its operators, {', '.join(named)}." if named else ""
 
 
 def _differentiated(a: Analysis, rows: Rows) -> Rows:

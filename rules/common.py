@@ -4,6 +4,7 @@ a recorded run its record, its loader and the impact of a fix."""
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE
 from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure.host.layers import describe_nodes, modules_around
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
     nullable_rows,
@@ -85,6 +87,15 @@ def without_bf16(a: Analysis, advice: dict[str, Any]) -> dict[str, Any]:
 def stacks_option(a: Analysis) -> str:
     """Name the option that records Python stacks beside this."""
     return "with_stack=True" if a.record is None else "advisor record --deep"
+
+
+def runs_code_of(a: Analysis, pattern: str) -> bool:
+    """Return whether a recorded or sampled Python frame (``file(line): function``) matches."""
+    cpu = a.trace.cpu
+    if ((cpu["kind"] == "python") & name_matches(cpu["name"], pattern)).any():
+        return True
+    stacks = [] if a.recorded is None else a.recorded.stacks
+    return any(re.search(pattern, frame) for stack in stacks for frame in stack.frames)
 
 
 def per_step(a: Analysis) -> str:

@@ -161,3 +161,14 @@ GRAPHS_ON = {
     ),
 }
 """Ways in which launches become graphs, by engine."""
+
+STAGING_CODE = (
+    "staging = torch.empty(max_batch_shape, dtype=dtype, pin_memory=True)   # once\n"
+    "copied = torch.cuda.Event()\n"
+    "for batch in loader:\n"
+    "    copied.synchronize()                     # the copy of the step before\n"
+    "    part = staging[: len(batch)].copy_(batch)\n"
+    "    x = part.to(device, non_blocking=True)\n"
+    "    copied.record()"
+)
+"""One pinned buffer for all batches, refilled only when its last copy is over."""

@@ -161,7 +161,7 @@ def _view(post: PostMortem) -> MemoryView:
         ],
         savings=[
             MemorySaving(change=each.name, bytes=each.bytes, assumes=each.assumes,
-                         cost=COSTS.get(each.name, "none"), file=each.file, line=each.line)
+                         cost=COSTS.get(each.name, ("none", ""))[0], file=each.file, line=each.line)
             for each in find_savings(post)
         ],
     )  # fmt: skip
@@ -265,16 +265,17 @@ def _free_at_end(view: MemoryView) -> str:
 
 
 COSTS = {
-    "checkpointing": "2nd forward pass",
-    "offload activations": "copies both ways",
-    "offload optimizer state": "update on host",
-    "half the batch": "launches twice",
-    "8-bit optimizer": "other numbers",
-    "16-bit optimizer state": "other numbers",
-    "16-bit weights": "other numbers",
-    "autocast without cache": "more casts",
+    "checkpointing": ("2nd forward pass", "it runs the forward pass twice"),
+    "offload activations": ("copies both ways", "it copies activations both ways"),
+    "offload optimizer state": ("update on host", "it updates weights on the host"),
+    "half the batch": ("launches twice", "it launches twice as many kernels"),
+    "8-bit optimizer": ("fewer bits", "its numbers have fewer bits"),
+    "16-bit optimizer state": ("fewer bits", "its numbers have fewer bits"),
+    "16-bit weights": ("fewer bits", "its numbers have fewer bits"),
+    "autocast without cache": ("more casts", "it casts weights more often"),
 }
-"""Costs per step of changes to memory, in up to 16 characters; others add no work."""
+"""Costs per step of changes to memory, in up to 16 characters, and in a sentence; others add no
+work."""
 LEADING = ("memory-leak", "memory-fragmentation")
 """Rules whose finding explains the figures of a snapshot, and so leads the verdict."""
 
@@ -297,16 +298,22 @@ def _returned(view: MemoryView) -> str:
 
 
 def _memory_action(view: MemoryView) -> str:
-    """Name the change that frees most; without a history, say how to record one."""
-    most = max(view.savings, key=lambda each: each.bytes, default=None)
-    if most is not None and most.bytes >= MIN_NAMED_SHARE * view.allocated:
-        amount = t.format_bytes(most.bytes)
-        share = t.format_share(most.bytes / view.allocated)
-        cost = f" Costs per step: {most.cost}." if most.change in COSTS else ""
-        return f"Largest saving: {most.change}, {amount} ({share}).{cost}"
+    """Name the cheapest change that frees much, and the one that frees most; without a history, say
+    how to record one."""
+    large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
+    if large:
+        first, most = large[0], max(large, key=lambda each: each.bytes)
+        cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
+        rest = "" if most is first else f" Most is freed by: {_freed(most, view)}."
+        return f"First: {_freed(first, view)}; {cost}.{rest}"
     if view.at != "peak" and view.source != "timeline":
         return f"Its peak is unknown: call {RECORD_HISTORY} before the first allocation."
     return ""
+
+
+def _freed(saving: MemorySaving, view: MemoryView) -> str:
+    share = t.format_share(saving.bytes / view.allocated)
+    return f"{saving.change}, {t.format_bytes(saving.bytes)} ({share})"
 
 
 def memory_limits(a: Analysis) -> list[str]:

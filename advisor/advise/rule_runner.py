@@ -26,6 +26,8 @@ from advisor.advise.terms import (
     has_advice_for,
     how_to_record,
     skip_foreign_rules,
+    without_compilation,
+    without_known_settings,
 )
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
@@ -283,7 +285,8 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
     if isinstance(outcome, SkippedCheck):
         record = how_to_record(outcome.record, a.trace.meta, recorder=a.record is not None)
         return structs.replace(outcome, rule=rule.id, record=record)
-    finding = weigh_confidence(rule.complete(outcome), rule, a)
+    finding = without_known_settings(without_compilation(rule.complete(outcome), a), a)
+    finding = weigh_confidence(finding, rule, a)
     where = [_with_line(place, a) for place in finding.where]
     if rule.sampled_part and a.recorded is not None and not any(place.file for place in where):
         line = a.recorded.hottest_line(rule.sampled_part)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
+
 from advisor.core import labels
-from advisor.core.finding import SkippedCheck
+from advisor.core.finding import Finding, Impact, SkippedCheck
 from advisor.core.rule import Program
 from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
+from advisor.measure.host.names import name_matches
 from advisor.measure.serving.annotations import FORWARD, TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Rule
     from advisor.core.trace import TraceMeta
     from advisor.measure import Analysis
+    from advisor.measure.steps.step_records import StepRecords
 
 OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
 """Frameworks whose programs get no advice about PyTorch."""
@@ -67,6 +71,66 @@ def skip_foreign_rules(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]
             rule=", ".join(names),
         )
     ]
+
+
+# -- what the program does not allow ---------------------------------------------------------------
+
+DOUBLE_BACKWARD = "torch.compile does not support double backward, which this step does"
+_TWICE = r"BackwardBackward\d*$"
+"""Nodes that differentiate a backward pass: of a gradient penalty, or of forces from energies."""
+_COMPILES = re.compile(r"torch\.compile|\b[Cc]ompil(?:e|ing)\b")
+
+
+def without_compilation(finding: Finding, a: Analysis) -> Finding:
+    """Leave out the advice to compile a step that differentiates a backward pass. A finding without
+    other advice becomes a note."""
+    if not _COMPILES.search(f"{finding.fix} {finding.code}"):
+        return finding
+    if not name_matches(a.trace.cpu["name"], _TWICE).any():
+        return finding
+    kept = [part for part in re.split(r"(?<=\.)\s+", finding.fix) if not _COMPILES.search(part)]
+    blocks = []
+    for block in finding.code.split("\n\n"):
+        lines = [line for line in block.split("\n") if "torch.compile(" not in line]
+        if "@torch.compile" not in block and any(not line.startswith("#") for line in lines):
+            blocks.append("\n".join(lines))
+    if kept:
+        return replace(finding, fix=" ".join(kept), code="\n\n".join(blocks))
+    return replace(
+        finding,
+        fix=f"{DOUBLE_BACKWARD}: compile only functions that are differentiated once.",
+        code="",
+        edits=[],
+        impact=Impact(currency="unpriced", reason=DOUBLE_BACKWARD),
+        informational=True,
+        alternatives="",
+    )
+
+
+_SWITCH = re.compile(r"^torch\.backends\.([\w.]+) = (True|False)\b")
+_PRECISION = re.compile(r"^torch\.set_float32_matmul_precision\(.(\w+).\)")
+_VARIABLE = re.compile(r"^(?:# shell: )?export (\w+)=(\S+)")
+
+
+def without_known_settings(finding: Finding, a: Analysis) -> Finding:
+    """Leave out the lines of a finding's code that set what the recorder knows to be set so."""
+    if a.recorded is None or not finding.code:
+        return finding
+    lines = finding.code.split("\n")
+    kept = [line for line in lines if not _is_set(line, a.recorded)]
+    if len(kept) == len(lines):
+        return finding
+    left = any(line and not line.startswith("#") for line in kept)
+    return replace(finding, code="\n".join(kept).strip("\n") if left else "")
+
+
+def _is_set(line: str, recorded: StepRecords) -> bool:
+    if switch := _SWITCH.match(line):
+        return str(recorded.flag(switch[1])) == switch[2]
+    if precision := _PRECISION.match(line):
+        return bool(recorded.flag("float32_matmul_precision") == precision[1])
+    variable = _VARIABLE.match(line)
+    return variable is not None and recorded.record.rank.env.get(variable[1]) == variable[2]
 
 
 # -- what would have to be recorded ----------------------------------------------------------------

@@ -17,6 +17,7 @@ from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.rules.common import (
     impact_per_step,
+    impact_without_gain,
     locate_row,
     recorded_steps,
     rows_in_steps,
@@ -24,6 +25,7 @@ from advisor.rules.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
+PAUSED = "steps with a pause of 1 ms or more"
 MIN_SPREAD = 0.2
 """Share of the mean pause by which pauses must differ, for a line through the steps to count."""
 MIN_MARGIN = 0.1
@@ -37,10 +39,11 @@ class GcPauses(Rule):
     of several ranks each pause delays all ranks, and they pause at different times.
 
     Pauses are measured by ``gc.callbacks``. Reported where they take more than 1% of the steps'
-    time, or where one step lost more than 50 ms to them. A step that takes twice the median or
-    more, and for the most part not because of its pauses, is left out. It compiles, or saves. The
-    gain is the pauses times how much steps grow with them (a line through the steps, and twice its
-    error). A pause costs nothing while the GPU works through its queue.
+    time, or where one step lost more than 50 ms to them. Pauses of fewer than 3 steps show no rate:
+    a long one is a note. A step that takes twice the median or more, and for the most part not
+    because of its pauses, is left out. It compiles, or saves. The gain is the pauses times how much
+    steps grow with them (a line through the steps, and twice its error). A pause costs nothing
+    while the GPU works through its queue.
 
     Pauses that are as long in each step leave no line to draw. Where the host computes the steps,
     they are lost time all the same. Where a GPU does, no more of them is lost than it idles in the
@@ -72,6 +75,9 @@ class GcPauses(Rule):
         2.0, "times its pauses, what a step of two medians or more takes beyond the median", CHOSEN
     )
 
+    min_pauses = Threshold(
+        3, "steps with a pause of 1 ms or more: fewer show neither rate nor range", CHOSEN
+    )
     each_step = Threshold(
         0.9, "of the steps have at least half of the mean pause, or a call of gc.collect()", CHOSEN
     )
@@ -134,7 +140,11 @@ class GcPauses(Rule):
         if share < self.min_share and longest < self.min_pause_ms * 1e6:
             return
         each = bool((pause >= 0.5 * pause.mean()).mean() >= self.each_step)
+        paused = int((pause >= 1e6).sum())
         impact = _lost_in_each(a, float(np.median(pause))) if each else None
+        if paused < self.min_pauses and not each:
+            yield from self._of_few(a, pause, paused, share)
+            return
         if impact is None:
             lost = float(np.minimum(pause, beyond).sum()) / len(dur)
             if a.is_device_bound or lost < 0.2 * float(pause.sum()) / len(dur):
@@ -154,13 +164,33 @@ class GcPauses(Rule):
                 Evidence("pauses", float(pause.mean()), "ns", per="step"),
                 self.compare("share of the steps' time", share, "min_share"),
                 self.compare("longest pause in a step", longest, "min_pause_ms", "ns", times=1e6),
-                Evidence("steps with a pause of 1 ms or more", int((pause >= 1e6).sum()), "count"),
+                self.compare(PAUSED, paused, "min_pauses", "count"),
                 Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
                 steps_seen(recorded),
             ],
             where=places if asked or not each else [],
             impact=impact,
             **words,
+        )
+
+    def _of_few(self, a: Analysis, pause: Floats, paused: int, share: float) -> Outcomes:
+        """Note long pauses of which too few were seen for a rate."""
+        longest = float(pause.max())
+        if longest < self.min_pause_ms * 1e6:
+            return
+        yield Finding(
+            summary=(
+                f"Garbage collection paused {paused} of {len(pause)} steps, for up to "
+                f"{t.format_duration(longest)}."
+            ),
+            evidence=[
+                self.compare("longest pause in a step", longest, "min_pause_ms", "ns", times=1e6),
+                self.compare("share of the steps' time", share, "min_share"),
+                self.compare(PAUSED, paused, "min_pauses", "count"),
+            ],
+            where=_asked_for(a),
+            impact=impact_without_gain("so few pauses show no rate"),
+            informational=True,
         )
 
     @staticmethod
@@ -181,6 +211,10 @@ class GcPauses(Rule):
             ),
             "in steps that compile": (
                 _gc_run(every=60, pause=400, longer=4000),
+                "longest < self.min_pause_ms * 1000000.0",
+            ),
+            "one in the whole run": (
+                _gc_run(every=100, pause=46, steps=54),
                 "longest < self.min_pause_ms * 1000000.0",
             ),
             "hardly any": (_gc_run(every=50, pause=1), "min_pause_ms"),

@@ -18,7 +18,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.rules.citations import OURS, public_traces
-from advisor.rules.common import amount_per_step, example_steps, per_step
+from advisor.rules.common import amount_per_step, example_steps, per_step, runs_code_of
 from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
@@ -35,6 +35,11 @@ class Pattern(NamedTuple):
     fix: str
     code: str
     reference: str
+    library: str = ""
+    """Regular expression of frames of transformers that hold such a chain; empty: none is known."""
+    library_fix: str = ""
+    """What to do there, where the code is not the user's own."""
+    library_code: str = ""
 
 
 FUNCTIONS = "https://pytorch.org/docs/stable/generated/torch.nn.functional."
@@ -94,6 +99,11 @@ PATTERNS = (
         'Call F.gelu(x, approximate="tanh"), which is one kernel.',
         'y = F.gelu(x, approximate="tanh")',
         f"{FUNCTIONS}gelu.html",
+        r"transformers/activations\.py\(\d+\): (?:New|Fast|Accurate)G[Ee][Ll][Uu]",
+        "The GELU is transformers' own code: name the fused one in the model's configuration "
+        "(activation_function, or hidden_act).",
+        'config.activation_function = "gelu_pytorch_tanh"   # other models: hidden_act\n'
+        "model = AutoModelForCausalLM.from_pretrained(name, config=config)",
     ),
     Pattern(
         "GELU",
@@ -102,6 +112,11 @@ PATTERNS = (
         "Call F.gelu(x), which is one kernel.",
         "y = F.gelu(x)",
         f"{FUNCTIONS}gelu.html",
+        r"transformers/activations\.py\(\d+\): GELUActivation\._gelu_python",
+        "The GELU is transformers' own code: name the fused one in the model's configuration "
+        "(activation_function, or hidden_act).",
+        'config.activation_function = "gelu"   # other models: hidden_act\n'
+        "model = AutoModelForCausalLM.from_pretrained(name, config=config)",
     ),
 )
 """Patterns in the order in which they are tried: an operator belongs to the first that fits."""
@@ -204,7 +219,14 @@ class HandwrittenOperator(Rule):
     )
     confidence = 0.75
     alternatives = "fuse"
-    cases = {pattern.name: {"fix": pattern.fix, "code": pattern.code} for pattern in PATTERNS}
+    cases = {
+        **{one.name: {"fix": one.fix, "code": one.code} for one in PATTERNS},
+        **{
+            f"{one.name} of transformers": {"fix": one.library_fix, "code": one.library_code}
+            for one in PATTERNS
+            if one.library
+        },
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time of such chains with kernel time."""
@@ -244,7 +266,14 @@ class HandwrittenOperator(Rule):
         *most, last = [pattern.name for pattern in patterns]
         names = f"{', '.join(most)} and {last}" if most else last
         verb = "takes" if len(patterns) == 1 else "take"
-        fixes = [self.case(pattern.name)["fix"] for pattern in patterns]
+        advice = [
+            self.case(
+                f"{one.name} of transformers"
+                if one.library and runs_code_of(a, one.library)
+                else one.name
+            )
+            for one in patterns
+        ]
         yield Finding(
             title=_title(patterns),
             summary=(
@@ -266,8 +295,13 @@ class HandwrittenOperator(Rule):
                 ),
             ],
             where=kernel_common.kernel_locations(a, rows),
-            fix=" ".join([*fixes, "Compiling the model fuses such chains too."]),
-            code="\n".join([*(self.case(p.name)["code"] for p in patterns), *_liger(a, patterns)]),
+            fix=" ".join(
+                [
+                    *dict.fromkeys(one["fix"] for one in advice),
+                    "Compiling the model fuses such chains too.",
+                ]
+            ),
+            code="\n".join([*dict.fromkeys(one["code"] for one in advice), *_liger(a, patterns)]),
             references=[*dict.fromkeys(pattern.reference for pattern in patterns)],
             edits=changes,
         )

@@ -40,6 +40,9 @@ PAD_TO = 64
 """Elements to whose multiple long dimensions are padded, as the fix says."""
 MAX_PADDING = 1 / 8
 """Share of a dimension that such padding may add: shorter ones are padded to 16 bytes."""
+MIN_VOCABULARY = 20_000
+"""Width from which it is taken for a vocabulary's: hidden sizes end below."""
+_PADDED = "def padded(n, to=64):\n    return (n + to - 1) // to * to"
 SIMILAR = 4.0
 """Products whose calls take at most so many times longer or shorter at the attainable rate show
 what a padded one reaches."""
@@ -52,6 +55,8 @@ class Misaligned(NamedTuple):
     dims: str
     padding: str
     """Dimensions to pad, as text; empty when shapes are not recorded."""
+    vocabulary: bool = False
+    """Whether its width is that of a vocabulary."""
 
 
 class Product(NamedTuple):
@@ -138,16 +143,15 @@ class MisalignedGemm(Rule):
     worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
     fix = (
-        "Pad the named dimensions to a multiple of 64 elements (at least of 16 bytes). Set "
-        "vocabulary, hidden and head sizes in the model's configuration, and pad concatenated "
-        "features with zeros. The batch or token dimension needs no padding."
+        "Pad the named dimensions to a multiple of 64 elements, short ones to 16 bytes. Every "
+        "layer that reads or writes such a width grows with it; the zeros change no result. The "
+        "batch or token dimension needs no padding."
     )
     code = (
-        "def padded(n, to=64):\n"
-        "    return (n + to - 1) // to * to\n\n"
-        "self.head = nn.Linear(hidden, padded(vocab))   # logits[..., :vocab]\n\n"
-        "# a feature dimension in the middle of the model\n"
-        "x = F.pad(x, (0, padded(x.shape[-1], 8) - x.shape[-1]))"
+        f"{_PADDED}\n\n"
+        "# each layer that reads the features grows; x alone would not fit it\n"
+        "self.first = nn.Linear(padded(width), hidden)\n"
+        "y = self.first(F.pad(x, (0, padded(width) - width)))"
     )
     verify = (
         "Profile again: the kernels of these products say align8 (16 bit) or align4 (TF32), or "
@@ -163,12 +167,21 @@ class MisalignedGemm(Rule):
         "{reach:.0%} of the attainable rate ({worst_reach:.0%} to {best_reach:.0%})",
     )
     cases = {
+        "a vocabulary": {
+            "fix": "Set the vocabulary in the model's configuration to a multiple of 64, for the "
+            "embedding and the head alike, and pad other named dimensions so too. Targets stay; "
+            "cut the logits of the added tokens off. The token dimension needs no padding.",
+            "code": f"{_PADDED}\n\n"
+            "self.embedding = nn.Embedding(padded(vocab), hidden)\n"
+            "self.head = nn.Linear(hidden, padded(vocab))\n"
+            "logits = self.head(hidden_states)[..., :vocab]",
+        },
         "rates are not known": {
             "assumptions": (
                 "an aligned kernel takes {factor:.0%} of the time ({best_factor:.0%} to "
                 "{worst_factor:.0%}), as on public A100 traces",
             )
-        }
+        },
     }
 
     framework_advice = in_any_language(
@@ -217,6 +230,7 @@ class MisalignedGemm(Rule):
             where=kernel_common.kernel_locations(a, misaligned),
             edits=[kernel_common.scale_kernels(a, rows, saved.times, select)],
             **({} if saved.by_rate else self.case("rates are not known")),
+            **(self.case("a vocabulary") if worst.vocabulary else {}),
         )
 
     def _judge(
@@ -272,7 +286,9 @@ class MisalignedGemm(Rule):
             if narrow:
                 misaligned[members] = True
                 dims = shape.text if shape is not None else ""
-                cases.append((dur, Misaligned(str(op or name), dims, " and ".join(padding or ()))))
+                words = shape is not None and max(shape.k, shape.n) >= MIN_VOCABULARY
+                text = " and ".join(padding or ())
+                cases.append((dur, Misaligned(str(op or name), dims, text, words)))
         cases.sort(key=lambda pair: -pair[0])
         return (
             misaligned,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
@@ -10,6 +11,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
 from advisor.rules.common import impact_without_gain, recorded_steps, steps_seen
+from advisor.rules.host.launch_gaps import measure_launch_gaps
 from advisor.rules.memory.device_memory import gpu_capacity, held_by_others, last_known
 from advisor.testing import Examples, TraceBuilder
 
@@ -28,6 +30,11 @@ class BatchHeadroom(Rule):
     counts where NVML shows less than 70% utilization at its 95th percentile (SageMaker's BatchSize
     rule). A high NVML utilization alone says nothing.
 
+    A larger batch saves nothing where the host's work on each sample sets the pace: loading,
+    pinning, preprocessing. So at least half of the GPU's idle time has to lie between launches.
+    Without a window, loading may take up to half of the step. A driver that frees memory in the
+    loop shows that the allocator may not use the rest: the note is left out.
+
     A larger batch changes the optimization, because there are fewer updates per epoch. The learning
     rate has to be scaled: linearly with SGD, by the square root with Adam, after a warm-up. The
     same quality may need more epochs. So this is a note, never a finding.
@@ -45,6 +52,10 @@ class BatchHeadroom(Rule):
         "% of the multiprocessors active, or NVML utilization at its 95th percentile",
         SAGEMAKER,
     )
+    min_fixed = Threshold(
+        0.5, "of the GPU's idle time lies between launches, which more samples would share", CHOSEN
+    )
+    max_loading = Threshold(0.5, "of the step is loading, where no window was profiled", CHOSEN)
     target_share = Threshold(
         0.85, "of GPU memory, with the larger batch: below what counts as near capacity", TRACEML
     )
@@ -89,6 +100,8 @@ class BatchHeadroom(Rule):
         label, value, limit = active
         if value >= (self.max_busy if limit == "busy" else self.max_active / 100):
             return
+        if self._grows_with_batch(a) or _is_capped(a):
+            return
         factor = int((self.target_share * total - others) / max(held, 1.0))
         times = f"up to {factor}" if factor < SHOWN_FACTOR else f"{SHOWN_FACTOR} or more"
         beside = f" Other processes hold {t.format_bytes(others)}." * bool(others)
@@ -116,6 +129,17 @@ class BatchHeadroom(Rule):
             informational=True,
         )
 
+    def _grows_with_batch(self, a: Analysis) -> bool:
+        """Return whether the GPU waits for work of the host that each sample adds."""
+        gaps = measure_launch_gaps(a) if a.span_ns and a.device_id is not None else None
+        if gaps is not None:
+            return gaps.idle < self.min_fixed * (a.span_ns - a.breakdown.busy.total)
+        recorded = recorded_steps(a)
+        loading = recorded.phase("data")
+        if loading is None or not len(loading) or not recorded.median:
+            return False
+        return float(np.nanmedian(loading)) > self.max_loading * recorded.median
+
     @staticmethod
     def examples() -> Examples:
         """A tenth of the memory and 40% active; an idle GPU in the window. Full; busy;
@@ -123,6 +147,9 @@ class BatchHeadroom(Rule):
         return {
             "40% of the multiprocessors": _run(8e9, gpm=40),
             "an idle GPU in the window": _run(8e9, window=True),
+            "the host prepares each batch": (_run(8e9, window=True, prepares=True), "min_fixed"),
+            "an allocator with a limit": (_run(8e9, window=True, frees=True), "_is_capped(a)"),
+            "loading takes the step": (_run(8e9, gpm=40, data=9), "max_loading"),
             "full": (_run(70e9, gpm=40), "max_memory"),
             "busy": (_run(8e9, gpm=90), "max_active"),
             "utilization of 100%": (_run(8e9, utilisation=100), "max_active"),
@@ -130,6 +157,13 @@ class BatchHeadroom(Rule):
             "no GPU": (_run(None), "not total"),
             "other processes": (_run(8e9, gpm=40, others=40e9), "max_memory"),
         }
+
+
+def _is_capped(a: Analysis) -> bool:
+    """Return whether the allocator gave memory back to the driver in the loop, though half of the
+    GPU's is free: it may not use more."""
+    # inside an operator: outside of one it is torch.cuda.empty_cache()
+    return a.allocations.filter((pl.col("call") == "free") & pl.col("op").is_not_null()).height > 0
 
 
 def _activity(a: Analysis) -> tuple[str, float, str] | None:
@@ -152,6 +186,9 @@ def _run(
     gpm: float | None = None,
     utilisation: int | None = None,
     window: bool = False,
+    prepares: bool = False,
+    frees: bool = False,
+    data: float = 0,
     others: float = 0,
 ) -> TraceBuilder:
     from advisor.core.run_directory import Gpu, RecordedDevice
@@ -159,11 +196,16 @@ def _run(
     b = TraceBuilder()
     for _ in b.steps(4 if window else 0):
         b.product(1000, wait=True)
-        b.host(2000)
+        if prepares:
+            b.host(4000)
+        b.run("aten::add", "elementwise_kernel", 4, times=100, host_us=20)
+        if frees:
+            with b.op("aten::empty"):
+                b.call("cudaFree", 50)
     devices = [] if held is None else [RecordedDevice(total_bytes=80 * 10**9)]
     r = b.record_of_run(devices=devices)
     fields = {} if held is None else {"peak": round(held), "reserved": round(held), "samples": 32}
-    r.steps(60, 10, fields=fields)
+    r.steps(60, 10, fields=fields, data=data)
     if gpm is not None or utilisation is not None:
         r.watch(
             gpu=Gpu(

@@ -13,7 +13,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
-from advisor.core.intervals import covered_length, union
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -29,7 +29,7 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.framework_advice import in_any_language
+from advisor.rules.framework_advice import STAGING_CODE, in_any_language
 from advisor.rules.memory.device_memory import (
     DRIVER_CALLS,
     frees_of_empty_cache,
@@ -295,18 +295,11 @@ class PinnedAllocationInLoop(DriverAllocationRule):
         "Pin in the DataLoader (pin_memory=True). Or allocate one pinned buffer as large as the "
         "largest batch, and copy each batch into it."
     )
-    code = (
-        "staging = torch.empty(max_batch_shape, dtype=dtype, pin_memory=True)   # once\n"
-        "copied = torch.cuda.Event()\n"
-        "for batch in loader:\n"
-        "    copied.synchronize()                     # the copy of the step before\n"
-        "    part = staging[: len(batch)].copy_(batch)\n"
-        "    x = part.to(device, non_blocking=True)\n"
-        "    copied.record()"
-    )
+    code = STAGING_CODE
     verify = "Profile later steps again: no cudaHostAlloc inside them."
     confidence = 0.85
     min_share = Threshold(0.05, "of the step in pin_memory(), as for a loader", TENSORBOARD)
+    min_copied = Threshold(0.5, "of pin_memory() is the copy: a buffer saves little", OURS)
     pin_left = Threshold(0.0, "of pin_memory() remains: the loader's thread pins, ahead", OURS)
     pin_worst = Threshold(0.5, "of it remains, at worst: the copy into a buffer that stays", OURS)
     cases = {
@@ -315,7 +308,17 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "verify": "Profile again: no aten::pin_memory on the thread of the loop.",
             "falsified_by": "the same step time with one pinned batch that is used in each step",
             "assumptions": ("the loader's thread has the time to pin the next batch",),
-        }
+        },
+        "pin_memory() copies": {
+            "fix": "Pin in the thread of a DataLoader with workers (pin_memory=True), or pin data "
+            "that stays the same once, before the loop. A pinned buffer that the loop fills would "
+            "save little: {copied:.0%} of pin_memory() is the copy.",
+            "code": "loader = DataLoader(dataset, batch_size, num_workers=2, pin_memory=True)\n"
+            "for batch in loader:\n"
+            "    x = batch.to(device, non_blocking=True)\n\n"
+            "# data that stays the same: once, before the loop\n"
+            "batches = [batch.pin_memory() for batch in batches]",
+        },
     }
 
     framework_advice = in_any_language(
@@ -355,6 +358,10 @@ class PinnedAllocationInLoop(DriverAllocationRule):
         used = a.steps.used
         each = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), pinning)
         share = pinning.total / a.span_ns
+        copies = rows_in_steps(a, np.flatnonzero((cpu["name"] == "aten::copy_").to_numpy()))
+        begin = cpu["ts"].to_numpy()[copies]
+        copying = union(begin, begin + cpu["dur"].to_numpy()[copies])
+        copied = intersect(copying, pinning).total / max(pinning.total, 1)
         if (each > 0).sum() < max(self.min_steps, a.step_count / 2) or share < self.min_share:
             return
         yield Finding(
@@ -362,6 +369,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             f"for {of_step(a, pinning.total)}.",
             evidence=[
                 amount_per_step(a, "host time in pin_memory()", pinning.total),
+                self.compare("of it, copying the batch", copied, "min_copied"),
                 self.compare("share", share, "min_share", per=a.per),
                 self.compare("steps with such calls", int((each > 0).sum()), "min_steps", "count"),
             ],
@@ -375,6 +383,9 @@ class PinnedAllocationInLoop(DriverAllocationRule):
                 )
             ],
             **self.case("pin_memory() in the loop"),
+            **(
+                self.case("pin_memory() copies", copied=copied) if copied >= self.min_copied else {}
+            ),
         )
 
     @staticmethod

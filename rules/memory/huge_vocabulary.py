@@ -14,7 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits, find_savings
-from advisor.rules.citations import LLAMA, OURS, PEAKS, SILENT_TRACES
+from advisor.rules.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES
 from advisor.rules.common import (
     amount_per_step,
     costliest_places,
@@ -22,7 +22,12 @@ from advisor.rules.common import (
     rows_in_steps,
 )
 from advisor.rules.kernel import kernel_common
-from advisor.rules.memory.device_memory import at_line, measure_peaks, snapshot_example
+from advisor.rules.memory.device_memory import (
+    at_line,
+    measure_held,
+    measure_peaks,
+    snapshot_example,
+)
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
@@ -49,7 +54,8 @@ class HugeVocabulary(Rule):
 
     Looked at is ``aten::_log_softmax`` over the last dimension in training (its backward is in the
     trace). It counts when one call's tensor takes a tenth of the peak memory, of the trace or of
-    the recorded run. Where no peak is recorded, it is a tenth of the GPU's memory. The memory named
+    the recorded run. Where no peak is recorded, it is a tenth of the GPU's memory. Where half of
+    the GPU's memory is free at the peak, nobody needs what this frees. The memory named
     is the log-softmax and one gradient; the logits themselves, and an upcast to fp32 before, come
     on top.
 
@@ -80,11 +86,16 @@ class HugeVocabulary(Rule):
         1_000_000, "ns of such a call: at 2 TB/s this reads and writes 1 GiB", PEAKS
     )
     min_memory = Threshold(0.10, "of the peak, for one call's tensor", OURS)
+    min_full = Threshold(
+        0.5,
+        "of the GPU's memory at the peak: with more of it free, nobody needs what is saved",
+        CHOSEN,
+    )
 
     fix = (
         "Fuse the last linear layer and the loss (Liger Kernel, cut cross entropy). That makes "
         "the logits in chunks and keeps only their gradient with respect to the input. Or compute "
-        "the loss in chunks of tokens under checkpoint. Use the memory for a larger batch."
+        "the loss in chunks of tokens under checkpoint."
     )
     code = (
         "# pip install liger-kernel\n"
@@ -164,6 +175,9 @@ class HugeVocabulary(Rule):
         reserved, allocated, _ = measure_peaks(a)
         tensors = allocated or (None if reserved else _recorded_peak(a))
         known = tensors or reserved
+        filled, total = measure_held(a)
+        if filled and total and filled < self.min_full * total:
+            return
         capacity = known or (a.device.memory_bytes if a.device else None)
         if not capacity or largest < self.min_memory * capacity:
             return
@@ -211,10 +225,10 @@ class HugeVocabulary(Rule):
         """20,480 tokens over 128,256 words in fp32 (9.8 GiB); with the peak recorded."""
         return {
             "a tenth of the GPU": _training([20480, 128256]),
-            "a tenth of the peak": _training([4096, 128256], peak=16 << 30),
+            "a tenth of the peak": _training([10240, 128256], peak=44 << 30),
             "a snapshot's peak": snapshot_example(logits=96 << 20),
-            "chunks": (_training([1024, 128256], peak=40 << 30), "min_memory"),
-            "a small vocabulary": (_training([262144, 8192], peak=16 << 30), "min_vocabulary"),
+            "chunks": (_training([1024, 128256], peak=60 << 30), "min_memory"),
+            "a small vocabulary": (_training([262144, 8192], peak=50 << 30), "min_vocabulary"),
             "classes of pixels, last dimension wide": (
                 _training([2, 64, 512, 32768], dim="1"),
                 "not largest",
@@ -225,6 +239,10 @@ class HugeVocabulary(Rule):
             ),
             "the rest is much larger": (_training([4096, 128256], peak=60 << 30), "min_memory"),
             "no shapes": (_training(None), "described.null_count() == len(calls)"),
+            "most of the GPU's memory is free": (
+                _training([4096, 128256], peak=16 << 30),
+                "min_full",
+            ),
             "a snapshot in which the loss is small": (
                 snapshot_example(logits=16 << 20),
                 "min_memory",

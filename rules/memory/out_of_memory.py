@@ -36,6 +36,11 @@ MAX_SAVINGS = 3
 """Ways to free memory that a finding names."""
 
 
+_SETTINGS = "lr=lr, betas=betas, weight_decay=weight_decay"
+_PARAMETERS = f"\n    model.parameters(), {_SETTINGS}"
+_OFFLOADED = f"model.parameters(), torch.optim.AdamW, {_SETTINGS}"
+
+
 class OutOfMemory(Rule):
     """The run ran out of GPU memory. The recorder saves the allocator's state before it passes the
     exception on. It saves the memory held, the part of it in tensors, and a snapshot of where each
@@ -104,7 +109,8 @@ class OutOfMemory(Rule):
             "fix": "Use fused attention, which stores no scores and no softmax of them",
             "code": "from torch.nn.functional import scaled_dot_product_attention\n"
             "# not softmax(q @ k.mT / sqrt(d), -1) @ v\n"
-            "out = scaled_dot_product_attention(q, k, v, is_causal=True)",
+            "out = scaled_dot_product_attention(q, k, v, attn_mask=mask)\n"
+            "# a causal mask: is_causal=True instead of attn_mask",
         },
         "smaller logits": {
             "fix": "Compute the loss in chunks, or with a fused linear cross entropy",
@@ -130,17 +136,17 @@ class OutOfMemory(Rule):
             "fix": "Keep the optimizer's state in bf16",
             "code": "# pip install torchao\n"
             "from torchao.optim import _AdamW\n"
-            "optimizer = _AdamW(model.parameters(), bf16_stochastic_round=True)",
+            f"optimizer = _AdamW({_PARAMETERS},\n    bf16_stochastic_round=True)",
         },
         "offload optimizer state": {
             "fix": "Keep the optimizer's state in host memory",
             "code": "# pip install torchao\n"
             "from torchao.optim import CPUOffloadOptimizer\n"
-            "optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)",
+            f"optimizer = CPUOffloadOptimizer(\n    {_OFFLOADED})   # your class and settings",
         },
         "fused optimizer": {
             "fix": "Use the fused optimizer, which needs no temporaries",
-            "code": "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
+            "code": f"optimizer = torch.optim.AdamW({_PARAMETERS},\n    fused=True)",
         },
         "autocast without cache": {
             "fix": "Switch off autocast's cache of weights",
@@ -148,7 +154,7 @@ class OutOfMemory(Rule):
             "    loss = model(batch)",
         },
         "16-bit weights": {
-            "fix": "Convert the model to bf16 instead of running it under autocast",
+            "fix": "Convert the model to bf16, which then needs no autocast",
             "code": "model = model.to(torch.bfloat16)",
         },
         "share graph pools": {
@@ -161,7 +167,7 @@ class OutOfMemory(Rule):
             "fix": "Use an 8-bit optimizer",
             "code": "# pip install bitsandbytes\n"
             "import bitsandbytes\n"
-            "optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())",
+            f"optimizer = bitsandbytes.optim.AdamW8bit({_PARAMETERS})",
         },
         "half the batch": {
             "fix": "Halve the micro-batch and accumulate gradients",
@@ -267,8 +273,9 @@ class OutOfMemory(Rule):
             list(find_savings(post)),
         )
         scattered = placed is not None and placed.scattered and packed is not None and packed.helps
+        ways.sort(key=lambda way: way.bytes < request)  # the cheapest that suffices first
         if scattered:  # the fix for fragments first
-            ways.sort(key=lambda way: (way.name != "expandable segments", -way.bytes))
+            ways.sort(key=lambda way: way.name != "expandable segments")
         why = (
             f"{t.format_bytes(placed.usable)} were free, but in pieces of at most "
             f"{t.format_bytes(placed.largest)}"
@@ -276,7 +283,6 @@ class OutOfMemory(Rule):
             else f"tensors held {t.format_bytes(post.allocated)} of the "
             f"{t.format_bytes(post.reserved)} reserved ({_list_holders(post)})"
         )
-        enough = [way for way in ways if way.bytes >= request]
         return Finding(
             summary=f"A request of {t.format_bytes(request)} failed: {why}.",
             evidence=[
@@ -295,7 +301,7 @@ class OutOfMemory(Rule):
             where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
             impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=_name_ways(ways, post),
-            code=describe_change((enough or ways)[0].name, post.trains)[1] if ways else "",
+            code=describe_change(ways[0].name, post.trains)[1] if ways else "",
             confidence=0.85,
             assumptions=[f"{_name(way, post)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
         )
@@ -369,7 +375,7 @@ def _name(saving: Saving, post: PostMortem) -> str:
 
 
 def _name_ways(ways: list[Saving], post: PostMortem) -> str:
-    """Write what would have freed most, one sentence each."""
+    """Write what would have freed memory, one sentence each."""
     sentences = []
     for way in ways[:MAX_SAVINGS]:
         place = ""

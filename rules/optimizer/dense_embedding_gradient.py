@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
@@ -18,6 +19,7 @@ from advisor.rules.common import (
     amount_per_step,
     costliest_places,
     of_step,
+    runs_code_of,
     scale_edit,
 )
 from advisor.rules.kernel.kernel_common import inputs_at
@@ -29,6 +31,10 @@ NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$
 """Backward node; on a GPU it also sums several lookups' gradients, each as large as the table."""
 PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
 """Patterns of the other parts with work on whole tables."""
+_OPTIMIZER = r"^Optimizer\.step#(\w+)\.step$"
+TAKE_SPARSE = {"Adagrad", "SGD"}
+"""Optimizers of PyTorch for all parameters that take sparse gradients as well."""
+LIGHTNING = r"(?:^|/)(?:pytorch_)?lightning/"
 
 
 class DenseEmbeddingGradient(Rule):
@@ -84,6 +90,17 @@ class DenseEmbeddingGradient(Rule):
         "    torch.optim.Adam(other_parameters, lr=1e-3),\n"
         "]"
     )
+    cases = {
+        "the optimizer takes sparse gradients": {
+            "fix": "Make the gradient sparse. {optimizer} takes sparse gradients, so nothing else "
+            "has to change.",
+            "code": "table = torch.nn.Embedding(rows, size, sparse=True)",
+            "falsified_by": "weight decay or clipping, which need the gradient of every row",
+        },
+        "Lightning": {
+            "fix": f"{fix} In Lightning, two optimizers need self.automatic_optimization = False.",
+        },
+    }
     verify = "Record again: no operator of the optimizer has the table's shape."
     falsified_by = "weight decay or clipping that needs the gradient of every row"
     assumptions = ("the optimizer may leave rows alone that a step does not use",)
@@ -128,6 +145,7 @@ class DenseEmbeddingGradient(Rule):
                 *self.assumptions,
                 *["small tables keep dense gradients, which are faster"] * (a.device_id is None),
             ],
+            **self._advise(a),
         )
 
     def _remaining(self, a: Analysis, tables: list[Table], ns: float) -> tuple[float, float, float]:
@@ -141,6 +159,14 @@ class DenseEmbeddingGradient(Rule):
             cost = (len(tables) * self.table_us * 1e3 + values * self.value_ns) / ns
             left, best, worst = cost, self.sparse_best * cost, self.sparse_worst * cost
         return min(left, 1.0), min(best, 1.0), min(max(worst, self.worst_factor), 1.0)
+
+    def _advise(self, a: Analysis) -> dict[str, Any]:
+        """Return the texts that fit the program's optimizer, if the trace names it."""
+        names = a.trace.cpu["name"].cast(pl.String).str.extract(_OPTIMIZER).drop_nulls().unique()
+        if names.len() and set(names) <= TAKE_SPARSE:
+            name = " and ".join(sorted(names))
+            return self.case("the optimizer takes sparse gradients", optimizer=name)
+        return self.case("Lightning") if runs_code_of(a, LIGHTNING) else {}
 
     @staticmethod
     def examples() -> Examples:

@@ -10,6 +10,7 @@ from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
 from advisor.rules.citations import (
     ENGINE_FLOOR,
     OURS,
@@ -28,7 +29,7 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
+from advisor.rules.framework_advice import BATCHES_AHEAD, STAGING_CODE, in_any_language
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
@@ -89,9 +90,9 @@ class PageableCopies(Rule):
     )
 
     fix = (
-        "Let the DataLoader pin its batches, and copy them with non_blocking=True. For tensors "
-        "that the main process makes, allocate one pinned buffer and refill it every step. Copied "
-        "one batch ahead on a separate stream, they cost nothing where compute takes longer."
+        "Let the DataLoader pin its batches, and copy them with non_blocking=True. Pin tensors "
+        "that stay the same once, before the loop. Copied one batch ahead on a separate stream, "
+        "they cost nothing where compute takes longer."
     )
     code = (
         "loader = DataLoader(dataset, batch_size, pin_memory=True)\n"
@@ -99,6 +100,15 @@ class PageableCopies(Rule):
         "    batch = batch.to(device, non_blocking=True)\n"
         "    target = target.to(device, non_blocking=True)"
     )
+    cases = {
+        "no DataLoader": {
+            "fix": "Pin what stays in host memory once, before the loop, and copy it with "
+            "non_blocking=True. Where each step makes its batch anew, refill one pinned buffer, "
+            "but only after the event of its last copy.",
+            "code": "batches = [batch.pin_memory() for batch in batches]   # what stays the same\n"
+            f"x = batches[step].to(device, non_blocking=True)\n\n# made anew\n{STAGING_CODE}",
+        }
+    }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."
     falsified_by = "copies that are pinned and take as long"
     assumptions = (
@@ -210,6 +220,7 @@ class PageableCopies(Rule):
                 ),
                 *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
             ],
+            **(self.case("no DataLoader") if _has_no_loader(a) else {}),
         )
 
     @staticmethod
@@ -239,6 +250,13 @@ class PageableCopies(Rule):
             "hidden under compute": (hidden, "share < self.min_share"),
             "reading a result": (results, "slow.is_empty()"),
         }
+
+
+def _has_no_loader(a: Analysis) -> bool:
+    """Return whether the recorder saw that no DataLoader feeds the loop."""
+    if a.recorded is None or not a.recorded.count or a.recorded.loaders:
+        return False
+    return not name_matches(a.trace.cpu["name"], "DataLoader").any()
 
 
 def _speed(copies: pl.DataFrame) -> float | None:

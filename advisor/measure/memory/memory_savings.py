@@ -28,6 +28,17 @@ MIN_8_BIT = 4096 * 4
 """Bytes of an fp32 state below which it stays as it is (bitsandbytes, ``min_8bit_size``)."""
 
 
+COST_ORDER = (
+    "16-bit weights", "8-bit optimizer", "16-bit optimizer state", "expandable segments",
+    "autocast without cache", "half the batch", "checkpointing", "offload activations",
+    "offload optimizer state",
+)  # fmt: skip
+"""Changes that cost something, the cheapest first: other numbers before time. What frees no tensor,
+but pieces between them, stands with them. All others cost nothing."""
+_SAME_COST = 4
+"""Number of the first ones that add no work to a step: their size alone decides."""
+
+
 class Change(NamedTuple):
     """Blocks that a change shrinks or removes, always or for some events."""
 
@@ -113,7 +124,8 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
 
 @cached_measurement
 def find_savings(post: PostMortem) -> list[Saving]:
-    """List what lowers the peak most, largest first. Savings overlap: not to be added up."""
+    """List what lowers the peak, the cheapest in time first, then the largest. Savings overlap: not
+    to be added up."""
     before = count_needed_bytes(post)
     result = [
         _saving(each, before - count_needed_bytes(post, [each])) for each in find_changes(post)
@@ -125,7 +137,13 @@ def find_savings(post: PostMortem) -> list[Saving]:
         repacked.helps or repacked.freed >= MIN_SAVING_SHARE * post.reserved
     ):
         kept.append(Saving("expandable segments", repacked.freed, repacked.assumes))
-    return sorted(kept, key=lambda each: -each.bytes)
+    return sorted(kept, key=lambda each: (_cost(each.name), -each.bytes))
+
+
+def _cost(change: str) -> int:
+    """Return the place of a change among the costs; 0: it costs nothing."""
+    place = COST_ORDER.index(change) + 1 if change in COST_ORDER else 0
+    return max(place, _SAME_COST) if place else 0
 
 
 def _saving(each: Change, freed: int) -> Saving:
@@ -398,10 +416,12 @@ def _autocast(post: PostMortem) -> Change | None:
     that type themselves."""
     lives = post.history.block_lifetimes
     rows = np.flatnonzero(_of(post, "autocast copies"))
+    weights = np.flatnonzero(_of(post, "weights"))
     if not len(rows):
-        return None
+        if post.trains is not False or not len(weights):
+            return None
+        return Change("16-bit weights", weights, 0.5, "weights are in fp32, and 16 bits suffice")
     if not post.trains:
-        weights = np.flatnonzero(_of(post, "weights"))
         return Change(
             "16-bit weights",
             np.concatenate([rows, weights]),

@@ -28,7 +28,7 @@ MAX_ROWS: Final = 25
 """Number of rows of a table."""
 MAX_SHORT: Final = 8
 """Number of rows of a table where room is short."""
-MAX_SAVINGS: Final = 6
+MAX_SAVINGS: Final = 8
 MAX_DEVICES: Final = 8
 SAME: Final = 0.01
 """Share by which the memory of two devices may differ for them to be shown once."""
@@ -58,7 +58,7 @@ def sections(report: Report) -> list[Block]:
         first: list[Block] = [each for each in device.tables if not _is_folded(each)]
         rest: list[Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
-            first += _largest_saving(view)
+            first += _first_saving(view)
             rest.append(Items(assumptions(view), title="What these savings assume"))
         if view is report.memory[0] and similar:
             which = t.count_noun(len(similar), "more GPU")
@@ -100,12 +100,15 @@ def _of_peak(view: MemoryView) -> str:
     return "where memory ran out" if view.at == "out of memory" else "of the peak"
 
 
-def _largest_saving(view: MemoryView) -> list[Block]:
-    """Explain the change that frees most. Where each step leaves tensors behind, it is the change
-    to that line: memory would run out whatever else was done."""
+def _first_saving(view: MemoryView) -> list[Block]:
+    """Explain the cheapest change; for a request that failed, the cheapest that suffices.
+
+    Where each step leaves tensors behind, it is the change to that line: memory would run out
+    whatever else was done."""
     growing = {(each.file, each.line) for each in view.growth}
     leaks = [each for each in view.savings if (each.file, each.line) in growing]
-    most = max(leaks or view.savings, key=lambda each: each.bytes)
+    enough = [each for each in view.savings if each.bytes >= (view.request or 0)]
+    most = (leaks or enough or view.savings)[0]
     text, code = describe_change(most.change, view.trains)
     if leaks and most.change == "references":
         text = "Release what the line leaves behind in each step"

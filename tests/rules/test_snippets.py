@@ -1,0 +1,165 @@
+"""The code of a fix does what the fix says: run on the CPU, with stand-ins for what needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from advisor.advise.select import load_rules
+from advisor.core.rule import Rule
+from advisor.rules.framework_advice import STAGING_CODE
+
+torch = pytest.importorskip("torch")
+RULES: dict[str, Rule] = {rule.id: rule for rule in load_rules(config={})}
+
+
+class Moved:
+    """A tensor that is copied to a device."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def to(self, _device: str, *, non_blocking: bool) -> Moved:
+        assert non_blocking
+        return self
+
+    def record_stream(self, _stream: object) -> None:
+        """Nothing to record."""
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_prefetch_trains_on_every_batch(count: int) -> None:
+    stream = SimpleNamespace(wait_stream=lambda _other: None)
+    cuda = SimpleNamespace(
+        Stream=lambda: stream, stream=lambda _s: nullcontext(), current_stream=lambda: stream
+    )
+    trained: list[int] = []
+    given = {
+        "torch": SimpleNamespace(cuda=cuda),
+        "device": "cuda",
+        "loader": [(Moved(number),) for number in range(count)],
+        "train_step": lambda x: trained.append(x.number),
+    }
+    exec(RULES["copies-not-overlapped"].code, given)
+    assert trained == list(range(count))
+
+
+def test_a_pinned_buffer_is_refilled_only_after_its_last_copy() -> None:
+    order: list[str] = []
+    event = SimpleNamespace(
+        synchronize=lambda: order.append("wait"), record=lambda: order.append("record")
+    )
+
+    def empty(shape: tuple[int, ...], *, dtype: Any, pin_memory: bool) -> Any:
+        assert pin_memory
+        return torch.empty(shape, dtype=dtype)
+
+    batches = [torch.arange(4.0) + n for n in range(3)]
+    given = {
+        "torch": SimpleNamespace(empty=empty, cuda=SimpleNamespace(Event=lambda: event)),
+        "device": "cpu",
+        "loader": batches,
+        "max_batch_shape": (8,),
+        "dtype": torch.float32,
+    }
+    exec(STAGING_CODE, given)
+    assert order == ["wait", "record"] * 3
+    assert torch.equal(given["x"], batches[-1])  # type: ignore[call-overload]
+
+
+def test_padded_widths_grow_with_the_layers_that_read_them() -> None:
+    rule, owner = RULES["misaligned-gemm"], SimpleNamespace()
+    given: dict[str, Any] = {
+        "nn": torch.nn, "F": torch.nn.functional, "self": owner,
+        "width": 1613, "hidden": 32, "vocab": 50257,
+        "x": torch.randn(2, 1613), "hidden_states": torch.randn(2, 32),
+    }  # fmt: skip
+    exec(rule.code, given)
+    assert owner.first.in_features == 1664
+    assert given["y"].shape == (2, 32)
+    exec(str(rule.case("a vocabulary")["code"]), given)
+    assert owner.head.out_features == owner.embedding.num_embeddings == 50304
+    assert given["logits"].shape == (2, 50257)
+
+
+def test_a_padded_image_fits_the_padded_layer() -> None:
+    case = RULES["slow-convolution"].case("channels are no multiples of 8")
+    given = {
+        "nn": torch.nn, "F": torch.nn.functional, "self": SimpleNamespace(),
+        "width": 16, "x": torch.randn(2, 3, 8, 8),
+    }  # fmt: skip
+    exec(str(case["code"]), given)
+    assert given["self"].first(given["x"]).shape == (2, 16, 8, 8)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
+def test_these_optimizers_take_sparse_gradients(name: str) -> None:
+    rule = RULES["dense-embedding-gradient"]
+    case = rule.case("the optimizer takes sparse gradients", optimizer=name)
+    given: dict[str, Any] = {"torch": torch, "rows": 50, "size": 4}
+    exec(str(case["code"]), given)
+    table = given["table"]
+    before = table.weight.detach().clone()
+    optimizer = getattr(torch.optim, name)(table.parameters(), lr=0.1)
+    table(torch.tensor([3])).sum().backward()
+    assert table.weight.grad.is_sparse
+    optimizer.step()
+    changed = (table.weight != before).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [3]
+
+
+@pytest.mark.parametrize(
+    ("change", "module", "name"),
+    [
+        ("offload optimizer state", "torchao.optim", "CPUOffloadOptimizer"),
+        ("16-bit optimizer state", "torchao.optim", "_AdamW"),
+        ("8-bit optimizer", "bitsandbytes", "optim"),
+    ],
+)
+def test_another_optimizer_keeps_the_settings(
+    change: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def optimizer(*_args: object, **settings: Any) -> None:
+        kept.append(settings)
+
+    stand_in: Any = optimizer
+    if name == "optim":
+        stand_in = SimpleNamespace(AdamW8bit=optimizer)
+    for part in ("torchao", module):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    setattr(sys.modules[module], name, stand_in)
+    given = {
+        "torch": torch, "model": torch.nn.Linear(2, 2),
+        "lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1,
+    }  # fmt: skip
+    exec(str(RULES["out-of-memory"].case(change)["code"]), given)
+    own = {key: kept[0][key] for key in ("lr", "betas", "weight_decay")}
+    assert own == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def _channels_last(shape: tuple[int, ...]) -> Any:
+    return torch.randn(shape).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("case", "order"),
+    [
+        ("different orders", lambda: torch.randn(8, 4).t()),
+        ("channels last beside another order", lambda: _channels_last((2, 4, 8, 8))),
+    ],
+)
+def test_both_inputs_have_one_memory_order_afterwards(case: str, order: Callable[[], Any]) -> None:
+    x = order()
+    y = torch.randn(x.shape)
+    code = str(RULES["low-bandwidth"].case(case)["code"]).rpartition("\n\n")[2]
+    given = {"torch": torch, "x": x, "y": y}
+    exec(code, given)
+    assert given["y"].stride() == x.stride() != y.stride()
+    assert torch.equal(given["y"], y)

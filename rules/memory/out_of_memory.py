@@ -38,7 +38,7 @@ MAX_SAVINGS = 3
 
 _SETTINGS = "lr=lr, betas=betas, weight_decay=weight_decay"
 _PARAMETERS = f"\n    model.parameters(), {_SETTINGS}"
-_OFFLOADED = f"model.parameters(), torch.optim.AdamW, {_SETTINGS}"
+_OFFLOADED = f"model.parameters(), torch.optim.AdamW,\n    {_SETTINGS}"
 
 
 class OutOfMemory(Rule):

@@ -171,4 +171,4 @@ STAGING_CODE = (
     "    x = part.to(device, non_blocking=True)\n"
     "    copied.record()"
 )
-"""One pinned buffer for all batches, refilled only when its last copy is over."""
+"""Code with one pinned buffer for all batches, refilled only when its last copy is over."""

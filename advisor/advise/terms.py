@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from advisor.core import labels
-from advisor.core.finding import Finding, Impact, SkippedCheck
+from advisor.core.finding import Finding, SkippedCheck
 from advisor.core.rule import Program
 from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
 from advisor.measure.host.names import name_matches
 from advisor.measure.serving.annotations import FORWARD, TRANSFORMERS
+from advisor.rules.common import impact_without_gain
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
@@ -101,7 +102,7 @@ def without_compilation(finding: Finding, a: Analysis) -> Finding:
         fix=f"{DOUBLE_BACKWARD}: compile only functions that are differentiated once.",
         code="",
         edits=[],
-        impact=Impact(currency="unpriced", reason=DOUBLE_BACKWARD),
+        impact=impact_without_gain(DOUBLE_BACKWARD),
         informational=True,
         alternatives="",
     )

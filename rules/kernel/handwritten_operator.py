@@ -38,7 +38,7 @@ class Pattern(NamedTuple):
     library: str = ""
     """Regular expression of frames of transformers that hold such a chain; empty: none is known."""
     library_fix: str = ""
-    """What to do there, where the code is not the user's own."""
+    """Advice there, where the code is not the user's own."""
     library_code: str = ""
 
 

@@ -168,9 +168,9 @@ class MisalignedGemm(Rule):
     )
     cases = {
         "a vocabulary": {
-            "fix": "Set the vocabulary in the model's configuration to a multiple of 64, for the "
-            "embedding and the head alike, and pad other named dimensions so too. Targets stay; "
-            "cut the logits of the added tokens off. The token dimension needs no padding.",
+            "fix": "Set the vocabulary in the model's configuration to a multiple of 64, for both "
+            "embedding and head. Targets stay; cut the logits of the added tokens off. Pad other "
+            "named dimensions so too. The token dimension needs no padding.",
             "code": f"{_PADDED}\n\n"
             "self.embedding = nn.Embedding(padded(vocab), hidden)\n"
             "self.head = nn.Linear(hidden, padded(vocab))\n"

@@ -97,7 +97,7 @@ def test_stalls_cost_what_was_written_in_them() -> None:
 def test_the_log_softmax_and_one_gradient_are_named_in_bytes() -> None:
     finding = only(HugeVocabulary(), "a tenth of the peak")
     assert finding.impact is not None
-    assert finding.impact.freed_bytes == 2 * 4096 * 128256 * 4
+    assert finding.impact.freed_bytes == 2 * 10240 * 128256 * 4
 
 
 def test_losses_of_two_optimizers_are_not_added_but_detached() -> None:

@@ -142,13 +142,13 @@ class GcPauses(Rule):
         each = bool((pause >= 0.5 * pause.mean()).mean() >= self.each_step)
         paused = int((pause >= 1e6).sum())
         impact = _lost_in_each(a, float(np.median(pause))) if each else None
-        if paused < self.min_pauses and not each:
-            yield from self._of_few(a, pause, paused, share)
-            return
         if impact is None:
             lost = float(np.minimum(pause, beyond).sum()) / len(dur)
             if a.is_device_bound or lost < 0.2 * float(pause.sum()) / len(dur):
                 return  # the GPU had work meanwhile: the steps are no longer
+            if paused < self.min_pauses and not each:
+                yield from self._of_few(a, pause, paused, share)
+                return
             impact = _estimate(a, pause.astype(float), dur.astype(float), lost)
         places, calls = _asked_for(a)
         asked = calls >= self.each_step
@@ -188,7 +188,7 @@ class GcPauses(Rule):
                 self.compare("share of the steps' time", share, "min_share"),
                 self.compare(PAUSED, paused, "min_pauses", "count"),
             ],
-            where=_asked_for(a),
+            where=_asked_for(a)[0],
             impact=impact_without_gain("so few pauses show no rate"),
             informational=True,
         )
@@ -198,6 +198,7 @@ class GcPauses(Rule):
         return {
             "a long pause now and then": _gc_run(every=10, pause=60),
             "a short pause in every other step": _gc_run(every=2, pause=1),
+            "two long pauses in the whole run": _gc_run(every=40, pause=60, steps=54),
             "in each step, on the host": _gc_run(every=1, pause=8, b=_window(gpu=False)),
             "asked for in each step": _gc_run(every=1, pause=8, asked=128, b=_window(gpu=False)),
             "in each step, the GPU waits": _gc_run(every=1, pause=8, b=_window(idle=12_000)),

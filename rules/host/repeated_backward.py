@@ -14,6 +14,7 @@ from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.repeated_passes import differentiated_nodes
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.common import (
@@ -42,6 +43,10 @@ class RepeatedBackward(Rule):
 
     Where an optimizer steps between the runs of a node, its losses cannot be added: the advice is
     ``detach()``.
+
+    Two calls of ``autograd.grad(output, …, create_graph=True)`` on one output are the exception:
+    both passes begin at the same node. What both run counts once, with the derivatives of its
+    operators in later passes.
     """
 
     id = "repeated-backward"
@@ -89,6 +94,15 @@ class RepeatedBackward(Rule):
             "falsified_by": "the first loss has to train the network behind the shared graph too",
             "assumptions": ("the first pass's gradients of the shared graph are not used",),
         },
+        "one output twice": {
+            "title": "One output is differentiated several times",
+            "fix": "Ask autograd.grad for all inputs in one call. Where the calls differ in "
+            "grad_outputs, give these as one batch with is_grads_batched=True.",
+            "code": "u_x, u_t = torch.autograd.grad(\n"
+            "    u, (x, t), grad_outputs=torch.ones_like(u), create_graph=True)",
+            "falsified_by": "the same step time with one call",
+            "assumptions": ("the calls have the same grad_outputs, or can be made as one batch",),
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -119,8 +133,14 @@ class RepeatedBackward(Rule):
             ],
             where=costliest_places(a, rows[repeated], dur[repeated], top=1),
             edits=remove_at("repeated_backward"),
-            **(self.case("an update between") if _updated_between(a, rows, repeated) else {}),
+            **self._case_of(a, rows, repeated),
         )
+
+    def _case_of(self, a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> Mapping[str, Any]:
+        """Texts of the case that these repeated nodes are: of one output, or an update between."""
+        if np.isin(rows[repeated], differentiated_nodes(a)).any():
+            return self.case("one output twice")
+        return self.case("an update between") if _updated_between(a, rows, repeated) else {}
 
     @staticmethod
     def examples() -> Examples:
@@ -134,6 +154,7 @@ class RepeatedBackward(Rule):
                 _training(2, differentiated=True),
                 "ns < self.min_share * a.span_ns",
             ),
+            "one output differentiated twice": _training(2, twice=True, gpu=None),
             "a small shared part": (_training(2, rest=300_000), "min_share"),
         }
 
@@ -163,10 +184,12 @@ def _training(
     kept: int = 0,
     gpu: str | None = "A100",
     differentiated: bool = False,
+    twice: bool = False,
     rest: float = 500,
     updates: bool = False,
 ) -> TraceBuilder:
-    """Six layers, and so many backward passes through them and those of ``kept`` earlier steps."""
+    """Six layers, and so many backward passes through them and those of ``kept`` earlier steps.
+    ``differentiated``: the first has derivatives of its own; ``twice``: all have."""
     b = TraceBuilder(gpu=gpu)
     number, graphs = 0, list[range]()
 
@@ -189,7 +212,7 @@ def _training(
         for done in range(passes):
             for graph in reversed(graphs):
                 for sequence in reversed(graph):
-                    inner = None if not differentiated or done else number
+                    inner = number if twice or (differentiated and not done) else None
                     number += inner is not None
                     run(f"{node}AddmmBackward0", sequence, inner)
                     with b.op(f"{node}torch::autograd::AccumulateGrad"):
@@ -197,8 +220,8 @@ def _training(
             if updates:
                 with b.range("Optimizer.step#Adam.step"):
                     b.on_host("aten::add_", 20)
-        if differentiated:
-            for sequence in range(number - 6, number):
+        if differentiated or twice:
+            for sequence in reversed(range(number - 6 * (passes if twice else 1), number)):
                 run(f"{node}MulBackward0", sequence)
         b.on_host("aten::add_", rest)
     return b

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import EMPTY, Intervals, intersect, union
+from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, union
 from advisor.measure.device.families import are_layers
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.reads import backward_nodes
 from advisor.measure.host.stacks import (
+    BACKWARD,
     ENGINE_NODE,
     climb_stack,
     is_operator,
@@ -91,26 +92,26 @@ def repeated_backwards(a: Analysis) -> Intervals:
 
     A node is known by its name and its forward operator's sequence number. Gradients that are
     accumulated after it count with it. Nodes with derivatives of their own (``create_graph=True``)
-    are left out: a gradient of a gradient needs them twice.
+    are left out: a gradient of a gradient needs them twice. But where two such passes of a step
+    begin at one node, the same output is differentiated twice: what both run counts once, with its
+    own derivatives.
     """
     cpu = a.trace.cpu
     rows = np.flatnonzero(name_matches(cpu["name"], ENGINE_NODE).to_numpy())
     if not len(rows):
         return EMPTY
-    around = backward_nodes(a)
-    number = cpu["sequence"].fill_null(-1).to_numpy()
-    # operators inside a node have a number of their own only if they make nodes in turn
-    differentiated = around[(around >= 0) & (number >= 0) & (number != number[around])]
     table = cpu[rows].select("sequence", "thread", "ts", end=pl.col("ts") + pl.col("dur"))
     table = table.with_columns(
         name=cpu["name"].gather(rows).to_physical(),
-        again=pl.Series(np.isin(rows, differentiated)),
+        row=pl.Series(rows),
+        again=pl.Series(np.isin(rows, differentiated_nodes(a))),
         step=pl.Series(step_of(a.steps, table["ts"].to_numpy())),
     ).sort("thread", "ts")
     key = ("sequence", "name")
     later = pl.col("ts") < pl.col("ts").max().over(*key, "step")
     earlier = pl.col("step") > pl.col("step").min().over(*key)
-    excess = (later | earlier) & ~pl.col("again").any().over(*key)
+    twice = _differentiated_twice(a, table)
+    excess = ((later | earlier) & ~pl.col("again").any().over(*key)) | twice
     table = table.with_columns(
         excess=pl.when(pl.col("sequence").is_not_null() & pl.col("step").is_not_null()).then(excess)
     )
@@ -126,3 +127,44 @@ def repeated_backwards(a: Analysis) -> Intervals:
         .agg(pl.col("ts").min(), pl.col("end").max())
     )
     return intersect(union(spans["ts"].to_numpy(), spans["end"].to_numpy()), a.steps.host_spans)
+
+
+def differentiated_nodes(a: Analysis) -> np.ndarray:
+    """Return rows of ``trace.cpu``: autograd nodes with derivatives of their own. Operators inside
+    a node have a number of their own only if they make nodes in turn."""
+    around = backward_nodes(a)
+    number = a.trace.cpu["sequence"].fill_null(-1).to_numpy()
+    return np.unique(around[(around >= 0) & (number >= 0) & (number != number[around])])
+
+
+def _differentiated_twice(a: Analysis, table: pl.DataFrame) -> pl.Series:
+    """Return which nodes of ``table`` (sorted by thread and time) are of passes with derivatives of
+    their own that begin at the same node as a later one, or are derivatives of these nodes. The
+    engine runs the nodes of a pass from the largest sequence number down: a larger one begins the
+    next pass."""
+    number = pl.col("sequence").forward_fill().over("thread")
+    table = table.with_columns(number=number)
+    begins = (pl.col("number") > pl.col("number").shift(1).over("thread")).fill_null(value=True)
+    table = table.with_columns(part=begins.cum_sum().over("thread"))
+    part = ("thread", "part")
+    table = table.with_columns(
+        root=pl.col("number").first().over(*part),
+        kind=pl.col("name").first().over(*part),
+        learns=pl.col("again").any().over(*part),
+    )
+    same = ("step", "thread", "root", "kind", "learns")
+    last = pl.col("part").max().over(*same)
+    both = pl.col("part").n_unique().over(*same, "sequence", "name") > 1
+    first = pl.col("learns") & (pl.col("part") < last) & both & pl.col("step").is_not_null()
+    twice = table.select(first.fill_null(value=False)).to_series()
+    if not twice.any():
+        return twice
+    spans = table.filter(twice)
+    own = union(spans["ts"].to_numpy(), spans["end"].to_numpy())
+    cpu = a.trace.cpu
+    makes = pl.Series(~name_matches(cpu["name"], BACKWARD)) & cpu["sequence"].is_not_null()
+    # operators that make no node carry the number of the next one that does
+    makers = cpu.filter(makes).group_by("sequence").agg(pl.col("ts").max())
+    ts = makers["ts"].to_numpy()
+    derived = makers.filter(pl.Series(covered_length(ts, ts + 1, own) > 0))["sequence"]
+    return twice | table["sequence"].is_in(derived.implode()).fill_null(value=False)

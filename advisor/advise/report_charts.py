@@ -5,7 +5,7 @@ Each is built here, once, as data with its words; renderers fold, sum and round 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -28,6 +28,7 @@ from advisor.core.charts import (
 
 if TYPE_CHECKING:
     from advisor.advise.impact import GainEstimator
+    from advisor.core.finding import Finding
     from advisor.core.ranks import RankLine
     from advisor.core.report import Report
 
@@ -173,21 +174,48 @@ def build_stairs_of_chosen(
     full = build_stairs(report)
     if full is None:
         return None
-    scale = report.gain_scale or 1.0
     result = report_text.fixes_of_step(report)
+    known = [stair.saved_ns for stair in full.fixes]
+
+    def savings(chosen: Sequence[Finding]) -> list[float]:
+        """What each of these fixes saves after those before it; together no more than all."""
+        left, saved = sum(known), []
+        for place, finding in enumerate(chosen):
+            if chosen[: place + 1] == result[: place + 1]:
+                own = known[place]
+            else:
+                own = _marginal_in_report(finding, chosen[:place], estimator)
+            saved.append(min(left, own))
+            left -= saved[-1]
+        return saved
+
     chosen = [finding for finding in result if finding.priority in kept]
-    left, done, fixes = full.measured.left_ns, 0, []
-    for place, (stair, finding) in enumerate(zip(full.fixes, result, strict=True)):
-        is_kept = finding.priority in kept
-        before = chosen[:done] if is_kept else chosen
-        saved = stair.saved_ns
-        if done != place or not is_kept:
-            saved = max(0.0, min(left, scale * marginal_gain(finding, before, estimator)))
-        left -= saved if is_kept else 0.0
-        done += is_kept
+    of_kept = savings(chosen)
+    left, done, fixes = full.measured.left_ns, iter(of_kept), []
+    for stair, finding in zip(full.fixes, result, strict=True):
+        if finding.priority in kept:
+            saved = next(done)
+            left = max(0.0, left - saved)
+        else:
+            more = [f for f in result if f.priority in kept or f is finding]
+            saved = max(0.0, sum(savings(more)) - sum(of_kept))
         shares = {"saved_share": saved / report.step_ns, "left_share": left / report.step_ns}
-        fixes.append(replace(stair, saved_ns=saved, left_ns=max(0.0, left), **shares))
+        fixes.append(replace(stair, saved_ns=saved, left_ns=left, **shares))
     return replace(full, fixes=fixes)
+
+
+def _marginal_in_report(
+    finding: Finding, before: Sequence[Finding], estimator: GainEstimator
+) -> float:
+    """Return what a fix saves after those ``before``, ns of the report's step: of its gain alone
+    the share that is left in the replayed window."""
+    alone = float(finding.impact.gain_ns or 0) if finding.impact is not None else 0.0
+    of_window = alone
+    if finding.edits and not finding.other_rank:
+        of_window = estimator.gain_range(finding.edits).gain
+    if not before or of_window <= 0:
+        return max(0.0, alone)
+    return max(0.0, alone * marginal_gain(finding, before, estimator) / of_window)
 
 
 # -- ranks side by side ---------------------------------------------------------------------------

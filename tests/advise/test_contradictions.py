@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from advisor.advise.engine import AnalysisResult, examine
-from advisor.advise.report_charts import build_stairs
+from advisor.advise.report_charts import build_stairs, build_stairs_of_chosen
 from advisor.advise.report_text import ranked_findings, step_after_fixes
 from advisor.core import text as t
+from advisor.core.charts import Stair
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
@@ -119,6 +120,30 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
     busy = a.device_busy(a.in_window).total / max(1, a.step_count)
     if a.device_id is not None and not selected and not of_job and busy <= report.step_ns:
         assert after >= 0.999 * busy
+
+
+@pytest.mark.parametrize("name", ["h100/host_metric", "h100/gpt2_eager_attention", "dlrm_8ranks"])
+def test_one_set_of_fixes_saves_one_time_whatever_was_ticked_before(name: str) -> None:
+    """A fix that is offered saves what the step lacks to that of both; alone, its own gain."""
+    examined = examine(str(CORPUS / name))
+    report = examined.report
+    full = build_stairs(report)
+    assert full is not None
+    first, second, *_ = numbers = [stair.priority for stair in full.fixes]
+    gain = {f.priority: f.impact.gain_ns for f in report.findings if f.impact is not None}
+
+    def chosen(*kept: int | None) -> dict[int | None, Stair]:
+        stairs = build_stairs_of_chosen(report, kept, examined.estimator)
+        assert stairs is not None
+        return {stair.priority: stair for stair in stairs.fixes}
+
+    none, both = chosen(), chosen(*numbers)
+    assert [none[n].saved_ns for n in (first, second)] == [gain[first], gain[second]]
+    assert [both[n].left_ns for n in numbers] == [stair.left_ns for stair in full.fixes]
+    of_two = sum(stair.saved_ns for stair in full.fixes[:2])
+    for kept, offered in ((first, second), (second, first)):
+        stairs = chosen(kept)
+        assert stairs[kept].saved_ns + stairs[offered].saved_ns == pytest.approx(of_two)
 
 
 def test_too_little_for_advice_and_grave_findings_exclude_each_other(

@@ -178,7 +178,8 @@ def build_stairs_of_chosen(
     known = [stair.saved_ns for stair in full.fixes]
 
     def savings(chosen: Sequence[Finding]) -> list[float]:
-        """What each of these fixes saves after those before it; together no more than all."""
+        """Return what each of these fixes saves after those before it, together at most what all
+        do."""
         left, saved = sum(known), []
         for place, finding in enumerate(chosen):
             if chosen[: place + 1] == result[: place + 1]:

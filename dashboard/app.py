@@ -190,7 +190,8 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
         else:
             body = _loading(view)
         if missing := page_view.describe_missing(view, **query):
-            body = element("Div", element("P", missing, role="alert", cls="card"), body)
+            parts = body if isinstance(body, list) else [body]
+            body = element("Div", element("P", missing, role="alert", cls="card"), *parts)
         return page_frame(page, view, body)
 
     return show

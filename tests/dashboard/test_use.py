@@ -79,6 +79,17 @@ def test_an_address_without_a_page_keeps_the_header(h100: str, show: Any, tab: A
     page.locator(".page-overview main h1").wait_for()
 
 
+@pytest.mark.parametrize("page", ["", "findings", "kernels", "memory", "timeline"])
+def test_a_run_that_does_not_exist_is_named_above_the_first(
+    page: str, h100: str, show: Any, tab: Any
+) -> None:
+    t = tab(show(h100))
+    t.open(f"/{page}?run=9")
+    assert t.text("main [role=alert]").startswith("There is no run 9 here.")
+    t.settle()
+    assert t.wrong == []
+
+
 def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated_anew(
     pair: tuple[str, str], show: Any, tab: Any
 ) -> None:

@@ -216,7 +216,13 @@ def page_frame(page: MenuPage, view: PageView, body: Any) -> Any:
 def _header(view: PageView) -> Any:
     return element(
         "Header",
-        link(icon("logo"), element("Span", "advisor"), href=view.href("/"), cls="brand"),
+        link(
+            icon("logo"),
+            element("Span", "advisor"),
+            href=view.href("/"),
+            cls="brand",
+            id={"keeps": "brand"},
+        ),
         element("Div", *_runs(view), cls="runs"),
         element(
             "Button",
@@ -257,7 +263,12 @@ def _navigation(page: MenuPage, view: PageView) -> Any:
         is_current = item.module == page.module
         if not is_current and not has_content(item, view):
             continue
-        to = link(icon(item.module), element("Span", item.name), href=view.href(item.path))
+        to = link(
+            icon(item.module),
+            element("Span", item.name),
+            href=view.href(item.path),
+            id={"keeps": item.module},
+        )
         links.append(
             element("Li", to, cls=f"to-{item.module} here" if is_current else f"to-{item.module}")
         )

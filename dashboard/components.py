@@ -459,7 +459,8 @@ def draw_strip(
             made.append(element("Span", cls=cls, style=style, title=words))
         else:
             named = element("Span", words, cls="visually-hidden")
-            made.append(link(named, href=href, cls=cls, style=style, title=words))
+            ident = {"keeps": f"part-{part.key}"}
+            made.append(link(named, href=href, cls=cls, style=style, title=words, id=ident))
     return element(
         "Div",
         *made,

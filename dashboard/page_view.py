@@ -31,6 +31,8 @@ class PageView:
     entry: OpenedPath
     rank: int | None
     """Number of a rank that is there; ``None``: the reported one."""
+    without: str = ""
+    """Numbers of the fixes that are not ticked, with commas between them."""
 
     @property
     def loaded(self) -> LoadedRun:
@@ -45,18 +47,25 @@ class PageView:
         return self.loaded.analysis(self.rank)
 
     def href(self, path: str, **query: object) -> str:
-        """Return an address within the dashboard that keeps the run (and a given rank)."""
+        """Return an address within the dashboard that keeps the run, the ticks (and a given
+        rank)."""
         arguments = {key: str(value) for key, value in query.items() if value not in (None, "")}
+        if self.without:
+            arguments["without"] = self.without
         if self.entry.key != "0":
             arguments.setdefault("run", self.entry.key)
-        return f"{path}?{urlencode(arguments)}" if arguments else path
+        return f"{path}?{urlencode(arguments, safe=',')}" if arguments else path
 
 
-def view(run: object = None, rank: object = None, **_: object) -> PageView:
-    """Return the run and rank that a query names; the first ones if they do not exist."""
+def view(run: object = None, rank: object = None, without: object = None, **_: object) -> PageView:
+    """Return the run and rank that a query names; the first ones if they do not exist. Of the fixes
+    that are not ticked, those that exist."""
     current_session = session()
     entry = current_session.entry(str(run) if run is not None else None)
-    return PageView(current_session, entry, _rank(entry, rank))
+    findings = entry.loaded.report.findings if entry.loaded is not None else []
+    known = [str(f.priority) for f in findings if f.priority is not None]
+    unticked = ",".join(number for number in str(without).split(",") if number in known)
+    return PageView(current_session, entry, _rank(entry, rank), unticked)
 
 
 def describe_missing(

@@ -19,10 +19,9 @@ window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor ||
     }
     return key ? ["/timeline", "?" + key] : [still, still];
   },
-  // Only the address changes: to Dash a new one would be a new page.
-  keepTicks: function (ticks, fixes) {
+  // The address changes, and that of the links: to Dash a new one would be a new page.
+  keepTicks: function (ticks, fixes, links) {
     "use strict";
-    var address = new URL(location.href);
     var without = fixes
       .filter(function (_, i) {
         return !ticks[i];
@@ -30,11 +29,16 @@ window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor ||
       .map(function (id) {
         return id.fix;
       });
-    address.searchParams.delete("without");
-    if (without.length) {
-      address.search += (address.search ? "&" : "?") + "without=" + without.join(",");
+    function keep(href) {
+      var address = new URL(href, location.href);
+      address.searchParams.delete("without");
+      if (without.length) {
+        address.search += (address.search ? "&" : "?") + "without=" + without.join(",");
+      }
+      return address.href.slice(address.origin.length);
     }
-    history.replaceState(history.state, "", address);
+    history.replaceState(history.state, "", keep(location.href));
+    return links.map(keep);
   },
   chooseRank: function (rank, search) {
     "use strict";

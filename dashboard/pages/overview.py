@@ -40,8 +40,8 @@ MAX_LISTED_FINDINGS = 5
 """Number of findings listed; the others are a click away."""
 
 
-def layout(without: object = None, **query: object) -> Any:
-    """Build the page; ``without``: numbers of the fixes that are not ticked."""
+def layout(**query: object) -> Any:
+    """Build the page."""
     view = page_view.view(**query)
     report = view.loaded.report
     bar, timeless = report_charts.build_step_bar(report), report.scope.has_no_step_time
@@ -58,7 +58,7 @@ def layout(without: object = None, **query: object) -> Any:
         if bar is not None
         else None,
         *map(draw_block, serving.sections(report)),
-        _staircase(view, without),
+        _staircase(view),
         None if timeless else _top(view, report),
         _rest(report),
     )
@@ -106,14 +106,14 @@ def _head(report: Report) -> Any:
     )
 
 
-def _staircase(view: PageView, without: object) -> Any:
+def _staircase(view: PageView) -> Any:
     """Draw the step as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked
     to be in or out."""
     full = report_charts.build_stairs(view.loaded.report)
     if full is None:
         return None
     known = _fixes(full)
-    kept = {fix for fix in known if str(fix) not in str(without).split(",")}
+    kept = {fix for fix in known if str(fix) not in view.without.split(",")}
     drawn = _chosen(view.loaded, kept) if kept != known else None
     shown, outlook = drawn or (full, report_text.describe_all_fixes(view.loaded.report))
     kept = kept if drawn else known
@@ -218,8 +218,10 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
 
     app.clientside_callback(
         ClientsideFunction("advisor", "keepTicks"),
+        Output({"keeps": dash.ALL}, "href"),
         Input({"fix": dash.ALL}, "checked"),
         State({"fix": dash.ALL}, "id"),
+        State({"keeps": dash.ALL}, "href"),
         prevent_initial_call=True,
     )
 
@@ -244,6 +246,7 @@ def finding_line(view: PageView, finding: Finding) -> Any:
             labels.clean(finding.title),
             href=f"{view.href('/findings')}#{anchor(finding)}",
             cls="title",
+            id={"keeps": anchor(finding)},
         ),
         amount,
         element("Span", t.first_sentence(finding.fix), cls="fix"),
@@ -268,7 +271,11 @@ def _top(view: PageView, report: Report) -> Any:
         "What to fix first" if ranked else "Memory and risks",
         element("Ol", *(finding_line(view, finding) for finding in listed), cls="lines"),
         aside="each gain is of that fix alone" if len(ranked) > 1 and not timeless else "",
-        tools=link(f"All {len(ranked)}" if more > 0 else "Details", href=view.href("/findings")),
+        tools=link(
+            f"All {len(ranked)}" if more > 0 else "Details",
+            href=view.href("/findings"),
+            id={"keeps": "details"},
+        ),
     )
 
 

@@ -79,7 +79,7 @@ def test_an_address_without_a_page_keeps_the_header(h100: str, show: Any, tab: A
     page.locator(".page-overview main h1").wait_for()
 
 
-@pytest.mark.parametrize("page", ["", "findings", "kernels", "memory", "timeline"])
+@pytest.mark.parametrize("page", ["", "findings", "kernels", "memory"])
 def test_a_run_that_does_not_exist_is_named_above_the_first(
     page: str, h100: str, show: Any, tab: Any
 ) -> None:
@@ -124,8 +124,24 @@ def test_a_link_restores_which_fixes_are_ticked(pair: tuple[str, str], show: Any
     assert not page.locator(".stair input").first.is_checked()
     assert page.locator(".stairs").inner_text() == rows
     assert page.locator("#outlook").inner_text().startswith("With the ticked fixes")
+    for path in (".to-findings a", ".lines .title", ".bar a"):
+        page.locator(path).first.click()
+        page.wait_for_url("**without=1*")
+        page.locator(".page-overview").wait_for(state="detached")
+        page.locator(".to-overview a").click()
+        page.locator(".stairs").wait_for()
+        assert not page.locator(".stair input").first.is_checked()
+        assert page.locator(".stairs").inner_text() == rows
     page.locator(".stair input").first.check()
     page.wait_for_url("**/")
+    page.locator(".to-findings a").click()
+    page.wait_for_url("**/findings")
+    page.locator(".to-overview a").click()
+    page.locator(".stairs").wait_for()
+    page.locator(".stair input").first.uncheck()
+    page.wait_for_url("**/?without=1")
+    page.locator(".to-findings a").click()
+    page.wait_for_url("**/findings?without=1")
     for argument in ("", "x", "99", "1e9,-1,,", "²", "without", "%00", "1&without=2", "1" * 5000):
         t.open(f"/?without={argument}")
         assert page.locator(".stair input").count() == page.locator(

@@ -304,8 +304,9 @@ def line_chart(
     height: int = 200,
     step: bool = False,
     floor: float | None = 0,
+    ends: tuple[float, float] | None = None,
 ) -> Any:
-    """Draw series over time: (name, x, y, colour) each."""
+    """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis."""
     made = empty_figure(height)
     for name, positions, values, colour in series:
         made.add_trace(
@@ -313,12 +314,13 @@ def line_chart(
                 x=list(positions),
                 y=list(values),
                 name=escape_markup(name),
-                mode="lines",
+                mode="lines+markers" if len(values) < FEW_POINTS else "lines",
+                marker={"size": 5},
                 line={"width": 1.5, "color": colour, "shape": "hv" if step else "linear"},
                 hovertemplate="%{y:,.4g}<extra>" + escape_markup(name) + "</extra>",
             )
         )
-    made.update_xaxes(title=x or None)
+    made.update_xaxes(title=x or None, range=ends)
     made.update_yaxes(title=y or None, rangemode="tozero" if floor == 0 else "normal", nticks=5)
     made.update_layout(
         showlegend=len(series) > 1,
@@ -358,6 +360,8 @@ def escape_markup(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
+FEW_POINTS = 40
+"""Number of points of a line below which each is marked: of one alone nothing else is drawn."""
 MAX_POINTS = 3_000
 """Number of points of a line: more are not visible, and cost the browser time."""
 

@@ -77,7 +77,7 @@ def _is_recorded(a: Analysis) -> bool:
 
 
 def _recorded(a: Analysis) -> Any:
-    """Draw memory at the end of each recorded step."""
+    """Draw memory at the end of the recorded steps. The recorder samples it, so most have none."""
     if a.recorded is None or not a.recorded.steps:
         return None
     steps = a.recorded
@@ -88,25 +88,31 @@ def _recorded(a: Analysis) -> Any:
         ("reserved", "reserved", RESERVED),
         ("peak", "peak so far", theme.CLASSES["communication"]),
     ):
-        values = [getattr(step, field) for step in steps.steps]
-        if any(value is not None for value in values):
-            shown = [None if value is None else value / (1 << 30) for value in values]
-            series.append((name, *plotly_figures.downsample(numbers, shown), colour))
+        known = [
+            (n, value / (1 << 30))
+            for n, step in zip(numbers, steps.steps, strict=True)
+            if (value := getattr(step, field)) is not None
+        ]
+        if known:
+            at, shown = [n for n, _ in known], [value for _, value in known]
+            series.append((name, *plotly_figures.downsample(at, shown), colour))
     rss = [(float(s.n), s.rss) for s in steps.steps if s.rss is not None]
-    made = []
+    made, ends = [], (numbers[0], numbers[-1])
     if series:
         made.append(
             figure(
-                plotly_figures.line_chart(series, x="step", y="GiB", height=230, step=True),
+                plotly_figures.line_chart(
+                    series, x="step", y="GiB", height=230, step=True, ends=ends
+                ),
                 "memory-by-step",
                 height=230,
-                description="Device memory at the end of each recorded step.",
+                description="Device memory at the end of recorded steps.",
             )
         )
     if rss:
-        at = [step.t for step in steps.steps]
+        times = [step.t for step in steps.steps]
         children = [
-            (numbers[max(0, bisect_right(at, when) - 1)], host.children_rss)
+            (numbers[max(0, bisect_right(times, when) - 1)], host.children_rss)
             for when, host in steps.hosts
             if host.children_rss is not None
         ]
@@ -120,7 +126,7 @@ def _recorded(a: Analysis) -> Any:
         ]
         made.append(
             figure(
-                plotly_figures.line_chart(hosts, x="step", y="host, GiB", height=170),
+                plotly_figures.line_chart(hosts, x="step", y="host, GiB", height=170, ends=ends),
                 "host-memory-by-step",
                 height=170,
                 description="Resident memory over the recorded steps: of the process and of its "
@@ -128,7 +134,7 @@ def _recorded(a: Analysis) -> Any:
             )
         )
     name = "Over the run" if series else "Host memory over the run"
-    return card(name, *made, aside="recorded at the end of each step") if made else None
+    return card(name, *made, aside="sampled at the end of steps") if made else None
 
 
 def _out_of_memory(a: Analysis) -> Any:

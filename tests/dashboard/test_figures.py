@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import polars as pl
 import pytest
 
 pytest.importorskip("plotly")
 
+from advisor.dashboard.pages import memory
 from advisor.dashboard.plotly_figures import icicle
 
 
@@ -42,3 +46,24 @@ def test_a_tree_that_fits_is_drawn_as_it_is() -> None:
         }
     )
     assert list(icicle(tree, "all GPU time").data[0].values) == [100, 70, 50, 30]
+
+
+def test_memory_that_is_sampled_now_and_then_is_drawn_over_all_steps() -> None:
+    sampled = {2: 3 << 30, 9: 4 << 30}
+    steps = [
+        SimpleNamespace(
+            n=n,
+            t=n,
+            allocated=sampled.get(n),
+            reserved=None,
+            peak=None,
+            rss=n * sampled.get(n, 0) or None,
+        )
+        for n in range(66)
+    ]
+    run: Any = SimpleNamespace(recorded=SimpleNamespace(steps=steps, hosts=[]))
+    _, device, host = memory._recorded(run).children
+    drawn = [each.children[0].figure for each in (device, host)]
+    line = drawn[0].data[0]
+    assert (line.x, line.y, line.mode) == ((2.0, 9.0), (3.0, 4.0), "lines+markers")
+    assert [made.layout.xaxis.range for made in drawn] == [(0, 65), (0, 65)]

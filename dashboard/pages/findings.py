@@ -112,7 +112,7 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
         element(
             "Div",
             element("P", labels.clean(finding.summary), cls="summary"),
-            _block("Where", _where(view, finding)),
+            _block("Where", _where(view, report, finding)),
             _block("What to change", element("P", labels.clean(finding.fix), cls="fix")),
             code(finding.code) if finding.code else None,
             _block(
@@ -133,8 +133,11 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
 
 def _title(report: Report, finding: Finding) -> Any:
     parts = [element("Span", finding.category, cls="tag") if finding.category else None]
-    parts += [element("Span", part) for part in report_text.order_parts(finding, report)]
+    parts += [element("Span", part) for part in report_text.gain_conditions(finding, report)]
     parts.append(_confidence(finding))
+    parts.append(element("Span", finding.severity))
+    if finding.validation == "synthetic":
+        parts.append(element("Span", "not proven on real traces"))
     return element(
         "Header",
         element(
@@ -193,9 +196,10 @@ def _lines(lines: list[str]) -> Any:
     return element("Ul", *(element("Li", line) for line in lines), cls="more") if lines else None
 
 
-def _where(view: PageView, finding: Finding) -> Any:
+def _where(view: PageView, report: Report, finding: Finding) -> Any:
     places = report_text.named_places(finding, 5, name_width=90, path_width=90)
-    if not places:
+    missing = report_text.line_not_recorded(report, finding)
+    if not places and not missing:
         return None
     lines = []
     for place, texts in places:
@@ -215,6 +219,8 @@ def _where(view: PageView, finding: Finding) -> Any:
                 element("A", "edit", href=source, title="Open in the editor") if source else None,
             )
         )
+    if missing:
+        lines.append(element("Li", element("Span", labels.clean(missing), cls="dim")))
     return element("Ul", *lines, cls="where-list")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -451,6 +451,44 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
     with app.server.test_request_context("/kernels"):
         page = str(kernels.layout())
     assert "Kernels compiled by Triton" in page and "kernels.py:34" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h100/host_metric", "stack samples point to host_metric.py:66"),
+        ("h100/voice_stream", "advisor record --deep shows it"),
+    ],
+)
+def test_the_findings_have_the_notes_and_the_line_of_the_report(name: str, says: str) -> None:
+    from advisor.advise import report_text
+    from advisor.dashboard.access import Access
+    from advisor.dashboard.app import create_app
+    from advisor.dashboard.pages import findings
+    from advisor.dashboard.session import DashboardSession
+    from benchmarks.public_traces import path_of
+
+    session = DashboardSession([str(path_of(name))]).load()
+    report = session.entries[0].report
+    assert report is not None, session.entries[0].failure_reason
+    app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
+    with app.server.test_request_context("/findings"):
+        shown = findings.layout()
+    texts = set(_texts(shown))
+    assert any(says in text for text in texts)
+    conditions = [
+        report_text.gain_conditions(f, report) for f in report_text.ranked_findings(report)
+    ]
+    assert any(conditions) and {each for some in conditions for each in some} <= texts
+
+
+def _texts(part: Any) -> Iterator[str]:
+    """All texts of a page's parts."""
+    if isinstance(part, str):
+        yield part
+    for child in part if isinstance(part, list) else [getattr(part, "children", None)]:
+        if child is not None:
+            yield from _texts(child)
 
 
 def test_a_generated_kernel_shows_what_is_fused_in_it() -> None:

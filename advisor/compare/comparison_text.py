@@ -39,6 +39,14 @@ TITLES = {
     "unchecked": "not checked again",
     "unchecked before": "not checked before",
 }
+TITLES_UNJUDGED = {
+    **TITLES,
+    "fixed": "only before",
+    "replaced": "only before",
+    "new": "only after",
+    "remaining": "in both",
+}
+"""Titles between different programs, of which none fixes the other."""
 ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
 """Names of the figures of which more is better; of all others less is."""
@@ -213,7 +221,7 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
     texts = (t.format_count(item.count), t.format_count(other.count))
     result = [ComparedFigure("steps", "steps", "steps", item.count, other.count, texts, "", "")]
     few = min(item.count, other.count) < MIN_STEPS_FOR_PERCENTILES
-    shown = c.steps.verdict in ("slower", "faster")
+    shown = c.steps.verdict in ("slower", "faster") and not is_unjudged(c)
     for label, field in (
         ("mean", "mean_ns"),
         ("median", "median_ns"),
@@ -270,7 +278,7 @@ def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
 
 def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
     """Return the amounts of some groups as table lines, without short times."""
-    result = []
+    result, unjudged = [], is_unjudged(c)
     for group in groups:
         whole = max(c.before.step_ns, c.after.step_ns, 1.0)
         if group == "parts":  # of a token, not of a step
@@ -287,6 +295,7 @@ def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
             judged = _judged(amount.before, amount.after, least, more=more)
             if judged in ("new", "gone") and group in ("time", "idle", "host"):
                 judged = "worse" if judged == "new" else "better"  # nothing stands in for idling
+            judged = "" if unjudged else judged
             result.append(
                 ComparedFigure(
                     group,
@@ -339,12 +348,13 @@ def format_relative_change(before: float, after: float) -> str:
 
 def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     """Group the findings by their change: (title, findings), new ones first."""
-    result = []
+    titles = TITLES_UNJUDGED if is_unjudged(c) else TITLES
+    result: dict[str, list[FindingChange]] = {}
     for change in ORDER:
         items = [item for item in c.findings if item.change == change]
         if items:
-            result.append((TITLES[change], items))
-    return result
+            result.setdefault(titles[change], []).extend(items)
+    return list(result.items())
 
 
 def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
@@ -367,7 +377,7 @@ def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
 def describe_realised_gain(c: Comparison) -> list[str]:
     """Say in sentences what fixes were predicted to save, and what they saved."""
     r = c.realised
-    if not r.rules or r.predicted_ns is None:
+    if not r.rules or r.predicted_ns is None or is_unjudged(c):
         return []
     bound = "up to " if r.method != "replay" else ""
     text = (
@@ -401,7 +411,7 @@ def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list
         if abs(item.after_ns - item.before_ns) < 0.5 or len(items) == limit:
             break
         items.append(item)
-    names = [work_name(item) for item in items]
+    names, unjudged = [work_name(item) for item in items], is_unjudged(c)
     whole = max(c.before.step_ns, c.after.step_ns, 1.0)
     return [
         ComparedFigure(
@@ -415,7 +425,7 @@ def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list
                 _work_side(item.after_ns, item.after_count),
             ),
             t.format_change(item.after_ns - item.before_ns),
-            _judged(item.before_ns, item.after_ns, MIN_WORK_SHARE * whole),
+            "" if unjudged else _judged(item.before_ns, item.after_ns, MIN_WORK_SHARE * whole),
         )
         for item, name, label in zip(
             items, names, labels.distinct_labels(names, width), strict=True

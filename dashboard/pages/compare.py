@@ -44,6 +44,7 @@ STATUS = {
     "faster": ("healthy", "Faster"),
     "no difference": ("", "No significant difference"),
     "not measured": ("", "Not measured"),
+    "other programs": ("", "Not comparable"),
 }
 MARKS = {"fixed": "healthy", "new": "failed", "remaining": "bottlenecks"}
 
@@ -108,7 +109,7 @@ def _chooser(view: PageView, keys: list[str], chosen: str) -> Any:
 
 
 def _head(c: Comparison, chooser: Any) -> Any:
-    look, word = STATUS[c.steps.verdict]
+    look, word = STATUS["other programs" if words.is_unjudged(c) else c.steps.verdict]
     sides = [
         element("Span", element("B", label), " ", labels.clean(" · ".join(parts)))
         for label, parts in words.describe_sides(c)
@@ -268,12 +269,13 @@ def _findings(c: Comparison) -> Any:
     if not groups:
         return empty_state("No findings", "Neither run has findings.")
     parts: list[Any] = []
+    marks = {} if words.is_unjudged(c) else MARKS
     for title, items in groups:
         parts.append(
             element(
                 "Section",
                 element(
-                    "Span", f"{title} {len(items)}", cls=f"pill {MARKS.get(items[0].change, '')}"
+                    "Span", f"{title} {len(items)}", cls=f"pill {marks.get(items[0].change, '')}"
                 ),
                 element("Ul", *(_finding(item, per_suffix(c)) for item in items), cls="changes"),
             )

@@ -482,6 +482,18 @@ def test_the_findings_have_the_notes_and_the_line_of_the_report(name: str, says:
     assert any(conditions) and {each for some in conditions for each in some} <= texts
 
 
+def test_other_programs_are_not_called_faster_nor_their_findings_fixed() -> None:
+    from advisor.compare.compare import compare
+    from advisor.dashboard.pages import compare as page
+    from benchmarks.public_traces import path_of
+
+    c = compare(path_of("h100/host_metric"), path_of("h100/wide_embedding"))
+    assert page._head(c, None).children[0].children == "Not comparable"
+    tables = page._table("Time", page.words.breakdown_lines(c)), page._work(c), page._steps(c)
+    texts = {*_texts([*tables, page._findings(c)])}
+    assert not texts & {"better", "worse", "gone"} and "only before 3" in texts
+
+
 def _texts(part: Any) -> Iterator[str]:
     """All texts of a page's parts."""
     if isinstance(part, str):

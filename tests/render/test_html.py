@@ -285,3 +285,8 @@ def test_a_healthy_report_has_no_table(report: Make) -> None:
 def test_quotes_cannot_end_an_attribute() -> None:
     assert '"' not in esc('x" onclick="y')
     assert "'" not in esc("x' onclick='y")
+
+
+def test_a_long_name_in_a_heading_wraps() -> None:
+    for heading in ("h1", "h2", "h3"):
+        assert re.search(rf"^{heading} \{{[^}}]*overflow-wrap: anywhere", style(), re.MULTILINE)

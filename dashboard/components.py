@@ -225,10 +225,8 @@ def draw_block(block: d.Block) -> Any:
             return fact_list([(label, text) for label, text in texts if text])
         case d.Paragraph():
             return element("P", _inline(block.text), cls="note-line")
-        case d.Code() if block.language == "python":
-            return code(block.text)
         case d.Code():
-            return element("Pre", element("Code", labels.clean(block.text, lines=True)))
+            return code(block.text, block.language)
     return None
 
 
@@ -308,12 +306,14 @@ _TOKENS = {
 }
 
 
-def code(text: str) -> Any:
-    """Build Python code, coloured, with a button that copies it."""
+def code(text: str, language: str = "python") -> Any:
+    """Build code with a button that copies it; Python is coloured."""
     from pygments.lexers.python import PythonLexer
+    from pygments.lexers.special import TextLexer
 
     parts: list[Any] = []
-    for kind, word in PythonLexer(stripnl=True).get_tokens(labels.clean(text, lines=True)):
+    lexer = PythonLexer if language == "python" else TextLexer
+    for kind, word in lexer(stripnl=True).get_tokens(labels.clean(text, lines=True)):
         name = str(kind).removeprefix("Token.")
         look = next((look for start, look in _TOKENS.items() if name.startswith(start)), "")
         if look:

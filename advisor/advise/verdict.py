@@ -179,7 +179,7 @@ def _verdict(
     if busy_share >= HEALTHY_BUSY_SHARE:
         rates, near = _rates(report)
         if not near:
-            profile = " Profile them: --details has the command." * bool(report.profile_kernels)
+            profile = " Profile them: the report has the command." * bool(report.profile_kernels)
             left = "Its time is in the kernels, not in waits."
             return "limited", f"{text}. {left}{rates}{profile}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
@@ -205,7 +205,7 @@ def _of_layers(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
     text = f"The layers of one inference take {t.format_duration(report.step_ns)}"
     if has_large_gain(report):
         return "bottlenecks", f"{text}. {_lead(report)}."
-    profile = " Profile its kernels: --details has the command." * bool(report.profile_kernels)
+    profile = " Profile its kernels: the report has the command." * bool(report.profile_kernels)
     return "limited", (
         f"{text}; no fix is known for them.{profile}{_largest_of_small(report)} Idle time is not "
         "in a layer profile."

@@ -30,7 +30,7 @@ from advisor.dashboard.components import (
     scrolling,
 )
 from advisor.dashboard.page_view import PageView
-from advisor.dashboard.pages.overview import anchor
+from advisor.dashboard.pages.overview import anchor, counter_command
 from advisor.render.document import Items
 
 MARGIN = 1.0
@@ -46,7 +46,7 @@ def layout(category: object = None, **query: object) -> Any:
     ranked, timeless = report_text.ranked_findings(report), report.scope.has_no_step_time
     everything = [*ranked, *report.risks, *report.notes]
     if not everything:
-        return page(_head(report), _nothing(report))
+        return page(_head(report), _nothing(report), *counter_command(report))
     categories = list(dict.fromkeys(f.category for f in everything if f.category))
     chosen = category if category in categories else None
 
@@ -61,6 +61,7 @@ def layout(category: object = None, **query: object) -> Any:
         # without a step nothing is ranked, and each is a card
         *(finding_card(view, report, note) for note in kept(report.notes) if timeless),
         None if timeless else _notes(view, kept(report.notes)),
+        *counter_command(report),
     )
 
 

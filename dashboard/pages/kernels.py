@@ -71,7 +71,7 @@ def layout(**query: object) -> Any:
     return page(
         title,
         _families(a),
-        *map(draw_section, auxiliary_sections.kernel_tables(view.loaded.report)),
+        *map(draw_section, auxiliary_sections.build_kernel_sections(view.loaded.report)),
         _kernels(view),
         operator_rates(view),
         _roofline(view),

@@ -60,6 +60,7 @@ def layout(**query: object) -> Any:
         *map(draw_block, serving.sections(report)),
         _staircase(view),
         None if timeless else _top(view, report),
+        *counter_command(report),
         _rest(report),
     )
 
@@ -277,6 +278,12 @@ def _top(view: PageView, report: Report) -> Any:
             id={"keeps": "details"},
         ),
     )
+
+
+def counter_command(report: Report) -> list[Any]:
+    """Show the command that the verdict speaks of, where no fix is known; else Kernels has it."""
+    ranked = report_text.ranked_findings(report)
+    return [] if ranked else [*map(draw_section, auxiliary_sections.counter_command(report))]
 
 
 def _rest(report: Report) -> Any:

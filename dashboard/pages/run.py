@@ -8,6 +8,7 @@ from typing import Any
 from advisor.advise import report_charts
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.gpus import lookup
 from advisor.core.run_directory import Manifest, RankRecord
 from advisor.dashboard import page_view
 from advisor.dashboard.components import (
@@ -295,12 +296,14 @@ def _trace(a: Analysis) -> Any:
         ("CUDA driver", meta.cuda_driver, _version),
     )
     for device in meta.devices[:8]:
-        rows.append(
-            (
-                f"GPU {device.id}",
-                f"{labels.clean(device.name)} · {t.format_bytes(device.memory_bytes)}",
-            )
-        )
+        name, size, sms = device.name, device.memory_bytes, device.sms
+        known = lookup(name, sms=sms, memory_bytes=size, compute=device.compute)
+        if name is None and known is not None:
+            name = known.name
+        parts = [labels.clean(name) if name else "model not recorded"]
+        if size is not None:
+            parts.append(t.format_bytes(size))
+        rows.append((f"GPU {device.id}", " · ".join(parts)))
     return card("Trace", fact_list(rows))
 
 

@@ -494,6 +494,26 @@ def test_other_programs_are_not_called_faster_nor_their_findings_fixed() -> None
     assert not texts & {"better", "worse", "gone"} and "only before 3" in texts
 
 
+def test_what_was_served_has_its_command_its_gpus_and_no_option_of_the_terminal() -> None:
+    from advisor.dashboard.access import Access
+    from advisor.dashboard.app import create_app
+    from advisor.dashboard.pages import findings, kernels, overview, run
+    from advisor.dashboard.session import DashboardSession
+    from benchmarks.public_traces import path_of
+
+    session = DashboardSession([str(path_of("serving/vllm_decode_full/replay.json.gz"))]).load()
+    report = session.entries[0].report
+    assert report is not None and report.profile_kernels, session.entries[0].failure_reason
+    assert "the report has the command" in report.verdict and "--details" not in report.verdict
+    app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
+    with app.server.test_request_context("/"):
+        for page in (overview, findings, kernels):
+            assert report.profile_kernels[0].strip() in {*_texts(page.layout())}, page
+        facts = [*_texts(run.layout())]
+    gpus = [facts[i + 1] for i, text in enumerate(facts) if text.startswith("GPU ")]
+    assert gpus == ["AMD Instinct MI300X · 192 GiB"] * 8
+
+
 def _texts(part: Any) -> Iterator[str]:
     """All texts of a page's parts."""
     if isinstance(part, str):

@@ -153,7 +153,7 @@ MIN_SHARE: Final = 0.05
 
 def build_kernel_sections(report: Report) -> list[Section]:
     """Build the tables of kernels, else the command that records their counters."""
-    return kernel_tables(report) + _command(report)
+    return kernel_tables(report) + counter_command(report)
 
 
 def kernel_tables(report: Report) -> list[Section]:
@@ -305,7 +305,7 @@ def _or_empty(value: float | None, written: Callable[[float], str]) -> str:
     return "" if value is None else written(value)
 
 
-def _command(report: Report) -> list[Section]:
+def counter_command(report: Report) -> list[Section]:
     """Build the section with the command for counters of the slow kernels."""
     if not report.profile_kernels:
         return []

@@ -54,6 +54,12 @@ def describe_status(report: Report) -> str:
     return "Problems found" if fault and report.scope.has_no_step_time else STATUS[report.status]
 
 
+def status_class(report: Report) -> str:
+    """Return the class of the status; ``critical`` where the run ended by what was found."""
+    stopped = any(risk.severity == "critical" for risk in report.risks)
+    return "critical" if stopped else report.status
+
+
 def _trace(report: Report) -> list[str]:
     shown = next((i for i in report.inputs if i.rank == report.scope.rank), None)
     if shown is None:

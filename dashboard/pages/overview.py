@@ -100,7 +100,11 @@ def _head(report: Report) -> Any:
     ]
     return element(
         "Div",
-        element("Span", report_text.describe_status(report), cls=f"pill {report.status}"),
+        element(
+            "Span",
+            report_text.describe_status(report),
+            cls=f"pill {report_text.status_class(report)}",
+        ),
         *verdict_head(report.verdict),
         element("Div", *lines, cls="scope"),
         cls="page-head",

@@ -251,6 +251,7 @@ class OutOfMemory(Rule):
                 self.compare("last batch over the median one", grown, "min_batch_ratio", ""),
                 Evidence("snapshot", None if snapshot is None else str(snapshot)[:200]),
             ],
+            severity="critical",
             impact=impact_risk(
                 "the run stopped"
                 if reserved is None
@@ -299,6 +300,7 @@ class OutOfMemory(Rule):
                 ],
             ],
             where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
+            severity="critical",
             impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=_name_ways(ways, post),
             code=describe_change(ways[0].name, post.trains)[1] if ways else "",
@@ -339,6 +341,7 @@ class OutOfMemory(Rule):
                 Evidence("other processes", others, "bytes"),
                 Evidence("free at the driver", text.free, "bytes"),
             ],
+            severity="critical",
             impact=impact_risk("the run stopped"),
             **case,
         )

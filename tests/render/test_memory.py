@@ -119,3 +119,12 @@ def test_sarif_tells_it_among_the_notifications(report: Report) -> None:
 def test_a_trace_alone_says_nothing_of_it(form: str, report: Report) -> None:
     report.memory = []
     assert "What held the memory" not in REPORTS.render(form, report)
+
+
+def test_a_run_out_of_memory_is_critical_and_its_code_is_shown_once() -> None:
+    report = advisor.analyze(CORPUS / "h100_full.pickle.gz")
+    (risk,) = report.risks
+    shown = REPORTS.render("html", report)
+    assert risk.severity == "critical" and '<span class="badge critical">' in shown
+    for form in ("html", "terminal"):
+        assert REPORTS.render(form, report).count("optimizer.zero_grad()") == 1

@@ -58,7 +58,7 @@ def sections(report: Report) -> list[Block]:
         first: list[Block] = [each for each in device.tables if not _is_folded(each)]
         rest: list[Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
-            first += _first_saving(view)
+            first += _first_saving(view, report)
             rest.append(Items(assumptions(view), title="What these savings assume"))
         if view is report.memory[0] and similar:
             which = t.count_noun(len(similar), "more GPU")
@@ -100,11 +100,11 @@ def _of_peak(view: MemoryView) -> str:
     return "where memory ran out" if view.at == "out of memory" else "of the peak"
 
 
-def _first_saving(view: MemoryView) -> list[Block]:
+def _first_saving(view: MemoryView, report: Report) -> list[Block]:
     """Explain the cheapest change; for a request that failed, the cheapest that suffices.
 
     Where each step leaves tensors behind, it is the change to that line: memory would run out
-    whatever else was done."""
+    whatever else was done. Code that a finding shows is not shown twice."""
     growing = {(each.file, each.line) for each in view.growth}
     leaks = [each for each in view.savings if (each.file, each.line) in growing]
     enough = [each for each in view.savings if each.bytes >= (view.request or 0)]
@@ -114,7 +114,9 @@ def _first_saving(view: MemoryView) -> list[Block]:
         text = "Release what the line leaves behind in each step"
     if most.file is not None:
         text += f": {shorten(most.file)}:{most.line}"
-    return [FieldList([TextField("fix", [text], "strong")]), Code(code, indent=2)]
+    shown = any(risk.code.strip() == code.strip() for risk in report.risks)
+    fix = FieldList([TextField("fix", [text], "strong")])
+    return [fix] if shown else [fix, Code(code, indent=2)]
 
 
 def _is_like(view: MemoryView, first: MemoryView) -> bool:

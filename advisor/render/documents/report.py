@@ -38,7 +38,12 @@ MAX_RANKS: Final = 8
 MIN_POSSIBLE: Final = 0.05
 """Share of the step from which a possible gain is named where notes are only counted."""
 MAX_NOTES: Final = 100
-_STYLE: Final = {"bottlenecks": "bold yellow", "healthy": "bold green", "limited": "bold"}
+_STYLE: Final = {
+    "bottlenecks": "bold yellow",
+    "healthy": "bold green",
+    "limited": "bold",
+    "critical": "bold red",
+}
 _ON_HOST: Final = ("GPU", "ops", "ranges", "path")
 """Figures beside the bar that are shown where room is short."""
 
@@ -67,8 +72,8 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *_rest(report),
         ],
         name="report",
-        status=report.status,
-        style=_STYLE[report.status],
+        status=report_text.status_class(report),
+        style=_STYLE[report_text.status_class(report)],
         badge=report_text.describe_status(report),
         footer=f"advisor {report.version} · {report.schema}",
     )

@@ -190,8 +190,10 @@ def with_frame(page: MenuPage, inner: Layout) -> Layout:
         else:
             body = _loading(view)
         if missing := page_view.describe_missing(view, **query):
-            parts = body if isinstance(body, list) else [body]
-            body = element("Div", element("P", missing, role="alert", cls="card"), *parts)
+            notice = element("P", missing, role="alert", cls="card")
+            of_list = isinstance(body, list)
+            parts = body if of_list else [body]
+            body = element("Div", notice, *parts, cls="stack" if of_list else "")
         return page_frame(page, view, body)
 
     return show

@@ -118,7 +118,7 @@ def device_time(a: Analysis) -> dict[str, Any]:
     if a.device_id is None:
         return {}
     if lost_replays(a):
-        return {"families": _families(a)}
+        return {"families": list_families(a)}
     per_step = a.step_count
     totals = a.breakdown.totals()
     span = max(a.span_ns, 1)
@@ -129,7 +129,7 @@ def device_time(a: Analysis) -> dict[str, Any]:
         "busy_share": None if layers else a.breakdown.busy.total / span,
         "communication_ns": communication / per_step if communication else None,
         "communication_overlap": a.breakdown.communication_overlap,
-        "families": _families(a),
+        "families": list_families(a),
         **_idle(a, totals["idle"]),
     }
 
@@ -224,7 +224,7 @@ def _longest(a: Analysis, table: pl.DataFrame, whole: int) -> list[OperatorTime]
     ]
 
 
-def _families(a: Analysis) -> list[Family]:
+def list_families(a: Analysis) -> list[Family]:
     """Return kernel families, with shares of all listed device work, which add up to 1. Look-ups
     that no embedding does are ``indexing``."""
     work, cpu = in_spans(a), a.trace.cpu

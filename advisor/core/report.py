@@ -259,7 +259,8 @@ class Family(Struct, frozen=True):
     """Device time of one kernel family per step, not exclusive of other streams."""
 
     name: str
-    """Family, one of ``measure.device.families.FAMILIES``."""
+    """Family, one of ``measure.device.families.FAMILIES``; ``indexing``: look-ups that no embedding
+    does."""
     ns: float
     """Sum of the kernels' durations per step, ns."""
     share: float

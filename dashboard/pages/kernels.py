@@ -9,6 +9,7 @@ import polars as pl
 from dash import Input, Output, State
 from msgspec.structs import asdict
 
+from advisor.advise.report_fields import list_families
 from advisor.advise.terms import record_gpu_work, record_with
 from advisor.core import labels
 from advisor.core import text as t
@@ -101,22 +102,22 @@ def _lead(a: Analysis) -> str:
 
 
 def _families(a: Analysis) -> Any:
-    rows = a.families.filter(pl.col("dur") > 0)
-    largest = max(rows["dur"].max() or 1, 1)
-    work_ns = _device_work(a)
+    families = list_families(a)
+    largest = max((family.ns for family in families), default=0) or 1
     lines = [
         [
-            element("Span", swatch(theme.colour_of("kernels", name)), name, cls="nowrap"),
+            element("Span", swatch(theme.colour_of("kernels", each.name)), each.name, cls="nowrap"),
             element(
-                "Div", share_bar(dur / largest, theme.colour_of("kernels", name)), cls="bar-cell"
+                "Div",
+                share_bar(each.ns / largest, theme.colour_of("kernels", each.name)),
+                cls="bar-cell",
             ),
-            t.format_duration(dur / a.step_count),
-            t.format_share(dur / work_ns),
-            t.format_count(count / a.step_count),
+            t.format_duration(each.ns),
+            t.format_share(each.share),
+            t.format_count(each.count),
         ]
-        for name, count, dur in rows.select("family", "count", "dur")
-        .with_columns(pl.col("family").cast(pl.String))
-        .iter_rows()
+        for each in families
+        if each.ns > 0
     ]
     header = ["Family", "", "Time per step", "Share of GPU work", "Launches per step"]
     return card("By family", table(header, lines, numbers=(2, 3, 4), caption=OF_WORK, stacked=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.advise import report_text
+from advisor.advise.report_charts import build_stairs_of_chosen
 from advisor.core.text import format_duration
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
@@ -95,14 +97,16 @@ def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated
 ) -> None:
     shown = show(pair[0])
     result = shown.session.entries[0].loaded.examined
-    first, second = report_text.ranked_findings(result.report)[:2]
+    _, second = report_text.ranked_findings(result.report)[:2]
     t = tab(shown)
     page = t.open("/")
     ticks, stairs = page.locator(".stair input"), page.locator(".stair .then")
     ticks.nth(0).uncheck()
-    alone = format_duration(result.estimator.gain_range(second.edits).gain)
-    stairs.nth(2).get_by_text(f"−{alone}").wait_for()
-    after = format_duration(result.estimator.marginal(first.edits, second.edits))
+    alone = second.impact.gain_ns
+    stairs.nth(2).get_by_text(f"−{format_duration(alone)}").wait_for()
+    stairs_of = partial(build_stairs_of_chosen, result.report, estimator=result.estimator)
+    all_but_first, every = (stairs_of(n).fixes[-1].left_ns for n in (range(2, 99), range(99)))
+    after = format_duration(all_but_first - every)
     assert stairs.nth(1).inner_text().split("\n")[1] == f"(−{after})"
     assert page.locator("#outlook").inner_text().startswith("With the ticked fixes: ")
     for tick in ticks.all():

@@ -110,7 +110,8 @@ def _memory_runs_out(report: Report) -> str:
 def _time_between_steps(report: Report) -> str:
     """Say how much of the run lies between its steps, if it is more than the first fix gains."""
     share = None if report.recorded is None else report.recorded.outside_share
-    if share is None or all(risk.rule != "time-between-steps" for risk in report.risks):
+    said = (*report.risks, *report.findings)
+    if share is None or all(each.rule != "time-between-steps" for each in said):
         return ""
     first = report.findings[0].impact if report.findings else None
     if first is not None and (first.share or 0.0) * (1 - share) >= share:

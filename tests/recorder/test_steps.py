@@ -708,7 +708,7 @@ def test_targets_before_each_step_are_part_of_it(
     assert all(each.dur >= 3_000_000 and not each.evaluation for each in regular)
     if not actor:
         assert [each.n for each in found[4:] if each.evaluation >= 90_000_000] == [50, 100]
-        assert all(each.dur < 60_000_000 for each in found)
+        assert all(each.dur < each.evaluation for each in found if each.n in (50, 100))
 
 
 def test_several_forwards_of_one_step_are_no_evaluation(recorded: Recorded, training: Any) -> None:

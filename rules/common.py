@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import polars as pl
@@ -82,6 +82,11 @@ def without_bf16(a: Analysis, advice: dict[str, Any]) -> dict[str, Any]:
     for old, new in (("bfloat16", "float16"), ("BF16", "FP16"), ("bf16", "fp16")):
         texts = {key: text.replace(old, new) for key, text in texts.items()}
     return advice | texts
+
+
+def is_share(value: object) -> TypeGuard[float]:
+    """Return whether a value of the record is a share, 0 to 1."""
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def stacks_option(a: Analysis) -> str:

@@ -211,10 +211,11 @@ def _marginal_in_report(
     """Return what a fix saves after those ``before``, ns of the report's step: of its gain alone
     the share that is left in the replayed window."""
     alone = float(finding.impact.gain_ns or 0) if finding.impact is not None else 0.0
-    of_window = alone
-    if finding.edits and not finding.other_rank:
-        of_window = estimator.gain_range(finding.edits).gain
-    if not before or of_window <= 0:
+    if not before:
+        return max(0.0, alone)
+    overlaps = estimator.overlaps(finding)
+    of_window = estimator.marginal(finding.edits, ()) if overlaps else alone
+    if of_window <= 0:
         return max(0.0, alone)
     return max(0.0, alone * marginal_gain(finding, before, estimator) / of_window)
 

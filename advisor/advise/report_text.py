@@ -455,8 +455,7 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
     for other in report.findings:
         place = other.where[0] if other.where and other.folded_under == finding.rule else None
         if place is not None and place.file:
-            where = " in ".join(t.location_names(place)[:1])
-            return f"stack samples point to {where}"
+            return f"stack samples point to {t.location_names(place)[0]}"
     how = "with_stack=True" if report.recorded is None else "advisor record --deep"
     return "" if how in finding.summary + finding.fix else f"line not recorded; {how} shows it"
 

@@ -117,12 +117,13 @@ class UnusedGradients:
         self._steps += 1
         if self._searching:
             self._search(new)
-        looks = min(MAX_ROUNDS, 2 * len(self._optimizers))
-        if looks > 2 and SECOND <= self._steps < SECOND + looks:
+        optimizers = len(self._optimizers)
+        last = SECOND + min(MAX_ROUNDS, 2 * optimizers) - 1 if optimizers > 1 else SECOND
+        if optimizers > 1 and SECOND <= self._steps <= last:
             self._look(optimizer)
-            if len(self._looks) == looks:
+            if len(self._looks) == last - SECOND + 1:
                 self._report_dropped()
-        if not self._searching and (looks <= 2 or self._steps >= SECOND + looks - 1):
+        if not self._searching and self._steps >= last:
             self._stop()
 
     def _search(self, new: bool) -> None:

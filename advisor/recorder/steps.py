@@ -454,6 +454,7 @@ class StepFinder:
         self._optimizers.clear()
         self._since.clear()
         self._period, self._buffered = 1, False
+        self._untrained = self._last_untrained = self._same = self._targets = 0
 
     def finish(self, now: int) -> None:
         """Finish the recording: keep a complete step, drop an incomplete one."""

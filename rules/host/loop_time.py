@@ -509,13 +509,15 @@ class LoopPhases(LoopCode):
             line is not None and line.library_function is None and operators >= self.many_operators
         )
         spent_in_them = _time(a, rows)
-        many = many and spent_in_them * step / max(a.step_ns, 1) >= self.of_operators * ns
+        of_window = step / max(a.step_ns, 1)
+        computes = spent_in_them * of_window >= self.of_operators * ns
+        many = many and computes
         many = many and spent_in_them <= self.max_small_us * 1e3 * operators
         gain = impact_per_step(a, ns, of_median=not recorded.varies)
         if line is not None:
             own = line.share * ns
             if loss:
-                own += _backward_of(a, differentiated) * step / max(a.step_ns, 1)
+                own += _backward_of(a, differentiated) * of_window
             gain = impact_per_step(
                 a,
                 (0.4 if loss else 0.9) * own,
@@ -525,18 +527,17 @@ class LoopPhases(LoopCode):
                 of_median=not recorded.varies,
             )
         case = "the loss" if loss else "many operators" if many else ""
-        largest = _largest_operators(a, rows)
-        if spent_in_them * step / max(a.step_ns, 1) < self.of_operators * ns:
-            largest = {}
+        largest = _largest_operators(a, rows) if computes else {}
         sorts = sum(own for name, own in largest.items() if re.search(_SORTS, name))
         if sorts and (sorts == max(largest.values()) if not case else sorts >= self.of_sort * ns):
             samples = name_matches(a.trace.cpu["name"].gather(rows), r"^aten::multinomial$").any()
             if case:  # the rest of this code stays
+                own = sorts * of_window
                 gain = impact_per_step(
                     a,
-                    0.9 * sorts * step / max(a.step_ns, 1),
-                    low=0.5 * sorts * step / max(a.step_ns, 1),
-                    high=sorts * step / max(a.step_ns, 1),
+                    0.9 * own,
+                    low=0.5 * own,
+                    high=own,
                     method="recorded host time of the sorts",
                     of_median=not recorded.varies,
                 )

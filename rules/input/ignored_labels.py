@@ -18,6 +18,7 @@ from advisor.rules.common import (
     Rows,
     amount_per_step,
     impact_per_step,
+    is_share,
     of_step,
     recorded_steps,
     rows_in_steps,
@@ -150,15 +151,12 @@ class IgnoredLabels(Rule):
 
 def _sampled(a: Analysis) -> tuple[list[float], float]:
     """Return the ignored share of each sample, and the median number of labels."""
-    found = [
-        (event.get("ignored"), event.get("rows"), event.get("columns"))
-        for event in recorded_steps(a).record.events_of("labels")
-    ]
     valid = [
-        (float(share), rows * columns)
-        for share, rows, columns in found
-        if isinstance(share, float | int) and 0 <= share <= 1
-        if isinstance(rows, int) and isinstance(columns, int)
+        (share, rows * columns)
+        for event in recorded_steps(a).record.events_of("labels")
+        if is_share(share := event.get("ignored"))
+        if isinstance(rows := event.get("rows"), int)
+        if isinstance(columns := event.get("columns"), int)
     ]
     return [share for share, _ in valid], float(np.median([n for _, n in valid] or [0]))
 

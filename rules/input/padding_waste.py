@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.common import (
     impact_per_step,
+    is_share,
     outermost_in_steps,
     recorded_steps,
     scale_edit,
@@ -219,17 +220,13 @@ def _sampled(a: Analysis) -> Padding:
     events = [
         (share, beyond, event.get("columns"))
         for event in recorded.record.events_of("padding")
-        if _is_share(share := event.get("padding")) and _is_share(beyond := event.get("beyond"))
+        if is_share(share := event.get("padding")) and is_share(beyond := event.get("beyond"))
     ]
     if not events or len(events) < len(column):
         return Padding(column, None, None)
     shares = np.array([row[:2] for row in events], dtype=np.float64)
     lengths = [length for *_, length in events if isinstance(length, int) and length > 0]
     return Padding(shares[:, 0], shares[:, 1], int(np.median(lengths)) if lengths else None)
-
-
-def _is_share(value: object) -> TypeGuard[float]:
-    return isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _quadratic_share(a: Analysis, length: int | None) -> float:

@@ -165,8 +165,8 @@ def _flags_of_passes(
     that may be two of them has none."""
     own = table.filter(pl.col("name") == ACCUMULATE)
     result: dict[int, dict[Shape, list[bool]]] = {}
-    for (part,), group in own.group_by("part"):
-        counts = Counter(_operand(dims, 0) for dims in group["dims"].to_list())
+    for part, operands in own.group_by("part").agg("dims").iter_rows():
+        counts = Counter(_operand(dims, 0) for dims in operands)
         fits = [
             each
             for each in passes
@@ -174,7 +174,7 @@ def _flags_of_passes(
             and all(counts[shape] % len(flags) == 0 for shape, flags in each.items())
         ]
         if len(fits) == 1:
-            result[int(str(part))] = fits[0]
+            result[part] = fits[0]
     return result
 
 

@@ -517,7 +517,7 @@ def describe_gain(finding: Finding, *, alone: bool = False) -> str:
 WIDE_HIGH, NO_GAIN = 2.0, 0.01
 """Ends of the range, over the gain, beyond which their reasons are given; and the low end that
 counts as no gain."""
-MAX_BEYOND_EVIDENCE = 1.05
+MAX_BEYOND_EVIDENCE = 1.01
 """Ratio of gain to the time in the evidence above which the difference is explained."""
 
 
@@ -602,6 +602,8 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     if of_run or (report.scope.device is None and not impact.of_job):
         return [f"more than {time}: a step of the run is longer than a profiled one"]
     why = "the launches of this work, and the gaps in it, end too"
+    if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
+        why = "other kernels become faster too"
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     if impact.of_job:
         why = "other ranks gain too, and wait less for each other"

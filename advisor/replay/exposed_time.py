@@ -8,6 +8,7 @@ the step: device work that nothing else covers, host time during which the devic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +29,7 @@ from advisor.measure.comm.gloo import time_on_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph_builder import host_end
+from advisor.replay.predictions import edit_kind, error_of, shipped_experiments
 from advisor.replay.selection import (
     Mask,
     collectives_on_host,
@@ -65,9 +67,7 @@ class SelectedWork(NamedTuple):
 
 def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
     select = edit.select
-    factor = edit.factor
-    if optimistic and edit.factor_low is not None:
-        factor = 0.0  # the factor is assumed: what is sure is that no more goes than there is
+    factor = _least_factor(edit) if optimistic else edit.factor
     share = 1.0
     if edit.op in ("scale", "merge") and factor is not None:
         share = max(0.0, 1.0 - factor)
@@ -100,6 +100,19 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
     called[rows] = True
     host = float(_host_time(a, called).total)
     return SelectedWork(share * work + _latency(a, mask), max(host, around))
+
+
+def _least_factor(edit: Edit) -> float | None:
+    """Return the least share of the selected time that an edit can leave. Kernels keep what its
+    best case leaves them. Where the best case is the expected one, they keep as much less than that
+    as past gains were larger than expected. Of host time all may go."""
+    if edit.factor is None or edit.factor_low is None:
+        return edit.factor
+    if edit.select.on != "gpu":
+        return 0.0
+    if edit.factor_low < edit.factor:
+        return edit.factor_low
+    return edit.factor * math.exp(-error_of([edit_kind(edit)], shipped_experiments()))
 
 
 def _launched_inside(a: Analysis) -> Mask:

@@ -564,11 +564,11 @@ class WindowReplayer:
     def busy_after(self, edits: Sequence[Edit]) -> float | None:
         """Return the time in which the device works with edits applied, ns per step; ``None``:
         there is no device. The replayed steps may be fewer than the measured ones."""
-        before = self._replayed_busy(())
-        if self.a.device_id is None or not before:
+        if self.a.device_id is None:
             return None
         measured = self.a.breakdown.busy.total / max(self.a.step_count, 1)
-        return measured * self._replayed_busy(edits) / before
+        gone = self._replayed_busy(()) - self._replayed_busy(edits)
+        return max(0.0, measured - gone / self.step_count)
 
     def _replayed_busy(self, edits: Sequence[Edit]) -> float:
         time, dur, own = self._replay_own_step(edits)

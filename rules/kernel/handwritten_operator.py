@@ -253,7 +253,7 @@ class HandwrittenOperator(Rule):
             selected,
             Select(on="gpu", kind=("kernel",), under=under),
             saved,
-            int(rows.sum()),
+            rows,
             int(table["kernels"].sum()),
         )
         by_pattern = (

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select, SkippedCheck
@@ -193,27 +194,74 @@ def fuse_kernels(
     selected: Mask,
     select: Select,
     saved: Iterable[float],
-    count: int,
+    chained: Mask,
     launches: int,
 ) -> list[Edit]:
-    """The Edits that fuse ``count`` of the ``selected`` kernels, which take ``saved`` (ns) less, so
-    that ``launches`` of them are left.
+    """The Edits that fuse the ``chained`` ones of the ``selected`` kernels, which take ``saved``
+    (ns) less, so that ``launches`` of them are left.
 
     Where nearly all that is selected merges, neighbours merge, and their launches go. Elsewhere the
     host saves the launched part of the operators' time."""
-    if count >= MERGED_SHARE * int(selected.sum()):
-        return [scale_kernels(a, selected, saved, select, "merge")]
-    ops = pl.DataFrame({"op": a.kernels["op_name"], "own": selected}).filter(
-        pl.Series(compute_rows(a))
-    )
-    # operators that launch other kernels too keep their time
-    ops = ops.drop_nulls("op").group_by("op").agg(pl.col("own").mean()).filter(pl.col("own") > 0.5)
-    names = exact_pattern(ops["op"].cast(pl.String).to_list())
+    count, saved, edits = int(chained.sum()), list(saved), []
+    for part in select_by_name(a, selected, select, chained):
+        if (chained & part.rows).sum() >= MERGED_SHARE * max(part.rows.sum(), count):
+            return [scale_kernels(a, part.rows, saved, part.select, "merge")]
+        edits.append(scale_kernels(a, part.rows, (ns * part.share for ns in saved), part.select))
+    names = exact_pattern(_operators_that_launch(a, selected))
     left = 1 - (count - launches) / max(1, int(selected.sum()))
-    return [
-        scale_kernels(a, selected, saved, select),
-        Edit(op="scale", select=Select(on="host", kind=("op",), name=names), factor=left),
-    ]
+    host = Select(on="host", kind=("op",), name=names)
+    return [*edits, Edit(op="scale", select=host, factor=left)]
+
+
+class KernelPart(NamedTuple):
+    """Kernels by name, of which some are the ``own`` ones of a finding."""
+
+    rows: Mask
+    select: Select
+    share: float
+    """Their share of the time of all own ones."""
+    mostly_own: bool
+
+
+def select_by_name(a: Analysis, selected: Mask, select: Select, own: Mask) -> Iterator[KernelPart]:
+    """Yield the ``selected`` kernels in two parts: those whose name is mostly of the ``own`` ones,
+    and the others with a name that is of some. A fix that changes these others then leaves nearly
+    all that the own ones gain."""
+    time = pl.DataFrame({"name": a.trace.gpu["name"], "all": a.trace.gpu["dur"]}).with_columns(
+        own=pl.col("all") * pl.Series(own)
+    )
+    time = time.filter(pl.Series(selected)).group_by("name").sum().sort("name")
+    mostly = pl.col("own") > 0.5 * pl.col("all")
+    parts = (time.filter(mostly), True), (time.filter(~mostly, pl.col("own") > 0), False)
+    for table, mostly_own in parts:
+        if table.is_empty():
+            continue
+        rows = selected & a.trace.gpu["name"].is_in(table["name"].implode()).to_numpy()
+        named = select
+        if rows.sum() < selected.sum():
+            named = replace(select, name=exact_pattern(table["name"].cast(pl.String).to_list()))
+        share = float(table["own"].sum()) / max(1, int(time["own"].sum()))
+        yield KernelPart(rows, named, share, mostly_own)
+
+
+def _operators_that_launch(a: Analysis, selected: Mask) -> list[str]:
+    """Return the names of operators most of whose host time is of calls that launch ``selected``
+    kernels. Those that mostly launch other work, or none, such as copies on the host, keep their
+    time."""
+    gpu, cpu = a.trace.gpu, a.trace.cpu
+    calling = gpu["op"].filter(pl.Series(selected)).drop_nulls().unique()
+    others = gpu["op"].filter(pl.Series(compute_rows(a) & ~selected)).drop_nulls().unique()
+    calls = cpu.lazy().select("kind", "name", "ts", "dur", row=pl.row_index())
+    own = pl.col("row").is_in(calling.implode()) & ~pl.col("row").is_in(others.implode())
+    begin, end = cpu["ts"].gather(calling).min(), cpu["ts"].gather(calling).max()
+    table = (
+        calls.filter(pl.col("kind") == "op", pl.col("ts").is_between(begin, end))
+        .group_by("name")
+        .agg(own=(pl.col("dur") * own).sum(), all=pl.col("dur").sum())
+        .filter(pl.col("own") > 0.5 * pl.col("all"))
+        .sort("name")
+    )
+    return table.collect()["name"].cast(pl.String).to_list()
 
 
 def select_kernels(names: Iterable[str]) -> Select:

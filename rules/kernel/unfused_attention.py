@@ -7,7 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
+from advisor.core.finding import (
+    Edit,
+    Finding,
+    Operation,
+    Outcomes,
+    PassedCheck,
+    Select,
+    SkippedCheck,
+)
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
@@ -270,7 +278,11 @@ class UnfusedAttention(Rule):
         training = unnumbered > 0 or bool((attention & ~blocks.rows).any())
         left = self._fused_time(a, blocks, fused, training=training)
         saved = [max(0.0, touched - ns) for ns in left]
-        edits = [kernel_common.scale_kernels(a, chosen, saved, select, "merge")]
+        edits = []
+        for part in kernel_common.select_by_name(a, chosen, select, attention):
+            less = (ns * part.share for ns in saved)
+            operation: Operation = "merge" if part.mostly_own else "scale"
+            edits.append(kernel_common.scale_kernels(a, part.rows, less, part.select, operation))
         others = attention & ~chosen
         if others.any():
             mixed = share.filter(pl.col("part") > 0, pl.col("part") < MIN_PART)["op"].to_list()

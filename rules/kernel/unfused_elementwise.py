@@ -152,10 +152,10 @@ class UnfusedElementwise(Rule):
             selected,
             Select(on="gpu", kind=("kernel",), family=FUSIBLE),
             (saved * kept for kept in (self.kept_share, self.kept_high, self.kept_low)),
-            int(in_chain.sum()),
+            in_chain,
             chains.height,
         )
-        length = float(np.average(chains["count"].to_numpy(), weights=chains["dur"].to_numpy()))
+        length = int(in_chain.sum()) / chains.height
         yield Finding(
             summary=(
                 f"Unfused chains of about {length:.0f} pointwise and reduction kernels take "

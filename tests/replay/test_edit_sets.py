@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from advisor import Analysis
-from advisor.advise.impact import BoundEstimator
+from advisor.advise.impact import BoundEstimator, ReplayEstimator
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import subtract
 from advisor.read import open_run
@@ -147,3 +147,21 @@ def test_a_kernel_that_starts_before_the_last_one_ends_still_does_when_merged() 
     merged, tenth = (whatif.gain([parse_edit(f"merge work {f}")]) for f in ("1", "0.1"))
     assert -1_000 < merged < 50_000
     assert tenth - merged == pytest.approx(0.9 * 910_900, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("band", "left"), [("0.1..0.25..0.5", 100), ("0.25..0.25..0.5", 125), ("0..0.25..0.5", 0)]
+)
+def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(band: str, left: float) -> None:
+    """1 ms of kernels a step: at best the share that the best case says is left, µs. One that is
+    no more than the expected one may be exceeded, as past estimates were, but not without end."""
+    b = TraceBuilder("A100")
+    for _ in b.steps():
+        for _ in range(5):
+            b.product(200)
+    a = b.analysis()
+    edit = parse_edit(f"scale family:gemm {band}")
+    for estimator in (ReplayEstimator(a), BoundEstimator(a)):
+        gain, _, high, *_ = estimator.gain_range([edit])
+        assert gain == pytest.approx(750e3, rel=0.02)
+        assert gain < high <= (1000 - left) * 1e3

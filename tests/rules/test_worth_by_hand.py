@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from advisor.advise.impact import ReplayEstimator
 from advisor.advise.rule_runner import run_rules
 from advisor.core.finding import Finding
 from advisor.core.rule import Rule
+from advisor.replay.edit_language import parse_edit
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
 from advisor.rules.distributed.slow_device import SlowDevice
 from advisor.rules.host.periodic_stalls import PeriodicStalls
 from advisor.rules.host.repeated_backward import RepeatedBackward
+from advisor.rules.kernel.unfused_elementwise import UnfusedElementwise
 from advisor.rules.memory.driver_allocations import PinnedAllocationInLoop
 from advisor.rules.memory.huge_vocabulary import HugeVocabulary
 from advisor.rules.optimizer.dense_embedding_gradient import DenseEmbeddingGradient
@@ -18,6 +21,8 @@ from advisor.rules.optimizer.single_tensor import SingleTensorOptimizer
 from advisor.rules.transfer.dtype_inflation import DtypeInflation, PingPong
 from advisor.testing import TraceBuilder
 from tests.rules.across import compared
+
+_POINTWISE = "void at::native::vectorized_elementwise_kernel<4, "
 
 
 def only(rule: Rule, name: str) -> Finding:
@@ -149,3 +154,35 @@ def test_a_fused_update_leaves_large_tensors_half_and_sparse_gradients_out(
     assert gain_us(finding) == pytest.approx(6000 * 0.5 + 1200 * 0.85, rel=0.05)
     assert ("Adagrad(others, lr=lr, fused=True)" in finding.code) == beside
     assert ("model.parameters(), lr" in finding.code) != beside
+
+
+def test_fusing_gains_no_host_time_of_an_operator_that_mostly_launches_nothing() -> None:
+    # the chain's casts are aten::copy_, and so is the 4 ms copy of a batch that the host waits in
+    shape, kernel, b = [64, 1024, 1024], _POINTWISE + "Half>", TraceBuilder("A100")
+    for _ in b.steps():
+        b.on_host("aten::copy_", 4000)
+        for n in range(8):
+            b.run("aten::mul" if n % 2 else "aten::copy_", kernel, 300, [shape] * 2, "c10::Half")
+        for _ in range(3):  # one at a time: no chain
+            b.product(300)
+            b.run("aten::mul", kernel, 300, [shape] * 2, "c10::Half")
+        b.sync()
+    (finding,) = run_rules(-1, b.analysis(), [UnfusedElementwise()]).findings
+    assert 1000 < gain_us(finding) <= 8 * 300 + 11 * 2.5
+
+
+def test_what_another_fix_does_to_kernels_outside_the_chains_leaves_their_gain() -> None:
+    # 8 kernels in a row and 8 apart are all of aten::mul, by two names
+    shape, b = [64, 1024, 1024], TraceBuilder("A100")
+    for _ in b.steps():
+        b.run("aten::mul", _POINTWISE + "Chained>", 300, [shape] * 2, "c10::Half", times=8)
+        for _ in range(8):
+            b.product(200)
+            b.run("aten::mul", _POINTWISE + "Alone>", 300, [shape] * 2, "c10::Half")
+    a = b.analysis()
+    (finding,) = run_rules(-1, a, [UnfusedElementwise()]).findings
+    estimator = ReplayEstimator(a)
+    alone = estimator.marginal(finding.edits, ())
+    after = estimator.marginal(finding.edits, [parse_edit("remove kernel:Alone")])
+    assert alone > 800e3
+    assert after == pytest.approx(alone, rel=0.05)

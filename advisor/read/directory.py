@@ -57,6 +57,8 @@ MAX_ELSEWHERE = 64
 """Most files of a URL that are kept at once."""
 SMALL = 1 << 20
 """Size up to which a file is read to know its format, bytes."""
+MAX_TRIED = 8
+"""Most members of an archive that are tried, for one to suggest."""
 OVERLAP_NS = 1_000_000
 """Least overlap of two windows, ns: device times are converted to the host's clock, within this."""
 
@@ -345,11 +347,11 @@ def _read(file: str | RemoteFile, options: ReadOptions | None) -> Trace:
         kind = next((kind for end, kind in ARCHIVES.items() if file.lower().endswith(end)), None)
         if kind is None or not Path(file).is_file():
             return read_trace(file, options)
-        file = _only_member(kind, file)
+        file = _only_member(kind, file, options)
     return read_source(file, options or ReadOptions())
 
 
-def _only_member(kind: str, archive: str) -> RemoteFile:
+def _only_member(kind: str, archive: str, options: ReadOptions | None) -> RemoteFile:
     """Return the one trace in an archive. Raises AdvisorError: there is none, or several."""
     from advisor.read.remote.archives import list_members, open_member
 
@@ -360,18 +362,25 @@ def _only_member(kind: str, archive: str) -> RemoteFile:
         url = f"{kind}://{names[0]}::{archive}"
         return RemoteFile(url=url, at=url, rank=rank_in(url), size=members[names[0]].size)
     what = f"{archive}: {t.with_article(kind)} archive of {t.count_noun(len(members), 'file')}"
-    if names:
-        raise AdvisorError(
-            f"{what}, {len(names):,} of them named like traces; give one of them "
-            f"({kind}://{names[0]}::{archive}), all as one run ({kind}://::{archive}), or the "
-            "folder, unpacked"
-        )
-    for name in islice(members, 1):
+    refused = []
+    for name in names[:MAX_TRIED]:  # what is suggested must work
+        url = f"{kind}://{name}::{archive}"
+        tried = _try_read(RemoteFile(url=url, at=url, rank=None, size=members[name].size), options)
+        if isinstance(tried, str):
+            refused.append(tried)
+            continue
+        ranks = {rank_in(f"{kind}://{each}::") for each in names}
+        job = "" if None in ranks or len(ranks) < len(names) else f", or all: {kind}://::{archive}"
+        raise AdvisorError(f"{what}; give one of them, such as {url}{job}")
+    if refused:
+        raise AdvisorError(f"{what}, none of them a trace alone; first: {refused[0]}")
+    kinds = []
+    for name in islice(members, MAX_TRIED):
         with open_member(kind, archive, name) as (stream, _):
-            known = kind_of(stream.read(SMALL), name)
-        if known is not None:
-            what += f"; the first is {known[0]}; {known[1] or SEE_FORMATS}"
-            raise AdvisorError(what)
+            kinds.append(kind_of(stream.read(SMALL), name))
+    if kinds and (known := kinds[0]) is not None:
+        which = "each is" if len(kinds) > 1 and {known} == set(kinds) else "the first is"
+        raise AdvisorError(f"{what}; {which} {known[0]}; {known[1] or SEE_FORMATS}")
     raise AdvisorError(f"{what}, none named like a trace; unpack it and give the file or folder")
 
 

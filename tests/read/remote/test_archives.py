@@ -87,15 +87,25 @@ def test_the_only_trace_of_a_local_archive_is_read(
     assert open_run(path).ranks == [3]
     path.write_bytes(pack({f"rank{n}.json": trace_bytes(n) for n in (0, 1)}, **mode))  # type: ignore[operator]
     kind = "zip" if name.endswith("zip") else "tar"
-    assert f"({kind}://rank0.json::{path})" in refused(str(path))
+    every = f"{kind}://::{path}"
+    assert refused(str(path)).endswith(f"such as {kind}://rank0.json::{path}, or all: {every}")
+    assert open_run(every).ranks == [0, 1]
     path.write_bytes(pack({"notes.txt": b"x", "more.txt": b"y"}, **mode))  # type: ignore[operator]
     assert "of 2 files, none named like a trace" in refused(str(path))
+
+
+def test_a_member_that_is_suggested_can_be_read(shared_file: Callable[[str], str]) -> None:
+    """Layers without times come first in this archive, and its engines are seven runs."""
+    path = shared_file("tensorrt/resnet50_engine_profiles_A100_RTX3090.tar.gz")
+    line = refused(path)
+    assert "or all:" not in line
+    assert len(open_run(line.rpartition("such as ")[2]).traces) == 1
 
 
 def test_pages_of_tensorboards_plugin_are_named(shared_file: Callable[[str], str]) -> None:
     """Five of them, as xprof's demo has them: input_pipeline, overview_page, tensorflow_stats."""
     path = shared_file("xla/tfprof_demo_GPU_input_vs_compute_bound.tar.gz")
-    assert "a tar archive of 5 files; the first is a page of TensorBoard's profile" in refused(path)
+    assert "a tar archive of 5 files; each is a page of TensorBoard's profile" in refused(path)
 
 
 def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> None:

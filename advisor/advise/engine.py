@@ -355,7 +355,9 @@ def refuse_unrelated(run: Run) -> None:
         return
     paths = [trace.meta.path for trace in run.traces.values()]
     paths += [snapshot.path for snapshot in run.snapshots.values()]
-    names = [t.shorten_path(PurePath(path.partition("::")[0]).name, 60) for path in dict.fromkeys(paths)]
+    names = [
+        t.shorten_path(PurePath(path.partition("::")[0]).name, 60) for path in dict.fromkeys(paths)
+    ]
     shown = names[:MAX_FILES] + [f"{len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
     where = "" if run.path is None else f"{run.path}: "
     raise AdvisorError(

@@ -208,6 +208,12 @@ def gain_may_be_zero(finding: Finding, floor: float) -> bool:
     )
 
 
+def may_matter(finding: Finding, step_ns: float) -> bool:
+    """Tell whether an unproven finding could gain enough for a warning."""
+    impact = finding.impact
+    return impact is None or (impact.high_ns or impact.gain_ns or 0) >= WARNING_SHARE * step_ns
+
+
 DEVICE_PARTS = ("compute", "communication", "copying")
 
 
@@ -233,10 +239,8 @@ def without_gain(
         exposed = bound.gain_range(finding.edits)
         launches = part == "host" and any(edit.op == "drop_launch" for edit in finding.edits)
         reason = f"{'other work of the host' if launches else who} sets the pace"
-        why = (
-            f"Fixing this alone does not shorten the {a.per}: {reason} ({share} of the critical "
-            "path). Shorten that first."
-        )
+        reason = f"gains nothing alone: {reason} ({share} of the critical path)"
+        why = ""
         if part == "host" and a.device_id is None:
             free = None if a.recorded is None else a.recorded.free_cores
             if free is None or free >= 1 or finding.edits[0].op != "parallelize":
@@ -252,7 +256,7 @@ def without_gain(
                 "itself cheaper, or measure workers: advisor try --only workers."
             )
         if exposed.gain >= floor or exposed.high >= max(floor, WARNING_SHARE * a.step_ns):
-            noted = replace(finding, summary=f"{finding.summary} {why}")
+            noted = replace(finding, summary=f"{finding.summary} {why}".rstrip())
             kept.append(_not_estimated(noted, reason))
     return kept
 

@@ -239,8 +239,13 @@ def memory_verdict(
     text += f"{filled}{most}."
     if report.risks:
         leads = next((each for each in report.risks if each.rule in LEADING), None)
-        if leads is None or view.request is not None:
-            return "bottlenecks", text
+        if view.request is not None:
+            failed = next((each for each in report.risks if each.rule == "out-of-memory"), None)
+            rest = "" if failed is None else failed.summary.partition("). ")[2]
+            first = "" if failed is None else f"First: {_first_sentence(failed.fix)}"
+            return "bottlenecks", " ".join(part for part in (text, rest, first) if part)
+        if leads is None:
+            return "bottlenecks", f"{text} {_memory_action(view)}".rstrip()
         return "bottlenecks", f"{leads.summary} {text}"
     return "limited", f"{text} {_end(view)} {_memory_action(view)}".replace("  ", " ").rstrip()
 
@@ -269,9 +274,9 @@ COSTS = {
     "offload activations": ("copies both ways", "it copies activations both ways"),
     "offload optimizer state": ("update on host", "it updates weights on the host"),
     "half the batch": ("launches twice", "it launches twice as many kernels"),
-    "8-bit optimizer": ("fewer bits", "its numbers have fewer bits"),
-    "16-bit optimizer state": ("fewer bits", "its numbers have fewer bits"),
-    "16-bit weights": ("fewer bits", "its numbers have fewer bits"),
+    "8-bit optimizer": ("lower precision", "check that accuracy holds"),
+    "16-bit optimizer state": ("lower precision", "check that accuracy holds"),
+    "16-bit weights": ("lower precision", "check that accuracy holds"),
     "autocast without cache": ("more casts", "it casts weights more often"),
 }
 """Costs per step of changes to memory, in up to 16 characters, and in a sentence; others add no
@@ -297,9 +302,21 @@ def _returned(view: MemoryView) -> str:
     return f"{given} returns {t.format_bytes(view.returnable)} of it"
 
 
+def _first_sentence(text: str) -> str:
+    first = text.partition(". ")[0].rstrip(".")
+    return f"{first[0].lower()}{first[1:]}." if first else ""
+
+
 def _memory_action(view: MemoryView) -> str:
     """Name the cheapest change that frees much, and the one that frees most; without a history, say
     how to record one."""
+    if view.source == "timeline":
+        most = max(view.categories, key=lambda each: each.bytes, default=None)
+        if most is not None and most.category == "activations" and view.trains is not False:
+            return (
+                "Autocast to bf16 and checkpointing make activations smaller; a snapshot shows by "
+                "how much (torch.cuda.memory._dump_snapshot)."
+            )
     large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
     if large:
         first, most = large[0], max(large, key=lambda each: each.bytes)

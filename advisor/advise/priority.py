@@ -16,6 +16,7 @@ from advisor.advise.impact import (
     WARNING_SHARE,
     GainEstimator,
     gain_may_be_zero,
+    may_matter,
     scales_to_run,
     without_gain,
 )
@@ -89,11 +90,13 @@ def prioritize(
         gain = None if impact is None else impact.gain_ns
         if finding.informational and timed and gain is not None and gain < floor:
             notes += without_gain([finding], estimator, a, WARNING_SHARE * a.step_ns)
+        elif gain_may_be_zero(finding, floor):
+            if may_matter(finding, a.step_ns):
+                notes.append(finding)
         elif (
             finding.informational
             or impact is None
             or (impact.currency == "unpriced" and not finding.known_cost)
-            or gain_may_be_zero(finding, floor)
         ):
             notes.append(finding)
         elif not timed and not finding.known_cost and not _counts_in_run(finding):
@@ -114,7 +117,18 @@ def prioritize(
             ordered.append(replace(risk, folded_under=rival.rule))
     notes += without_gain(dropped, estimator, a, floor)
     notes.sort(key=_gain_per_launch)
+    notes = _distinct(notes, ordered)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
+
+
+def _distinct(notes: Sequence[Finding], ordered: Sequence[Finding]) -> list[Finding]:
+    """Leave out notes about the same time as a finding or a note before them: alternatives."""
+    result: list[Finding] = []
+    for note in notes:
+        said = {each.alternatives for each in (*ordered, *result)} - {""}
+        if note.alternatives not in said:
+            result.append(note)
+    return result
 
 
 def _counts_in_run(finding: Finding) -> bool:

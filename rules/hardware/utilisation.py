@@ -102,9 +102,9 @@ class LowMfu(Rule):
     models reaches 40 to 55% (MegaScale: 55% on 12,288 GPUs).
 
     The FLOPs come from the shapes of the profiled window. The time is the recorder's unprofiled
-    median where it exists, because the profiler lengthens steps. The rule says that there is room;
-    the other findings say why. Memory-bound work has a low MFU by nature. So the rule leaves out
-    steps in which matrix products, convolutions and attention take less than half of kernel time.
+    median where it exists, because the profiler lengthens steps. Memory-bound work and a GPU that
+    waits have a low MFU by nature, and findings of their own. So the rule leaves out steps in which
+    matrix products, convolutions and attention take less than half of the time.
     """
 
     id = "low-mfu"
@@ -116,7 +116,7 @@ class LowMfu(Rule):
     references = ("https://arxiv.org/abs/2402.15627", "https://arxiv.org/abs/2204.02311")
 
     max_mfu = Threshold(0.30, "of the peak", GPUPROF)
-    min_matrix = Threshold(0.50, "of kernel time in GEMM, convolution and attention", CHOSEN)
+    min_matrix = Threshold(0.50, "of the step in GEMM, convolution and attention", CHOSEN)
 
     fix = "See what keeps the step from the peak: the findings, and advisor analyze --by operator."
     verify = "Record again: MFU rises."
@@ -129,22 +129,22 @@ class LowMfu(Rule):
             return
         recorded = recorded_steps(a)
         matrix_families = pl.col("family").is_in(["gemm", "convolution", "attention"])
-        matrix = float(a.families.filter(matrix_families)["share"].sum() or 0.0)
         step = a.step_ns
         if recorded.median is not None and recorded.count >= 10:
             step = min(step, recorded.median)
         mfu = a.mfu * a.step_ns / step
+        matrix = float(a.families.filter(matrix_families)["dur"].sum() or 0.0) / a.step_count / step
         if mfu >= self.max_mfu or matrix < self.min_matrix:
             return
         yield Finding(
             summary=(
-                f"MFU is {mfu:.0%} in a step of {t.format_duration(step)}, although matrix work "
-                "takes most of the kernel time."
+                f"MFU is {mfu:.0%} in a step of {t.format_duration(step)}, of which matrix work "
+                f"takes {min(matrix, 1.0):.0%}."
             ),
             evidence=[
                 self.compare("model FLOP utilisation", mfu, "max_mfu"),
                 Evidence("in the profiled window", a.mfu, "share"),
-                self.compare("matrix work, share of kernel time", matrix, "min_matrix"),
+                self.compare("matrix work, share of the step", min(matrix, 1.0), "min_matrix"),
                 Evidence(
                     "device busy, share",
                     a.breakdown.busy.total / max(a.span_ns, 1),

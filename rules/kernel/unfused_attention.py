@@ -130,8 +130,8 @@ class UnfusedAttention(Rule):
         "    out = F.scaled_dot_product_attention(q, k, v)"
     )
     verify = (
-        "Profile again: flash, fmha or cudnn attention kernels in place of bmm and softmax. Peak "
-        "memory falls too."
+        "Profile again: one fused kernel (flash, fmha or attn in its name) in place of bmm and "
+        "softmax. Peak memory falls too."
     )
     falsified_by = (
         "code that needs the matrix of scores itself (returned weights, a bias that no fused "

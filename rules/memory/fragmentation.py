@@ -20,7 +20,7 @@ from advisor.measure.memory.allocator_replay import (
     measure_repacking,
     measure_repacking_at_end,
 )
-from advisor.rules.citations import CHOSEN
+from advisor.rules.citations import CHOSEN, public_traces
 from advisor.rules.common import impact_memory, recorded_steps
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
@@ -60,6 +60,9 @@ class Fragmentation(Rule):
     knobs = ("expandable-segments",)
     reads_record = True
     auxiliary_inputs = (SNAPSHOT,)
+    found_in = public_traces("memory/h100_fragments")
+    silent_in = public_traces("memory/h100_leak memory/h100_training")
+    validation_note = "a snapshot of large blocks with small ones between them"
     references = (
         "https://pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf",
     )

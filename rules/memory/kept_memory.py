@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.post_mortem import PostMortem, fullest_devices, growing_lines
 from advisor.measure.steps.step_records import StepRecords
-from advisor.rules.citations import CHOSEN, TRACEML
+from advisor.rules.citations import CHOSEN, TRACEML, public_traces
 from advisor.rules.common import impact_memory, impact_risk, recorded_steps
 from advisor.rules.memory.device_memory import (
     at_line,
@@ -141,16 +141,17 @@ class MemoryLeak(Rule):
     title = "Memory grows from step to step"
     reads_record = True
     auxiliary_inputs = (SNAPSHOT,)
-    found_in = ("recorded/leak.slow",)
+    found_in = ("recorded/leak.slow", *public_traces("memory/h100_leak"))
     silent_in = (
         "recorded/leak.cured",
         "recorded/anomaly.cured",
         "recorded/gc_pauses.cured",
         "recorded/threads.cured",
+        *public_traces("memory/h100_full memory/h100_training"),
     )
     validation_note = (
         "a CPU recording whose loop keeps 6 MB per step, for resident memory. Silent without that. "
-        "GPU memory: synthetic"
+        "A snapshot of a loop that keeps 16 MiB per step, for GPU memory"
     )
     references = (
         "https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
@@ -308,7 +309,6 @@ class MemoryLeak(Rule):
                     if r["file"] is not None
                 ],
                 impact=impact_risk(f"{t.format_bytes(each)} per step are never freed"),
-                confidence_notes=["tested on simulated snapshots only"],
                 **self.case("of a snapshot"),
             )
 

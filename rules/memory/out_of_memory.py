@@ -12,7 +12,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
 from advisor.measure.memory.memory_savings import Saving, find_savings
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, public_traces
 from advisor.rules.common import impact_risk, recorded_steps
 from advisor.rules.memory.device_memory import (
     EXPANDABLE,
@@ -28,6 +28,7 @@ from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.core.snapshot import OutOfMemoryText
+    from advisor.measure.memory.memory_origin import Origin
     from advisor.measure.memory.post_mortem import PostMortem
 
 MIN_BATCHES = 5
@@ -62,7 +63,9 @@ class OutOfMemory(Rule):
     title = "The run ran out of GPU memory"
     reads_record = True
     auxiliary_inputs = (SNAPSHOT,)
-    silent_in = CURED_RECORDINGS
+    found_in = public_traces("memory/h100_full")
+    silent_in = (*CURED_RECORDINGS, *public_traces("memory/h100_leak memory/h100_training"))
+    validation_note = "a snapshot of batches that double until a request for logits fails"
     references = ("https://pytorch.org/docs/stable/torch_cuda_memory.html",)
 
     max_allocated_share = Threshold(
@@ -116,7 +119,8 @@ class OutOfMemory(Rule):
             "fix": "Compute the loss in chunks, or with a fused linear cross entropy",
             "code": "# pip install liger-kernel\n"
             "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
-            "loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, target)",
+            "fused = LigerFusedLinearCrossEntropyLoss()\n"
+            "loss = fused(head.weight, hidden, target, bias=head.bias)",
         },
         "references": {
             "fix": "Release the outputs of the previous step (del, detach)",
@@ -274,7 +278,8 @@ class OutOfMemory(Rule):
             list(find_savings(post)),
         )
         scattered = placed is not None and placed.scattered and packed is not None and packed.helps
-        ways.sort(key=lambda way: way.bytes < request)  # the cheapest that suffices first
+        needed = request - (post.device_free or 0)
+        ways.sort(key=lambda way: way.bytes < needed)  # the cheapest that suffices first
         if scattered:  # the fix for fragments first
             ways.sort(key=lambda way: way.name != "expandable segments")
         why = (
@@ -284,8 +289,14 @@ class OutOfMemory(Rule):
             else f"tensors held {t.format_bytes(post.allocated)} of the "
             f"{t.format_bytes(post.reserved)} reserved ({_list_holders(post)})"
         )
+        fix, grown = _name_ways(ways, post, needed), ""
+        if (larger := post.larger_inputs) is not None:
+            origin, *ends = larger
+            first, last = map(t.format_bytes, ends)
+            grown = f" Inputs grew from step to step: {_place(origin)} made {first}, then {last}."
+            fix = f"{self.case('an unusually large batch')['fix']} {fix}"
         return Finding(
-            summary=f"A request of {t.format_bytes(request)} failed: {why}.",
+            summary=f"A request of {t.format_bytes(request)} failed: {why}.{grown}",
             evidence=[
                 Evidence("request", request, "bytes"),
                 Evidence("in tensors", post.allocated, "bytes"),
@@ -302,7 +313,7 @@ class OutOfMemory(Rule):
             where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
             severity="critical",
             impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
-            fix=_name_ways(ways, post),
+            fix=fix,
             code=describe_change(ways[0].name, post.trains)[1] if ways else "",
             confidence=0.85,
             assumptions=[f"{_name(way, post)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
@@ -377,14 +388,19 @@ def _name(saving: Saving, post: PostMortem) -> str:
     return f"{fix[0].lower()}{fix[1:]}"
 
 
-def _name_ways(ways: list[Saving], post: PostMortem) -> str:
-    """Write what would have freed memory, one sentence each."""
+def _place(where: Origin | Saving) -> str:
+    name = (where.file or "").replace(chr(92), "/").rsplit("/", 1)[-1]
+    return f"{name}:{where.line}" if name and where.line is not None else ""
+
+
+def _name_ways(ways: list[Saving], post: PostMortem, needed: int) -> str:
+    """Write what would have freed memory, one sentence each. ``needed``: bytes that suffice."""
     sentences = []
     for way in ways[:MAX_SAVINGS]:
-        place = ""
-        if way.line is not None and way.file is not None:
-            place = f" ({way.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{way.line})"
+        place = f" ({_place(way)})" if _place(way) else ""
         freed = t.format_bytes(way.bytes)
+        if post.device_free and needed <= way.bytes < (post.request or 0):
+            freed += f"; with the {t.format_bytes(post.device_free)} that the driver had, it fits"
         fix = describe_change(way.name, post.trains)[0]
         sentences.append(f"{fix}{place}: this frees {freed}.")
     if len(sentences) > 1:

@@ -11,6 +11,7 @@ import pytest
 
 from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
+from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.sample_workloads import catalogue
@@ -44,7 +45,11 @@ def fired(*paths: str) -> frozenset[str]:
     run = open_run(paths if len(paths) > 1 else paths[0])
     records = {} if run.recording is None else run.recording.ranks
     analyses = {n: Analysis(trace, None, records.get(n)) for (n, _), trace in run.traces.items()}
-    rules = [rule for rule in RULES.values() if records or not rule.reads_record]
+    rules = [
+        rule
+        for rule in RULES.values()
+        if records or not rule.reads_record or SNAPSHOT in rule.auxiliary_inputs
+    ]
     found = {
         finding.rule
         for number, a in analyses.items()
@@ -76,6 +81,8 @@ def paths(shared_trace: Callable[[str], str], name: str) -> tuple[str, ...]:
     if name.startswith("ncu/"):
         end = "csv.gz" if name.endswith("rtx5090") else "ncu-rep.gz"
         return (public_file(f"{name}.{end}"),)
+    if name.startswith("memory/"):
+        return (public_file(f"{name}.pickle.gz"),)
     if name.startswith("h100/"):
         return (str(CORPUS / name),)
     return (shared_trace(name),)

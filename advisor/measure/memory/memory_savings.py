@@ -58,6 +58,8 @@ class Change(NamedTuple):
     forward_call: Ints | None = None
     """Call of its forward pass that a row belongs to: of checkpointing, which can be done for some.
     """
+    request_share: float = 1.0
+    """Share of the request that failed which is still asked for at once."""
 
     def for_calls(self, count: int) -> Change:
         """Limit the change to the first ``count`` calls of each pass."""
@@ -111,7 +113,8 @@ def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: flo
             real = end > begin
             _add(curve, begin[real] + 1, end[real] + 1, away[real])
     if h.failed_event is not None and post.request is not None:
-        curve[h.failed_event + 1] += post.request
+        asked = min([each.request_share for each in made], default=1.0)
+        curve[h.failed_event + 1] += post.request * asked
     return round(float(curve.max()))
 
 
@@ -163,7 +166,9 @@ def find_changes(post: PostMortem) -> list[Change]:
     ]  # fmt: skip
     if post.trains is not False:
         made += [_checkpointing(post), _offload(post), _set_to_none(post), *_optimizer(post)]
-    return [each for each in made if each is not None and len(each.rows)]
+    return [
+        each for each in made if each is not None and (len(each.rows) or each.request_share < 1)
+    ]
 
 
 def _of(post: PostMortem, *categories: str) -> Mask:
@@ -399,16 +404,31 @@ def find_logits(post: PostMortem) -> Logits | None:
 
 def _logits(post: PostMortem) -> Change | None:
     result = find_logits(post)
-    if result is None:
+    asked = _asks_for_logits(post)
+    if result is None and not asked:
         return None
+    pieces = f"made in {LOSS_CHUNKS} pieces, one at a time"
     return Change(
         "smaller logits",
-        result.rows,
+        np.empty(0, np.int64) if result is None else result.rows,
         1 / LOSS_CHUNKS,
-        f"the {result.blocks} blocks of the loss and of the logits' size are made in {LOSS_CHUNKS} "
-        "pieces, one at a time",
-        where=result.where,
+        f"the request that failed is for logits, which are {pieces}"
+        if result is None
+        else f"the {result.blocks} blocks of the loss and of the logits' size are {pieces}",
+        where=post.failed_at if result is None else result.where,
+        request_share=1 / LOSS_CHUNKS if asked else 1.0,
     )
+
+
+def _asks_for_logits(post: PostMortem) -> bool:
+    """Tell whether the request that failed is for logits: where earlier steps made blocks of the
+    same size as a loss did."""
+    h, lives = post.history, post.history.block_lifetimes
+    if h.failed_event is None or post.request is None:
+        return False
+    loss = np.array([o.loss for o in h.origins])[lives.stack]
+    same = lives.stack == h.event_stack[h.failed_event]
+    return bool(np.isin(lives.size[same], lives.size[loss]).any())
 
 
 def _autocast(post: PostMortem) -> Change | None:

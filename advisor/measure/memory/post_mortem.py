@@ -111,6 +111,36 @@ class PostMortem:
             return None
         return self.history.origins[int(self.history.event_stack[failed])]
 
+    @cached_property
+    def larger_inputs(self) -> tuple[Origin, int, int] | None:
+        """Line outside of passes whose largest block never shrank from step to step and at least
+        doubled, its bytes in the first step and in the last; ``None``: there is none."""
+        lives = self.history.block_lifetimes
+        step = np.searchsorted(self.history.steps[1], lives.start_event, side="right")
+        own = np.array([each.role == "own" for each in self.history.origins])[lives.stack]
+        rows = np.flatnonzero(own & (lives.start_event >= 0))
+        table = pl.DataFrame(
+            {"stack": lives.stack[rows], "step": step[rows], "size": lives.size[rows]}
+        )
+        sizes = table.group_by("stack", "step").agg(pl.col("size").max()).sort("stack", "step")
+        lines = sizes.group_by("stack").agg(
+            pl.len().alias("steps"),
+            pl.col("step").last(),
+            first=pl.col("size").first(),
+            last=pl.col("size").last(),
+            least=pl.col("size").diff().min(),
+        )
+        grown = lines.filter(
+            pl.col("steps") >= MIN_STEPS,
+            pl.col("step") == step.max(initial=0),
+            pl.col("least") >= 0,
+            pl.col("last") >= 2 * pl.col("first"),
+        ).sort("last")
+        if grown.is_empty():
+            return None
+        stack, *_, first, last, _ = grown.row(-1)
+        return self.history.origins[stack], first, last
+
     def _of_failure(self, column: str) -> int | None:
         failed = self.history.failed_event
         value = None if failed is None else self.history.events[column][failed]

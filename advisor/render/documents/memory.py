@@ -79,6 +79,8 @@ def sections(report: Report) -> list[Block]:
 
 MIN_OF_CAPACITY: Final = 0.1
 """Share of the GPU's memory at the peak from which a trace's table of it is shown."""
+MIN_LISTED: Final = 0.001
+"""Share of the memory held from which a category is listed."""
 MIN_HELD: Final = 1 << 30
 """Bytes at the peak from which it is where the capacity is unknown."""
 
@@ -107,16 +109,17 @@ def _first_saving(view: MemoryView, report: Report) -> list[Block]:
     whatever else was done. Code that a finding shows is not shown twice."""
     growing = {(each.file, each.line) for each in view.growth}
     leaks = [each for each in view.savings if (each.file, each.line) in growing]
-    enough = [each for each in view.savings if each.bytes >= (view.request or 0)]
+    needed = (view.request or 0) - (view.driver_free or 0)
+    enough = [each for each in view.savings if each.bytes >= needed]
     most = (leaks or enough or view.savings)[0]
     text, code = describe_change(most.change, view.trains)
     if leaks and most.change == "references":
-        text = "Release what the line leaves behind in each step"
+        text, code = "Release what the line leaves behind in each step", ""
     if most.file is not None:
         text += f": {shorten(most.file)}:{most.line}"
     shown = any(risk.code.strip() == code.strip() for risk in report.risks)
     fix = FieldList([TextField("fix", [text], "strong")])
-    return [fix] if shown else [fix, Code(code, indent=2)]
+    return [fix] if shown or not code else [fix, Code(code, indent=2)]
 
 
 def _is_like(view: MemoryView, first: MemoryView) -> bool:
@@ -188,6 +191,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     by = [
         f"{each.category} {t.format_bytes(each.bytes)} {t.format_share(each.bytes / whole)}"
         for each in view.categories
+        if each.bytes >= MIN_LISTED * whole
     ]
     held = [
         f"{t.format_bytes(view.allocated)} in tensors",
@@ -230,11 +234,12 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         ),
         _table(
             f"What a change frees {_of_peak(view)} (savings overlap)",
-            ["change", "frees", "costs per step"],
+            ["change", "frees", "costs per step"] + ["line"] * _has_lines(view),
             _savings(view),
             rows,
+            "lrrl"[: 3 + _has_lines(view)],
         ),
-        _table(_CHURN, ["line", "per step", "times"], _lines(view.churn), rows),
+        _table(_CHURN, ["line", "per step", "times"], _churn(view), rows),
         _table(
             f"{_POOLS}, when the snapshot was taken",
             ["pool", "number", "reserved", "in tensors", "free", "largest piece"],
@@ -259,18 +264,24 @@ def _bases(view: MemoryView) -> list[str]:
     ]
 
 
-def _table(title: str, head: list[str], rows: list[list[str]], limit: int) -> Grid:
+def _table(title: str, head: list[str], rows: list[list[str]], limit: int, align: str = "") -> Grid:
     rows = rows[:limit]
-    return Grid(head, rows, title, short=rows[:MAX_SHORT])
+    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT])
 
 
 def _held(view: MemoryView) -> list[list[str]]:
+    if not any(each.file or each.function for each in view.held):
+        return []  # categories alone are above
     whole = max(view.allocated, 1)
     rows = []
     for each, row in zip(view.held, _lines(view.held, categories=True), strict=True):
         label = f" · {labels.clean(each.label)}" if each.label else ""
         rows.append([row[0] + label, row[1], t.format_share(each.bytes / whole), row[2]])
     return rows
+
+
+def _churn(view: MemoryView) -> list[list[str]]:
+    return _lines(view.churn) if any(each.file or each.function for each in view.churn) else []
 
 
 def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> Grid:
@@ -327,21 +338,21 @@ def _segments(view: MemoryView) -> list[list[str]]:
     ]
 
 
+def _has_lines(view: MemoryView) -> bool:
+    return any(each.file is not None for each in view.savings[:MAX_SAVINGS])
+
+
 def _savings(view: MemoryView) -> list[list[str]]:
-    return [
-        [
-            _named(each.change)
-            if each.file is None
-            else f"{_named(each.change)} at {shorten(each.file)}:{each.line}",
-            t.format_bytes(each.bytes),
-            each.cost,
-        ]
-        for each in view.savings[:MAX_SAVINGS]
-    ]
+    rows = []
+    for each in view.savings[:MAX_SAVINGS]:
+        place = "" if each.file is None else f"{t.shorten_path(each.file, 24)}:{each.line}"
+        row = [_named(each.change), t.format_bytes(each.bytes), each.cost]
+        rows.append([*row, place] if _has_lines(view) else row)
+    return rows
 
 
 def _named(change: str) -> str:
-    return "references of earlier steps" if change == "references" else change
+    return "earlier steps' outputs" if change == "references" else change
 
 
 def _end(view: MemoryView) -> list[str]:

@@ -157,9 +157,17 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         if len(limits) == 1 and not left and len(views) > 1:
             parts = [f"all are limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
+    checks = [view for view in views if is_reference(view.name)]
+    if checks and len(checks) < len(views):
+        views = [view for view in views if view not in checks]
+        short = label_kernels(view.short for view in report.kernel_counters)
+        names = " and ".join(dict.fromkeys(short[view.short] for view in checks))
+        text += f". {names}, a reference for results, is left out"
     text += f". {_longest(views)}"
-    if report.notes:
-        return "bottlenecks", f"{text}{_first_fix(report.notes[0], views)}"
+    own = {labels.clean(kernel_key(view.name)) for view in views}
+    notes = [each for each in report.notes if _kernel_of(each) in own]
+    if notes:
+        return "bottlenecks", f"{text}{_first_fix(notes[0], views)}"
     if limits:
         text += _raise_occupancy(views) or _relieve(views)
     elif all(view.duration_ns is None for view in views):
@@ -172,11 +180,20 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     return ("bottlenecks" if report.findings else "limited"), text.rstrip()
 
 
+def is_reference(name: str) -> bool:
+    """Tell whether a kernel is by its name a plain computation that others are checked against."""
+    return re.search(r"(?<![a-z])[Rr]eference(?![a-z])", name) is not None
+
+
+def _kernel_of(note: Finding) -> str:
+    """Return the key of the kernel that a note is about first; empty: it names none."""
+    return labels.clean(kernel_key(note.where[0].kernel or "")) if note.where else ""
+
+
 AT_LIMIT, MOST_TIME = 0.8, 0.5
 """Use of a unit at its limit; share of all launches' time of a kernel that dominates."""
 RELIEVE: Final = {
-    "L1": "It reads and writes too often for what it computes: keep tiles in registers or shared "
-    "memory, and load several elements at once",
+    "L1": "Let neighbouring threads read neighbouring addresses, and keep tiles in registers",
     "L2": "Make blocks that run together share data, or keep tiles in shared memory",
     "DRAM": "Move fewer bytes: fuse it with its neighbours, or use a smaller type",
     "compute": "Its arithmetic is at the limit: use tensor cores, a smaller type or less work",
@@ -194,6 +211,8 @@ def _relieve(views: Sequence[KernelCounters]) -> str:
     return f"{RELIEVE[longest.limit]}. " if at_limit and longest.limit in RELIEVE else ""
 
 
+FEW_BLOCKS = 0.5
+"""Waves of blocks below which a kernel has too few of them, whatever its occupancy."""
 LOW_OCCUPANCY = 0.25
 """Achieved occupancy below which a kernel that waits is advised more resident warps."""
 
@@ -206,12 +225,17 @@ def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
         return ""
     if longest.occupancy >= LOW_OCCUPANCY:
         return ""
-    other = "use fewer registers and less shared memory per block"
+    if longest.waves is not None and longest.waves < FEW_BLOCKS:
+        filled = t.format_share(longest.waves)
+        return (
+            f"Its blocks fill {filled} of the GPU: give it more work per launch, or split its sum."
+        )
+    cure = "Give it more work per launch, or use fewer registers and less shared memory per block."
     if (library := library_of(longest.name)) is not None:
-        other = f"choose another algorithm, as it is a kernel of {library}"
+        cure = f"It is a kernel of {library}: give it more work, or call another algorithm."
     return (
         f"Its occupancy is {t.format_share(longest.occupancy)}: too little runs at once to hide "
-        f"the waits. Give it more work per launch, or {other}."
+        f"the waits. {cure}"
     )
 
 
@@ -280,7 +304,7 @@ def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
     when = f"if each of the {count} is launched once" if count > 1 else "per launch"
     gain = f" A fix saves up to {t.format_duration(saved)} {when}." if saved else ""
     if saved and saved < SMALL_FIX * sum(map(_total, views)):
-        return f"{_relieve(views)}A smaller gain: {title}{which}.{gain}"
+        return f"{_relieve(views)}A smaller gain: {title}{which}."
     return f"First: {title}{which}.{gain}"
 
 

@@ -311,8 +311,8 @@ def _memory_action(view: MemoryView) -> str:
     """Name the cheapest change that frees much, and the one that frees most; without a history, say
     how to record one."""
     if view.source == "timeline":
-        most = max(view.categories, key=lambda each: each.bytes, default=None)
-        if most is not None and most.category == "activations" and view.trains is not False:
+        held = max(view.categories, key=lambda each: each.bytes, default=None)
+        if held is not None and held.category == "activations" and view.trains is not False:
             return (
                 "Autocast to bf16 and checkpointing make activations smaller; a snapshot shows by "
                 "how much (torch.cuda.memory._dump_snapshot)."

@@ -4,6 +4,7 @@ in a trace."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -128,7 +129,17 @@ def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
 
 def label_kernels(keys: Iterable[str]) -> dict[str, str]:
     """Shorten the names of a report's kernels, by their keys, the same in all its parts."""
-    return labels.labels_by_name(sorted(set(keys)), LABEL_WIDTH)
+    named = labels.labels_by_name(sorted(set(keys)), LABEL_WIDTH)
+    heads = Counter(label.partition("…")[0] for label in named.values())
+    return {
+        key: f"{head}…>" if tail and len(tail) <= MAX_STUB and heads[head] == 1 else label
+        for key, label in named.items()
+        for head, _, tail in [label.partition("…")]
+    }
+
+
+MAX_STUB = 3
+"""Characters of the end of a cut name that say nothing: ``Kernel<Gemm…cu``."""
 
 
 def shorten_kernel(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:

@@ -5,7 +5,8 @@ that NCCL chose, and calls that do not match or end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -144,7 +145,7 @@ def _cause(item: CompileCause) -> Inline:
 
 MAX_KERNELS: Final = 50
 MAX_SHORT: Final = 10
-MAX_ADVICE: Final = 12
+MAX_ADVICE: Final = 6
 MAX_LINES: Final = 3
 """Number of hot lines listed for a kernel."""
 MIN_SHARE: Final = 0.05
@@ -179,10 +180,10 @@ def kernel_tables(report: Report) -> list[Section]:
     blocks = [Section(title, [grid], aside)]
     sampled = [
         [
-            f"{t.shorten_path(each.file, 28)}:{each.line}",
+            f"{t.shorten_path(each.file, 22)}:{each.line}",
             t.format_share(each.share),
-            "issuing" if each.stall == "selected" else each.stall,
-            short[view.short],
+            _stall(each.stall),
+            labels.shorten(short[view.short], 16),
         ]
         for view in views[:MAX_SHORT]
         for each in view.lines[:MAX_LINES]
@@ -191,7 +192,7 @@ def kernel_tables(report: Report) -> list[Section]:
     if sampled:
         grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
         blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
-    advice = [f"{short[view.short]}: {text}" for view in views for text in view.advice]
+    advice = _own_advice(views, short)
     if advice:
         count = t.count_noun(len(advice), "note") + " of the profiler"
         items = Items(advice[:MAX_ADVICE])
@@ -199,6 +200,53 @@ def kernel_tables(report: Report) -> list[Section]:
             Section("The kernel profiler's own advice", [items], folded=True, summary=count)
         )
     return [*blocks, *_triton(report)]
+
+
+STALLS: Final = {
+    "selected": "issuing",
+    "not selected": "its turn",
+    "long scoreboard": "memory",
+    "short scoreboard": "shared memory",
+    "lg throttle": "memory queue",
+    "mio throttle": "shared-memory queue",
+    "tex throttle": "texture queue",
+    "math pipe throttle": "arithmetic unit",
+    "barrier": "other warps",
+    "membar": "visible writes",
+    "wait": "last instruction",
+    "imc miss": "constants",
+    "no instruction": "code",
+    "branch resolving": "branch",
+    "dispatch stall": "dispatcher",
+    "drain": "last writes",
+    "sleeping": "sleep",
+}
+"""What a warp waits for, by Nsight Compute's name of the stall
+(https://docs.nvidia.com/nsight-compute/ProfilingGuide/#statistical-sampler)."""
+
+
+def _stall(name: str) -> str:
+    words = STALLS.get(name)
+    return name if words is None else f"{words} ({name})" if name != "selected" else words
+
+
+BOILERPLATE: Final = re.compile(
+    r" *See the CUDA Best Practices Guide [^.]*\.| *See the [\w ]+ (?:description|model)[^.]*\."
+    r"| *Look at [\w ]+ for more details\.",
+    re.IGNORECASE,
+)
+
+
+def _own_advice(views: Sequence[KernelCounters], short: dict[str, str]) -> list[str]:
+    """List what the profiler's own rules say, each once with the kernels that it is said of.
+    Occupancy is of interest where the kernel waits."""
+    said: dict[str, list[str]] = {}
+    for view in views:
+        for text in view.advice:
+            waits = view.limit in ("latency", "unknown")
+            if waits or "theoretical occupancy" not in text:
+                said.setdefault(BOILERPLATE.sub("", text), []).append(short[view.short])
+    return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in said.items()]
 
 
 def _triton(report: Report) -> list[Section]:
@@ -294,11 +342,18 @@ def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[s
         "file": labels.shorten(view.file, 24),
         **times,
         "limited by": "" if view.limit == "unknown" else view.limit,
-        "use": _or_empty(busiest, t.format_share),
+        "use": _or_empty(busiest, t.format_share) + _unit_of(view),
         "DRAM bytes": _or_empty(view.dram_bytes, t.format_bytes) if busiest is None else "",
         "DRAM rate": rate if busiest is None else "",
         "occupancy": _or_empty(view.occupancy, t.format_share),
     }
+
+
+def _unit_of(view: KernelCounters) -> str:
+    """Name the busiest unit where it is not what limits the kernel; else empty."""
+    if view.limit != "latency" or not view.use:
+        return ""
+    return f" {max(view.use, key=view.use.__getitem__)}"
 
 
 def _or_empty(value: float | None, written: Callable[[float], str]) -> str:

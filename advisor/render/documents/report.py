@@ -248,7 +248,7 @@ def _rest(report: Report) -> Iterator[Block]:
             ]
             counters = bool(report.kernel_counters)
             title = "What the counters show" if counters else "What to change"
-            yield Section(title, [Items(shown)], "the largest first" if counters else "")
+            yield Section(title, [Items(shown)], "the largest first" if len(shown) > 1 else "")
         else:
             yield Section("Notes", notes, folded=True, summary=counted)
     if report.hot_lines:

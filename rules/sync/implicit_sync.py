@@ -425,7 +425,7 @@ class HostReads(Rule):
         "Work on whole batches instead of single items, so that one read serves them all. Replace "
         "boolean indexing with torch.where or a multiplication with the mask, `if tensor:` with "
         "arithmetic, and lists of GPU tensors with one padded tensor. Read what the host needs "
-        "once, at the end: one read per item that is left costs nearly as much as several. "
+        "once, at the end: one read per item costs nearly as much as several. "
         "torch.cuda.set_sync_debug_mode('warn') names each line."
     )
     code = (

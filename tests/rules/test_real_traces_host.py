@@ -297,7 +297,7 @@ def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace:
     assert "9.24 ms" in text and "the GPU is then busy for 92% of it" in text
     (note,) = [each for each in made.notes if each.rule == "fp32-matmul"]
     assert "77% of kernel time" in note.summary and note.impact is not None
-    assert note.impact.reason.startswith("gains nothing alone: the host sets the pace (100% of")
+    assert note.impact.reason.startswith("gains little alone: the host sets the pace (100% of")
 
 
 def test_a_host_that_is_ahead_for_most_of_the_window_is_not_all_that_limits(

@@ -221,7 +221,7 @@ STALLS: Final = {
     "drain": "last writes",
     "sleeping": "sleep",
 }
-"""What a warp waits for, by Nsight Compute's name of the stall
+"""Words for what a warp waits for, by Nsight Compute's name of the stall
 (https://docs.nvidia.com/nsight-compute/ProfilingGuide/#statistical-sampler)."""
 
 

@@ -67,7 +67,7 @@ def empty_figure(height: int, **layout: Any) -> Any:
 
 
 def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[str]) -> Any:
-    """Draw the median step of runs, in their order. ``values``: ms."""
+    """Draw the step time of runs, in their order. ``values``: ms."""
     made = empty_figure(280)
     made.add_trace(
         go.Scatter(
@@ -89,7 +89,7 @@ def run_history(names: Sequence[str], values: Sequence[float], about: Sequence[s
         for name, line in zip(names, about, strict=True)
     ]
     made.update_xaxes(tickvals=at, ticktext=[labels[i] for i in at], tickangle=0)
-    made.update_yaxes(title_text="median step, ms", rangemode="tozero")
+    made.update_yaxes(title_text="step, ms", rangemode="tozero")
     return made
 
 

@@ -15,7 +15,7 @@ from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.ranks.job import files_summarised_apart
 from advisor.advise.report_text import ranked_findings
 from advisor.core.errors import AdvisorError
-from advisor.core.report import SCHEMA, Report
+from advisor.core.report import SCHEMA, Report, StepTime
 from advisor.core.report_file import read_saved
 from advisor.core.run_directory import STEPS
 from advisor.core.trace import Run
@@ -141,6 +141,8 @@ class OpenedPath:
     """Number of times that ``loaded`` was replaced."""
     summary: RunSummary | None = None
     """Summary of a run in a folder of runs, once its records were read."""
+    step: StepTime | None = None
+    """Step time of the run; of one that was read, its report's. ``None``: not measured."""
     verdict: str = ""
     """Verdict of the report, also once the run was closed again."""
     gains: dict[str, float] = field(default_factory=dict)
@@ -319,6 +321,7 @@ class DashboardSession:
                 return
             with contextlib.suppress(AdvisorError):
                 entry.summary = RunSummary.read(entry.path)
+                entry.step = entry.step if entry.verdict else entry.summary.step
         for entry in self.entries[1 : 1 + MAX_OPENED] if self.folder else ():
             if entry.state == "unread" and not self._stop.is_set():
                 entry.state = "loading"
@@ -367,6 +370,7 @@ class DashboardSession:
             self._fail(entry, "out of memory; analyse one rank or fewer steps at a time")
         else:
             entry.loaded, entry.verdict = loaded, loaded.report.verdict
+            entry.step = loaded.report.step
             entry.gains = {
                 finding.title: finding.impact.gain_ns
                 for finding in ranked_findings(loaded.report)

@@ -49,7 +49,7 @@ def main() -> None:
     ]
     only = {name for name in given.only.split(",") if name}
     session = DashboardSession(given.paths).load()
-    access = Access.to()
+    access = Access.for_host()
     server = bind(create_app(session, access).server, access, 0)
     threading.Thread(target=server.run, daemon=True).start()
     with sync_playwright() as playwright:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,12 +35,10 @@ from advisor.core.report import (
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy
-from advisor.measure.device.roofline import in_spans
 from advisor.measure.host.layers import report_layers
-from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
-from advisor.measure.steps.step_records import MIN_AROUND, MIN_DEVICE_TIMED, MIN_PROFILED
+from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
 from advisor.measure.steps.steps import recorded_extent
 from advisor.rules.memory.device_memory import measure_held
 
@@ -225,22 +224,11 @@ def _longest(a: Analysis, table: pl.DataFrame, whole: int) -> list[OperatorTime]
 
 
 def list_families(a: Analysis) -> list[Family]:
-    """Return kernel families, with shares of all listed device work, which add up to 1. Look-ups
-    that no embedding does are ``indexing``."""
-    work, cpu = in_spans(a), a.trace.cpu
-    names, row = [work["name"], work["op_name"]], work["op_row"]
-    for _ in range(2):  # aten::embedding calls aten::index_select, and that aten::gather
-        row = cpu["parent"].gather(row)
-        names.append(cpu["name"].gather(row))
-    other = work["family"] == "embedding"
-    for each in names:
-        other &= ~name_matches(each, "(?i)embed").fill_null(False)
-    family = pl.when(other).then(pl.lit("indexing")).otherwise(work["family"].cast(pl.String))
-    table = work.group_by(family=family).agg(pl.col("ns").sum(), pl.len()).sort("ns", "family")
-    whole = int(table["ns"].sum())
+    """Return kernel families, with shares of all listed device work, which add up to 1."""
+    whole = int(a.families["dur"].sum())
     return [
         Family(name, ns / a.step_count, ns / whole, count / a.step_count)
-        for name, ns, count in table.reverse().iter_rows()
+        for name, count, ns in a.families.select("family", "count", "dur").iter_rows()
         if whole
     ]
 
@@ -475,8 +463,6 @@ def _rank_line(number: int, a: Analysis) -> RankLine:
     )
 
 
-MIN_STEPS = 5
-"""Number of unprofiled steps from which a median is taken, as around a window."""
 MIN_APART_SHARE = 0.10
 """Relative difference of two step times beyond the profiler's usual cost: the bound of the rule
 ``observer-effect``."""
@@ -488,12 +474,10 @@ not typical: the quarter at either end."""
 def step_time(a: Analysis) -> StepTime | None:
     """Return the step time of the run; ``None`` for a trace alone, without steps, or too few."""
     recorded = a.recorded
-    if recorded is None or not recorded.median:
+    if recorded is None or recorded.step_time is None:
         return None
-    if recorded.count < (MIN_DEVICE_TIMED if recorded.host_is_ahead else MIN_STEPS):
-        return None
-    run = recorded.median
-    result = StepTime(ns=run, mean_ns=recorded.mean or run)
+    result = copy(recorded.step_time)
+    run = result.ns
     if a.record_only:
         return result
     if a.steps.source == "whole trace" or not a.step_ns:

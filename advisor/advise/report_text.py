@@ -143,11 +143,11 @@ longer, or shorter, too."""
 def compare_window_with_run(report: Report) -> list[str]:
     """Say how the profiled steps compare with the run's own, and why they differ."""
     step = report.step
-    if step is None or step.window_slowdown is None:
+    if step is None or step.window_excess is None:
         return []
-    if abs(step.window_slowdown) < EQUAL_STEP_SHARE and not step.atypical:
+    if abs(step.window_excess) < EQUAL_STEP_SHARE and not step.atypical:
         return ["as long as the run's"]
-    longer = f"{longer_by(step.window_slowdown)} than the run's median step"
+    longer = f"{longer_by(step.window_excess)} than the run's {step.statistic} step"
     parts = [longer]
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
@@ -159,7 +159,7 @@ def compare_window_with_run(report: Report) -> list[str]:
         as_much += "long" if step.nearby_ns > step.ns else "short"
         parts.append(f"the window is not like the run: {around}, and {as_much}")
     elif len(parts) == 1 and parts[0] == longer and step.nearby_ns and report.scope.steps_used > 1:
-        same = (step.nearby_ns / step.ns - 1) / step.window_slowdown >= SAME_CAUSE
+        same = (step.nearby_ns / step.reference_ns - 1) / step.window_excess >= SAME_CAUSE
         if not same and step.profiler_overhead is None:
             return [f"{longer}; steps vary too much to tell the profiler's cost"]
         parts.append(f"{around}{', so it is not the profiler' * same}")
@@ -185,7 +185,7 @@ def time_heading(report: Report) -> tuple[str, str]:
         return title, "of what is left of the file"
     if step is None:
         return title, ""
-    if step.window_slowdown is not None and abs(step.window_slowdown) >= EQUAL_STEP_SHARE:
+    if step.window_excess is not None and abs(step.window_excess) >= EQUAL_STEP_SHARE:
         return title, f"profiled {report.per}, {t.format_duration(step.window_ns)}"
     if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= EQUAL_STEP_SHARE:
         return title, f"mean step, {t.format_duration(step.mean_ns)}"
@@ -198,14 +198,14 @@ def describe_recorded_steps(report: Report) -> list[str]:
     if view is None:
         return []
     parts = [t.count_noun(view.steps, f"{'inference ' * view.inference}step")]
-    if view.median_ns is not None:
-        parts.append(f"median {t.format_duration(view.median_ns)} without the profiler")
-    if (
-        view.mean_ns is not None
-        and view.median_ns
-        and abs(view.mean_ns / view.median_ns - 1) > EQUAL_STEP_SHARE
-    ):
-        parts.append(f"mean {t.format_duration(view.mean_ns)}")
+    times = {"median": view.median_ns, "mean": view.mean_ns}
+    if report.step is not None and report.step.varies:
+        times = dict(reversed(times.items()))
+    first, other = ((name, ns) for name, ns in times.items())
+    if first[1]:
+        parts.append(f"{first[0]} {t.format_duration(first[1])} without the profiler")
+        if other[1] and abs(other[1] / first[1] - 1) > EQUAL_STEP_SHARE:
+            parts.append(f"{other[0]} {t.format_duration(other[1])}")
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.format_duration(view.p99_ns)}")
     if view.samples_per_second is not None:
@@ -281,18 +281,13 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
         spread = f"{t.format_range(scope.step_min_ns, scope.step_max_ns)} over {over}"
     elif unit == "step":
         spread = "one step measured"
+    of = t.format_of(unit)
+    if (step := report.step) is not None:
+        spread = f"{step.statistic} of the run, outside the profiler"
+        if step.window_excess is not None and abs(step.window_excess) >= EQUAL_STEP_SHARE:
+            of = f"of the profiled {unit}"
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
-    if report.step is not None:
-        which = "median of the run, outside the profiler"
-        if report.step.varies:
-            which = (
-                f"mean of the run, outside the profiler; median {t.format_duration(report.step.ns)}"
-            )
-        tiles = [("Step", t.format_duration(report.step_ns), which)]
-        if report.step.window_ns is not None:
-            about = "; ".join(compare_window_with_run(report))
-            tiles.append(("Profiled step", t.format_duration(report.step.window_ns), about))
-    busy = "" if report.busy_share is None else t.format_of(unit)
+    busy = "" if report.busy_share is None else of
     tiles.append(("GPU busy", t.format_share(report.busy_share), busy))
     tiles.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
     capacity, peak = report.memory_capacity_bytes, report.memory_peak_bytes
@@ -807,18 +802,11 @@ def define_gains(report: Report) -> list[str]:
             f"within {error} of the measured {unit}{starts}.{_explained(replay)}"
         )
     step = report.step
-    longer = None if step is None else step.window_slowdown
-    if (
-        report.findings
-        and step is not None
-        and longer is not None
-        and abs(longer) >= EQUAL_STEP_SHARE
-    ):
+    excess = None if step is None else step.window_excess
+    if report.findings and step is not None and abs(excess or 0.0) >= EQUAL_STEP_SHARE:
         result.append(
-            "What is measured in the profiled window is of its "
-            f"{t.format_duration(step.window_ns)} step; "
-            f"gains are of the run's {'mean' if step.varies else 'median'} step, "
-            f"{t.format_duration(step.reference_ns)}."
+            "What is measured in the profiled window is of its own step; "
+            f"gains are of the run's {step.statistic} step."
         )
     if has_upper_bound(report):
         result.append(

@@ -37,7 +37,7 @@ from advisor.measure.steps.step_differences import CAPTURE
 from advisor.replay.selection import selected_gpu
 
 if TYPE_CHECKING:
-    from advisor.core.report import HostShare, StepTime
+    from advisor.core.report import HostShare
     from advisor.measure import Analysis
 
 
@@ -83,9 +83,6 @@ def write_verdict(
         status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
     elif status != "healthy":
         text += _largest_operator(report, a)
-    step = report.step
-    if step is not None and step.varies and f"median {t.format_duration(step.ns)}" not in text:
-        text = f"{text} The run's steps vary: {_mean_and_median(step)}."
     if leak := _memory_runs_out(report):
         vague = bool(report.findings) and is_vague(report.findings[0])
         after = status == "bottlenecks" and not vague
@@ -128,7 +125,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
         return f"{why} No busy share, idle time or gain is given."
     if report.busy_share is None:
         return None
-    busy = f"{t.format_share(report.busy_share)} of {_name_step(report)}"
+    busy = _name_busy(report, a.own_busy_share)
     if a.lost_records.truncated:
         return (
             f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
@@ -161,12 +158,10 @@ def _verdict(
         return _of_layers(report)
     if report.busy_share is None:
         return _without_gpu(report, a, of_step)
-    busy_share = report.busy_share
-    busy_of = f"busy {t.format_share(busy_share)} of {of_step}"
-    own = a.own_busy_share
+    busy_share, own = report.busy_share, a.own_busy_share
+    busy_of = f"busy {_name_busy(report, own)}"
     if own is not None and own >= busy_share + MIN_BUSY_APART and report.step is not None:
         busy_share = own
-        busy_of = f"busy {t.format_share(own)} of {_name_own_step(report)}"
     if report.scope.recorded_ns is not None:
         between = "between its first and its last work"
         span = t.format_duration(report.step_ns)
@@ -214,18 +209,26 @@ def _of_layers(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
 
 
 def _name_step(report: Report) -> str:
-    """Name the step that a verdict's shares are of: ``a 77.5 ms step``. If it is profiled, or a
-    mean far from the median, both times are given."""
-    unit, step = _unit(report), report.step
-    if step is not None and step.window_ns is not None:
-        if abs(step.window_slowdown or 0.0) >= MIN_APART_SHARE:
-            profiled = f"a profiled {unit} of {t.format_duration(step.window_ns)}"
-            if step.varies:
-                return f"{profiled} (unprofiled: {_mean_and_median(step)})"
-            return f"{profiled} ({t.format_duration(step.ns)} unprofiled)"
-    elif step is not None and step.varies:
-        return _name_mean_step(step)
-    return t.with_article(f"{t.format_duration(report.step_ns)} {unit}") + _name_rank(report)
+    """Name the step that the report leads with: ``a 77.5 ms step``."""
+    step = f"{t.format_duration(report.step_ns)} {_unit(report)}"
+    if report.step is not None and report.step.varies:
+        step = f"mean {_unit(report)} of {t.format_duration(report.step_ns)}"
+    return t.with_article(step) + _name_rank(report)
+
+
+def _name_busy(report: Report, own: float | None = None) -> str:
+    """Name the share of the step in which the GPU works: ``84% of a 77.5 ms step``. ``own``: that
+    of the run's median step, which no profiler makes longer. Where neither is the share of the step
+    that the report leads with, it is that of the profiled steps."""
+    share, step = t.format_share(report.busy_share), report.step
+    excess = 0.0 if step is None else step.window_excess or 0.0
+    if step is not None and (step.varies or excess <= -MIN_APART_SHARE):
+        takes = f"takes {t.format_duration(report.step_ns)}{' on average' * step.varies}"
+        return f"{share} while profiled (a step {takes})"
+    of_step = _name_step(report)
+    if own is not None and excess >= MIN_APART_SHARE and t.format_share(own) != share:
+        return f"{t.format_share(own)} of {of_step} ({share} while profiled)"
+    return f"{share} of {of_step}"
 
 
 def _unit(report: Report) -> str:
@@ -246,28 +249,6 @@ def _name_rank(report: Report) -> str:
 MIN_BUSY_APART = 0.05
 """Difference of the busy shares of the run's own step and of a profiled one from which both are
 given."""
-
-
-def _name_own_step(report: Report) -> str:
-    """Name the run's own step, and beside it what is true of a profiled one: ``an 8.7 ms step (47%
-    of a profiled one, 17.2 ms)``."""
-    step = report.step
-    assert step is not None
-    name = t.with_article(f"{t.format_duration(step.ns)} {_unit(report)}")
-    mean = f"mean {t.format_duration(step.mean_ns)}; " if step.varies else ""
-    profiled = t.format_duration(step.window_ns)
-    return f"{name} ({mean}{t.format_share(report.busy_share)} of a profiled one, {profiled})"
-
-
-def _name_mean_step(step: StepTime) -> str:
-    """Name the step of the recorder's phases: the mean of the run's own steps."""
-    if not step.varies:
-        return f"a step of {t.format_duration(step.ns)}"
-    return f"a mean step of {t.format_duration(step.mean_ns)} (median {t.format_duration(step.ns)})"
-
-
-def _mean_and_median(step: StepTime) -> str:
-    return f"mean {t.format_duration(step.mean_ns)}, median {t.format_duration(step.ns)}"
 
 
 def _without_gpu(
@@ -299,7 +280,7 @@ def _without_gpu(
         unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
         if unseen:
             return "limited", f"{why} {unseen}"
-    host = f"Longest on the host: {_longest_on_host(report, top, of_step)}."
+    host = f"Longest on the host: {_longest_on_host(report, top)}."
     if has_large_gain(report):
         return "bottlenecks", f"{why} {host} {_lead(report)}."
     small = _largest_of_small(report)
@@ -503,10 +484,12 @@ MIN_QUEUED_SHARE = 0.05
 UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
 
 
-def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
+def _longest_on_host(report: Report, top: HostShare) -> str:
     """Name what the host does longest, with its share of the step. If the trace does not show it,
     name the longest recorded phase or range, or the second class beside it."""
-    own, rest = report.scope.framework, ""
+    own, rest, of_step = report.scope.framework, "", _name_step(report)
+    if report.step is not None and abs(report.step.window_excess or 0.0) >= MIN_APART_SHARE:
+        of_step = f"a profiled {_unit(report)}"
     label, share = t.host_label(top.name, own), top.share
     recorded = report.recorded
     if report.scope.step_source == "record":
@@ -515,7 +498,7 @@ def _longest_on_host(report: Report, top: HostShare, of_step: str) -> str:
         pass
     elif recorded is not None and recorded.phases and report.step is not None:
         label, share = _name_phase(recorded.phases[0].name), recorded.phases[0].share
-        of_step = _name_mean_step(report.step)
+        of_step = _name_step(report)
     elif report.ranges:
         label, share = (
             labels.shorten(labels.clean(report.ranges[0].name), 40),
@@ -719,8 +702,7 @@ def _lead(report: Report) -> str:
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
-    varies = report.step is not None and report.step.varies and impact.currency == "step_time"
-    share = f"{t.format_share(impact.share)}{' of the mean' * varies}"
+    share = t.format_share(impact.share)
     if not impact.low_ns and not first.where:
         deep = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
         return f"First: {title}, at most {saving.removeprefix('up to ')} ({share}){deep}"

@@ -203,6 +203,17 @@ class StepTime(Struct, kw_only=True):
         return self.mean_ns if self.varies else self.ns
 
     @property
+    def statistic(self) -> str:
+        """Name of what ``reference_ns`` is of the run's steps."""
+        return "mean" if self.varies else "median"
+
+    @property
+    def window_excess(self) -> float | None:
+        """Excess of the window's mean step over ``reference_ns``, as a share of it; ``None``: no
+        window was profiled."""
+        return self.window_ns / self.reference_ns - 1 if self.window_ns else None
+
+    @property
     def gain_scale(self) -> float | None:
         """The run's usual step over that of the window; ``None`` if no window was profiled."""
         return self.ns / self.window_ns if self.window_ns else None
@@ -259,8 +270,7 @@ class Family(Struct, frozen=True):
     """Device time of one kernel family per step, not exclusive of other streams."""
 
     name: str
-    """Family, one of ``measure.device.families.FAMILIES``; ``indexing``: look-ups that no embedding
-    does."""
+    """Family, one of ``measure.device.families.FAMILIES``."""
     ns: float
     """Sum of the kernels' durations per step, ns."""
     share: float

@@ -135,7 +135,7 @@ def _line(allowed: AllowedFolders, item: _Candidate) -> RecordingLine | None:
         time_unix_ns=item.time_ns if summary is None else summary.started_unix_ns or item.time_ns,
         ranks=item.ranks if summary is None else summary.ranks,
         steps=None if summary is None else summary.steps,
-        median_step_ns=None if summary is None else summary.median_ns,
+        median_step_ns=None if summary is None or summary.step is None else summary.step.ns,
         from_trace={
             "path": given,
             "command": "" if summary is None else b.bound_name(summary.command),

@@ -86,7 +86,7 @@ def _figures(view: PageView) -> Any:
                 t.format_count(recorded.steps),
                 f"{t.format_count(recorded.used)} analysed · {labels.clean(ended)}",
             ),
-            ("Median step", t.format_duration(recorded.median_ns), "outside the profiler"),
+            _step(view),
             (
                 "99th percentile",
                 t.format_duration(recorded.p99_ns),
@@ -108,6 +108,17 @@ def _figures(view: PageView) -> Any:
             ),
         ]
     )
+
+
+def _step(view: PageView) -> tuple[str, str, str]:
+    """Return the step time that every page leads with; the other of median and mean in its note."""
+    step, recorded = view.loaded.report.step, view.loaded.report.recorded
+    if step is None or recorded is None:
+        return "Step", t.NOT_MEASURED, "no steps outside the profiler, or only the host's time"
+    note = f"{step.statistic} outside the profiler"
+    if step.varies:
+        note += f"; median {t.format_duration(step.ns)}"
+    return "Step", t.format_duration(step.reference_ns), note
 
 
 def _phases(view: PageView) -> Any:

@@ -22,6 +22,7 @@ from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
 
 HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Program", "Verdict")
+OUTSIDE = "outside the profiler: the median, or the mean where steps vary"
 MAX_COMMAND, MAX_VERDICT = 60, 110
 """Lengths, characters; a verdict's first sentence stays whole if it fits twice as many."""
 MAX_COLUMNS, MAX_FINDINGS = 7, 12
@@ -60,34 +61,43 @@ def layout(**query: object) -> Any:
     )
 
 
+def _of_program(entries: list[OpenedPath]) -> list[OpenedPath]:
+    """Return the runs of the newest run's program: times of different ones are not comparable."""
+    program = next((e.summary.program for e in entries if e.summary), "")
+    return [e for e in entries if e.summary and e.summary.program == program]
+
+
 def _history(entries: list[OpenedPath]) -> Any:
-    """Draw the median step of each run, oldest first."""
-    shown = [(e.name, e.summary) for e in reversed(entries) if e.summary and e.summary.median_ns]
-    if len(shown) < 2:
+    """Draw the step time of each run of one program, oldest first."""
+    shown = [(e.name, e.summary, e.step) for e in reversed(_of_program(entries))]
+    known = [(name, about, step) for name, about, step in shown if about and step]
+    if len(known) < 2:
         return None
-    names = labels.distinct_labels((name for name, _ in shown), 28)
-    values = [(summary.median_ns or 0.0) / 1e6 for _, summary in shown]
+    names = labels.distinct_labels((name for name, _, _ in known), 28)
     about = [
         f"{summary.commit or plotly_figures.NO_COMMIT} · {t.count_noun(summary.steps, 'step')}"
-        for _, summary in shown
+        for _, summary, _ in known
     ]
+    program = labels.clean(known[0][1].program)
     return card(
-        "Step time, run by run",
+        f"Step time of {program}, run by run" if program else "Step time, run by run",
         figure(
             plotly_figures.run_history(
-                names, values, list(map(plotly_figures.escape_markup, about))
+                names,
+                [step.reference_ns / 1e6 for _, _, step in known],
+                list(map(plotly_figures.escape_markup, about)),
             ),
             "runs",
             height=280,
-            description="The median step of each run; the table below has the numbers.",
+            description="The step time of each run; the table below has the numbers.",
         ),
-        aside="median of the steps outside the profiler",
+        aside=OUTSIDE,
     )
 
 
 def _findings(entries: list[OpenedPath]) -> Any:
     """Build a table of what each run that was read could gain, by finding, oldest run first."""
-    read = [entry for entry in entries if entry.verdict][:MAX_COLUMNS][::-1]
+    read = [entry for entry in _of_program(entries) if entry.verdict][:MAX_COLUMNS][::-1]
     largest: dict[str, float] = {}
     for entry in read:
         for title, gain in entry.gains.items():
@@ -133,8 +143,8 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
         name,
         element("Span", started, cls="nowrap"),
         labels.clean(summary.commit) or "–",
-        t.format_duration(summary.median_ns),
-        _change(summary.median_ns, entries[place + 1 :]),
+        t.format_duration(entry.step.reference_ns) if entry.step else _unmeasured(entry),
+        _change(entry, entries[place + 1 :]),
         t.format_count(summary.steps),
         t.format_count(summary.ranks),
         labels.shorten(labels.clean(summary.command), MAX_COMMAND) or "–",
@@ -142,10 +152,19 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     ]
 
 
-def _change(median_ns: float | None, older: list[OpenedPath]) -> str:
-    """Show the median step against the run before; nothing is said of its significance."""
-    before = older[0].summary if older else None
-    if not median_ns or before is None or not before.median_ns:
+def _unmeasured(entry: OpenedPath) -> Any:
+    """Say why a step time is missing: only a run that was read may be called not measured."""
+    return element("Span", t.NOT_MEASURED if entry.verdict else "not read yet", cls="dim")
+
+
+def _change(entry: OpenedPath, older: list[OpenedPath]) -> str:
+    """Show the step time against the run before, if that is of the same program; nothing is said of
+    its significance."""
+    before = older[0] if older else None
+    if before is None or not entry.step or not before.step:
         return "–"
-    change = median_ns / before.median_ns - 1
+    programs = [each.summary.program for each in (entry, before) if each.summary]
+    if len(set(programs)) != 1:
+        return "–"
+    change = entry.step.reference_ns / before.step.reference_ns - 1
     return f"{change:+.1%}".replace("-", "−")

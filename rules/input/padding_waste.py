@@ -205,7 +205,7 @@ class PaddingWaste(Rule):
 
 _TOKENS = (
     "gemm", "convolution", "attention", "softmax", "normalisation", "elementwise", "reduction",
-    "layout", "embedding", "random", "loss",
+    "layout", "embedding", "indexing", "random", "loss",
 )  # fmt: skip
 """Kernel families whose work grows with the tokens of a batch."""
 _DROPS = r"_nested_tensor_from_mask|_pack_padded_sequence|_nested_from_padded"

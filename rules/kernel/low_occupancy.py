@@ -17,8 +17,8 @@ from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 MEMORY_BOUND = (
-    "softmax", "normalisation", "elementwise", "reduction", "layout", "copy", "embedding", "random",
-    "pooling", "loss", "optimizer",
+    "softmax", "normalisation", "elementwise", "reduction", "layout", "copy", "embedding",
+    "indexing", "random", "pooling", "loss", "optimizer",
 )  # fmt: skip
 """Families bound by memory. Matrix kernels run best at one block per multiprocessor."""
 

@@ -180,7 +180,7 @@ def test_a_collective_that_two_ranks_show_in_two_ways_is_saved_once(
 def test_the_pace_is_that_of_the_step_without_the_profiler() -> None:
     """H100: the device works for 8.04 ms of a step of 8.7, or of a profiled one of 17.2."""
     made = examine(str(CORPUS / "h100/latent_sampler")).report
-    assert made.verdict.startswith("GPU busy 93% of an 8.7 ms inference step (47% of a profiled")
+    assert made.verdict.startswith("GPU busy 93% of an 8.7 ms inference step (47% while profiled)")
     assert made.replay is not None
     assert max(made.replay.critical, key=made.replay.critical.__getitem__) == "compute"
     assert not any(note.rule == "batch-headroom" for note in made.notes)

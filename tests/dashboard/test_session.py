@@ -20,10 +20,11 @@ pytest.importorskip("dash")
 
 from plotly.utils import PlotlyJSONEncoder
 
-from advisor.advise.engine import analyze
+from advisor.advise.engine import analyze, examine
 from advisor.cli.dashboard import EDITOR, parse_editor
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
+from advisor.core.report import StepTime
 from advisor.core.run_directory import MANIFEST, STEPS, Manifest, Step
 from advisor.dashboard import session as home
 from advisor.dashboard.access import Access
@@ -31,8 +32,9 @@ from advisor.dashboard.app import create_app
 from advisor.dashboard.components import editor_href
 from advisor.dashboard.live_run import Follower
 from advisor.dashboard.page_view import describe_missing
-from advisor.dashboard.pages import kernels
-from advisor.dashboard.session import DashboardSession, newest_windows
+from advisor.dashboard.pages import kernels, runs
+from advisor.dashboard.session import DashboardSession, OpenedPath, newest_windows
+from advisor.measure.steps.step_records import RunSummary
 from advisor.testing import TraceBuilder
 
 
@@ -274,7 +276,7 @@ def test_of_a_folder_of_runs_the_newest_are_read_and_the_others_when_asked_for(
     newest, middle, oldest = session.entries
     assert until(lambda: middle.state == "ready" and oldest.summary is not None)
     assert newest.state == "ready" and oldest.state == "unread"
-    assert [e.summary.median_ns for e in session.entries if e.summary] == [2e6, 3e6, 4e6]
+    assert [e.step.ns for e in session.entries if e.step] == [2e6, 3e6, 4e6]
     assert middle.summary is not None and middle.summary.commit == "0000000000+"
     assert until(lambda: session.pairs == [("1", "0")]) and session.status()["done"]
     client = create_app(session, Access()).server.test_client()
@@ -306,6 +308,34 @@ def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
         page.wait_for_url("**/?run=1")
         page.locator("header .run-name", has_text="2026-11-01").first.wait_for()
         assert t.wrong == []
+
+
+@pytest.mark.parametrize("name", ["wide_embedding", "ads_ranker", "decode_batch1"])
+def test_a_list_of_runs_has_the_step_time_of_the_report_or_none(
+    name: str, shared_file: Any
+) -> None:
+    """The host runs ahead in the first, so its time from step to step is no step's length; the
+    second leads with the mean of its steps, the third with the median."""
+    path = shared_file(f"h100/{name}")
+    report = examine(path).report
+    step = RunSummary.read(path).step
+    assert (step and step.reference_ns) == (report.step and report.step_ns)
+
+
+def _listed(program: str, ns: float | None, **more: Any) -> OpenedPath:
+    step = None if ns is None else StepTime(ns=ns, mean_ns=ns)
+    summary = RunSummary(0, f"python {program}", "", 1, 30, program, step)
+    return OpenedPath("0", program, summary=summary, step=step, **more)
+
+
+def test_step_times_are_compared_within_a_program_and_where_they_are_measured() -> None:
+    entries = [_listed("a.py", 2e6), _listed("a.py", 4e6), _listed("b.py", 1e6)]
+    assert [runs._row(entries, i)[4] for i in range(3)] == ["−50.0%", "–", "–"]
+    assert "Step time of a.py" in str(runs._history(entries))
+    unknown = [_listed("a.py", 2e6), _listed("a.py", None, verdict="GPU busy")]
+    assert "not measured" in str(runs._row(unknown, 1)[3])
+    assert runs._row(unknown, 0)[4] == "–" and runs._history(unknown) is None
+    assert "not read yet" in str(runs._row([_listed("a.py", None)], 0)[3])
 
 
 def test_a_place_opens_in_the_editor_only_where_its_file_is_here(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ CASES = [(family, name) for family, names in KERNELS.items() for name in names]
 
 def test_the_list_of_real_names_is_long_enough_to_mean_something() -> None:
     assert len(CASES) >= 100
-    assert set(KERNELS) | {"memset"} == set(FAMILIES)
+    assert set(KERNELS) | {"memset", "indexing"} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[name[:60] for _, name in CASES])
@@ -239,6 +239,20 @@ def test_what_a_convolution_launches_is_convolution_except_transposes_and_its_bi
         with b.op("aten::add_"):
             b.launch("void at::native::elementwise_kernel<128, 2, x>(y)", 10)
     assert families(b) == ["layout", "convolution", "convolution", "memset", "elementwise"]
+
+
+def test_a_lookup_is_of_an_embedding_only_where_a_name_around_it_says_so() -> None:
+    b = TraceBuilder()
+    with b.step():
+        with b.op("aten::embedding"), b.op("aten::index_select"), b.op("aten::gather"):
+            b.launch("void at::native::vectorized_gather_kernel<16, long>(char*)", 10)
+        with b.op("aten::index"), b.op("aten::gather"):
+            b.launch("void at::native::vectorized_gather_kernel<16, long>(char*)", 20)
+        b.sync()
+    a = Analysis(b.trace())
+    families = dict(zip(a.families["family"].cast(pl.String), a.families["dur"], strict=True))
+    assert families == {"embedding": 10_000, "indexing": 20_000}
+    assert a.kernels["family"].cast(pl.String).to_list() == ["embedding", "indexing"]
 
 
 def test_a_bias_copy_inside_addmm_is_a_copy() -> None:

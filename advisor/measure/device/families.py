@@ -39,7 +39,8 @@ FAMILIES = (
     "layout",  # data moved into another order or place: transposes, concatenation, padding
     "copy",  # memcpy rows, and kernels that copy or cast
     "memset",
-    "embedding",  # lookups: embedding, gather, scatter, indexing
+    "embedding",  # lookups in tables of embeddings
+    "indexing",  # other lookups: gather, scatter, index
     "sort",  # sort, top-k, unique, scans, selection; offsets and counts, routing of experts
     "random",  # dropout and random numbers
     "pooling",  # pooling and resampling

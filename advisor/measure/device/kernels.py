@@ -84,6 +84,10 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     family[(gpu["kind"] == "memcpy").to_numpy() & ~communication] = CODE["copy"]
     family[(gpu["kind"] == "memset").to_numpy() & ~communication] = CODE["memset"]
 
+    op_name = _op_names(trace, launches)
+    op_row = _rows(np.where(cost_op >= 0, cost_op, _responsible(launches)))
+    family[_other_lookups(trace, family, op_name, op_row)] = CODE["indexing"]
+
     own = kernel & ~communication & (cost_op >= 0)
     own &= (base == launches.family) | (launches.family == NO_ROW)  # it does its operator's work
     matrix = np.isin(family, _MATRIX_CODES)
@@ -112,11 +116,27 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
             "moved": pl.Series(moved).fill_nan(None),
             "waves": resident.waves,
             "occupancy": resident.occupancy,
-            "op_name": _op_names(trace, launches),
-            "op_row": _rows(np.where(cost_op >= 0, cost_op, _responsible(launches))),
+            "op_name": op_name,
+            "op_row": op_row,
             "sdpa": pl.Series(launches.sdpa, dtype=pl.Int32).replace(NO_ROW, None),
         }
     )
+
+
+def _other_lookups(trace: Trace, family: Codes, op_name: pl.Series, op_row: pl.Series) -> Rows:
+    """Return the rows of ``trace.gpu`` that look up what is no embedding by the names of kernel,
+    operator and the two around that: ``aten::embedding`` calls ``aten::index_select``, and that
+    ``aten::gather``."""
+    rows = np.flatnonzero(family == CODE["embedding"])
+    cpu, row = trace.cpu, op_row.gather(rows)
+    names = [trace.gpu["name"].gather(rows), op_name.gather(rows)]
+    for _ in range(2):
+        row = cpu["parent"].gather(row)
+        names.append(cpu["name"].gather(row))
+    of_table = np.zeros(len(rows), dtype=bool)
+    for each in names:
+        of_table |= name_matches(each, "(?i)embed").fill_null(value=False).to_numpy()
+    return rows[~of_table]
 
 
 def _look_at_names(trace: Trace, kernel: Bools) -> _Names:

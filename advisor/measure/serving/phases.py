@@ -30,7 +30,10 @@ JITTER = 1.2
 """Ratio of the 90th percentile to the median from which it is explained."""
 FP4_FLOPS_PER_BYTE = 4
 """FLOPs per byte of a 4-bit weight that one token uses: a product and a sum, by half a byte."""
-MOVING = ("elementwise", "normalisation", "reduction", "softmax", "copy", "layout", "embedding")
+MOVING = (
+    *("elementwise", "normalisation", "reduction", "softmax", "copy", "layout", "embedding"),
+    "indexing",
+)
 """Families that memory limits, however little is known of their shapes."""
 
 Numbers = NDArray[np.int64]
@@ -256,7 +259,7 @@ ROLES: tuple[tuple[str, str], ...] = (
         r"(?i)reduce_segments|attention|fmha|flash_(fwd|attn|mla)|mla_|merge_(attn_)?states|sage_",
     ),
     ("rotary", r"(?i)rotary|(^|[_:])rope"),
-    ("norm", r"(?i)rms_?norm|layer_?norm|group_?norm"),
+    ("normalisation", r"(?i)rms_?norm|layer_?norm|group_?norm"),
     ("quantise", r"(?i)quant|scaled_fp8|per_token_group|mxfp|cvt_(fp16|fp32)"),
     ("activation", r"(?i)(silu|gelu|swiglu|act)_?and_?mul|silu|gelu|swiglu"),
     (
@@ -270,7 +273,6 @@ _OF_FAMILY = {
     "gemm": "dense gemm",
     "communication": "collectives",
     "attention": "attention",
-    "normalisation": "norm",
     "copy": "copies",
     "memset": "copies",
     "layout": "copies",

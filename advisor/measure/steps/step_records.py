@@ -40,6 +40,8 @@ MIN_PROFILED = 2
 MIN_CERTAIN = 0.5
 """Part of the profiled steps' excess length that must exceed the variation of the steps around them
 in every window. Below it, the profiler cannot be separated from it."""
+MIN_STEPS = 5
+"""Number of steps from which their median is a run's step time."""
 MIN_DEVICE_TIMED = 3
 """Steps with a recorded device time from which they stand for the others."""
 SAME_SHARE, SAME_NS = 0.05, 100_000
@@ -212,6 +214,21 @@ class StepRecords:
     def varies(self) -> bool:
         """Whether mean and median differ, so that reports lead with the mean step."""
         return bool(self.median) and StepTime(ns=self.median or 1, mean_ns=self.mean or 1).varies
+
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Step time while nothing is profiled; ``None``: not measured, or of too few steps."""
+        least = MIN_DEVICE_TIMED if self.host_is_ahead else MIN_STEPS
+        if not self.median or self.count < least:
+            return None
+        return StepTime(ns=self.median, mean_ns=self.mean or self.median)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether only a trace shows how long a step is: the device's time of steps is not
+        recorded, and training need not wait for it."""
+        untimed = bool(np.isnan(self.device_dur).all())
+        return untimed and bool(self.record.rank.devices) and not self.inference
 
     def typical(self, values: Floats) -> float:
         """Return the mean of a figure of the steps that count where they vary, else its median."""
@@ -553,8 +570,10 @@ class RunSummary(NamedTuple):
     """Commit of the working directory's repository; with ``+`` where it had changes."""
     ranks: int
     steps: int
-    median_ns: float | None
-    """Median length of the first rank's steps that count, ns; ``None``: there are none."""
+    program: str
+    """File name of the program; empty: unknown."""
+    step: StepTime | None
+    """Step time of the first rank; ``None``: not measured, or only a trace shows it."""
 
     @classmethod
     def read(cls, path: str) -> RunSummary:
@@ -569,5 +588,6 @@ class RunSummary(NamedTuple):
             commit,
             len(recording.ranks),
             0 if steps is None else len(steps.steps),
-            None if steps is None else steps.median,
+            manifest.program or "",
+            None if steps is None or steps.may_run_ahead else steps.step_time,
         )

@@ -118,7 +118,7 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
 
 
 def _ranks(report: Report) -> Iterator[Block]:
-    slowdown = 0.0 if report.step is None else report.step.window_slowdown or 0.0
+    slowdown = 0.0 if report.step is None else report.step.window_excess or 0.0
     table, short = (
         report_charts.build_rank_table(report),
         report_charts.build_rank_table(report, MAX_RANKS),

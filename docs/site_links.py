@@ -16,6 +16,7 @@ PAGES = {f"{name.upper()}.md": f"{name}.md" for name in ("glossary", "contributi
 
 GENERATED = re.compile(r"\A<!--.*?-->\s*", re.DOTALL)
 """Comment above a page's heading, which would hide the heading from MkDocs."""
+HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
 CATEGORY = re.compile(r"^## (.+)$|^- \[[^\]]+\]\(([^)]+\.md)\)", re.MULTILINE)
 
 
@@ -36,8 +37,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Relative links to pages lead to them from here; those to other files of the repository lead
-    to its address, or are text alone where that is not known."""
+    """Relative links to pages lead to them from here, by title in place of a file's name; those to
+    other files of the repository lead to its address, or are text alone where that is not known."""
     source = PurePosixPath(page.file.src_uri)
     top = source.name in PAGES.values() and len(source.parts) == 1
     folder = ROOT if top else ROOT / "docs" / source.parent
@@ -51,6 +52,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             inside = f"docs/{PAGES[inside]}"
         if inside.startswith("docs/") and not inside.endswith(".py"):
             to = os.path.relpath(inside.removeprefix("docs/"), source.parent)
+            if text.endswith(".md"):  # in a file its name; on a site its title
+                text = HEADING.findall((ROOT / inside).read_text(encoding="utf-8"))[0]
             return f"[{text}]({to}{anchor})"
         if config.repo_url:
             return f"[{text}]({config.repo_url}/blob/main/{inside}{anchor})"

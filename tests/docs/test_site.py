@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CONSOLE = '<pre><code><span class="gp">$ </span>advisor demo\n<span class="go">GPU busy</span></code></pre>'
+CONSOLE = (
+    '<pre><code><span class="gp">$ </span>advisor demo\n'
+    '<span class="go">GPU busy</span></code></pre>'
+)
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from advisor.core import text as t
 from advisor.core.gpus import GpuSpec
 from advisor.core.labels import clean, kernel_label, shorten
 from advisor.dashboard import theme
+from advisor.measure.host.op_tree import KERNEL
 
 INK, GRID = "#4a4a52", "#e6e5e1"
 FONT = 'Inter, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif'
@@ -279,13 +280,17 @@ def _containing(tree: pl.DataFrame, total: int) -> list[int]:
 
 def _bare(name: str) -> str:
     """Remove from a label what every other has too."""
-    return name.removeprefix("autograd::engine::evaluate_function: ").strip("# ")
+    for prefix in ("autograd::engine::evaluate_function: ", KERNEL):
+        name = name.removeprefix(prefix)
+    return name.strip("# ")
 
 
 def _shade(name: str) -> str:
-    """Return a pale colour by kind: operators, what autograd runs, ranges, modules."""
+    """Return a pale colour by kind: kernels, operators, what autograd runs, ranges, modules."""
     if name.startswith("(rest)"):
         return "#e4e3df"
+    if name.startswith(KERNEL):
+        return "#cfe0f5"
     if "Backward" in name or name.startswith("autograd::"):
         return "#b9b2ec"
     if "::" in name:

@@ -11,6 +11,7 @@ from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
 from advisor.core.finding import LAYER_TIMES, Finding, Location
 from advisor.core.prices import format_money
+from advisor.core.report import EQUAL_STEP_SHARE
 from advisor.core.trace import KINETO
 
 if TYPE_CHECKING:
@@ -133,8 +134,6 @@ def _steps(report: Report) -> list[str]:
 
 MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which the time between its steps is shown."""
-EQUAL_STEP_SHARE = 0.03
-"""Relative difference below which two step times are called equal."""
 SAME_CAUSE = 0.5
 """Part of the window's excess that the unprofiled steps around it have, where these are called
 longer, or shorter, too."""
@@ -145,7 +144,7 @@ def compare_window_with_run(report: Report) -> list[str]:
     step = report.step
     if step is None or step.window_excess is None:
         return []
-    if abs(step.window_excess) < EQUAL_STEP_SHARE and not step.atypical:
+    if not step.window_differs and not step.atypical:
         return ["as long as the run's"]
     longer = f"{longer_by(step.window_excess)} than the run's {step.statistic} step"
     parts = [longer]
@@ -185,7 +184,7 @@ def time_heading(report: Report) -> tuple[str, str]:
         return title, "of what is left of the file"
     if step is None:
         return title, ""
-    if step.window_excess is not None and abs(step.window_excess) >= EQUAL_STEP_SHARE:
+    if step.window_differs:
         return title, f"profiled {report.per}, {t.format_duration(step.window_ns)}"
     if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= EQUAL_STEP_SHARE:
         return title, f"mean step, {t.format_duration(step.mean_ns)}"
@@ -284,7 +283,7 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     of = t.format_of(unit)
     if (step := report.step) is not None:
         spread = f"{step.statistic} of the run, outside the profiler"
-        if step.window_excess is not None and abs(step.window_excess) >= EQUAL_STEP_SHARE:
+        if step.window_differs:
             of = f"of the profiled {unit}"
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     busy = "" if report.busy_share is None else of
@@ -298,10 +297,11 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     if report.communication_ns is not None:
         hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
         tiles.append(("Communication", t.format_duration(report.communication_ns), hidden))
-    error = t.NOT_MEASURED, "gains are upper bounds"
     if report.replay is not None:
         error = replay_error(report.replay), "gains come from this replay"
-    return [*tiles, ("Replay error", *error)]
+        return [*tiles, ("Replay error", *error)]
+    gains = report.step_ns and any(finding.impact is not None for finding in report.findings)
+    return [*tiles, ("Replay error", t.NOT_MEASURED, "gains are upper bounds")] if gains else tiles
 
 
 def describe_energy(report: Report) -> list[str]:
@@ -802,8 +802,7 @@ def define_gains(report: Report) -> list[str]:
             f"within {error} of the measured {unit}{starts}.{_explained(replay)}"
         )
     step = report.step
-    excess = None if step is None else step.window_excess
-    if report.findings and step is not None and abs(excess or 0.0) >= EQUAL_STEP_SHARE:
+    if report.findings and step is not None and step.window_differs:
         result.append(
             "What is measured in the profiled window is of its own step; "
             f"gains are of the run's {step.statistic} step."

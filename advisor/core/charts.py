@@ -212,7 +212,7 @@ CLASSES: Final = {
     "communication": Appearance("#b14bb8", "▓", "magenta"),
     "copies": Appearance("#3b82c4", "▒", "blue"),
     "memset": Appearance("#22a3b5", "▚", "cyan"),
-    "idle": Appearance("#e8604c", "░", "red"),
+    "idle": Appearance("#74798a", "░", "red"),
 }
 """Looks of the exclusive classes of device time (``Report.time``)."""
 
@@ -237,7 +237,7 @@ CAUSES: Final = {
 
 HOST: Final = {
     **CAUSES,
-    "dispatch": Appearance("#3b82c4", "█", "blue"),
+    "dispatch": Appearance("#3a7f96", "█", "blue"),
     "drain": Appearance("#a8325e", "▞", "red"),
     "unrecorded": Appearance("#c4c4cc", "┆", "bright_black"),
     "autograd": Appearance("#1f7a55", "▓", "green"),

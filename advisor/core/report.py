@@ -160,6 +160,8 @@ class StepDurations(Struct, frozen=True, kw_only=True):
             raise ValueError("steps and their numbers differ in count")
 
 
+EQUAL_STEP_SHARE = 0.03
+"""Relative difference below which two step times are called equal."""
 VARYING_STEPS_SHARE = 0.10
 """Difference of mean and median, as a share of the median, from which step times vary."""
 
@@ -212,6 +214,11 @@ class StepTime(Struct, kw_only=True):
         """Excess of the window's mean step over ``reference_ns``, as a share of it; ``None``: no
         window was profiled."""
         return self.window_ns / self.reference_ns - 1 if self.window_ns else None
+
+    @property
+    def window_differs(self) -> bool:
+        """Whether the window's mean step is another than the one that a report leads with."""
+        return abs(self.window_excess or 0.0) >= EQUAL_STEP_SHARE
 
     @property
     def gain_scale(self) -> float | None:

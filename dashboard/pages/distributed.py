@@ -323,7 +323,7 @@ def _collectives(view: PageView) -> Any:
         speed = row["bus_gbps"]
         return "–" if speed is None or peak is None else t.format_share(speed / peak)
 
-    columns = (
+    every = (
         MESSAGE,
         CollectiveColumn("Group size", lambda row: _dash(t.format_count(row["group_size"]))),
         per_step("Per step", "count", t.format_count),
@@ -332,12 +332,17 @@ def _collectives(view: PageView) -> Any:
         CollectiveColumn("Bus bandwidth", bandwidth),
         CollectiveColumn("Share of link peak", of_peak),
     )
+    lines = list(shown.iter_rows(named=True))
+    columns = [each for each in every if any(each.cell(row) != "–" for row in lines)]
+    missing = ", ".join(each.title.lower() for each in every if each not in columns)
     link_note = (
         f"Link peak: {a.hardware.link.name}, {t.format_number(peak)} GB/s per direction."
         if a.hardware is not None and a.hardware.link and peak is not None
         else "The peak bandwidth of the GPU links is unknown."
     )
     notes = [link_note, "Waiting for another rank counts as communication."]
+    if missing:
+        notes = [f"Not recorded: {missing}.", notes[1]]
     if rest.height:
         notes.append(f"Kinds below {t.format_share(SMALL)} of the time are summed.")
     number = view.rank if view.rank is not None else next(iter(view.loaded.analyses))

@@ -11,6 +11,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, format_money, read_prices
+from advisor.core.report import Report
 from advisor.dashboard import page_view
 from advisor.dashboard.components import (
     banner,
@@ -94,14 +95,15 @@ def layout(**query: object) -> Any:
         head("Cost and GPUs", labels.clean(best[:1].upper() + best[1:])),
         banner([_no_other(prices)] if not best and prices.table else []),
         costs,
-        _other_gpus(choices, prices),
+        _other_gpus(choices, prices, _step(report)),
         card(
             "How the ranges are estimated",
             element(
                 "P",
                 f"Measured on {labels.clean(projector.source.name)}: "
-                f"{t.format_duration(projector.a.step_ns)} per "
-                f"step. {RESTS_ON}. Other hosts add to the range (docs/project.md).",
+                f"{t.format_duration(projector.a.step_ns)} "
+                f"per {_step(report)}. {RESTS_ON}. Other hosts add to the range "
+                "(docs/project.md).",
             ),
             foldable(
                 f"{t.count_noun(len(notes), 'note')} on single GPUs",
@@ -140,11 +142,17 @@ COLUMNS = (
 )
 
 
-def _other_gpus(choices: tuple[Choice, ...], prices: Prices) -> Any:
+def _step(report: Report) -> str:
+    """Name the step that is projected: the trace's, which need not be the one that leads."""
+    differs = report.step is not None and report.step.window_differs
+    return "profiled step" if differs else "step"
+
+
+def _other_gpus(choices: tuple[Choice, ...], prices: Prices, step: str) -> Any:
     with_costs = any(choice.price is not None for choice in choices)
     columns = (*COLUMNS[:-1], *(_cost_columns(prices) if with_costs else ()), COLUMNS[-1])
     return card(
-        "The step on other GPUs",
+        f"The {step} on other GPUs",
         grid(
             GRID, columns, grid_rows(columns, map(_values, choices)), height=SHOWN_PX, label="GPUs"
         ),

@@ -103,7 +103,7 @@ def layout(**query: object) -> Any:
 def _lead(report: Report) -> str | None:
     """Write the verdict, with the rank that its figures are of: the others' are beside it."""
     verdict, rank = clean(report.verdict), report.scope.rank
-    known = verdict and rank is not None and rank >= 0
+    known = verdict and rank is not None and rank >= 0 and f"of rank {rank}" not in verdict
     return f"Rank {rank}: {verdict}" if known else verdict or None
 
 

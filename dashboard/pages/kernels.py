@@ -44,7 +44,7 @@ from advisor.dashboard.page_view import PageView, parse_query
 from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.host.layers import report_layers
-from advisor.measure.host.op_tree import op_table, op_tree
+from advisor.measure.host.op_tree import KERNEL, op_table, op_tree
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.render.documents import auxiliary_sections, layers
 
@@ -245,6 +245,8 @@ def _tree(view: PageView) -> Any:
         )
     what = "GPU time" if a.device_id is not None else "host time"
     description = f"Modules and operators by {what}, outermost on top. Click one to zoom in."
+    if tree["name"].str.starts_with(KERNEL).any():
+        description += " Blue: kernels of what launches several."
     return card(
         f"{what[0].upper()}{what[1:]} by module and operator",
         figure(

@@ -20,6 +20,7 @@ from advisor.dashboard.components import (
     page,
     rank_choice,
     table,
+    tiles,
 )
 from advisor.dashboard.page_view import PageView
 from advisor.measure import Analysis
@@ -57,7 +58,27 @@ def layout(**query: object) -> Any:
                 _how_to_record(a) if ours else "",
             )
         )
-    return page(title, ooms, *parts, recorded, _calls(a))
+    return page(title, ooms, _figures(view), *parts, recorded, _calls(a))
+
+
+def _figures(view: PageView) -> Any:
+    """Build the largest amounts that were recorded, and of what they are a part."""
+    report, a = view.loaded.report, view.analysis
+    if view.rank is not None or a.recorded is None or not a.recorded.steps:
+        return None
+    steps, capacity = a.recorded.steps, report.memory_capacity_bytes
+    largest = {
+        field: max((value for s in steps if (value := getattr(s, field)) is not None), default=None)
+        for field in ("reserved", "peak", "rss")
+    }
+    of = "" if capacity is None else f"of {t.format_bytes(capacity)}"
+    result = [
+        ("Peak reserved", largest["reserved"], f"from the driver{f', {of}' if of else ''}"),
+        ("Peak in tensors", largest["peak"], "the rest of what is reserved is cached or unusable"),
+        ("Host memory", largest["rss"], "resident, of the process"),
+    ]
+    known = [(name, t.format_bytes(value), note) for name, value, note in result if value]
+    return tiles(known) if known else None
 
 
 def _how_to_record(a: Analysis) -> str:
@@ -102,7 +123,7 @@ def _recorded(a: Analysis) -> Any:
         made.append(
             figure(
                 plotly_figures.line_chart(
-                    series, x="step", y="GiB", height=230, step=True, ends=ends
+                    series, x="" if rss else "step", y="GiB", height=230, step=True, ends=ends
                 ),
                 "memory-by-step",
                 height=230,

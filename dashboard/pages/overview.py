@@ -12,7 +12,7 @@ from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Stair, Stairs, StepBar
-from advisor.core.finding import Finding
+from advisor.core.finding import Finding, Impact
 from advisor.core.report import Report
 from advisor.dashboard import page_view, snapshot
 from advisor.dashboard.components import (
@@ -241,7 +241,7 @@ def finding_line(view: PageView, finding: Finding) -> Any:
         amount = element(
             "Span",
             t.format_saving(impact),
-            element("Small", f"{t.format_share(impact.share)} {t.format_of(impact.unit)}"),
+            element("Small", _share(impact)),
             cls="saving",
         )
     return element(
@@ -257,6 +257,12 @@ def finding_line(view: PageView, finding: Finding) -> Any:
         element("Span", t.first_sentence(finding.fix), cls="fix"),
         element("Span", places, cls="where") if places else None,
     )
+
+
+def _share(impact: Impact) -> str:
+    """Say what a gain is a share of; of one whose share is not known, what it is a part of."""
+    of = t.format_of(impact.unit)
+    return of if impact.share is None else f"{t.format_share(impact.share)} {of}"
 
 
 def anchor(finding: Finding) -> str:

@@ -21,7 +21,10 @@ from advisor.dashboard.grid import search_field
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import OpenedPath
 
-HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Program", "Verdict")
+HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Verdict and program")
+OPTIONAL = {"Commit": "–", "Ranks": "1"}
+"""Columns that are left out where every run has this."""
+NUMBERS, NAMES = ("Step", "Change", "Steps", "Ranks"), ("Run", "Verdict and program")
 OUTSIDE = "outside the profiler: the median, or the mean where steps vary"
 MAX_COMMAND, MAX_VERDICT = 60, 110
 """Lengths, characters; a verdict's first sentence stays whole if it fits twice as many."""
@@ -41,6 +44,7 @@ def layout(**query: object) -> Any:
     if not session.folder:
         return page(head("Runs", "Open a folder of runs: advisor dashboard runs/"))
     place = next((i for i, e in enumerate(session.entries) if e is view.entry), 0)
+    header, rows = _columns([_row(session.entries, i) for i in range(len(session.entries))])
     return page(
         head("Runs", labels.clean(session.folder)),
         _history(session.entries),
@@ -48,10 +52,10 @@ def layout(**query: object) -> Any:
         card(
             "All runs",
             table(
-                HEAD,
-                [_row(session.entries, i) for i in range(len(session.entries))],
-                numbers=(3, 4, 5, 6),
-                names=(0, 7, 8),
+                header,
+                rows,
+                numbers=[i for i, title in enumerate(header) if title in NUMBERS],
+                names=[i for i, title in enumerate(header) if title in NAMES],
                 chosen=place,
                 stacked=True,
             ),
@@ -59,6 +63,16 @@ def layout(**query: object) -> Any:
             tools=search_field("runs-search", "Runs", "search filter-rows"),
         ),
     )
+
+
+def _columns(rows: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return the titles and rows without the columns that say nothing."""
+    cells = list(zip(*rows, strict=True))
+    empty = {title: {OPTIONAL.get(title), "–"} for title in OPTIONAL}
+    kept = [
+        i for i, title in enumerate(HEAD) if title not in empty or not {*cells[i]} <= empty[title]
+    ]
+    return [HEAD[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def _of_program(entries: list[OpenedPath]) -> list[OpenedPath]:
@@ -136,6 +150,7 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
         )
     if summary is None:
         return [name, *["–"] * (len(HEAD) - 2), verdict]
+    command = labels.shorten(labels.clean(summary.command), MAX_COMMAND)
     started = "–"
     if 0 < summary.started_unix_ns < 4 << 60:
         started = f"{datetime.fromtimestamp(summary.started_unix_ns / 1e9):%Y-%m-%d %H:%M}"
@@ -147,8 +162,7 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
         _change(entry, entries[place + 1 :]),
         t.format_count(summary.steps),
         t.format_count(summary.ranks),
-        labels.shorten(labels.clean(summary.command), MAX_COMMAND) or "–",
-        verdict,
+        element("Div", verdict, element("Div", command, cls="dim mono") if command else None),
     ]
 
 

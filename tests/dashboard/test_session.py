@@ -303,6 +303,10 @@ def test_a_page_of_runs_lists_them_with_steps_commits_and_verdicts(
         rows = runs.locator("tbody tr").all_inner_texts()
         assert "3 ms" in rows[0] and "0000000000+" in rows[0]
         assert "4 ms" in rows[1] and session.entries[1].verdict[:20] in rows[1]
+        page.set_viewport_size({"width": 1024, "height": 900})
+        box = page.locator(".scroll").last
+        assert box.evaluate("box => box.scrollWidth - box.clientWidth") <= 0
+        page.set_viewport_size({"width": 1440, "height": 900})
         assert "−25.0%" in rows[0] and "%" not in rows[1].split("4 ms")[1][:4]
         page.locator("td a").nth(1).click()
         page.wait_for_url("**/?run=1")
@@ -336,6 +340,23 @@ def test_step_times_are_compared_within_a_program_and_where_they_are_measured() 
     assert "not measured" in str(runs._row(unknown, 1)[3])
     assert runs._row(unknown, 0)[4] == "–" and runs._history(unknown) is None
     assert "not read yet" in str(runs._row([_listed("a.py", None)], 0)[3])
+
+
+def test_a_list_of_runs_leaves_out_columns_that_are_the_same_in_all_of_them() -> None:
+    entries = [_listed("a.py", 2e6), _listed("a.py", 4e6)]
+    rows = [runs._row(entries, i) for i in range(2)]
+    header, shown = runs._columns(rows)
+    assert header == ["Run", "Started", "Step", "Change", "Steps", "Verdict and program"]
+    assert [len(row) for row in shown] == [6, 6]
+    rows[0][2], rows[1][6] = "0123abcd", "8"
+    assert runs._columns(rows)[0] == list(runs.HEAD)
+
+
+def test_a_program_that_a_wrapper_runs_is_not_the_wrappers_other_program(shared_file: Any) -> None:
+    read = [
+        RunSummary.read(shared_file(f"h100/{name}")) for name in ("blocking_upload", "ping_pong")
+    ]
+    assert read[0].program != read[1].program and read[0].program.endswith("blocking_upload.py")
 
 
 def test_a_place_opens_in_the_editor_only_where_its_file_is_here(tmp_path: Path) -> None:

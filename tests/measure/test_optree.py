@@ -65,6 +65,26 @@ def test_the_tree_merges_steps_and_adds_up() -> None:
     assert tree.filter(pl.col("parent").is_null()).height == 1
 
 
+def test_what_launches_several_kernels_itself_holds_them_by_name() -> None:
+    """A graph's kernels have no operators of their own: without their names its time is blank."""
+    b = TraceBuilder()
+    with b.step():
+        with b.op("execute_graph"):
+            b.launch("gemm_kernel", 600)
+            b.launch("gemm_kernel", 200)
+            b.launch("softmax_kernel", 195)
+            b.launch("tiny_kernel", 5)
+        with b.op("aten::mm"):
+            b.launch("other_gemm", 100)
+        b.sync()
+    tree = op_tree(b.analysis())
+    by_name = {name: (node, parent, ns) for node, parent, name, _, ns in tree.iter_rows()}
+    graph = by_name["execute_graph"][0]
+    assert by_name["kernel: gemm_kernel"][1:] == (graph, 800 * US)
+    assert by_name["kernel: softmax_kernel"][1:] == (graph, 195 * US)
+    assert not {"kernel: tiny_kernel", "kernel: other_gemm"} & by_name.keys()
+
+
 def test_modules_of_one_class_at_one_place_are_one() -> None:
     b = TraceBuilder()
     with b.step():

@@ -104,9 +104,10 @@ def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
     ``node``, ``parent`` (null: outermost), ``name``, ``count`` (events merged), ``ns``: device time
     launched inside it, on the analysed device; without device work its host time. Both are sums
     over the window. ``ProfilerStep#5`` and ``ProfilerStep#6`` are one name, ``Linear_0`` and
-    ``Linear_1`` too. Never more than ``limit`` nodes: the largest are kept, and what is left of a
-    node that lost children is a child called ``(rest)``. Largest first among siblings; a parent
-    precedes its children.
+    ``Linear_1`` too. Below what launches several kernels itself, as a graph does, are those with a
+    hundredth of the time, ``kernel: name``. Never more than ``limit`` nodes: the largest are kept,
+    and what is left of a node that lost children is a child called ``(rest)``. Largest first among
+    siblings; a parent precedes its children.
     """
     cpu = a.trace.cpu
     kept = is_operator(a.trace) | (cpu["kind"] == "annotation").to_numpy()
@@ -137,7 +138,34 @@ def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
             if up[node] >= 0:
                 total[up[node]] += total[node]
     names = map_names(cpu["name"].gather(first), _plain, pl.String).to_list()
+    if not on_host:
+        own = _own_kernels(a, np.where(near >= 0, group[np.maximum(near, 0)], -1))
+        total, count = np.append(total, own["ns"]), np.append(count, own["count"])
+        up, names = np.append(up, own["node"]), names + own["name"].to_list()
     return largest_nodes(total, count, up, names, limit)
+
+
+def _own_kernels(a: Analysis, node: NDArray[np.int64]) -> pl.DataFrame:
+    """Sum the kernels that nodes launch themselves: ``node``, ``name``, ``ns``, ``count``. Those
+    with at least a hundredth of all, of nodes that launch several kinds. ``node``: of each row of
+    ``trace.cpu``, -1: none."""
+    gpu = a.trace.gpu
+    launch = gpu["launch"].fill_null(-1).to_numpy().astype(np.int64)
+    index, ns = _device_rows(a, "launch")
+    use = pl.Series(a.in_window & (launch >= 0))
+    rows = pl.DataFrame(
+        {"node": node[index], "name": gpu["name"].filter(use).cast(pl.String), "ns": ns}
+    )
+    sums = rows.filter(pl.col("node") >= 0).group_by("node", "name", maintain_order=True)
+    table = sums.agg(pl.col("ns").sum(), pl.len().cast(pl.Int64).alias("count"))
+    large = table.filter(pl.len().over("node") > 1, pl.col("ns") >= MIN_KERNEL * ns.sum())
+    return large.with_columns(name=KERNEL + pl.col("name"))
+
+
+KERNEL = "kernel: "
+"""Beginning of a kernel's name in the tree."""
+MIN_KERNEL = 0.01
+"""Share of all time from which a kernel is in the tree."""
 
 
 def _plain(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -571,7 +572,7 @@ class RunSummary(NamedTuple):
     ranks: int
     steps: int
     program: str
-    """File name of the program; empty: unknown."""
+    """File names of the program and of a Python file that it is given; empty: unknown."""
     step: StepTime | None
     """Step time of the first rank; ``None``: not measured, or only a trace shows it."""
 
@@ -581,6 +582,7 @@ class RunSummary(NamedTuple):
         recording = read_recording(path)
         manifest = recording.manifest
         steps = next((StepRecords(record) for record in recording.ranks.values()), None)
+        names = (PurePath(word).name for word in manifest.command)
         commit = (manifest.git_commit or "")[:10] + "+" * bool(manifest.git_dirty)
         return cls(
             manifest.started_unix_ns,
@@ -588,6 +590,6 @@ class RunSummary(NamedTuple):
             commit,
             len(recording.ranks),
             0 if steps is None else len(steps.steps),
-            manifest.program or "",
+            " ".join(name for name in names if name.endswith(".py")),
             None if steps is None or steps.may_run_ahead else steps.step_time,
         )

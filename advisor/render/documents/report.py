@@ -119,6 +119,7 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
 
 def _ranks(report: Report) -> Iterator[Block]:
     slowdown = 0.0 if report.step is None else report.step.window_excess or 0.0
+    differs = report.step is not None and report.step.window_differs
     table, short = (
         report_charts.build_rank_table(report),
         report_charts.build_rank_table(report, MAX_RANKS),
@@ -132,7 +133,7 @@ def _ranks(report: Report) -> Iterator[Block]:
             omitted_note=short.more,
         )
         notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
-        profiled = " · profiled steps" * (abs(slowdown) >= report_text.EQUAL_STEP_SHARE)
+        profiled = " · profiled steps" * differs
         yield Section("Ranks", [shown, *notes], f"{table.total} in this recording{profiled}")
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections

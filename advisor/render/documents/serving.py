@@ -46,7 +46,8 @@ def sections(report: Report) -> Iterator[Block]:
     ]
     engine = ENGINE_NAMES.get(serving.engine or "", serving.engine or "")
     source = "its own marks" if serving.source == "engine" else serving.source
-    aside = " · ".join(part for part in (engine, f"by {source}") if part)
+    profiled = "profiled steps" * (report.step is not None and report.step.window_differs)
+    aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
     yield Section("Inference by phase", [table, FieldList(rows)], aside, short=True)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import polars as pl
 
 from advisor.core.errors import AdvisorError
+from advisor.core.report import StepTime
 from advisor.measure import Analysis
 from advisor.measure.steps.steps import require_used_steps
 from advisor.replay.edit_language import parse_edit
@@ -68,6 +69,9 @@ class WhatIfResult(NamedTuple):
     """Remarks on what the edits leave open."""
     framework: str | None = None
     """Framework that the program is written with, as in ``TraceMeta``."""
+    step: StepTime | None = None
+    """Step time of the run while nothing is profiled; ``None``: not recorded. The other figures are
+    of the profiled steps."""
 
 
 MEASURE = (
@@ -191,7 +195,16 @@ def what_if(
         else (),
         notes=tuple(notes),
         framework=whatif.a.trace.meta.framework,
+        step=_of_run(run, rank, whatif.a),
     )
+
+
+def _of_run(run: Run, rank: int, a: Analysis) -> StepTime | None:
+    """Return the run's own step time beside that of the window."""
+    record = None if run.recording is None else run.recording.ranks.get(rank)
+    recorded = Analysis(a.trace, a.selection, record).recorded
+    known = None if recorded is None else recorded.step_time
+    return known and StepTime(ns=known.ns, mean_ns=known.mean_ns, window_ns=a.step_ns)
 
 
 def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:

@@ -42,6 +42,17 @@ def test_the_step_then_is_the_measured_step_less_what_is_saved(advisor: Run, tra
     assert found["edited_step_ns"] == pytest.approx(measured - 9e6, rel=0.01)
 
 
+def test_steps_that_the_profiler_made_longer_are_called_profiled(
+    advisor: Run, trace: Path, shared_file: Callable[[str], str]
+) -> None:
+    """The run's own steps take 8.7 ms, those of the window 17.2."""
+    done = advisor("whatif", shared_file("h100/latent_sampler"), "--edit", "scale kernel:.* 0.9")
+    assert "per profiled step." in done.out
+    assert "8.7 ms per step without the profiler, median" in " ".join(done.out.split())
+    plain = advisor("whatif", str(trace), "--edit", "scale kernel:gemm 0.5")
+    assert "profile" not in plain.out
+
+
 def test_what_an_edit_selects_is_counted_and_timed(advisor: Run, trace: Path) -> None:
     done = advisor("whatif", str(trace), "--edit", "scale kernel:softmax 0.2")
     assert "scale kernel:softmax 0.2: 1 kernel per step, 5 ms" in done.out

@@ -65,6 +65,16 @@ def test_the_tree_merges_steps_and_adds_up() -> None:
     assert tree.filter(pl.col("parent").is_null()).height == 1
 
 
+def test_operators_have_host_time_where_the_host_runs_ahead(
+    shared_trace: Callable[[str], str],
+) -> None:
+    """The device works on this step after the host has launched all of it, within 0.15 ms."""
+    a = Analysis(read_trace(shared_trace("serving/vllm_decode_full/replay")))
+    host = op_table(a)["host"]
+    assert a.steps.ahead_ns is not None and 0 < host.sum() <= a.steps.host_spans.total
+    assert host.max() > 0
+
+
 def test_what_launches_several_kernels_itself_holds_them_by_name() -> None:
     """A graph's kernels have no operators of their own: without their names its time is blank."""
     b = TraceBuilder()

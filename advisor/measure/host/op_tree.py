@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered_length
+from advisor.core.intervals import Intervals, covered_length
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import innermost_ancestor, is_operator, parent_rows
 
@@ -42,14 +42,14 @@ _NUMBER = re.compile(r"^(?:nn\.Module: (.+)_|(ProfilerStep|step |.*_iter)#)\d+$"
 def op_table(a: Analysis) -> pl.DataFrame:
     """Sum operators inside ``spans`` by name: ``name``, ``count`` (calls that touch the spans),
     ``device`` (ns of the device work launched directly by it, no operator in between; on the
-    analysed device, inside the spans), ``host`` (its self time on the host, ns, inside the spans:
-    without the events inside it); largest ``device``, then ``host`` first."""
+    analysed device, inside the spans), ``host`` (its self time on the host, ns, inside the host's
+    own steps: without the events inside it); largest ``device``, then ``host`` first."""
     cpu = a.trace.cpu
     is_op = is_operator(a.trace)
     rows = np.flatnonzero(is_op)
     if not len(rows):
         return pl.DataFrame(schema=TABLE_SCHEMA)
-    inside = time_inside(a)
+    inside = time_inside(a, a.steps.host_spans)
     own = own_time(a, inside)
     device = np.zeros(cpu.height, dtype=np.int64)
     at, ns = _device_rows(a, "op")
@@ -173,10 +173,12 @@ def _plain(name: str) -> str:
     return (numbered[1] or numbered[2]).strip() if numbered else name.removeprefix(MODULE)
 
 
-def time_inside(a: Analysis) -> NDArray[np.int64]:
-    """Return each host row's inclusive time inside the spans, ns."""
+def time_inside(a: Analysis, spans: Intervals | None = None) -> NDArray[np.int64]:
+    """Return each host row's inclusive time inside the spans, by default ``Analysis.spans``, ns.
+    Where the host runs ahead, what it does in its own steps is in ``Steps.host_spans``."""
     ts = a.trace.cpu["ts"].to_numpy()
-    return covered_length(ts, ts + a.trace.cpu["dur"].to_numpy(), a.spans)
+    inside = a.spans if spans is None else spans
+    return covered_length(ts, ts + a.trace.cpu["dur"].to_numpy(), inside)
 
 
 def own_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from advisor.core import text as t
+from advisor.core.report import StepTime
 from advisor.render.document import (
     Block,
     Code,
@@ -57,7 +58,8 @@ NO_EDIT = "No edit is given: --edit says what to change, such as --edit 'remove 
 
 def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     """Build the step with edits; ``lines``: these as they were written."""
-    per = "per step" if result.marked else "of the recording"
+    apart = result.step is not None and result.step.window_differs
+    per = f"per {'profiled ' * apart}step" if result.marked else "of the recording"
     step = t.format_duration(result.measured_step_ns)
     edited = t.format_duration(result.edited_step_ns)
     least = "at least " * bool(result.reason)
@@ -70,6 +72,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     ]
     fields = [
         TextField("measured", [f"{step} {per}", *_steps(result)]),
+        *([TextField("run", _run(result.step))] if result.step is not None and apart else []),
         TextField("replayed", _replayed(result)),
         TextField("path", parts or ["the critical path is unknown: the steps are not replayed"]),
     ]
@@ -81,6 +84,12 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
         [FieldList(fields, indent=0), *_edits(result, lines), *([notes(said)] if said else [])],
         name="whatif",
     )
+
+
+def _run(step: StepTime) -> list[str]:
+    """Name the step time that reports lead with, where the replayed steps take another."""
+    own = t.format_duration(step.reference_ns)
+    return [f"{own} per step without the profiler, {step.statistic}"]
 
 
 def _steps(result: WhatIfResult) -> list[str]:

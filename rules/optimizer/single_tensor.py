@@ -25,6 +25,7 @@ from advisor.rules.common import (
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.kernel_common import FUSED, STEP
 from advisor.rules.optimizer.embedding_tables import find_tables
+from advisor.rules.optimizer.param_groups import updates_few_tensors
 from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\b_single_tensor_\w+"
@@ -149,7 +150,7 @@ class SingleTensorOptimizer(Rule):
             large = of_optimizer >= self.praise_share * kernel_common.summed_duration(
                 a, kernel_common.kernel_rows(a)
             )
-            if share >= 0.5 and large:
+            if share >= 0.5 and large and not updates_few_tensors(a):
                 yield PassedCheck(
                     text=f"the optimizer updates many parameters per kernel ("
                     f"{t.count_noun(round(count_per_step), 'kernel')}{per_step(a)})"

@@ -30,6 +30,7 @@ OF_TRAINING = {
     "evaluation-graphs",
     "huge-vocabulary",
     "ignored-labels",
+    "many-parameter-groups",
     "missing-no-sync",
     "pipeline-bubble",
     "recompute-with-free-memory",

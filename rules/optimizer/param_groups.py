@@ -1,0 +1,301 @@
+"""Parameter groups of an optimizer, each of which is updated on its own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
+from advisor.rules.common import costliest_places, of_step, rows_in_steps, scale_edit
+from advisor.rules.kernel.kernel_common import STEP, inputs_at
+from advisor.rules.optimizer.embedding_tables import MAX_DESCRIBED
+from advisor.testing import Examples, TraceBuilder
+
+_MANY = r"^aten::_(?:foreach|fused)_"
+"""Operators that update a list of tensors."""
+_FUSED = "aten::_fused_"
+HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Optimizers of PyTorch with ``fused=True``."""
+
+
+class Rounds(NamedTuple):
+    """Passes of one optimizer's step over its groups: the same operators for each in turn."""
+
+    groups: int
+    tensors: float
+    """Tensors that an operator updates, on average."""
+    settings: int | None
+    """Different numbers that the operators of a pass were given, such as the learning rate;
+    ``None``: plain arguments are not recorded."""
+    fused: bool
+
+
+class ManyParameterGroups(Rule):
+    """PyTorch's optimizers work group by group. The foreach implementation updates the parameters of
+    a group in some ten operators, and the fused one in a single operator. With a group for each
+    parameter there is nothing left to combine. The host runs those operators hundreds of times,
+    and the GPU waits for it. Such groups come from code that gives each parameter its learning
+    rate or weight decay by name.
+
+    Counted are calls of the rarest operator on lists of tensors inside one ``Optimizer.step#…``
+    that works on all parameters. Parameters of two types or devices count as two groups, because
+    PyTorch splits a group that way. Plain arguments of the operators tell how many groups differ in
+    their settings. The others can be merged. Where all of them differ, the fused implementation
+    still replaces some ten operators of each group by one.
+
+    The gain is host time. Work for each parameter stays: its gradient and state are looked up one
+    by one. While the device is behind, host time costs nothing, and the replay says so.
+    """
+
+    id = "many-parameter-groups"
+    title = "The optimizer updates many small parameter groups one by one"
+    knobs = ("fused-optimizer",)
+    sampled_part = "optimizer"
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/single_tensor.cured", *SILENT_TRACES)
+    references = (
+        "https://docs.pytorch.org/docs/stable/optim.html#per-parameter-options",
+        "https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html",
+    )
+
+    min_groups = Threshold(30, "groups in a step of the optimizer", OURS)
+    max_tensors = Threshold(10, "tensors in a group, on average", OURS)
+    min_share = Threshold(0.05, "of the step in the optimizer, on the host", XPROF)
+    min_merged = Threshold(0.5, "of the groups have settings that another one has", CHOSEN)
+    host_factor = Threshold(0.2, "of a merged group's host time stays", CHOSEN)
+    host_best = Threshold(0.1, "of it, at best", CHOSEN)
+    host_worst = Threshold(0.4, "of it, at worst", CHOSEN)
+    fused_factor = Threshold(0.4, "of the host time stays with fused groups", CHOSEN)
+    fused_best = Threshold(0.25, "of it, at best", CHOSEN)
+    fused_worst = Threshold(0.7, "of it, at worst", CHOSEN)
+
+    fix = (
+        "Merge parameters with the same settings into one group: {groups} groups have {settings} "
+        "different settings. The update of each parameter stays the same.{fused}"
+    )
+    code = (
+        "groups = {{}}\n"
+        "for name, parameter in model.named_parameters():\n"
+        "    key = (lr_of(name), weight_decay_of(name))  # settings as they are now\n"
+        "    groups.setdefault(key, []).append(parameter)\n"
+        "optimizer = torch.optim.{optimizer}(\n"
+        '    [{{"params": parameters, "lr": lr, "weight_decay": decay}}\n'
+        "     for (lr, decay), parameters in groups.items()],\n"
+        "{arguments})"
+    )
+    cases: ClassVar[dict[str, dict[str, Any]]] = {
+        "the settings differ": {
+            "fix": "Use the fused implementation: one operator for each of the {groups} groups, "
+            "in place of some ten. Merge groups whose settings are the same.",
+            "code": "optimizer = torch.optim.{optimizer}(groups, fused=True)",
+            "falsified_by": "parameters that are sparse, complex or on different devices",
+            "assumptions": ("all parameters are on the GPU",),
+        },
+    }
+    verify = "Record again: Optimizer.step is shorter and runs fewer operators."
+    falsified_by = "code that changes the settings of single groups while training"
+    assumptions = ("checkpoints of the optimizer with the old groups need not be loaded",)
+    confidence = 0.9
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Count the groups in each optimizer's step, and those that can be merged."""
+        if a.device_id is None or not a.span_ns or a.trace.inputs.is_empty():
+            return
+        steps = optimizer_steps(a)
+        if not len(steps):
+            return
+        counted = rounds_of_a_step(a, steps)
+        split = {
+            row: rounds
+            for row, rounds in counted.items()
+            if rounds.groups >= self.min_groups and rounds.tensors <= self.max_tensors
+        }
+        if not split:
+            return
+        dur = a.trace.cpu["dur"].to_numpy()
+        ns = int(dur[steps].sum())
+        if ns < self.min_share * a.span_ns:
+            return
+        largest = max(split, key=lambda row: split[row].groups)
+        rounds = split[largest]
+        name = str(a.trace.cpu["name"][largest])
+        match = re.match(r"Optimizer\.step#(\w+)\.step", name)
+        optimizer = match.group(1) if match else "AdamW"
+        mergeable = self._mergeable(rounds)
+        if not mergeable and (rounds.fused or optimizer not in HAVE_FUSED):
+            return
+        looked_at = float(dur[list(counted)].sum())
+        keeps = [
+            1
+            - sum(float(dur[row]) * (1 - self._kept(of, each)) for row, of in split.items())
+            / looked_at
+            for each in range(3)
+        ]
+        yield Finding(
+            summary=(
+                f"{optimizer}.step runs for each of {rounds.groups:,} parameter groups on its own, "
+                f"with {rounds.tensors:.1f} tensors each. It takes {of_step(a, ns)} on the host."
+            ),
+            evidence=[
+                self.compare("groups in a step", rounds.groups, "min_groups", "count"),
+                Evidence("different settings of them", rounds.settings, "count"),
+                self.compare("tensors in a group", rounds.tensors, "max_tensors", ""),
+                self.compare("optimizer, share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, steps, dur[steps], top=1),
+            edits=[scale_edit(Select(on="host", kind=("annotation",), name=STEP), *keeps)],
+            **self._advise(rounds, optimizer, mergeable),
+        )
+
+    def _mergeable(self, rounds: Rounds) -> bool:
+        """Return whether enough groups have the settings of another one."""
+        settings = rounds.settings
+        return settings is not None and settings <= self.min_merged * rounds.groups
+
+    def _kept(self, rounds: Rounds, which: int) -> float:
+        """Return the share of a step's host time that stays: expected, at best, at worst."""
+        fused = (self.fused_factor, self.fused_best, self.fused_worst)[which]
+        if not self._mergeable(rounds):
+            return fused
+        merged = (self.host_factor, self.host_best, self.host_worst)[which]
+        left = (rounds.settings or 0) / rounds.groups
+        return left + (1 - left) * merged
+
+    def _advise(self, rounds: Rounds, optimizer: str, mergeable: bool) -> dict[str, Any]:
+        if not mergeable:
+            return self.case("the settings differ", groups=rounds.groups, optimizer=optimizer)
+        fused = optimizer in HAVE_FUSED and not rounds.fused
+        also = " fused=True saves more: one operator for each group, in place of some ten."
+        return {
+            "fix": self.fix.format(
+                groups=f"{rounds.groups:,}",
+                settings=f"{rounds.settings:,}",
+                fused=also if fused else "",
+            ),
+            "code": self.code.format(
+                optimizer=optimizer,
+                arguments="    fused=True,\n" if fused or rounds.fused else "",
+            ),
+        }
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a group for each parameter": _training(120, settings=4),
+            "60 groups of three tensors": _training(60, 3, settings=2),
+            "all settings differ": _training(60, settings=60),
+            "fused groups": _training(120, settings=4, fused=True),
+            "fused groups that all differ": (
+                _training(120, settings=120, fused=True),
+                "rounds.fused",
+            ),
+            "two groups": (_training(2, 60, settings=2), "not split"),
+            "large groups": (_training(40, 40, settings=2), "not split"),
+            "hardly any time": (_training(40, settings=2, rest=400_000), "min_share"),
+            "no optimizer": (_training(0, settings=1), "a.trace.inputs.is_empty()"),
+        }
+
+
+def optimizer_steps(a: Analysis) -> np.ndarray:
+    """Return the rows of ``trace.cpu`` that are optimizer steps in the analysed window."""
+    rows = np.flatnonzero(name_matches(a.trace.cpu["name"], STEP).to_numpy()).astype(np.int64)
+    return rows_in_steps(a, rows)
+
+
+def rounds_of_a_step(a: Analysis, steps: np.ndarray) -> dict[int, Rounds]:
+    """Count the groups in each optimizer step of the last training step, by its row."""
+    last = steps[-max(1, round(len(steps) / max(a.step_count, 1))) :]
+    return {int(row): _count_rounds(a, int(row)) for row in last}
+
+
+def updates_few_tensors(a: Analysis) -> bool:
+    """Return whether the operators of an optimizer's step update two tensors each at most, as far
+    as shapes are recorded."""
+    rounds = rounds_of_a_step(a, optimizer_steps(a)).values()
+    return any(one.groups > 1 and one.tensors <= 2 for one in rounds)
+
+
+def _count_rounds(a: Analysis, step: int) -> Rounds:
+    """Count the groups that one optimizer step updates, ``step`` its row of ``trace.cpu``."""
+    cpu = a.trace.cpu
+    ts, many = cpu["ts"].to_numpy(), name_matches(cpu["name"], _MANY).to_numpy()
+    begin = int(ts[step])
+    inside = many & (ts >= begin) & (ts < begin + int(cpu["dur"][step]))
+    rows = np.flatnonzero(inside & (cpu["thread"] == cpu["thread"][step]).to_numpy())
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    lengths: Counter[str] = Counter()
+    for row in rows[:MAX_DESCRIBED].tolist():  # some thousands: arguments are parsed
+        index, name = cpu["inputs"][row], str(cpu["name"][row])
+        inputs = None if index is None else inputs_at(a, index)
+        shapes = [] if inputs is None else inputs.shapes(0)
+        if inputs is None or not any(shapes):  # step counters are scalars on the host
+            continue
+        lengths[name] += len(shapes)
+        calls.append((name, _numbers(inputs) if inputs.has_arguments else ()))
+    if not calls:
+        return Rounds(0, 0.0, None, False)
+    counts = Counter(name for name, _ in calls)
+    # decay and momentum may be of some groups only: operators on few of the tensors do not count
+    whole = [name for name in counts if lengths[name] >= 0.5 * max(lengths.values())]
+    rarest = min(counts[name] for name in whole)
+    last = [name for name, _ in calls if name in whole and counts[name] == rarest][-1]
+    return Rounds(
+        rarest,
+        lengths[last] / rarest,
+        _count_settings(calls, counts, last) if any(numbers for _, numbers in calls) else None,
+        last.startswith(_FUSED),
+    )
+
+
+def _numbers(inputs: Any) -> tuple[Any, ...]:
+    """Return the plain numbers of a call; of a list, one for each tensor, its different ones."""
+    values = (inputs.argument(at) for at in range(len(inputs)))
+    return tuple(
+        tuple(sorted({repr(each) for each in value})) if isinstance(value, list) else value
+        for value in values
+    )
+
+
+def _count_settings(
+    calls: list[tuple[str, tuple[Any, ...]]], counts: Counter[str], last: str
+) -> int:
+    """Count different rounds. A round ends with its call of ``last``. An operator that runs as
+    often in each round belongs to the round of its number, and another to the one around it."""
+    rounds = counts[last]
+    numbers: list[list[Any]] = [[] for _ in range(rounds)]
+    ends = np.array([at for at, (name, _) in enumerate(calls) if name == last])
+    done: Counter[str] = Counter()
+    for at, (name, given) in enumerate(calls):
+        number = int(np.searchsorted(ends, at))
+        if counts[name] % rounds == 0:
+            number = done[name] // (counts[name] // rounds)
+        done[name] += 1
+        numbers[min(number, rounds - 1)].append((name, given))
+    return len({repr(sorted(each, key=repr)) for each in numbers})
+
+
+def _training(
+    groups: int, tensors: int = 1, *, settings: int, fused: bool = False, rest: float = 500
+) -> TraceBuilder:
+    """AdamW with ``groups`` groups of some tensors; the learning rate takes ``settings`` values."""
+    kernel = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Adam>"
+    operators = ["aten::_foreach_lerp_", "aten::_foreach_sqrt", "aten::_foreach_addcdiv_"]
+    b = TraceBuilder()
+    shapes = [[[64, 64]] * tensors, []]
+    for _ in b.steps():
+        b.product(rest)
+        with b.range("Optimizer.step#AdamW.step"):
+            for group in range(groups):
+                rate = f"{-1e-4 * (1 + group % settings)}"
+                for name in ["aten::_fused_adamw_"] if fused else operators:
+                    with b.op(name, shapes, ["TensorList", "Scalar"], concrete=["", rate]):
+                        b.launch(kernel, 2)
+                b.host(10)
+        b.sync()
+    return b

@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from typing import Any, ClassVar, NamedTuple
-
-import numpy as np
+from typing import Any, ClassVar
 
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
-from advisor.rules.common import costliest_places, of_step, rows_in_steps, scale_edit
-from advisor.rules.kernel.kernel_common import STEP, inputs_at
-from advisor.rules.optimizer.embedding_tables import MAX_DESCRIBED
+from advisor.rules.common import costliest_places, of_step, scale_edit
+from advisor.rules.kernel.kernel_common import STEP
+from advisor.rules.optimizer.group_rounds import Rounds, optimizer_steps, rounds_of_a_step
 from advisor.testing import Examples, TraceBuilder
 
-_MANY = r"^aten::_(?:foreach|fused)_"
-"""Operators that update a list of tensors."""
-_FUSED = "aten::_fused_"
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 """Optimizers of PyTorch with ``fused=True``."""
 
 
-class Rounds(NamedTuple):
-    """Passes of one optimizer's step over its groups: the same operators for each in turn."""
-
-    groups: int
-    tensors: float
-    """Tensors that an operator updates, on average."""
-    settings: int | None
-    """Different numbers that the operators of a pass were given, such as the learning rate;
-    ``None``: plain arguments are not recorded."""
-    fused: bool
-
-
 class ManyParameterGroups(Rule):
-    """PyTorch's optimizers work group by group. The foreach implementation updates the parameters of
-    a group in some ten operators, and the fused one in a single operator. With a group for each
-    parameter there is nothing left to combine. The host runs those operators hundreds of times,
-    and the GPU waits for it. Such groups come from code that gives each parameter its learning
-    rate or weight decay by name.
+    """PyTorch's optimizers work group by group. The foreach implementation updates a group in some
+    ten operators, and the fused one in a single operator. With a group for each parameter there is
+    nothing left to combine. The host runs those operators hundreds of times, and the GPU waits for
+    it. Such groups come from code that gives each parameter its learning rate or weight decay by
+    name.
 
     Counted are calls of the rarest operator on lists of tensors inside one ``Optimizer.step#…``
     that works on all parameters. Parameters of two types or devices count as two groups, because
@@ -80,14 +61,12 @@ class ManyParameterGroups(Rule):
         "different settings. The update of each parameter stays the same.{fused}"
     )
     code = (
-        "groups = {{}}\n"
-        "for name, parameter in model.named_parameters():\n"
-        "    key = (lr_of(name), weight_decay_of(name))  # settings as they are now\n"
-        "    groups.setdefault(key, []).append(parameter)\n"
-        "optimizer = torch.optim.{optimizer}(\n"
-        '    [{{"params": parameters, "lr": lr, "weight_decay": decay}}\n'
-        "     for (lr, decay), parameters in groups.items()],\n"
-        "{arguments})"
+        "merged = {{}}\n"
+        "for group in groups:  # as they are now\n"
+        '    settings = [item for item in group.items() if item[0] != "params"]\n'
+        '    merged.setdefault(tuple(settings), []).extend(group["params"])\n'
+        'groups = [{{"params": own, **dict(settings)}} for settings, own in merged.items()]\n'
+        "optimizer = torch.optim.{optimizer}(groups{arguments})"
     )
     cases: ClassVar[dict[str, dict[str, Any]]] = {
         "the settings differ": {
@@ -180,7 +159,7 @@ class ManyParameterGroups(Rule):
             ),
             "code": self.code.format(
                 optimizer=optimizer,
-                arguments="    fused=True,\n" if fused or rounds.fused else "",
+                arguments=", fused=True" if fused or rounds.fused else "",
             ),
         }
 
@@ -200,84 +179,6 @@ class ManyParameterGroups(Rule):
             "hardly any time": (_training(40, settings=2, rest=400_000), "min_share"),
             "no optimizer": (_training(0, settings=1), "a.trace.inputs.is_empty()"),
         }
-
-
-def optimizer_steps(a: Analysis) -> np.ndarray:
-    """Return the rows of ``trace.cpu`` that are optimizer steps in the analysed window."""
-    rows = np.flatnonzero(name_matches(a.trace.cpu["name"], STEP).to_numpy()).astype(np.int64)
-    return rows_in_steps(a, rows)
-
-
-def rounds_of_a_step(a: Analysis, steps: np.ndarray) -> dict[int, Rounds]:
-    """Count the groups in each optimizer step of the last training step, by its row."""
-    last = steps[-max(1, round(len(steps) / max(a.step_count, 1))) :]
-    return {int(row): _count_rounds(a, int(row)) for row in last}
-
-
-def updates_few_tensors(a: Analysis) -> bool:
-    """Return whether the operators of an optimizer's step update two tensors each at most, as far
-    as shapes are recorded."""
-    rounds = rounds_of_a_step(a, optimizer_steps(a)).values()
-    return any(one.groups > 1 and one.tensors <= 2 for one in rounds)
-
-
-def _count_rounds(a: Analysis, step: int) -> Rounds:
-    """Count the groups that one optimizer step updates, ``step`` its row of ``trace.cpu``."""
-    cpu = a.trace.cpu
-    ts, many = cpu["ts"].to_numpy(), name_matches(cpu["name"], _MANY).to_numpy()
-    begin = int(ts[step])
-    inside = many & (ts >= begin) & (ts < begin + int(cpu["dur"][step]))
-    rows = np.flatnonzero(inside & (cpu["thread"] == cpu["thread"][step]).to_numpy())
-    calls: list[tuple[str, tuple[Any, ...]]] = []
-    lengths: Counter[str] = Counter()
-    for row in rows[:MAX_DESCRIBED].tolist():  # some thousands: arguments are parsed
-        index, name = cpu["inputs"][row], str(cpu["name"][row])
-        inputs = None if index is None else inputs_at(a, index)
-        shapes = [] if inputs is None else inputs.shapes(0)
-        if inputs is None or not any(shapes):  # step counters are scalars on the host
-            continue
-        lengths[name] += len(shapes)
-        calls.append((name, _numbers(inputs) if inputs.has_arguments else ()))
-    if not calls:
-        return Rounds(0, 0.0, None, False)
-    counts = Counter(name for name, _ in calls)
-    # decay and momentum may be of some groups only: operators on few of the tensors do not count
-    whole = [name for name in counts if lengths[name] >= 0.5 * max(lengths.values())]
-    rarest = min(counts[name] for name in whole)
-    last = [name for name, _ in calls if name in whole and counts[name] == rarest][-1]
-    return Rounds(
-        rarest,
-        lengths[last] / rarest,
-        _count_settings(calls, counts, last) if any(numbers for _, numbers in calls) else None,
-        last.startswith(_FUSED),
-    )
-
-
-def _numbers(inputs: Any) -> tuple[Any, ...]:
-    """Return the plain numbers of a call; of a list, one for each tensor, its different ones."""
-    values = (inputs.argument(at) for at in range(len(inputs)))
-    return tuple(
-        tuple(sorted({repr(each) for each in value})) if isinstance(value, list) else value
-        for value in values
-    )
-
-
-def _count_settings(
-    calls: list[tuple[str, tuple[Any, ...]]], counts: Counter[str], last: str
-) -> int:
-    """Count different rounds. A round ends with its call of ``last``. An operator that runs as
-    often in each round belongs to the round of its number, and another to the one around it."""
-    rounds = counts[last]
-    numbers: list[list[Any]] = [[] for _ in range(rounds)]
-    ends = np.array([at for at, (name, _) in enumerate(calls) if name == last])
-    done: Counter[str] = Counter()
-    for at, (name, given) in enumerate(calls):
-        number = int(np.searchsorted(ends, at))
-        if counts[name] % rounds == 0:
-            number = done[name] // (counts[name] // rounds)
-        done[name] += 1
-        numbers[min(number, rounds - 1)].append((name, given))
-    return len({repr(sorted(each, key=repr)) for each in numbers})
 
 
 def _training(

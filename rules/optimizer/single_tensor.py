@@ -25,7 +25,7 @@ from advisor.rules.common import (
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.kernel_common import FUSED, STEP
 from advisor.rules.optimizer.embedding_tables import find_tables
-from advisor.rules.optimizer.param_groups import updates_few_tensors
+from advisor.rules.optimizer.group_rounds import updates_few_tensors
 from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\b_single_tensor_\w+"

@@ -6,7 +6,9 @@ The corpus comes first. A file that it lacks is looked for in $ADVISOR_SHARED_TR
 
 from __future__ import annotations
 
+import gzip
 import os
+import tempfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -16,8 +18,23 @@ FOLDERS = (CORPUS, BESIDE)
 
 
 def find(name: str) -> Path | None:
-    """``find("nsys/a.sqlite")``: path of one file, ``None`` where no folder has it."""
+    """``find("nsys/a.sqlite")``: path of one file, ``None`` where no folder has it. A file that the
+    corpus holds compressed is unpacked once, into the system's folder for temporary files."""
+    packed = CORPUS / f"{name}.gz"
+    if packed.is_file():
+        return _unpacked(packed, name)
     return next((folder / name for folder in FOLDERS if (folder / name).exists()), None)
+
+
+def _unpacked(packed: Path, name: str) -> Path:
+    size = packed.stat().st_size
+    result = Path(tempfile.gettempdir()) / f"advisor_corpus_{os.getuid()}" / str(size) / name
+    if not result.exists():
+        result.parent.mkdir(parents=True, exist_ok=True)
+        partial = result.with_name(f"{result.name}.{os.getpid()}")
+        partial.write_bytes(gzip.decompress(packed.read_bytes()))
+        partial.replace(result)  # tests run in several processes
+    return result
 
 
 def path_of(name: str) -> Path:

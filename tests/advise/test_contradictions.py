@@ -35,7 +35,9 @@ NEVER = {
 
 def files() -> list[Path]:
     found = [
-        p for p in CORPUS.rglob("*") if p.name.endswith((".json.gz", ".sqlite", ".rpd", ".pb"))
+        path
+        for path in CORPUS.rglob("*")
+        if path.name.endswith((".json.gz", ".sqlite", ".sqlite.gz", ".rpd", ".pb"))
     ]
     runs = (path.parent for path in CORPUS.glob("h100/*/manifest.json"))
     return sorted([*(p for p in found if p.stat().st_size <= LARGE), *runs])

@@ -129,7 +129,7 @@ CORPUS = Path(__file__).parents[1] / "corpus"
     [
         "rocprof/matmul_result.rpd",
         "nsys/saxpy-mpi-cuda_nsys_perlmutter0.sqlite",
-        "nsys/mfu_2gpu_after.sqlite",
+        "nsys/mfu_2gpu_after.sqlite.gz",
         "xla/tf_gpu_multi_worker.xplane.pb.gz",
     ],
 )

@@ -30,7 +30,11 @@ LARGE = 700_000
 
 def traces() -> list[str]:
     """Files of the corpus with a trace in them, by size."""
-    found = [path for path in CORPUS.rglob("*") if path.name.endswith((".json.gz", ".sqlite"))]
+    found = [
+        path
+        for path in CORPUS.rglob("*")
+        if path.name.endswith((".json.gz", ".sqlite", ".sqlite.gz"))
+    ]
     found += [path for path in CORPUS.rglob("*") if path.suffix in (".rpd", ".pb")]
     return [str(p.relative_to(CORPUS)) for p in sorted(found, key=lambda p: p.stat().st_size)]
 

@@ -94,6 +94,10 @@ def stacks_option(a: Analysis) -> str:
     return "with_stack=True" if a.record is None else "advisor record --deep"
 
 
+TRANSFORMERS = r"(?:^|/)transformers/models/"
+"""Frames of a model of Hugging Face's transformers."""
+
+
 def runs_code_of(a: Analysis, pattern: str) -> bool:
     """Return whether a recorded or sampled Python frame (``file(line): function``) matches."""
     cpu = a.trace.cpu

@@ -173,10 +173,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     elif all(view.duration_ns is None for view in views):
         text += "Give the file of their times with it (--kernels FILE): the bandwidth needs both."
     else:
-        text += (
-            "What limits it is not recorded: collect it with rocprof-compute profile (AMD) or "
-            "ncu --set full (NVIDIA)."
-        )
+        text += f"What limits it is not recorded: collect it with {_collector(report)}."
     return ("bottlenecks" if report.findings else "limited"), text.rstrip()
 
 
@@ -188,6 +185,15 @@ def is_reference(name: str) -> bool:
 def _kernel_of(note: Finding) -> str:
     """Return the key of the kernel that a note is about first; empty: it names none."""
     return labels.clean(kernel_key(note.where[0].kernel or "")) if note.where else ""
+
+
+def _collector(report: Report) -> str:
+    """Name the tool that collects what limits a kernel, by the format of the file."""
+    form = _format(report) or ""
+    amd, nvidia = "rocprof-compute profile", "ncu --set full"
+    if any(view.name.startswith("__amd_") for view in report.kernel_counters) or "roc" in form:
+        return amd
+    return f"{amd} (AMD) or {nvidia} (NVIDIA)"
 
 
 AT_LIMIT, MOST_TIME = 0.8, 0.5
@@ -264,7 +270,8 @@ def _longest(views: Sequence[KernelCounters]) -> str:
     name = short[longest.short] + f" of {longest.file}" * bool(longest.file)
     text = f"The longest, {name}, takes {took}"
     if longest.profiled > 1:
-        share = _total(longest) / (sum(map(_total, views)) or 1.0)
+        run = [view for view in views if view.file == longest.file]  # of several, each is a run
+        share = _total(longest) / (sum(map(_total, run)) or 1.0)
         launches = f"{longest.profiled:,} launches of {took}"
         text = f"{name} takes most time ({t.format_share(share)}, {launches})"
     use = max(longest.use.values(), default=None)
@@ -274,7 +281,18 @@ def _longest(views: Sequence[KernelCounters]) -> str:
         text += f", with {longest.limit} {t.format_share(use)} busy"
     elif longest.bandwidth is not None:
         text += f" at {t.format_rate(longest.bandwidth, 'B/s')} of DRAM"
-    return f"{text}. "
+    return f"{text}. {_variants(longest, views)}"
+
+
+def _variants(longest: KernelCounters, views: Sequence[KernelCounters]) -> str:
+    """Compare a kernel with the one of its name in each other file; empty: there is none."""
+    same = [
+        f"{view.file} takes {t.format_duration(view.duration_ns or 0.0)} for it "
+        f"({(view.duration_ns or 0.0) / longest.duration_ns - 1:+.0%})"
+        for view in views
+        if view.file != longest.file and view.short == longest.short and longest.duration_ns
+    ]
+    return f"{', '.join(same)}. " if same else ""
 
 
 def _find_longest(views: Sequence[KernelCounters]) -> KernelCounters | None:
@@ -357,8 +375,10 @@ def _format(report: Report) -> str | None:
     return report.inputs[0].format if report.inputs else None
 
 
-ANY_PROGRAM = "python train.py"
+ANY_PROGRAM = "python PROGRAM.py"
 """Command of a program whose own is not recorded."""
+PLACEHOLDER = "PROGRAM.py stands for your program, whose command is not recorded."
+ONE_OF_SEVERAL = "Of a job, the launcher starts one rank so, and the others as before."
 
 
 def _program(report: Report) -> str:
@@ -381,6 +401,10 @@ def profiling_command(
     """Return the command that collects counters of the longest kernels below their attainable rate,
     and its cost. ``None`` if there is nothing to profile. ``line``: the run's own command."""
     program = line or _program(report)
+    hint = f" {PLACEHOLDER}" * (program == ANY_PROGRAM)
+    hint += f" {ONE_OF_SEVERAL}" * (
+        (a.trace.meta.world_size or 1) > 1 or (a.trace.meta.rank or 0) > 0
+    )
     chosen: dict[str, str] = {}
     for row in report.rooflines:
         slow = row.efficiency is None or row.efficiency < FAST_KERNEL_SHARE
@@ -397,7 +421,7 @@ def profiling_command(
             "rocprof-compute profile -n run \\\n"
             + "".join(f"  -k {name} \\\n" for name in names)
             + f"  -- {program}",
-            "The program runs some ten times, once per group of counters.",
+            f"The program runs some ten times, once per group of counters.{hint}",
         )
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
     pattern = f"^({'|'.join(names)})"
@@ -413,7 +437,8 @@ def profiling_command(
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
         f"  -o kernels {program}",
         f"{t.count_noun(count, 'launch')}{after}, each repeated some ten times with "
-        "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep",
+        "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep"
+        f"{'.' * bool(hint)}{hint}",
     )
 
 

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX
-from advisor.measure.steps.step_differences import LOADING, MAX_BUSY
+from advisor.measure.steps.step_differences import CAPTURE, LOADING, MAX_BUSY
 from advisor.measure.steps.step_records import MIN_DEVICE_TIMED
 from advisor.measure.steps.steps import recorded_extent
 from advisor.measure.steps.unmarked_steps import range_groups
@@ -311,6 +311,7 @@ def _one_off(a: Analysis) -> list[str]:
     if not whole or whole < MIN_ONE_OFF_SHARE * a.span_ns:
         return []
     table = table.with_columns(inside=inside).filter(pl.col("inside") > 0)
+    longest = str(table.sort("inside")["name"][-1])
     named = [
         f"{labels.shorten(labels.clean(row['name']), 50)} {t.format_duration(row['inside'])} "
         + (
@@ -322,6 +323,9 @@ def _one_off(a: Analysis) -> list[str]:
         )
         for row in table.sort("inside", descending=True).head(MAX_NAMED).iter_rows(named=True)
     ]
+    again = "Record after a few steps."
+    if longest == CAPTURE:
+        again = "Record replays of the graph."
     more = table.height - len(named)
     others = f" and {t.count_noun(more, 'more first call')}" if more > 0 else ""
     return [
@@ -330,7 +334,7 @@ def _one_off(a: Analysis) -> list[str]:
         f"{', '.join(named)}"
         f"{others}. Loading of code, search of "
         "algorithms and compilation at a first call: later steps do not have them, and no advice "
-        "is made of them. Record after a few steps."
+        f"is made of them. {again}"
     ]
 
 

@@ -324,7 +324,7 @@ def _memory_action(view: MemoryView) -> str:
         rest = "" if most is first else f" Most is freed by: {_freed(most, view)}."
         return f"First: {_freed(first, view)}; {cost}.{rest}"
     if view.at != "peak" and view.source != "timeline":
-        return f"Its peak is unknown: call {RECORD_HISTORY} before the first allocation."
+        return f"Its peak is unknown: start with {RECORD_HISTORY}."
     return ""
 
 

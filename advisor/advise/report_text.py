@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
@@ -219,6 +220,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
         shown = ", ".join(
             f"{t.host_label(phase.name, report.scope.framework)} {t.format_share(phase.share)}"
             for phase in view.phases[:MAX_NAMES]
+            if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
         )
         parts.append(f"host: {shown}")
     if view.ended is None:
@@ -452,6 +454,8 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
         if place is not None and place.file:
             return f"stack samples point to {t.location_names(place)[0]}"
     how = "with_stack=True" if report.recorded is None else "advisor record --deep"
+    if not any(part.name == "dispatch" for part in report.host):
+        how = "activities=[CPU, CUDA] and with_stack=True"  # stacks alone tie no kernel to a line
     return "" if how in finding.summary + finding.fix else f"line not recorded; {how} shows it"
 
 
@@ -547,16 +551,20 @@ def _reasons(
         ends.append(("high end", decided_by[1]))
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         # the one that has a range itself, or says what happens at worst
-        ranged = (text for text in finding.assumptions if " to " in text or "at worst" in text)
-        decides = labels.clean(next(ranged, finding.assumptions[0]))
-        lead = "no gain unless" if low < NO_GAIN * gain else "the range is assumed"
-        return [f"{lead}: {decides}"]
+        ranged = [text for text in finding.assumptions if RANGED.search(text)]
+        decides = labels.clean((ranged or finding.assumptions)[0])
+        if low < NO_GAIN * gain:
+            return [f"no gain unless: {decides}"]
+        if ranged:
+            return [f"range: {decides}"]
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
         reasons.setdefault(DECIDED_BY[by], []).append(end)
     return [f"{' and '.join(which)}: {why}" for why, which in reasons.items() if why]
 
 
+RANGED: Final = re.compile(r"[\d%] to \d|at worst")
+"""Assumptions that say how far what they assume may be off."""
 DECIDED_BY: Final = {
     "": "",
     "assumption": "by what the fix assumes",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import polars as pl
 from msgspec import structs
 
 from advisor.advise.impact import (
@@ -302,12 +303,22 @@ def _with_sampled_line(place: Location, a: Analysis) -> Location:
     """Add the line of the user's code to an operator's place, by the stacks sampled outside
     windows."""
     line = None if place.op is None else line_of_operator(a, place.op)
-    if line is None:
+    if line is None or _is_beside_copies(place, a):
         return place
     found = line.location
     return structs.replace(
         place, file=found.file, line=found.line, function=found.function, sampled_share=line.share
     )
+
+
+def _is_beside_copies(place: Location, a: Analysis) -> bool:
+    """Tell whether an operator's kernel is one place, and its copies to or from the host another:
+    samples are where the host waits, which is at the copies."""
+    if place.kernel is None or place.kernel.startswith("Memcpy"):
+        return False
+    of_operator = (a.kernels["op_name"] == place.op).fill_null(value=False)
+    copied = a.trace.gpu["name"].cast(pl.String).filter(of_operator)
+    return bool(copied.str.contains("HtoD|DtoH").any())
 
 
 def _with_line(place: Location, a: Analysis) -> Location:

@@ -99,7 +99,7 @@ def without_compilation(finding: Finding, a: Analysis) -> Finding:
         return replace(finding, fix=" ".join(kept), code="\n\n".join(blocks))
     return replace(
         finding,
-        fix=f"{DOUBLE_BACKWARD}: compile only functions that are differentiated once.",
+        fix="Compile only functions that are differentiated once.",
         code="",
         edits=[],
         impact=impact_without_gain(DOUBLE_BACKWARD),
@@ -250,7 +250,7 @@ def record_gpu_work(meta: TraceMeta) -> str:
     has one."""
     names = list(dict.fromkeys(device.name for device in meta.devices if device.name))
     if not names:
-        return record_with(ACTIVITIES, meta, " on a machine with a GPU")
+        return record_with(ACTIVITIES, meta, " where the program uses a GPU")
     has = (
         f"The machine has {labels.clean(names[0])}: the program did not use it, or its work was "
         "not recorded."

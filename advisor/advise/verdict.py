@@ -388,7 +388,7 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
     how = how_to_record("with_stack=True", meta, recorder=a.record is not None)
     later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
     what = f" with {how}, to see what the host does" if "unknown" in shown and how else ""
-    advice = "No rule has a fix with a significant gain."
+    advice = "No fix with a significant gain is known."
     if later or what:
         advice = f"Record{later}{',' * bool(later and what)}{what}."
     scope = report.scope
@@ -416,14 +416,14 @@ def _unexplained(report: Report, a: Analysis) -> str:
         long = _longest_operators(a) if waits >= MIN_IDLE_SHARE else ""
         return f" {long}" * bool(long)
     named = " and ".join(
-        f"{t.format_share(part.share)} of the {report.per} {_ON_CPU[part.cause]}{_sampled(part)}"
+        f"{_ON_CPU[part.cause]} {t.format_share(part.share)}{_sampled(part)}"
         for part in on_cpu
         if part.share >= MIN_ON_CPU_SHARE
     )
-    return f" The GPU idles for {named}."
+    return f" The GPU idles for {named} of the {report.per}."
 
 
-_ON_CPU = {"host_code": "while the CPU runs the program's code", "communication": "in MPI calls"}
+_ON_CPU = {"host_code": "the program's CPU code", "communication": "MPI calls"}
 """Causes of idle time that no rule has a fix for."""
 MIN_ON_CPU_SHARE = 0.05
 """Share of the step from which such a cause is named."""
@@ -452,8 +452,8 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}: {t.format_share(queued)} while work is queued for it ({why}), "
-        f"{t.format_share(share - queued)} while none is. {UNFILTERED} {how}".rstrip()
+        f"{idle}, {t.format_share(queued)} with work queued. "
+        f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
 
@@ -482,6 +482,7 @@ def _longest_operators(a: Analysis) -> str:
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
 UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
+UNFILTERED_WITH_STACKS = "Record all, with stacks, on an idle GPU."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:
@@ -640,7 +641,7 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     share = t.format_share(ns / a.span_ns)
     return (
         f" Most device time: {labels.shorten(labels.clean(name), 40)}, {share} of the "
-        f"{report.per}{at}; no rule has a fix."
+        f"{report.per}{at}; no fix is known for it."
     )
 
 

@@ -101,8 +101,8 @@ class GraphBreaks(Rule):
         "follow at the edge of the model, under torch.compiler.disable. The log names each reason."
     )
     code = (
-        "# names each break and its reason\n"
-        "# TORCH_LOGS=graph_breaks python train.py\n\n"
+        "# shell, before starting: names each break and its reason\n"
+        "export TORCH_LOGS=graph_breaks\n\n"
         "model = torch.compile(model, fullgraph=True)   # an error at the first break\n\n"
         "# .item() stays in the graph\n"
         "torch._dynamo.config.capture_scalar_outputs = True"
@@ -145,7 +145,7 @@ class GraphBreaks(Rule):
                 why="neither Python stacks nor a log of torch.compile were recorded",
                 record="with_stack=True, or TORCH_TRACE=FOLDER",
             )
-        first = f" First: {_reason(known[0])}." if known else ""
+        first = f" First: {_reason(known[0])}." if known else _read_values(a)
         count = len(broken) / a.step_count
         yield Finding(
             summary=(
@@ -223,6 +223,15 @@ def _reason(item: GraphBreak) -> str:
 
 def _location(item: GraphBreak | CompileCause) -> Location:
     return Location(file=item.file, line=item.line, function=item.function, count=item.count)
+
+
+def _read_values(a: Analysis) -> str:
+    """Say how often a step reads a GPU value, which breaks the graph; empty: it does not."""
+    own = a.syncs.filter(~pl.col("profiler"), pl.col("cause") == "aten::item")
+    count = round(own.height / a.step_count)
+    return (
+        f" {count_noun(count, 'call')} of .item(){per_step(a)} can be the reason." if count else ""
+    )
 
 
 def _not_measured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
@@ -357,7 +366,7 @@ class Recompilation(Rule):
         "tensors instead of Python numbers that count up. The log names what changed."
     )
     code = (
-        "# TORCH_LOGS=recompiles python train.py     names what changed each time\n"
+        "# shell, before starting: export TORCH_LOGS=recompiles names what changed\n"
         "model = torch.compile(model, dynamic=True)\n\n"
         "# or only for the dimension that varies\n"
         "torch._dynamo.mark_dynamic(batch, 1)"
@@ -612,7 +621,7 @@ class CudaGraphsSkipped(Rule):
         "Remove what the log names: changes of inputs in place, tensors on the CPU, dynamic "
         "shapes, operators that cannot be captured."
     )
-    code = "# names each reason\n# TORCH_LOGS=perf_hints python train.py"
+    code = "# shell, before starting: names each reason\nexport TORCH_LOGS=perf_hints"
     verify = "Run with TORCH_LOGS=perf_hints: no line says 'skipping cudagraphs'."
     falsified_by = "a profile of these steps with one cudaGraphLaunch per compiled graph"
     assumptions = ("all launches that the GPU waits for are of these graphs",)

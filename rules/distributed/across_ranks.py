@@ -47,7 +47,11 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     evidence = [
         Evidence("rank", job.topology.ranks[index[0]]) if len(index) == 1 else Evidence("who", who),
         Evidence(own, deviation.excess_ns, "ns", per=per),
-        Evidence("share", deviation.excess_ns / job.step_ns if job.step_ns else None, "share"),
+        Evidence(
+            "share of the ranks' step",
+            deviation.excess_ns / job.step_ns if job.step_ns else None,
+            "share",
+        ),
         *(
             Evidence(f"{name} above the others'", ns, "ns", per=per)
             for name, ns in deviation.excess_by_class.items()

@@ -28,6 +28,10 @@ FEWER_BYTES = " Then send fewer bytes"
 """Begin of the last sentence of a text."""
 
 EMBEDDINGS = "all_to_all of embeddings"
+_ALL_TO_ALL = (
+    "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
+)
+_TORCHREC = "https://docs.pytorch.org/torchrec/"
 _NEXT_BATCH = (
     "Such compute is the dense layers, the next part of the batch, or the next batch's inputs"
 )
@@ -55,6 +59,7 @@ class ExposedCommunication(Rule):
     id = "exposed-communication"
     title = "The GPU waits for collectives (exposed communication)"
     knobs = ("ddp-bucket-size", "ddp-static-graph")
+    alternatives = "exposed communication"
     found_in = public_traces(
         "a100_train_6steps dlrm_8ranks two_ranks_rank0 two_ranks_rank1 v100_train_copy_heavy "
         "nccl_collectives"
@@ -121,6 +126,7 @@ class ExposedCommunication(Rule):
             "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "...  # independent compute\n"
             "work.wait()",
+            "references": (_ALL_TO_ALL,),
         },
         EMBEDDINGS: {
             "fix": "Start each all-to-all before compute that does not need it, and wait late. "
@@ -131,6 +137,7 @@ class ExposedCommunication(Rule):
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
             f"work.wait(){_PIPELINE_LINE}\n"
             "# on the wire: qcomms_config=QCommsConfig(forward_precision=CommType.BF16)",
+            "references": (_ALL_TO_ALL, _TORCHREC),
         },
         "all_to_all of experts": {
             "fix": "Send tokens to their experts while other work computes: a shared expert, or "
@@ -140,6 +147,7 @@ class ExposedCommunication(Rule):
             "code": "work = dist.all_to_all_single(received, tokens, async_op=True)\n"
             "shared = shared_expert(hidden)      # needs none of it\n"
             "work.wait()",
+            "references": (_ALL_TO_ALL,),
         },
         "all_to_all of attention": {
             "fix": "Exchange the heads of a sequence-parallel attention in groups: one group is "
@@ -148,6 +156,7 @@ class ExposedCommunication(Rule):
             "code": "work = dist.all_to_all_single(queries, own_queries, async_op=True)\n"
             "key, value = project_key(x), project_value(x)   # while queries are sent\n"
             "work.wait()",
+            "references": (_ALL_TO_ALL, "https://arxiv.org/abs/2309.14509"),
         },
         "the optimizer": {
             "fix": "Start the optimizer's collective for each group of parameters as soon as its "

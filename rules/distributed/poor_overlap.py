@@ -54,6 +54,7 @@ class PoorOverlap(Rule):
     title = "Collectives block the compute stream, so nothing overlaps them"
     found_in = ("traces/dlrm_8ranks",)
     knobs = ("ddp-bucket-size", "ddp-bucket-view")
+    alternatives = "exposed communication"
     silent_in = SILENT_TRACES
     validation_note = (
         "DLRM on 8 V100: an all-reduce of 0.8 ms that runs alone; the next kernel is launched "

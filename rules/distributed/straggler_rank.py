@@ -231,7 +231,7 @@ class StragglerRank(Rule):
         lost = float(result.caused_exposed_ns[place]) / steps
         if lost < self.min_share * job.step_ns:
             yield PassedCheck(
-                text="no rank keeps the others waiting: the worst costs them "
+                text="no rank keeps the others waiting for long: the worst costs them "
                 f"{t.format_duration(lost)} "
                 f"{t.format_per(per_of(study))} that no compute hides ({lost / job.step_ns:.0%}), "
                 f"clocks aligned to {t.format_duration(job.joined.clocks.error_ns)}"

@@ -76,7 +76,7 @@ class GpuErrors(Rule):
         "an error of the program": {
             "title": "The driver logged an error of the program",
             "fix": "Look for an index out of range or a freed tensor in a kernel.",
-            "code": "CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python train.py",
+            "code": "CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python PROGRAM.py",
         }
     }
 

@@ -110,7 +110,7 @@ class NumaMismatch(Rule):
 
     fix = "Pin the process and its memory to node {node}."
     code = (
-        "numactl --cpunodebind={node} --membind={node} python train.py\n"
+        "numactl --cpunodebind={node} --membind={node} python PROGRAM.py\n"
         "# torchrun (PyTorch 2.8 and later): --numa-binding=node"
     )
 

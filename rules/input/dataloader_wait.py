@@ -136,7 +136,7 @@ class DataLoaderWait(LoaderWaitRule):
         "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
         "loader = DataLoader(\n"
         "    dataset, batch_size, num_workers=max(1, cores - 1),\n"
-        "    prefetch_factor=4, persistent_workers=True, pin_memory=True)"
+        "    prefetch_factor=4, persistent_workers=True)"
     )
     verify = (
         "Profile again: the exposed wait falls. Iterate over the loader alone, without the model, "
@@ -285,9 +285,7 @@ class SingleProcessLoader(LoaderWaitRule):
     )
     code = (
         "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
-        "                    persistent_workers=True, pin_memory=True)\n"
-        "for batch, target in loader:\n"
-        "    batch = batch.to(device, non_blocking=True)"
+        "                    persistent_workers=True)"
     )
     verify = (
         "Profile again: the ranges read _MultiProcessingDataLoaderIter, and their exposed part is "

@@ -47,6 +47,10 @@ _FORWARD = 'with torch.inference_mode(), torch.autocast("cuda", dtype=torch.{}):
 _VERIFY = (
     "Profile again: kernel names contain tensorop, xmma … tf32, s1688 or s16816 instead of sgemm. "
 )
+_VERIFY_FP16 = (
+    "Profile again: kernel names contain s884, h884, s1688 or fp16 instead of sgemm or scudnn. "
+)
+_NEEDS_FP32 = "mathematics that needs FP32, or results that are not finite in 16 bits"
 _REACHED = (
     "real shapes reach {derating:.0%} of the ratio of the peaks ({worst_derating:.0%} to "
     "{best_derating:.0%})"
@@ -180,6 +184,7 @@ class Fp32Matmul(Rule):
             "fix": "Train in BF16 with autocast. TF32 is no faster than FP32 on this GPU; 16-bit "
             "formats are.",
             "code": _BF16,
+            "falsified_by": _NEEDS_FP32,
         },
         FP16: {
             "fix": "Train in mixed precision with FP16: this GPU has no TF32. Autocast picks the "
@@ -190,6 +195,8 @@ class Fp32Matmul(Rule):
             "scaler.scale(loss).backward()\n"
             "scaler.step(optimizer)\n"
             "scaler.update()",
+            "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
+            "falsified_by": _NEEDS_FP32,
         },
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
@@ -206,6 +213,7 @@ class Fp32Matmul(Rule):
                 "fix": "Run the model in FP16: this GPU has no TF32, and its tensor cores take "
                 "FP16.",
                 "code": _FORWARD.format("float16"),
+                "verify": f"{_VERIFY_FP16}Compare the model's outputs.",
             },
             BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
         },

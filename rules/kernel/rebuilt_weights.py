@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
@@ -88,6 +89,7 @@ class RebuiltWeights(Rule):
     references = (
         "https://docs.pytorch.org/docs/stable/amp.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.parametrize.remove_parametrizations.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.normalize.html",
     )
 
     min_share = Threshold(0.05, "of the step in operators that make weights", XPROF)
@@ -104,6 +106,12 @@ class RebuiltWeights(Rule):
         "        if not parameter.requires_grad:            # when serving: all of them\n"
         "            parameter.data = parameter.data.to({dtype})"
     )
+    inference: ClassVar[Mapping[str, Any]] = {
+        "code": "for module in model.modules():\n"
+        '    if "norm" not in type(module).__name__.lower():   # batch norm needs float32\n'
+        "        for parameter in module.parameters(recurse=False):\n"
+        "            parameter.data = parameter.data.to({dtype})"
+    }
     verify = "Record again: the casts are gone. Compare the outputs: they differ by rounding."
     falsified_by = "weights that change between two forward passes"
     assumptions = ("the weights stay as they are between forward passes",)
@@ -135,10 +143,10 @@ class RebuiltWeights(Rule):
         else:
             done = "cast to another type" if kind == CAST else "normalised"
             what = f"{t.count_noun(count, 'weight')} are {done} {where}, and none is trained."
-        fix, code, verify = {
-            CAST: (self.fix, self.code.format(dtype=_autocast_type(a)), self.verify),
-            NORM: (_NORM_FIX, _NORM_CODE, _NORM_VERIFY),
-            OPERAND: (_OPERAND_FIX, _OPERAND_CODE, _OPERAND_VERIFY),
+        fix, code, verify, link = {
+            CAST: (self.fix, self.code.format(dtype=_autocast_type(a)), self.verify, "amp"),
+            NORM: (_NORM_FIX, _NORM_CODE, _NORM_VERIFY, "parametrize"),
+            OPERAND: (_OPERAND_FIX, _OPERAND_CODE, _OPERAND_VERIFY, "normalize"),
         }[kind]
         yield Finding(
             summary=f"{what} This takes {of_step(a, ns)}.",
@@ -152,6 +160,7 @@ class RebuiltWeights(Rule):
             fix=fix,
             code=code,
             verify=verify,
+            references=[each for each in self.references if link in each],
         )
 
     @staticmethod

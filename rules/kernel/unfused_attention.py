@@ -21,7 +21,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
-from advisor.rules.common import amount_per_step, example_steps
+from advisor.rules.common import amount_per_step, example_steps, runs_code_of
 from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
@@ -30,7 +30,6 @@ GRADIENT = r"^aten::_softmax_backward_data$"
 MIN_PART = 0.5
 """Share of an operator's time in attention, from which its kernels count to it."""
 
-_FROM_PRETRAINED = "# Hugging Face: from_pretrained(..., attn_implementation='sdpa')"
 _TAKE_SDPA = (
     "Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Cohere Olmo Olmo2 Falcon "
     "Starcoder2 GPT2 GPTNeoX GPTBigCode OPT Bert Roberta XLMRoberta DistilBert Bart MBart Whisper "
@@ -47,10 +46,7 @@ _EAGER_FRAMES = (
 def _takes_sdpa(a: Analysis) -> bool:
     """Return whether modules or frames are of a model that has fused attention in Hugging Face."""
     kinds = pl.Series([], dtype=pl.String) if a.layers is None else a.layers.nodes["kind"]
-    frames = a.trace.cpu["name"]
-    return bool(
-        kinds.str.contains(_SDPA_MODULES).any() or name_matches(frames, _EAGER_FRAMES).any()
-    )
+    return bool(kinds.str.contains(_SDPA_MODULES).any()) or runs_code_of(a, _EAGER_FRAMES)
 
 
 class UnfusedAttention(Rule):
@@ -143,6 +139,14 @@ class UnfusedAttention(Rule):
         "{best_reach:.0%}), with sequences filled up to whole tiles",
     )
     cases = {
+        "transformers' own attention": {
+            "fix": "The attention is transformers' own code: load the model with "
+            "attn_implementation='sdpa'. It calls F.scaled_dot_product_attention, which picks a "
+            "fused kernel. Run it in FP16 or BF16, which fused kernels take.",
+            "code": 'model = AutoModel.from_pretrained(name, attn_implementation="sdpa")\n'
+            "# a model made from a configuration: AutoModel.from_config(\n"
+            '#     config, attn_implementation="sdpa")',
+        },
         "inputs of 32 bits": {
             "assumptions": (
                 "inputs are FP16 or BF16 (autocast), and fused kernels reach {reach:.0%} of the "
@@ -203,8 +207,8 @@ class UnfusedAttention(Rule):
             where=kernel_common.kernel_locations(a, attention),
             edits=self._edits(a, rows, blocks, attention, unnumbered, fused),
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
-            code=f"{self.code}\n\n{_FROM_PRETRAINED}" if _takes_sdpa(a) else self.code,
             **(self.case(case) if case else {}),
+            **(self.case("transformers' own attention") if _takes_sdpa(a) else {}),
         )
 
     def _healthy(self, a: Analysis, rows: kernel_common.Mask, total: int, share: float) -> Outcomes:

@@ -212,6 +212,10 @@ def _product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilde
 _WON_BACK = "{recovered_share:.0%} of the empty time is won back ({worst_part:.0%} to 100%)"
 
 
+BY_CHANNEL = ("normalisation", "reduction")
+"""Families whose blocks follow channels or rows: a larger batch adds none."""
+
+
 class SmallGrids(Rule):
     """A kernel with fewer blocks than the GPU has multiprocessors leaves some of them idle for its
     whole duration. When much of the compute time is like that, the batch is too small for this GPU.
@@ -219,7 +223,8 @@ class SmallGrids(Rule):
     ``blocks per SM`` is the grid size over the multiprocessors; below 1, the share 1 - blocks/SM of
     the GPU is empty. Communication kernels do not count (an all-reduce takes 8 blocks by design,
     0.07 per multiprocessor). Neither do persistent kernels, which launch at most one block per
-    multiprocessor and loop (``nvjet``, stream-K, Blackwell attention). The rule is silent when the
+    multiprocessor and loop (``nvjet``, stream-K, Blackwell attention). Norms and reductions have a
+    block per channel or row, however large the batch, and do not count. The rule is silent when the
     device idles half of the time: a starved GPU makes kernels look small. In public launch-bound
     traces, whose bottleneck is the host, 36 to 78% of kernel time is like that.
     """
@@ -296,7 +301,7 @@ class SmallGrids(Rule):
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
         small = (
             rows & (blocks < 1) & ~name_matches(gpu["name"], kernel_common.PERSISTENT).to_numpy()
-        )
+        ) & ~kernel_common.family_rows(a, *BY_CHANNEL)
         total = kernel_common.summed_duration(a, rows)
         if not total:
             return
@@ -338,6 +343,11 @@ class SmallGrids(Rule):
             kernel = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT"
             b.run("aten::mm", kernel, 2000, shapes, dtype, blocks=99)
 
+        def normalise(b: TraceBuilder) -> None:
+            kernel = "void at::native::batch_norm_collect_statistics_channels_last_kernel<4>"
+            shape = [[8, 32, 512, 512], [32], [32]]
+            b.run("aten::native_batch_norm", kernel, 800, shape, dtype, blocks=32)
+
         def starve(b: TraceBuilder) -> None:
             for _ in range(20):
                 b.run("aten::add", pointwise, 2, [[256], [256]], blocks=1)
@@ -359,6 +369,7 @@ class SmallGrids(Rule):
                 example_steps(communicate),
                 "share < self.min_share",
             ),
+            "a block a channel": (example_steps(normalise), "share < self.min_share"),
             "persistent kernels": (example_steps(persist, "H100"), "share < self.min_share"),
             "the host is late": (example_steps(starve), "min_busy"),
         }

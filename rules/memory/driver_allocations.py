@@ -128,9 +128,9 @@ class AllocationsInLoop(DriverAllocationRule):
     )
 
     fix = (
-        "Keep shapes the same from step to step: pad or bucket lengths, and set drop_last=True. "
-        "Let the allocator grow its segments instead of freeing them (expandable_segments). "
-        "Lower the peak if memory is full."
+        "Let the allocator grow its segments instead of freeing them (expandable_segments). It "
+        "takes the place of max_split_size_mb and the like, where they are set. Keep shapes the "
+        "same from step to step: pad or bucket lengths. Lower the peak if memory is full."
     )
     code = (
         "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"

@@ -12,7 +12,14 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.memory.trace_memory import REENTRANT, find_recompute
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHECKPOINT, OURS, public_traces
-from advisor.rules.common import amount_per_step, locate_row, of_each_step, scale_edit
+from advisor.rules.common import (
+    TRANSFORMERS,
+    amount_per_step,
+    locate_row,
+    of_each_step,
+    runs_code_of,
+    scale_edit,
+)
 from advisor.rules.memory.device_memory import GIB, measure_held, run_product, skip_without_events
 from advisor.testing import Examples, TraceBuilder
 
@@ -58,7 +65,6 @@ class RecomputeWithFreeMemory(Rule):
         "keep small outputs and recompute only large ones (selective checkpointing)."
     )
     code = (
-        "# Hugging Face: model.gradient_checkpointing_disable()\n"
         "for i, block in enumerate(self.blocks):\n"
         "    if self.training and i % 2 == 0:      # was: every block\n"
         "        x = checkpoint(block, x, use_reentrant=False)\n"
@@ -69,6 +75,14 @@ class RecomputeWithFreeMemory(Rule):
     falsified_by = "a larger peak in another phase (evaluation, longer sequences)"
     assumptions = ("the activations fit into the free memory",)
     confidence = 0.75
+    cases = {
+        "transformers' own blocks": {
+            "fix": "Turn checkpointing off, and look at the peak. Where memory does not last, "
+            "recompute less: a smaller batch, or checkpoint blocks of your own choice.",
+            "code": "model.gradient_checkpointing_disable()\n"
+            "# or leave gradient_checkpointing=True out of TrainingArguments",
+        }
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare recomputed GPU time with the step, and peak memory with the capacity."""
@@ -124,6 +138,7 @@ class RecomputeWithFreeMemory(Rule):
                 # at best, what Python does between operators is packing and unpacking of tensors
                 scale_edit(Select(on="gap", cause=("python", "unknown")), 1.0, 0.0, 1.0),
             ],
+            **(self.case("transformers' own blocks") if runs_code_of(a, TRANSFORMERS) else {}),
         )
 
     def _where(self, a: Analysis) -> list[Location]:

@@ -96,6 +96,9 @@ class DenseEmbeddingGradient(Rule):
             "has to change.",
             "code": "table = torch.nn.Embedding(rows, size, sparse=True)",
             "falsified_by": "weight decay or clipping, which need the gradient of every row",
+            "references": (
+                "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
+            ),
         },
         "Lightning": {
             "fix": f"{fix} In Lightning, two optimizers need self.automatic_optimization = False.",
@@ -143,7 +146,10 @@ class DenseEmbeddingGradient(Rule):
             edits=work.edits(*self._remaining(a, tables, work.ns / max(a.step_count, 1))),
             assumptions=[
                 *self.assumptions,
-                *["small tables keep dense gradients, which are faster"] * (a.device_id is None),
+                "small tables keep dense gradients, which are faster"
+                if a.device_id is None
+                else "no CUDA graph has to hold this part of the step: sizes of sparse gradients "
+                "vary from step to step",
             ],
             **self._advise(a),
         )

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
-from advisor.core.intervals import EMPTY, covered_length, intersect, union_of
+from advisor.core.intervals import EMPTY, covered_length, intersect, union, union_of
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
@@ -210,7 +210,8 @@ class ImplicitSync(Rule):
                 record="activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], nothing filtered",
             )
             return
-        if a.syncs.filter(~pl.col("profiler")).is_empty() and a.steps.used.height > 1:
+        none = a.syncs.filter(~pl.col("profiler")).is_empty() and _held(a) < self.min_share
+        if none and a.steps.used.height > 1:
             yield PassedCheck(text="no call inside the steps makes the host wait for the GPU")
             return
         blocking = with_operators(a, select_blocking_calls(a, self._reads()))
@@ -355,6 +356,17 @@ class ImplicitSync(Rule):
 
 def _work(b: TraceBuilder) -> None:
     b.run("aten::mm", "ampere_sgemm_128x64_nn", 500, [[1024, 1024], [1024, 1024]], times=10)
+
+
+def _held(a: Analysis) -> float:
+    """Return the share of the host's own steps in calls that wait, 0 to 1: where the host is ahead
+    these are not the device's."""
+    own = pl.col("call").cast(pl.String).str.starts_with("sync").fill_null(value=False)
+    profiler = a.syncs.filter("profiler")["ts"].implode()
+    cpu = a.trace.cpu.filter(own & ~pl.col("ts").is_in(profiler))
+    ts = cpu["ts"].to_numpy()
+    waits = intersect(union(ts, ts + cpu["dur"].to_numpy()), a.steps.host_spans)
+    return waits.total / max(a.steps.host_spans.total, 1)
 
 
 def _runtime_recorded(a: Analysis) -> bool:

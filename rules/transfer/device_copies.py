@@ -216,7 +216,8 @@ class CopiesNotOverlapped(Rule):
 
     fix = (
         "Copy the next batch on a separate stream while this step computes, and let the compute "
-        "stream wait for it. Send fewer bytes: uint8 images, normalized on the GPU."
+        "stream wait for it. Send fewer bytes: the type that the data is "
+        "stored in, converted on the GPU."
     )
     code = (
         "copies = torch.cuda.Stream()\n"

@@ -293,8 +293,8 @@ class PingPong(Rule):
         "randperm, topk, scatter). CuPy shares memory with torch tensors without a copy."
     )
     code = (
-        "# before: torch.from_numpy(np.argsort(x.cpu().numpy())).to(device)\n"
-        "order = torch.argsort(x)\n"
+        "# before: y = work(x.cpu()).to(device), or NumPy in between\n"
+        "y = work(x)   # on the GPU: torch.clamp, torch.sort, torch.where\n"
         "# a CUDA array of another library, without a copy:\n"
         "y = torch.from_dlpack(cupy_array)"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import polars as pl
 
 from advisor.core import text as t
@@ -29,13 +31,20 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.framework_advice import BATCHES_AHEAD, STAGING_CODE, in_any_language
+from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
 from advisor.rules.sync.host_waits import make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
 _CALLS = (
     Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
 )
+
+
+_HIDDEN = (
+    "pinned copies are {pinned_speedup:g} times as fast ({worst_speedup:g} at worst), and compute "
+    "hides them while it lasts"
+)
+_MEMORY = "the host has memory to pin"
 
 
 class PageableCopies(Rule):
@@ -101,22 +110,38 @@ class PageableCopies(Rule):
         "    target = target.to(device, non_blocking=True)"
     )
     cases = {
+        "the link is recorded": {
+            "assumptions": (
+                "pinned copies reach {link_share:.0%} of the link's peak ({worst_link_share:.0%} "
+                "at worst), and compute hides them while it lasts",
+                _MEMORY,
+            )
+        },
+        "a pinned copy to compare with": {
+            "assumptions": (
+                "copies become as fast as pinned ones here (at worst {worst_speedup:g} times "
+                "as fast as now), and compute hides them while it lasts",
+                _MEMORY,
+            )
+        },
         "no DataLoader": {
             "fix": "Pin what stays in host memory once, before the loop, and copy it with "
-            "non_blocking=True. Where each step makes its batch anew, refill one pinned buffer, "
-            "but only after the event of its last copy.",
+            "non_blocking=True. Where each step makes its batch anew, let what makes it write "
+            "into a pinned buffer (out=). Copying a batch into one can take as long as it saves.",
             "code": "batches = [batch.pin_memory() for batch in batches]   # what stays the same\n"
-            f"x = batches[step].to(device, non_blocking=True)\n\n# made anew\n{STAGING_CODE}",
-        }
+            "x = batches[step].to(device, non_blocking=True)\n\n"
+            "# made anew: written into one pinned buffer\n"
+            "staging = torch.empty(batch_shape, dtype=dtype, pin_memory=True)   # once\n"
+            "copied = torch.cuda.Event()\n"
+            "copied.synchronize()               # in each step: the copy before is over\n"
+            "make_batch(out=staging)\n"
+            "x = staging.to(device, non_blocking=True)\n"
+            "copied.record()",
+        },
     }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."
     falsified_by = "copies that are pinned and take as long"
-    assumptions = (
-        "at best compute hides the copies while it lasts, at worst they get {worst_speedup:g} "
-        "times as fast. Where the link is recorded, pinned copies reach {link_share:.0%} of its "
-        "peak ({worst_link_share:.0%} at worst)",
-        "the host has memory to pin",
-    )
+    assumptions = (_HIDDEN, _MEMORY)
     confidence = 0.8
 
     framework_advice = {
@@ -186,9 +211,12 @@ class PageableCopies(Rule):
         pinned = _speed(copies.filter((pl.col("memory") == "pinned") & large))
         link = host_link_rate(a)
         factor, worst = 1 / self.pinned_speedup, 1 / self.worst_speedup
+        case: dict[str, Any] = {}
         if speed and pinned:
+            case = self.case("a pinned copy to compare with")
             factor = min(1.0, speed / pinned)
         elif speed and link:
+            case = self.case("the link is recorded")
             factor = min(1.0, speed / (self.link_share * link))
             worst = min(1.0, speed / (self.worst_link_share * link))
         # no more of the copy is hidden than there is other work to hide it under
@@ -220,6 +248,7 @@ class PageableCopies(Rule):
                 ),
                 *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
             ],
+            **case,
             **(self.case("no DataLoader") if _has_no_loader(a) else {}),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -249,3 +250,46 @@ def test_a_report_says_what_matters_once(name: str, says: str, denies: str) -> N
     text = re.sub(r"\s+", " ", REPORTS.render("terminal", made, details=True))
     assert re.search(says, text)
     assert not re.search(denies, text)
+
+
+MAX_LINES = 4
+"""Lines of 80 columns that a verdict may take."""
+RETIRED = (
+    "no rule has a fix", "fewer bits", "Fixing this alone", "python train.py", "cudnn attention",
+    "uint8 images", "the range is assumed", "if the link is recorded", "argsort",
+)  # fmt: skip
+"""Words that readers from outside did not understand, or that belong to another program."""
+
+
+def test_the_verdict_takes_four_lines(report: Report) -> None:
+    assert len(textwrap.wrap(report.verdict, 80)) <= MAX_LINES, report.verdict
+
+
+def test_words_that_readers_stumbled_over_are_gone(text: str) -> None:
+    assert [words for words in RETIRED if words in text] == []
+
+
+def test_no_two_notes_are_alternatives_to_each_other(report: Report) -> None:
+    groups = [each.alternatives for each in report.notes if each.alternatives]
+    ranked = {each.alternatives for each in report.findings}
+    assert len(groups) == len(set(groups)) and not ranked & set(groups)
+
+
+def test_a_host_that_waits_is_not_praised_for_never_waiting(report: Report) -> None:
+    waits = sum(part.share for part in report.host if part.name == "sync")
+    praised = any("makes the host wait" in check.text for check in report.passed)
+    assert not praised or waits < 0.05
+
+
+def test_low_use_of_the_peak_is_of_steps_of_matrix_work(report: Report) -> None:
+    """78% copies beside 8% of products, and products in an eighth of the step, were such steps."""
+    if any(note.rule == "low-mfu" for note in report.notes):
+        matrix = {"gemm", "convolution", "attention"}
+        share = sum(part.share for part in report.families if part.name in matrix)
+        assert share * (report.busy_share or 0) > 0.25
+
+
+def test_links_are_about_the_collective_that_is_advised(report: Report) -> None:
+    for finding in report.findings:
+        if "all-to-all" in finding.fix and "all_to_all" in finding.code:
+            assert not any("ddp" in link or "fsdp" in link for link in finding.references)

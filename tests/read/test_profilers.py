@@ -477,7 +477,7 @@ def test_cpu_samples_and_mpi_ranges_say_why_the_gpu_idles(
     assert first.share / second.share == pytest.approx(
         leaves["main"] / leaves["std::abs(double)"], rel=0.05
     )
-    assert "while the CPU runs the program's code (main " in report.verdict
+    assert "The GPU idles for the program's CPU code 5" in report.verdict
     assert "does not show" not in report.verdict
     (copies,) = [f for f in report.findings if f.rule == "pageable-copies"]
     assert copies.summary.startswith("3 copies, 750 MiB in all, through pageable")

@@ -115,7 +115,13 @@ def test_hints_are_for_an_engine(engines: Path) -> None:
     """trtexec runs it: no PyTorch profiler, no training script, no kernels named like layers."""
     report = advisor.analyze(engines / "resnet_A100_int8qat.profile.json")
     text = " ".join(REPORTS.render("terminal", report, details=True, width=200).split())
-    for word in ("activities=", "python train.py", "ncu -k", "profiler.step()", "advisor record."):
+    for word in (
+        "activities=",
+        "python PROGRAM.py",
+        "ncu -k",
+        "profiler.step()",
+        "advisor record.",
+    ):
         assert word not in text, word
     assert "trtexec --loadEngine=model.plan" in text
     assert "Record with nsys profile --trace=cuda,nvtx,osrt trtexec" in text
@@ -136,7 +142,7 @@ CORPUS = Path(__file__).parents[1] / "corpus"
 def test_hints_are_by_the_format_of_the_file(name: str) -> None:
     report = advisor.analyze(CORPUS / name)
     text = " ".join(REPORTS.render("terminal", report, details=True, width=200).split())
-    for word in ("activities=[", "python train.py", "profiler.step()", "with PyTorch's profiler"):
+    for word in ("activities=[", "python PROGRAM.py", "profiler.step()", "with PyTorch's profiler"):
         assert word not in text, word
     if name.endswith(".rpd"):
         assert "Put a ROCTX range around each iteration" in text

@@ -43,7 +43,7 @@ ONE_OFF_SCHEMA: dict[str, Any] = {
     "count": pl.Int64,  # calls of this kind, this one included
 }
 CAPTURE = "capture of a CUDA graph"
-LOADING = "start-up between calls of"
+LOADING = "start-up around"
 _QUIET = ("other", "malloc", "free", "host_alloc", "host_free", "event_query")
 """Calls that set something up or ask for something, beside the loading of code."""
 

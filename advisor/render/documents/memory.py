@@ -79,6 +79,8 @@ def sections(report: Report) -> list[Block]:
 
 MIN_OF_CAPACITY: Final = 0.1
 """Share of the GPU's memory at the peak from which a trace's table of it is shown."""
+MIN_ATTRIBUTED: Final = 0.05
+"""Share of the memory held whose category is known, from which a trace's table is shown."""
 MIN_LISTED: Final = 0.001
 """Share of the memory held from which a category is listed."""
 MIN_HELD: Final = 1 << 30
@@ -90,7 +92,10 @@ def _is_no_question(view: MemoryView, report: Report) -> bool:
     of what is."""
     capacity = report.memory_capacity_bytes
     least = MIN_HELD if capacity is None else MIN_OF_CAPACITY * capacity
-    unknown = all(each.category in ("none", "not attributed") for each in view.categories)
+    attributed = sum(
+        each.bytes for each in view.categories if each.category not in ("none", "not attributed")
+    )
+    unknown = attributed < MIN_ATTRIBUTED * view.allocated
     return unknown or max(view.allocated, report.memory_peak_bytes or 0) < least
 
 
@@ -261,6 +266,7 @@ def _bases(view: MemoryView) -> list[str]:
         f"{'not attributed' if each.category == 'none' else each.category} "
         f"{t.format_share(each.bytes / max(view.allocated, 1))}"
         for each in sorted(view.bases, key=lambda each: -each.bytes)
+        if each.bytes >= MIN_LISTED * 5 * max(view.allocated, 1)
     ]
 
 

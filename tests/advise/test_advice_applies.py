@@ -1,0 +1,76 @@
+"""Advice is for the program in the file: its libraries, its GPU, its copies, its lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import advisor
+from advisor.core.report import Report
+from advisor.render.formats import REPORTS
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+
+
+def report_of(name: str) -> Report:
+    return advisor.analyze(str(CORPUS / name))
+
+
+def test_attention_of_transformers_is_switched_where_the_model_is_loaded() -> None:
+    """The program loads GPT-2 with attn_implementation="eager", and has no attention of its own."""
+    finding = next(
+        f for f in report_of("h100/gpt2_eager_attention").findings if f.rule == "unfused-attention"
+    )
+    assert finding.code.splitlines()[0].endswith('attn_implementation="sdpa")')
+    assert "transformers' own code" in finding.fix
+
+
+def test_blocks_of_transformers_are_not_to_be_rewritten() -> None:
+    finding = report_of("h100/checkpointed").findings[0]
+    assert finding.rule == "recompute-with-free-memory"
+    assert "gradient_checkpointing_disable()" in finding.code
+    assert "self.blocks" not in finding.code
+
+
+def test_a_gpu_without_tf32_is_not_asked_for_it() -> None:
+    """Kernels of a V100 that use tensor cores are named s884, and the switch is not there."""
+    findings = report_of("v100_train_copy_heavy.json.gz").findings
+    (precision,) = [f for f in findings if f.rule == "fp32-matmul"]
+    assert "s884" in precision.verify and "tf32" not in precision.verify
+    assert "allow_tf32" not in precision.falsified_by
+
+
+def test_the_line_of_an_upload_is_not_that_of_a_cast() -> None:
+    """Line 38 is ``host.to(dev)``; autocast makes the other copies, inside ``model(x)``."""
+    report = report_of("h100/blocking_upload")
+    places = [place for finding in report.findings for place in finding.where if place.file]
+    assert {place.line for place in places} == {38}
+    assert not any("copy_kernel" in (place.kernel or "") for place in places)
+
+
+def test_workers_alone_are_the_fix_where_pinning_is_another() -> None:
+    findings = report_of("pairs/loader_autograd_workers0.json.gz").findings
+    code = {finding.rule: finding.code for finding in findings}
+    assert "num_workers" in code["single-process-loader"]
+    assert "pin_memory" not in code["single-process-loader"]
+    assert "pin_memory" in code["pageable-copies"]
+
+
+def test_time_between_steps_has_one_share() -> None:
+    page = " ".join(REPORTS.render("terminal", report_of("h100/seg_val_hist"), width=80).split())
+    assert "46% of the time after the first" in page
+    assert "between steps 3%" not in page
+
+
+@pytest.mark.parametrize("name", ["h100/doc_finder", "h100/voice_stream", "h100/latent_sampler"])
+def test_links_are_about_what_is_made_again(name: str) -> None:
+    topic = {"doc_finder": "normalize", "voice_stream": "parametrize", "latent_sampler": "amp"}
+    (finding,) = [f for f in report_of(name).findings if f.rule == "rebuilt-weights"]
+    assert [topic[Path(name).name] in link for link in finding.references] == [True]
+
+
+def test_reads_that_break_a_graph_are_counted() -> None:
+    (finding,) = [f for f in report_of("h100/compiled_breaks").findings if f.rule == "graph-breaks"]
+    assert "8 calls of .item() per step" in finding.summary  # the program reads 8 values a step
+    assert "export TORCH_LOGS=graph_breaks" in finding.code.splitlines()

@@ -299,7 +299,8 @@ def time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:
         amount_per_step(a, "host time of these", stretches.total),
         amount_per_step(a, "device time of these", device),
     ]
-    return max(device, stretches.total), evidence
+    longest_first = evidence[::-1] if device > stretches.total else evidence
+    return max(device, stretches.total), longest_first
 
 
 def remove_at(instants: Instants) -> list[Edit]:

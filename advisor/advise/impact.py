@@ -356,8 +356,7 @@ def _leave_device_work(finding: Finding, a: Analysis, step: StepTime | None) -> 
     if impact is None or impact.currency != "step_time" or not finding.edits or finding.other_rank:
         return finding
     whole = a.step_ns if step is None else step.reference_ns
-    left = _device_work_left(a, [finding], whole)
-    limit = max(0.0, whole - left)
+    limit = max(0.0, whole - _device_work_left(a, [finding], whole))
     if any(edit.op == "drop_launch" for edit in finding.edits):
         # a kernel of a graph starts about as long after the one before it as a node costs
         starts = GRAPH_LAUNCH_NS * int(a.in_window.sum()) / max(a.step_count, 1)
@@ -454,7 +453,7 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
         and scale < 1
         and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE)
     ):
-        high = max(high, min(most, step.ns))
+        high = max(high, min(most, step.ns - _device_work_left(a, [finding], step.ns)))
     if scale > 1 + MIN_APART_SHARE:
         low = min(low, least)
     finding = replace(

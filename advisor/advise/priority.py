@@ -22,7 +22,7 @@ from advisor.advise.impact import (
 )
 from advisor.core.finding import HOST_CODE
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
-from advisor.replay.selection import selected_host
+from advisor.replay.selection import selected_gpu, selected_host
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -115,7 +115,9 @@ def prioritize(
         if rival is not None:
             risks.remove(risk)
             ordered.append(replace(risk, folded_under=rival.rule))
-    notes += without_gain(dropped, estimator, a, floor)
+    ranked = [finding for finding in ordered if finding.priority is not None]
+    alone = [finding for finding in dropped if not _is_part(finding, ranked, a)]
+    notes += without_gain(alone, estimator, a, floor)
     notes.sort(key=_gain_per_launch)
     notes = _distinct(notes, ordered)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
@@ -129,6 +131,27 @@ def _distinct(notes: Sequence[Finding], ordered: Sequence[Finding]) -> list[Find
         if note.alternatives not in said:
             result.append(note)
     return result
+
+
+SAME_WORK = 0.9
+"""Share of a finding's device time that a ranked fix changes too, from which it has no note."""
+
+
+def _is_part(finding: Finding, ranked: Sequence[Finding], a: Analysis) -> bool:
+    """Tell whether a ranked fix changes the same device work, in the same way. A note that this
+    work gains nothing would contradict it."""
+    own = [edit for edit in finding.edits if edit.select.on == "gpu"]
+    if len(own) < len(finding.edits) or a.device_id is None or not own:
+        return False
+    mine = np.logical_or.reduce([selected_gpu(a, edit.select) for edit in own])
+    ops = {edit.op for edit in own}
+    dur = a.trace.gpu["dur"].to_numpy()
+    return any(
+        float(dur[mine & selected_gpu(a, edit.select)].sum()) >= SAME_WORK * float(dur[mine].sum())
+        for other in ranked
+        for edit in other.edits
+        if edit.op in ops and edit.select.on == "gpu"
+    )
 
 
 def _counts_in_run(finding: Finding) -> bool:

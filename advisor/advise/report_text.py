@@ -150,7 +150,9 @@ def compare_window_with_run(report: Report) -> list[str]:
     longer = f"{longer_by(step.window_excess)} than the run's {step.statistic} step"
     parts = [longer]
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
-        parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
+        same = abs(step.window_excess - step.profiler_overhead) < EQUAL_STEP_SHARE
+        parts = [] if same else [longer]
+        parts.append(f"the profiler adds {t.format_share(step.profiler_overhead)}")
     if step.in_warm_up:
         parts.append("they are among the first steps")
     around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
@@ -637,7 +639,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     return parts
 
 
-CLEARLY_MORE: Final = 1.2
+CLEARLY_MORE: Final = 1.1
 """Ratio of two gains from which the order of their fixes needs a reason."""
 
 

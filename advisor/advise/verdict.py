@@ -221,14 +221,14 @@ def _name_busy(report: Report, own: float | None = None) -> str:
     of the run's median step, which no profiler makes longer. Where neither is the share of the step
     that the report leads with, it is that of the profiled steps."""
     share, step = t.format_share(report.busy_share), report.step
-    excess = 0.0 if step is None else step.window_excess or 0.0
-    if step is not None and (step.varies or excess <= -MIN_APART_SHARE):
+    if step is None or not step.window_differs:
+        return f"{share} of {_name_step(report)}"
+    of_window = own is None or abs(own - (report.busy_share or 0.0)) < 1e-6
+    if step.varies or of_window:
         takes = f"takes {t.format_duration(report.step_ns)}{' on average' * step.varies}"
         return f"{share} while profiled (a step {takes})"
-    of_step = _name_step(report)
-    if own is not None and excess >= MIN_APART_SHARE and t.format_share(own) != share:
-        return f"{t.format_share(own)} of {of_step} ({share} while profiled)"
-    return f"{share} of {of_step}"
+    profiled = f" ({share} while profiled)" * (t.format_share(own) != share)
+    return f"{t.format_share(own)} of {_name_step(report)}{profiled}"
 
 
 def _unit(report: Report) -> str:

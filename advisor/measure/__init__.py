@@ -103,6 +103,9 @@ class _IdleMeasurement(Generic[Measured]):
         return result
 
 
+MORE_WORK = 0.03
+"""Share of the run's median step by which the device's time in a step of the window may exceed
+it."""
 DEVICE_BOUND = 0.9
 """Busy share of the run's own step from which the device sets its pace (gpu-idle: 80%)."""
 
@@ -308,16 +311,17 @@ class Analysis:
 
     @cached_property
     def own_busy_share(self) -> float | None:
-        """Share of the run's own step in which the device works: of the unprofiled steps where the
-        record knows them, since the profiler adds host time and no device work; else of the
-        window's. ``None``: no device."""
+        """Share of the run's own step in which the device works: of its median step where the
+        record knows it, since the profiler adds host time and no device work; else of the window's,
+        also where that has clearly more work than a step of the run can hold. ``None``: no
+        device."""
         if self.device_id is None or not self.span_ns:
             return None
         busy, step = self.breakdown.busy.total / self.step_count, float(self.step_ns)
-        own = None
-        if self.recorded is not None:
-            own = self.recorded.unprofiled_median or self.recorded.median
-        return min(1.0, busy / min(step, own or step))
+        own = None if self.recorded is None else self.recorded.median
+        if own is None or busy > (1 + MORE_WORK) * own:
+            own = step
+        return min(1.0, busy / min(step, own))
 
     @property
     def is_device_bound(self) -> bool:

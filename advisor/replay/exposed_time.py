@@ -200,7 +200,15 @@ class GainClaim(NamedTuple):
     """Shares under the central, the pessimistic and the optimistic assumption."""
 
 
-def claim_time(a: Analysis, edit: Edit) -> GainClaim:
+def claim_time(a: Analysis, edit: Edit) -> list[GainClaim]:
+    """Return what an edit would save."""
+    claims = [_claim_selected(a, edit)]
+    if edit.op == "merge" and a.device_id is not None:
+        claims.append(GainClaim(_gaps_in_merged(a, edit.select), (1.0, 0.0, 1.0)))
+    return claims
+
+
+def _claim_selected(a: Analysis, edit: Edit) -> GainClaim:
     time = exposed_intervals(a, edit)
     if edit.op == "overlap" and edit.select.on == "gpu" and time.total:
         share = min(1.0, _hidden_by_others(a, selected_gpu(a, edit.select), time) / time.total)
@@ -267,12 +275,32 @@ def _bubbles(a: Analysis, mask: Mask) -> Intervals:
     return intersect(union(np.maximum(start, end - ahead), end), a.breakdown.idle)
 
 
+def _gaps_in_merged(a: Analysis, select: Select) -> Intervals:
+    """Return the idle time before kernels that merge with the one before them on their stream: it
+    ends with their launches. Idle time of other causes than launching stays."""
+    gpu = a.trace.gpu.select("device", "stream", "ts", end=pl.col("ts") + pl.col("dur"))
+    begins = pl.Series(
+        np.searchsorted(a.steps.used["ts"].to_numpy(), gpu["ts"].to_numpy(), "right")
+    )
+    gpu = gpu.with_columns(step=begins, chosen=pl.Series(selected_gpu(a, select)))
+    before = pl.col("chosen", "end", "step").shift(1).over("device", "stream").name.prefix("last_")
+    merged = (
+        gpu.filter(pl.Series(a.in_window))
+        .sort("device", "stream", "ts")
+        .with_columns(before)
+        .filter(pl.col("chosen") & pl.col("last_chosen") & (pl.col("last_step") == pl.col("step")))
+    )
+    gaps = a.gaps.filter(pl.col("cause").is_in(LAUNCH_CAUSES))
+    launching = union(gaps["ts"].to_numpy(), (gaps["ts"] + gaps["dur"]).to_numpy())
+    return intersect(union(merged["last_end"].to_numpy(), merged["ts"].to_numpy()), launching)
+
+
 class ExposedTime:
     """Estimates and upper bounds of what edits save in one window, by exposed time; ns per step."""
 
     def __init__(self, a: Analysis) -> None:
         self.a = a
-        self._claims: dict[Edit, GainClaim] = {}
+        self._claims: dict[Edit, list[GainClaim]] = {}
         self._selected_work: dict[tuple[Edit, bool], SelectedWork] = {}
 
     @cached_property
@@ -327,7 +355,7 @@ class ExposedTime:
         for edit in edits:
             if edit not in self._claims:
                 self._claims[edit] = claim_time(self.a, edit)
-        parts = [self._claims[edit] for edit in edits]
+        parts = [claim for edit in edits for claim in self._claims[edit]]
         steps = max(1, self.a.step_count)
         middle, low, high = (
             _sum_claims([(part.shares[number], part.time) for part in parts]) / steps

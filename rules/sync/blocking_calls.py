@@ -247,6 +247,9 @@ class DataDependentShapes(BlockingRule):
         "PyTorch Geometric normalises the graph": {
             "fix": "The wait is in {library}: normalise a fixed graph once (cached=True). Graphs "
             "that change can be normalised beforehand, for layers with normalize=False.",
+            "assumptions": (
+                "the gain is of the waits alone: the kernels that normalise the graph go too",
+            ),
             "code": "# one fixed graph\n"
             "self.conv = GCNConv(in_channels, out_channels, cached=True)\n"
             "# others: once for each, for layers with normalize=False\n"

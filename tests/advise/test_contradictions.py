@@ -17,6 +17,7 @@ from advisor.core.charts import Stair
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
+from advisor.replay.selection import selected_gpu
 from benchmarks.public_traces import CORPUS
 
 LARGE = 1_500_000
@@ -98,6 +99,35 @@ def test_no_fix_of_host_time_makes_a_step_shorter_than_its_device_work(
         if high > 1.001 * (step - busy):
             wrong.append((finding.rule, high, step, busy))
     assert not wrong
+
+
+def test_the_busy_share_is_of_the_step_beside_it(result: AnalysisResult, report: Report) -> None:
+    """``GPU busy 67% of a 134 ms step``: the device's time in a step of the window, over these."""
+    said = re.search(r"busy (\d+)% of an? ([\d.]+ (?:s|ms|µs)) ", report.verdict)
+    a = result.main
+    if said is None or a.device_id is None:
+        return
+    number, unit = said[2].split()
+    step = float(number) * {"s": 1e9, "ms": 1e6, "µs": 1e3}[unit]
+    assert int(said[1]) / 100 == pytest.approx(
+        a.breakdown.busy.total / max(1, a.step_count) / step, abs=0.04
+    )
+
+
+def test_no_note_says_that_work_gains_nothing_which_a_fix_gains(result: AnalysisResult) -> None:
+    report, a = result.report, result.main
+    fixed = [
+        selected_gpu(a, edit.select)
+        for finding in ranked_findings(report)
+        for edit in finding.edits
+        if edit.op == "overlap"
+    ]
+    for note in report.notes:
+        reason = "" if note.impact is None else note.impact.reason
+        for edit in note.edits:
+            if edit.op == "overlap" and "gains little" in reason:
+                mine = selected_gpu(a, edit.select)
+                assert not any((mine & ~other).sum() == 0 for other in fixed), note.rule
 
 
 def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(

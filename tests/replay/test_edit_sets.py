@@ -169,3 +169,19 @@ def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(band: str, left
         gain, _, high, *_ = estimator.gain_range([edit])
         assert gain == pytest.approx(750e3, rel=0.02)
         assert gain < high <= (1000 - left) * 1e3
+
+
+def test_launches_that_merging_ends_are_no_gain_of_launching_less() -> None:
+    """20 kernels of 10 µs, launched one every 30 µs, become one: no launch is left to save."""
+    b = TraceBuilder("A100")
+    for _ in b.steps():
+        for n in range(20):
+            b.run("aten::mul", f"vectorized_elementwise_kernel_{n}", 10, host_us=25)
+        b.sync()
+    a = b.analysis()
+    merge, graph = (parse_edit(line) for line in ("merge family:elementwise 0.5", "graph gap"))
+    estimator = BoundEstimator(a)
+    alone = estimator.marginal([graph], ())
+    assert alone > 200e3
+    assert estimator.marginal([graph], [merge]) < 0.2 * alone
+    assert estimator.marginal([merge], ()) > 100e3 + 0.8 * alone

@@ -95,10 +95,13 @@ def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
     result: list[tuple[str, list[str], bool]] = []
     for phase in serving.phases:
         own = labels.shorten(labels.clean(phase.name), MAX_NAME)
-        if phase.attainable_ns is not None and phase.attainable_ns < phase.ns:
-            ratio = phase.ns / phase.attainable_ns if phase.attainable_ns else 1.0
+        busy = (phase.busy_share or 0.0) * phase.ns
+        if phase.attainable_ns is not None and phase.attainable_ns < busy:
             known = f"{t.format_share(phase.known_share)} of its kernel time could be compared"
-            text = f"{own} {t.format_duration(phase.attainable_ns)}; it takes {ratio:.1f}× as long"
+            text = (
+                f"{own}: the GPU's {t.format_duration(busy)} of work would take "
+                f"{t.format_duration(phase.attainable_ns)} at the rates of such a GPU"
+            )
             result.append(("at best", [text, known], False))
         elif phase.attainable_ns is None and phase.known_share is not None:
             share = t.format_share(1 - phase.known_share)

@@ -140,9 +140,9 @@ class SlowConvolution(BelowRate):
             elif channels > inner:
                 causes.append(SlowCause(f"depthwise over {channels} channels"))
             elif channels % 8 or outer % 8:
-                odd = [size for size in (channels, outer) if size % 8]
-                no = "is no multiple" if len(odd) == 1 else "are no multiples"
-                text = f"channels: {' and '.join(map(str, odd))} {no} of 8"
+                unaligned = [size for size in (channels, outer) if size % 8]
+                no = "is no multiple" if len(unaligned) == 1 else "are no multiples"
+                text = f"channels: {' and '.join(map(str, unaligned))} {no} of 8"
                 causes.append(SlowCause(text, "channels are no multiples of 8"))
         timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
         ordered = inputs is not None and any(map(kernel_common.is_channels_last, inputs.tensors))

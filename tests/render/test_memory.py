@@ -63,7 +63,7 @@ def test_the_cheapest_saving_of_a_snapshot_has_its_code() -> None:
     shown = REPORTS.render("terminal", report, width=80)
     assert "First: fused attention, 2.25 GiB (17%); it adds no work" in report.verdict
     assert "Most is freed by: offload activations, 11.1 GiB (85%)." in report.verdict
-    assert re.search(r"checkpointing at .*model.py:253 +10.3 GiB +2nd forward pass", shown)
+    assert re.search(r"checkpointing +10.3 GiB +2nd forward pass +\S*model.py:253", shown)
     assert "scaled_dot_product_attention(q, k, v, attn_mask=mask)" in shown
 
 
@@ -127,4 +127,4 @@ def test_a_run_out_of_memory_is_critical_and_its_code_is_shown_once() -> None:
     shown = REPORTS.render("html", report)
     assert risk.severity == "critical" and '<span class="badge critical">' in shown
     for form in ("html", "terminal"):
-        assert REPORTS.render(form, report).count("optimizer.zero_grad()") == 1
+        assert REPORTS.render(form, report).count("LigerFusedLinearCrossEntropyLoss()") == 1

@@ -459,13 +459,14 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
 
 def _longest_operators(a: Analysis) -> str:
     """Name operators that hold the host for long in a call or two per step, with little recorded
-    inside; empty: there are none."""
+    inside, but for those that prepare for new shapes; empty: there are none."""
     cpu = a.trace.cpu.with_row_index("row")
     inside = cpu.group_by("parent").agg(pl.col("dur").sum().alias("inside"))
     ts = cpu["ts"].to_numpy()
     ops = cpu.filter(
         (pl.col("kind") == "op") & (pl.col("thread") == a.trace.main_thread),
         pl.Series(covered_length(ts, ts + 1, a.steps.host_spans) > 0),
+        ~pl.col("row").is_in(a.new_shape_calls["host"].implode()),
     ).join(inside, left_on="row", right_on="parent", how="left")
     own = pl.col("dur") - pl.col("inside").fill_null(0)
     few = ops.with_columns(own=own).filter(pl.col("own") >= MIN_QUEUED_SHARE * a.step_ns)

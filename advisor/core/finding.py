@@ -53,6 +53,7 @@ Instants = Literal[
     "repeated_backward",
     "rebuilt_weights",
     "unused_gradient",
+    "new_shape",
     "graph_entry",
     "loop",
 ]
@@ -132,7 +133,8 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     activations. ``second_forward``: in layers that repeat those of the trained forward pass.
     ``repeated_backward``: in nodes of the autograd graph that run again.
     ``rebuilt_weights``: while weights that nothing trains are cast or normalised.
-    ``unused_gradient``: while gradients are computed of parameters that no optimizer holds."""
+    ``unused_gradient``: while gradients are computed of parameters that no optimizer holds.
+    ``new_shape``: while an operator prepares for an input shape that comes for the first time."""
     region: tuple[str, ...] = ()
     """Compiled functions, by number (``1`` of ``Torch-Compiled Region: 1/0``), into which a break
     must lead to be selected; for ``graph_break``."""

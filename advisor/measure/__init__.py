@@ -37,6 +37,7 @@ from advisor.measure.host.launches import (
     lost_records,
 )
 from advisor.measure.host.layers import measure_layers
+from advisor.measure.host.new_shapes import new_shape_calls, new_shape_spans
 from advisor.measure.host.operators import measure_operators
 from advisor.measure.host.reads import after_reads, read_loops, round_trips, trip_intervals
 from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weights_time
@@ -283,6 +284,11 @@ class Analysis:
 
     one_off_costs = cached_property(one_off)
     """Costs of first calls that take a fraction of the time when repeated."""
+
+    new_shape_calls = cached_property(new_shape_calls)
+    """Operators that are slow on the first sight of an input shape, in most of the steps."""
+
+    new_shape_spans = cached_property(new_shape_spans)
 
     @cached_property
     def launched_before(self) -> NDArray[np.bool_]:

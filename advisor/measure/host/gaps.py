@@ -256,12 +256,15 @@ def _overhead(a: Analysis, blame: _Blame) -> _Blame:
 
 
 def _one_off(a: Analysis, blame: _Blame) -> _Blame:
-    """Blame time in costly first calls on compiling, as it is spent once: loading, searching,
-    compiling (``step_differences.py``)."""
-    rows = a.one_off_costs["host"].to_numpy()
-    ts = a.one_off_costs["ts"].to_numpy()
+    """Blame time in costly first calls on compiling: loading, searching, compiling, once
+    (``step_differences.py``) or for each new shape (``new_shapes.py``)."""
+    tables = (table.select("host", "ts", "dur") for table in (a.one_off_costs, a.new_shape_calls))
+    calls = pl.concat(tables)
+    ts = calls["ts"].to_numpy()
     over = ("launch", "dispatch", "python", "unknown")
-    return _under(blame, rows, ts, ts + a.one_off_costs["dur"].to_numpy(), "compile", over)
+    return _under(
+        blame, calls["host"].to_numpy(), ts, ts + calls["dur"].to_numpy(), "compile", over
+    )
 
 
 def _under(

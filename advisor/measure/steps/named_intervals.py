@@ -173,6 +173,7 @@ _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "repeated_backward": attrgetter("repeated_backwards"),
     "rebuilt_weights": attrgetter("rebuilt_weights_time"),
     "unused_gradient": attrgetter("unused_gradient_work.spans"),
+    "new_shape": attrgetter("new_shape_spans"),
     "graph_entry": graph_entries,
 }
 """Name -> intervals; those that edits of one finding use repeatedly are cached."""

@@ -64,6 +64,7 @@ def one_off(a: Analysis) -> pl.DataFrame:
     if cpu.is_empty() or a.device_id is None:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
     captures = pl.concat([_captures(a), _loading(a)])
+    anew = a.new_shape_spans
     rows = cpu.with_row_index("host").filter(
         (pl.col("kind") == "op") | pl.col("call").cast(pl.String).is_in(CALLS)
     )
@@ -87,7 +88,10 @@ def one_off(a: Analysis) -> pl.DataFrame:
     result = long.filter((pl.col("host") == pl.col("first")) & (again.fill_null(False) | lone))
     ts, dur = result["ts"].to_numpy(), result["dur"].to_numpy()
     busy = covered_length(ts, ts + dur, _busy(a))
-    result = result.filter(pl.Series(busy <= MAX_BUSY * dur))
+    # what most steps do again, because their shapes are new, is no start-up
+    result = result.filter(
+        pl.Series((busy <= MAX_BUSY * dur) & (2 * covered_length(ts, ts + dur, anew) <= dur))
+    )
     calls = _innermost(result).select(
         pl.col("host").cast(pl.Int64), pl.col("name").cast(pl.String), "ts", "dur", "usual", "count"
     )

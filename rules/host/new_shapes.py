@@ -1,0 +1,287 @@
+"""A library that prepares an operator again for each new input shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.new_shapes import REPEATED_NS
+from advisor.rules.citations import CURED_RECORDINGS, OURS, SILENT_TRACES, XPROF
+from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
+from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.testing import Examples, TraceBuilder
+
+SEARCH, UNKNOWN, ATTENTION, OTHER = (
+    "algorithms are timed",
+    "it is not recorded whether algorithms are timed",
+    "cuDNN's attention",
+    "another operator",
+)
+_CONVOLUTION = r"convolution"
+_ATTENTION = r"_cudnn_attention"
+_PAD = "Pad inputs to a few sizes, so that shapes repeat."
+_PAD_CODE = (
+    "# a few sizes, each of which is prepared once\n"
+    "size = -(-x.shape[-1] // 128) * 128\n"
+    "x = F.pad(x, (0, size - x.shape[-1]))"
+)
+_OFF_CODE = f"torch.backends.cudnn.benchmark = False\n\n# or keep it, with{_PAD_CODE[1:]}"
+
+
+class NewInputShapes(Rule):
+    """A library prepares an operator for each input shape: it builds a plan, compiles or loads a
+    kernel, or times algorithms. It keeps the result, so that the next call with that shape takes
+    microseconds. Where most steps bring new shapes, the host prepares all the time, and the GPU
+    idles.
+
+    Three causes are common. With ``cudnn.benchmark`` each new shape of a convolution has up to 10
+    algorithms timed. The attention of cuDNN plans for each length, so a decoder whose cache grows
+    by a token pays for each. Products load another kernel for another size.
+
+    The figure is the host time of calls that are the first of their shapes and types. It counts
+    only the operator's self time, from 1 ms on. Calls with repeated shapes have to be fast, by a
+    factor of 10: an operator that is always slow has another cause. Without such calls, the rule
+    knows convolutions, cuDNN's attention, recurrent layers and products by name. It must happen in
+    3 steps and in more than half of them. The first steps of a run with fixed shapes are start-up.
+
+    The gain falls as shapes repeat. The low end of its range is what the last quarter of the
+    recorded run still loses; without a record, nothing.
+
+    Needs shapes.
+    """
+
+    id = "new-input-shapes"
+    title = "A library prepares operators again for each new input shape"
+    found_in = ("traces/h100/asr_beam",)
+    silent_in = (*SILENT_TRACES, *CURED_RECORDINGS, "traces/h100/points_max_split")
+    validation_note = (
+        "on an H100: a page reader under cudnn.benchmark, 77% of the step predicted, 83% measured "
+        "(309 ms, 53 without the search). Beam search: 95 ms per token with new lengths, 13 once "
+        "they repeat; 54% of the step predicted while lengths are new"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/backends.html#torch.backends.cudnn.benchmark",
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html",
+    )
+    sources = (
+        Citation(
+            "self time from 1 ms on, a factor of 10, 3 steps",
+            "advisor/measure/host/new_shapes.py",
+        ),
+        Citation(
+            "up to 10 algorithms",
+            "https://docs.pytorch.org/docs/stable/backends.html#torch.backends.cudnn.benchmark_limit",
+        ),
+    )
+
+    min_share = Threshold(0.05, "of the step in such calls", XPROF)
+    trials = Threshold(10, "algorithms of a shape, where the trace does not show them", OURS)
+    last_part = Threshold(0.25, "of the run's steps show what its end still loses", OURS)
+    min_last = Threshold(4, "steps that show it", OURS)
+
+    fix = _PAD + " Run each size once before the loop."
+    code = _PAD_CODE
+    verify = "Profile again after some steps: no call of the operator takes milliseconds."
+    falsified_by = "calls that take as long when their shapes repeat"
+    assumptions = ("shapes go on changing: the gain falls as they repeat",)
+    confidence = 0.85
+    cases = {
+        SEARCH: {
+            "fix": "Set torch.backends.cudnn.benchmark = False: the search pays only where shapes "
+            "repeat. Or keep it and pad inputs to a few sizes, which saves all preparation.",
+            "code": _OFF_CODE,
+        },
+        UNKNOWN: {
+            "fix": f"{_PAD} If torch.backends.cudnn.benchmark is on, switch it off: the search "
+            "pays only where shapes repeat.",
+            "code": _OFF_CODE,
+        },
+        ATTENTION: {
+            "fix": "Choose the flash or memory-efficient backend of attention, which plans "
+            "nothing. Or pad lengths to a few sizes; in decoding, use a cache of fixed size.",
+            "code": "from torch.nn.attention import SDPBackend, sdpa_kernel\n\n"
+            "# EFFICIENT_ATTENTION where there is a mask\n"
+            "with sdpa_kernel(SDPBackend.FLASH_ATTENTION):\n"
+            "    output = model(batch)\n"
+            "# or for the whole program:\n"
+            "torch.backends.cuda.enable_cudnn_sdp(False)",
+        },
+        OTHER: {"fix": fix, "code": code},
+    }
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Sum the calls that are the first of their shapes, by operator."""
+        calls = a.new_shape_calls
+        if calls.is_empty():
+            return
+        ns = int(calls["dur"].sum())
+        if ns < self.min_share * a.span_ns:
+            return
+        groups = [self._group(a, name, own) for (name,), own in calls.group_by("name")]
+        groups.sort(key=lambda group: -group["ns"])
+        first, steps = groups[0], a.steps.used.height
+        own = [group for group in groups if group["cause"] == first["cause"]]
+        saved = sum((1 - group["left"]) * group["ns"] for group in own)
+        still = self._still_lost(a, saved / max(a.span_ns, 1))
+        edits: list[Edit] = []
+        for group in groups:
+            edits += _edits(group, still or 0.0, advised=group["cause"] == first["cause"])
+        touched = calls["step"].n_unique()
+        usual = first["usual"]
+        before = f", {t.format_duration(usual)} with one that came before" if usual else ""
+        timed = f" It times {first['trials']:.0f} algorithms each time." if first["trials"] else ""
+        evidence = [
+            amount_per_step(a, "host time of calls with new shapes", ns),
+            self.compare("share", ns / max(a.span_ns, 1), "min_share", per=a.per),
+            amount_per_step(a, "calls with new shapes", calls.height, "count"),
+            Evidence("steps with new shapes", touched, "count"),
+            Evidence("median call with a new shape", first["median"], "ns"),
+            Evidence("median call with a repeated shape", usual, "ns"),
+        ]
+        if first["trials"]:
+            evidence.append(Evidence("algorithms timed in a call", first["trials"], "count"))
+        if still is not None:
+            label = "left of it at the end of the run, by the length of steps"
+            evidence.append(Evidence(label, still, "share"))
+        yield Finding(
+            summary=(
+                f"Calls with new input shapes take {of_step(a, ns)}. {first['name']} takes "
+                f"{t.format_duration(first['median'])} with a new shape{before}.{timed} New "
+                f"shapes come in {touched} of {steps} steps."
+            ),
+            evidence=evidence,
+            where=costliest_places(a, calls["host"].to_numpy(), calls["dur"].to_numpy()),
+            edits=edits,
+            **self.case(first["cause"]),
+        )
+
+    def _group(self, a: Analysis, name: str, calls: pl.DataFrame) -> dict[str, Any]:
+        """Describe the calls of one operator: their time, cause, and what the fix leaves of it."""
+        flag = None if a.recorded is None else a.recorded.flag("cudnn.benchmark")
+        trials, cause = float(np.median(calls["trials"].to_numpy())), OTHER
+        if pl.Series([name]).str.contains(_ATTENTION)[0]:
+            cause = ATTENTION
+        elif pl.Series([name]).str.contains(_CONVOLUTION)[0]:
+            cause = SEARCH if trials or flag else OTHER if flag is False else UNKNOWN
+        ns, usual = int(calls["dur"].sum()), calls["usual"][0]
+        repeated = min(1.0, len(calls) * (REPEATED_NS if usual is None else usual) / ns)
+        stays = 1 / (trials or self.trials) if cause == SEARCH else 0.0
+        return {
+            "name": name,
+            "ns": ns,
+            "median": float(np.median(calls["dur"].to_numpy())),
+            "usual": usual,
+            "trials": trials,
+            "cause": cause,
+            "repeated": repeated,
+            "left": min(1.0, repeated + stays),
+        }
+
+    def _still_lost(self, a: Analysis, share: float) -> float | None:
+        """Return how much of such a share of the step the last steps of the run still lose, by
+        their length beside that of the steps around the window; ``None``: not recorded."""
+        recorded = a.recorded
+        if recorded is None:
+            return None
+        around = recorded.durations_around(recorded.kept_by_window(a.trace.meta.window))
+        known = recorded.timed_durations
+        last = known[-int(max(len(known) * self.last_part, self.min_last)) :]
+        if len(around) < self.min_last or len(known) < 2 * self.min_last:
+            return None
+        beside = float(np.median(around))
+        lost = share * beside
+        rest = float(np.median(last)) - (beside - lost)
+        return None if lost <= 0 else min(1.0, max(0.0, rest / lost))
+
+    @staticmethod
+    def examples() -> Examples:
+        """Return cases: a search, attention that grows, products; and shapes that repeat."""
+        return {
+            "algorithms are timed": _convolutions(),
+            "a switch that the record knows": _convolutions(trials=0, benchmark=True),
+            "not known whether algorithms are timed": _convolutions(trials=0),
+            "attention of growing length": _attention(),
+            "attention of a run that ends with repeated lengths": _attention(late=12),
+            "products": _attention(name="aten::addmm"),
+            "start-up": (_attention(grows=False), "calls.is_empty()"),
+            "slow with every shape": (_attention(repeated=40_000), "calls.is_empty()"),
+            "an unknown operator that never repeats": (
+                _attention(name="mine::parse", others=0),
+                "calls.is_empty()",
+            ),
+            "short plans": (_attention(us=700), "calls.is_empty()"),
+            "little": (_attention(us=2000, rest=200_000), "min_share"),
+        }
+
+
+def _edits(group: dict[str, Any], still: float, *, advised: bool) -> list[Edit]:
+    """Shorten the calls of an operator to what the fix leaves; at worst for as long as shapes stay
+    new, at best to a repeated call. Operators that only padding helps are shorter at best."""
+    name, left = exact_pattern([group["name"]]), group["left"]
+    host = Select(on="host", name=name, at="new_shape")
+    if not advised:
+        return [scale_edit(host, 1.0, group["repeated"], 1.0)]
+    edits = [scale_edit(host, left, group["repeated"], 1 - still * (1 - left))]
+    if group["trials"]:
+        part = 1 / group["trials"]
+        work = Select(on="gpu", under=name, at="new_shape")
+        edits.append(scale_edit(work, part, part, 1 - still * (1 - part)))
+    return edits
+
+
+def _convolutions(*, trials: int = 6, benchmark: bool | None = None) -> TraceBuilder:
+    """Pages of another width in each step, through two convolutions."""
+    b = TraceBuilder()
+    for number in b.steps(5):
+        width = 320 + 16 * number
+        for channels in (64, 128):
+            shapes = [[16, channels, 24, width], [128, channels, 3, 3]]
+            with b.op("aten::cudnn_convolution", shapes, "c10::Half", host_us=9000):
+                for _ in range(trials):
+                    b.launch("sm90_xmma_fprop_implicit_gemm", 60)
+                    b.sync("cudaEventSynchronize")
+                b.launch("sm90_xmma_fprop_implicit_gemm", 60)
+        b.run("aten::relu", "elementwise_kernel", 200)
+        b.sync()
+    if benchmark is not None:
+        _recorded(b, {"cudnn.benchmark": benchmark}, 40, 40)
+    return b
+
+
+def _attention(
+    *,
+    name: str = "aten::_cudnn_attention_forward",
+    us: float = 40_000,
+    repeated: float = 60,
+    others: int = 3,
+    grows: bool = True,
+    rest: float = 2000,
+    late: float | None = None,
+) -> TraceBuilder:
+    """Decoding steps of four layers, whose length grows by one per step or stays."""
+    b = TraceBuilder()
+    for number in b.steps(5):
+        length = 14 + number * grows
+        for layer in range(1 + others):
+            new = layer == 0 and (grows or number == 0)
+            shapes = [[80, 16, 1, 64], [80, 16, length, 64]]
+            b.run(name, "flash_fprop", 20, shapes, "c10::Half", host_us=us if new else repeated)
+        b.run("aten::mm", "nvjet_gemm", rest)
+        b.sync()
+    if late is not None:
+        _recorded(b, {}, 45, late)
+    return b
+
+
+def _recorded(b: TraceBuilder, flags: dict[str, object], ms: float, late: float) -> None:
+    run = b.record_of_run(flags=flags)
+    run.steps(12, ms)
+    run.steps(5, ms, window=0)
+    run.steps(30, ms)
+    run.steps(30, late)

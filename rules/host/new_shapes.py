@@ -58,7 +58,7 @@ class NewInputShapes(Rule):
 
     id = "new-input-shapes"
     title = "A library prepares operators again for each new input shape"
-    found_in = ("traces/h100/asr_beam",)
+    found_in = ("traces/h100/asr_beam", "traces/h100/ocr_pages")
     silent_in = (*SILENT_TRACES, *CURED_RECORDINGS, "traces/h100/points_max_split")
     validation_note = (
         "on an H100: a page reader under cudnn.benchmark, 77% of the step predicted, 83% measured "

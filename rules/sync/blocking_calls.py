@@ -23,6 +23,7 @@ from advisor.rules.common import (
     of_step,
     per_step,
     row_numbers,
+    runs_code_of,
     scale_edit,
     sum_column,
 )
@@ -39,6 +40,8 @@ from advisor.rules.sync.host_waits import (
     with_operators,
 )
 from advisor.testing import Examples, TraceBuilder
+
+_CALLS_METRIC = r"torchmetrics/(?:metric|collections)\.py\(\d+\): (?:\w+\.)?forward$"
 
 
 class BlockingRule(Rule):
@@ -255,6 +258,23 @@ class DataDependentShapes(BlockingRule):
             "# others: once for each, for layers with normalize=False\n"
             "data = torch_geometric.transforms.GCNNorm()(data)",
         },
+        "torchmetrics computes each batch": {
+            "fix": "Call update() of the metrics in the loop, and compute() and reset() once, at "
+            "the end of the epoch. A call of the metrics themselves computes values of each batch "
+            "as well, and a MetricCollection then shares nothing. The wait is in {library}. "
+            "validate_args=False leaves out checks that wait.",
+            "code": "self.metrics.update(prediction, label)  # instead of self.metrics(…)\n"
+            "# at the end of the epoch\n"
+            "values = self.metrics.compute()\n"
+            "self.metrics.reset()",
+            "falsified_by": "code that uses the value of each batch",
+            "assumptions": ("the value of a single batch is not needed",),
+        },
+        "torchmetrics checks values": {
+            "fix": "Leave out checks of values, which wait, with validate_args=False. The wait is "
+            "in {library}.",
+            "code": "MulticlassAccuracy(num_classes=classes, validate_args=False)",
+        },
         "in a library": {
             "fix": "The wait is in {library}. Look for an argument of the library that keeps "
             "shapes fixed or its result from step to step. Or call it once, before the loop.",
@@ -308,8 +328,12 @@ class DataDependentShapes(BlockingRule):
             library = None if line is None else line.library_function
         if library is None:
             return self.case("in the program's own code")
-        normalises = re.search(r"gcn_norm|self_loops", library) and "torch_geometric" in library
-        case = "PyTorch Geometric normalises the graph" if normalises else "in a library"
+        case = "in a library"
+        if re.search(r"gcn_norm|self_loops", library) and "torch_geometric" in library:
+            case = "PyTorch Geometric normalises the graph"
+        elif "torchmetrics" in library:
+            calls = runs_code_of(a, _CALLS_METRIC)
+            case = f"torchmetrics {'computes each batch' if calls else 'checks values'}"
         return self.case(case, library=library)
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:

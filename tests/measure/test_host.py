@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from advisor.advise.engine import Options, analyze
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import HOST_SCHEMA, HOT_SCHEMA, python_gaps, python_hot_spots
-from advisor.measure.host.stacks import SampledStack, line_of_share
+from advisor.measure.host.stacks import SampledStack, line_of_function, line_of_share, plain_name
 from advisor.measure.steps.timeline import CLASSES
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -318,6 +318,24 @@ def test_a_call_is_found_by_the_share_of_the_time_that_its_line_takes():
     assert line(0.45) is None  # nothing takes so much
     assert line(0.1) is None  # too little
     assert line(0.33, [stack._replace(samples=2) for stack in stacks]) is None  # six samples
+
+
+def test_a_line_is_named_by_the_function_that_calls_an_operator():
+    names = {"aten::_unique2": "unique", "_unique_impl": "unique", "aten::nonzero": "nonzero"}
+    assert {name: plain_name(name) for name in names} == names
+    checks = ("torchmetrics/functional/stat.py(5): _check", "torch/functional.py(9): _unique_impl")
+    stacks = [
+        SampledStack(20, ("train.py(30): main", "train.py(40): step", *checks)),
+        SampledStack(2, ("train.py(30): main", "torch/functional.py(9): _unique_impl")),
+        SampledStack(18, ("train.py(30): main", "train.py(41): unique")),  # the user's own
+    ]
+    found = line_of_function(stacks, "unique")
+    assert found is not None and (found.location.line, found.share) == (40, 0.5)
+    assert found.library_function == "_check (torchmetrics/functional/stat.py)"
+    assert line_of_function(stacks, "bincount") is None
+    assert line_of_function([stack._replace(samples=3) for stack in stacks], "unique") is None
+    two = [stacks[0], stacks[1]._replace(samples=20)]
+    assert line_of_function(two, "unique") is None  # two lines share it
 
 
 @pytest.mark.parametrize("name", ["big_uploads", "blocking_upload"])

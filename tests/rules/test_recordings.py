@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 
 from advisor.advise.engine import Options, analyze
+from advisor.advise.rule_runner import run_rules
+from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
+from advisor.testing import TraceBuilder
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -184,6 +187,34 @@ def test_waits_in_a_library_name_its_function_and_no_code_for_the_programs_masks
     finding = next(f for f in report.findings if f.rule == "data-dependent-shapes")
     assert "add_remaining_self_loops (torch_geometric/utils/loop.py)" in finding.fix
     assert "cached=True" in finding.code and "mask" not in finding.code
+
+
+@pytest.mark.parametrize(
+    ("method", "code"), [("forward", "metrics.update("), ("update", "validate_args=False")]
+)
+def test_a_metric_in_the_loop_is_named_with_its_line_by_samples(method: str, code: str) -> None:
+    b = TraceBuilder()
+    for _ in b.steps():
+        b.product(300, 6)
+        with b.op("aten::_unique2"), b.op("aten::_local_scalar_dense"):
+            b.copy("DtoH", 8, 1.5, pinned=False, op=None)
+        b.host(200)
+        b.product(300, 6)
+    run = b.record_of_run()
+    run.steps(60, 10, forward=4, backward=5)
+    frames = [
+        "train.py(70): main",
+        "train.py(40): step",
+        f"torchmetrics/metric.py(315): Metric.{method}",
+        "torchmetrics/functional/stat_scores.py(320): _validate",
+        "torch/functional.py(967): _unique_impl",
+    ]
+    run.event("stacks", frames=frames, stacks=[[20, [0, 1, 2, 3, 4]], [60, [0]]])
+    found = run_rules(0, b.analysis(), load_rules()).findings
+    found = [each for each in found if each.rule == "data-dependent-shapes"]
+    assert len(found) == 1 and code in found[0].code
+    assert found[0].where[0].line == 40
+    assert "_validate (torchmetrics/functional/stat_scores.py)" in found[0].fix
 
 
 def test_what_a_capture_needs_first_stands_with_its_code() -> None:

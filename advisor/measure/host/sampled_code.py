@@ -7,15 +7,23 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import polars as pl
+
 from advisor.core.finding import Location
 from advisor.core.intervals import intersect, union
+from advisor.measure.host.reads import outermost_aten
 from advisor.measure.host.stacks import (
     MIN_COVERED,
+    MIN_OF_LOOP,
     MIN_SAMPLES,
     SampledStack,
     frame_rank,
+    line_of_function,
     line_of_share,
+    nullable_rows,
     parse_frame,
+    plain_name,
 )
 
 if TYPE_CHECKING:
@@ -111,13 +119,22 @@ def code_outside(
 
 
 def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
-    """Find the line of the user's code that was sampled outside windows for as large a share of the
-    training thread's time as the operator takes in them, and the library function below it."""
+    """Find the line of the user's code whose stacks, sampled outside windows, end in the function
+    of PyTorch or a library that calls the operator; and the library function below it. Else, the
+    line that takes as large a share of the training thread's time as the operator in windows."""
     recorded = a.recorded
     if recorded is None or not a.span_ns or not recorded.stacks:
         return None
     cpu, main = a.trace.cpu, a.trace.main_thread
-    own = cpu.select("ts", "dur").filter((cpu["name"] == op) & (cpu["thread"] == main))
+    rows = np.flatnonzero(((cpu["name"] == op) & (cpu["thread"] == main)).to_numpy())
+    own = cpu.select("ts", "dur")[rows]
+    called = cpu["name"].gather(nullable_rows(outermost_aten(a)[rows])).cast(pl.String)
+    times = own.group_by(called.alias("called")).agg(pl.col("dur").sum()).sort("dur").drop_nulls()
+    # others may run the same operator: nearly all of its time is in one of them
+    if len(times) and times["dur"][-1] > MIN_OF_LOOP * int(own["dur"].sum()):
+        line = line_of_function(recorded.stacks, plain_name(times["called"][-1]))
+        if line is not None:
+            return line
     spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
     return line_of_share(recorded.stacks, intersect(spans, a.spans).total / a.span_ns)
 

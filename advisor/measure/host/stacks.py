@@ -342,6 +342,10 @@ _CALLS_HOOKS = re.compile(
 )
 
 
+_AFFIXES = re.compile(r"^_+|(?:_impl)?[\d_]*$")
+"""What names of operators and functions have around the plain name."""
+
+
 class SampledStack(NamedTuple):
     """A sampled stack: its number of samples, and its frames (``file(line): function``), the
     outermost first."""
@@ -422,15 +426,24 @@ def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[
     return sum(stack.samples for stack in own) / max(total, 1), own
 
 
-def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
-    """Find the one line of the user's code that takes ``share`` of the time, for a call that keeps
-    the thread for a known share of the step. The line's share of all samples is within
-    ``NEAR_SHARE`` or a quarter of it. ``None``: too few samples, no such line, or several."""
-    total = sum(stack.samples for stack in stacks)
-    if total < MIN_SAMPLES or share < MIN_SHARE:
-        return None
+class _Lines(NamedTuple):
+    """The user's innermost lines in stacks."""
+
+    samples: Counter[Frame]
+    below: dict[Frame, Counter[tuple[str, str]]]
+    """Innermost library functions below each line, with their files."""
+
+    def hottest(self, line: Frame, share: float) -> HottestLine:
+        """Describe a line, and the library function with most of its samples."""
+        top = self.below.get(line, Counter()).most_common(1)
+        library = top[0][0] if top and top[0][1] > self.samples[line] / 2 else None
+        place = Location(file=line.file, line=line.line, function=line.function)
+        return HottestLine(place, share, describe_function(library))
+
+
+def _lines_of(stacks: Sequence[SampledStack]) -> _Lines:
     lines: Counter[Frame] = Counter()
-    called: dict[Frame, Counter[Frame]] = {}
+    below: dict[Frame, Counter[tuple[str, str]]] = {}
     for count, frames in stacks:
         name = next((name for name in reversed(frames) if frame_rank(name) == 2), None)
         frame = None if name is None else parse_frame(name)
@@ -438,19 +451,48 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
             lines[frame] += count
             inner = parse_frame(next(name for name in reversed(frames) if frame_rank(name)))
             if inner is not None and inner != frame:
-                called.setdefault(frame, Counter())[inner] += count
-    near = max(NEAR_SHARE, share / 4)
-    found = [frame for frame, count in lines.items() if abs(count / total - share) <= near]
-    if len(found) != 1:
+                below.setdefault(frame, Counter())[inner.function, inner.file] += count
+    return _Lines(lines, below)
+
+
+def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
+    """Find the one line of the user's code that takes ``share`` of the time, for a call that keeps
+    the thread for a known share of the step. The line's share of all samples is within
+    ``NEAR_SHARE`` or a quarter of it. ``None``: too few samples, no such line, or several."""
+    total = sum(stack.samples for stack in stacks)
+    if total < MIN_SAMPLES or share < MIN_SHARE:
         return None
-    line = found[0]
-    place = Location(file=line.file, line=line.line, function=line.function)
-    functions: Counter[tuple[str, str]] = Counter()
-    for inner, count in called.get(line, Counter()).items():
-        functions[inner.function, inner.file] += count
-    top = functions.most_common(1)
-    library = top[0][0] if top and top[0][1] > lines[line] / 2 else None
-    return HottestLine(place, lines[line] / total, describe_function(library))
+    lines = _lines_of(stacks)
+    near = max(NEAR_SHARE, share / 4)
+    found = [frame for frame, count in lines.samples.items() if abs(count / total - share) <= near]
+    return lines.hottest(found[0], lines.samples[found[0]] / total) if len(found) == 1 else None
+
+
+def line_of_function(stacks: Sequence[SampledStack], function: str) -> HottestLine | None:
+    """Find the line of the user's code with most samples that end in a function of PyTorch or a
+    library, named as :func:`plain_name` does. ``None``: too few such samples, or several lines
+    share them."""
+    own = []
+    for stack in stacks:
+        leaf = parse_frame(stack.frames[-1])
+        if leaf is not None and plain_name(leaf.function) == function:
+            own.append(stack)
+    own = [stack for stack in own if frame_rank(stack.frames[-1]) < 2]
+    count = sum(stack.samples for stack in own)
+    lines = _lines_of(own)
+    if count < MIN_SAMPLES or not lines.samples:
+        return None
+    line, samples = lines.samples.most_common(1)[0]
+    if samples < MIN_OF_LOOP * count:
+        return None
+    return lines.hottest(line, samples / sum(stack.samples for stack in stacks))
+
+
+def plain_name(name: str) -> str:
+    """Return what an operator and the Python function that calls it share: ``unique`` of
+    ``aten::_unique2`` and of ``_unique_impl``."""
+    short = name.rpartition("::")[2].rpartition(".")[2]
+    return _AFFIXES.sub("", short)
 
 
 def describe_function(function: tuple[str, str] | None) -> str | None:

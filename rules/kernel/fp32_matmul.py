@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.gpus import GpuSpec
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
+from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -27,9 +28,16 @@ from advisor.rules.citations import (
     TF32_NOTES,
     public_traces,
 )
-from advisor.rules.common import amount_per_step, example_steps
+from advisor.rules.common import (
+    amount_per_step,
+    example_steps,
+    of_step,
+    per_step,
+    runs_code_of,
+)
 from advisor.rules.framework_advice import in_any_language
 from advisor.rules.kernel import kernel_common
+from advisor.rules.kernel.precision_casts import find_casts
 from advisor.testing import Examples, TraceBuilder
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
@@ -61,8 +69,10 @@ _REACHED_BLIND = (
 )
 _TRAINS = "the model trains as well with the shorter mantissa"
 _ANSWERS = "the model's outputs are as good with the shorter mantissa"
+_PEFT = " In PEFT, autocast_adapter_dtype=False makes adapters 16-bit instead."
 BF16, FP16 = "TF32 is no faster: BF16", "no TF32 and no BF16: FP16"
 BESIDE = "other products are in a 16-bit format"
+CASTS = "their operands are cast from it"
 CASES = {"bf16": BF16, "fp16": FP16}
 """Case by format to move to; without one, TF32: the rule's own texts."""
 BLIND = "shapes are not recorded"
@@ -165,6 +175,7 @@ class Fp32Matmul(Rule):
     reachable_bandwidth = Threshold(
         0.9, "of the peak: a kernel at this share of bandwidth is bound by it", NCU
     )
+    min_casts = Threshold(0.2, "of the products' time is casts around them", OURS)
     praise_share = Threshold(
         0.9, "of matrix time on tensor cores, from which the report says so", OURS
     )
@@ -269,8 +280,16 @@ class Fp32Matmul(Rule):
             yield self._on_unknown_gpu(a, slow, share)
             return
         target = self._target(a.hardware)
-        if target is not None:
-            yield self._finding(a, slow, share, target)
+        if target is None or (target.format == "tf32" and self._casts(a, slow).any()):
+            return  # mixed-precision-off advises 16 bits, in which operands are already
+        yield self._finding(a, slow, share, target)
+
+    def _casts(self, a: Analysis, slow: kernel_common.Mask) -> kernel_common.Mask:
+        """Return the casts around these products; none, if they take little beside them."""
+        matrix = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *FAMILIES)
+        casts = find_casts(a, slow, matrix)
+        least = self.min_casts * kernel_common.summed_duration(a, slow)
+        return casts & (kernel_common.summed_duration(a, casts) >= max(1.0, least))
 
     def _on_unknown_gpu(
         self, a: Analysis, slow: kernel_common.Mask, share: float
@@ -417,6 +436,7 @@ class Fp32Matmul(Rule):
             "TF32 is on, an odd shape is left": (example_steps(mixed), few),
             "bound by reading the weights": (example_steps(gemv), "reachable_bandwidth"),
             "the device is mostly idle": (example_steps(idle), "min_step_share"),
+            "operands are cast from BF16": (_adapters(), "self._casts(a, slow)"),
         }
 
 
@@ -430,6 +450,11 @@ class MixedPrecisionOff(Fp32Matmul):
     times). Attention that ran in FP32 is taken to reach a share of the attainable rate, as in
     unfused-attention. Pointwise kernels, softmax, losses and norms keep their time: autocast
     halves the bytes of some and leaves others in FP32.
+
+    Where other products run in 16 bits already, operands may be cast to FP32 for a product, and its
+    result back. So it is with adapters in FP32 on a base in BF16, without autocast. These casts
+    then go away, and casts of the small weights take their place. A cast counts right before such a
+    product if it has as many values as an operand. Right after, as many as the result.
     """
 
     id = "mixed-precision-off"
@@ -449,6 +474,8 @@ class MixedPrecisionOff(Fp32Matmul):
     casts = Threshold(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
     least_casts = Threshold(0.5, "of these bytes, at best", OURS)
     most_casts = Threshold(1.5, "of these bytes, at worst", OURS)
+    casts_gone = Threshold(0.8, "of these casts' time goes: weights are cast instead", OURS)
+    least_gone = Threshold(0.5, "of it, at worst", OURS)
     reach = kernel_common.REACH
     best_reach = kernel_common.BEST_REACH
     worst_reach = Threshold(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
@@ -470,6 +497,14 @@ class MixedPrecisionOff(Fp32Matmul):
             "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
             "    loss = criterion(model(x), y)  # the whole model, with its head",
         },
+        CASTS: {
+            "title": "Tensors in {format} are cast to FP32 for products, and back",
+            "fix": "Run the forward pass under autocast: it casts the small FP32 weights to "
+            "{format}, and no longer the activations to FP32. Weights and optimizer stay in "
+            "FP32.{library}",
+            "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
+            "    loss = model(**batch).loss  # loss.backward() stays outside",
+        },
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
     inference: ClassVar[Mapping[str, Any]] = {
@@ -481,6 +516,12 @@ class MixedPrecisionOff(Fp32Matmul):
             BESIDE: {
                 "code": 'with torch.inference_mode(), torch.autocast("cuda", dtype={dtype}):\n'
                 "    y = model(x)  # the whole model, with its head"
+            },
+            CASTS: {
+                "fix": "Run the model under autocast: it casts the small FP32 weights to {format}, "
+                "and no longer the activations to FP32. Or convert these weights once.{library}",
+                "code": 'with torch.inference_mode(), torch.autocast("cuda", dtype={dtype}):\n'
+                "    y = model(x)",
             },
             BLIND: {"assumptions": (_REACHED_BLIND, _ANSWERS)},
         },
@@ -516,7 +557,7 @@ class MixedPrecisionOff(Fp32Matmul):
         matrix = compute & kernel_common.family_rows(a, *FAMILIES)
         attention = compute & kernel_common.family_rows(a, "attention")
         attention &= a.kernels["dtype"].is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
-        edits = list(found.edits)
+        edits, evidence = list(found.edits), list(found.evidence)
         half = attainable_roofs(a.hardware).matmul.get("bf16")
         if half is not None and attention.any():
             flops = a.kernels["flops"].cast(pl.Float64).fill_null(np.nan).to_numpy()[attention]
@@ -533,8 +574,27 @@ class MixedPrecisionOff(Fp32Matmul):
         text = {"title": self.title}
         if len(beside):
             dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[beside[0]]
-            text = self.case(BESIDE, format=beside[0].upper(), dtype=dtype)
-        return replace(found, edits=edits, **text)
+            words = {"format": beside[0].upper(), "dtype": dtype}
+            text = self.case(BESIDE, **words)
+            casts = self._casts(a, slow)
+            if casts.any():
+                ns = kernel_common.summed_duration(a, casts)
+                peft = runs_code_of(a, r"(?:^|/)peft/")
+                text = self.case(CASTS, **words, library=_PEFT if peft else "")
+                names = a.trace.gpu["name"].filter(pl.Series(casts)).cast(pl.String).unique()
+                rows = kernel_common.kernel_rows(a)
+                rows &= a.trace.gpu["name"].cast(pl.String).is_in(names.implode()).to_numpy()
+                gone = (ns * self.casts_gone, float(ns), ns * self.least_gone)
+                select = kernel_common.select_kernels(names.to_list())
+                edits.append(kernel_common.scale_kernels(a, rows, gone, select))
+                number = count_noun(round(int(casts.sum()) / a.step_count), "cast")
+                text["summary"] = f"{found.summary} {number}{per_step(a)} of operands and "
+                text["summary"] += f"results take {of_step(a, ns)}."
+                evidence += [
+                    amount_per_step(a, "casts around them", int(casts.sum()), "count"),
+                    amount_per_step(a, "time of these casts", ns),
+                ]
+        return replace(found, edits=edits, evidence=evidence, **text)
 
     def _saved(
         self,
@@ -548,6 +608,8 @@ class MixedPrecisionOff(Fp32Matmul):
         moved = a.kernels["moved"].cast(pl.Float64).fill_null(0.0).to_numpy()[slow].sum()
         memory = attainable_roofs(a.hardware).memory
         cast_ns = 1e9 * moved * casts.get(derating, self.casts) / memory.rate if memory else 0.0
+        if self._casts(a, slow).any():
+            cast_ns = 0.0  # operands are in 16 bits already
         return max(0.0, super()._saved(a, slow, target, derating, blind) - float(cast_ns))
 
     @staticmethod
@@ -558,9 +620,10 @@ class MixedPrecisionOff(Fp32Matmul):
             "FP32 on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
             "no TF32: the other rule": (
                 _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
-                "target is not None",
+                "target is None",
             ),
             "TF32 is on": (_training("A100", "float", tf32, 1500), few),
+            "operands are cast from BF16": _adapters(),
         }
 
 
@@ -583,3 +646,24 @@ def _switches(a: Analysis) -> list[Evidence]:
 def _training(gpu: str, dtype: str, kernel: str, us: float) -> TraceBuilder:
     shapes = [[4096, 4096], [4096, 4096]]
     return example_steps(lambda b: b.run("aten::mm", kernel, us, shapes, dtype, times=3), gpu)
+
+
+def _adapters() -> TraceBuilder:
+    """A base in BF16 with adapters in FP32, and a norm that computes in FP32."""
+    shape, small = [4096, 4096], [4096, 512]
+    kernel = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>"
+
+    def cast(b: TraceBuilder, to: str, source: str) -> None:
+        b.run("aten::copy_", kernel, 80, [shape, shape], [to, source])
+
+    def body(b: TraceBuilder) -> None:
+        bf16 = "c10::BFloat16"
+        cast(b, "float", bf16)
+        cast(b, bf16, "float")
+        b.run("aten::mm", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", 300, [shape, shape], bf16)
+        cast(b, "float", bf16)
+        b.run("aten::mm", "ampere_sgemm_128x128_nn", 400, [shape, small])
+        b.run("aten::mm", "ampere_sgemm_128x128_nn", 400, [small, small[::-1]])
+        cast(b, bf16, "float")
+
+    return example_steps(body, "H100")

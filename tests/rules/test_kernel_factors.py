@@ -424,3 +424,17 @@ def test_batch_norm_reads_its_channels_twice_where_it_trains() -> None:
     backward = OpInputs(str([large, large, small]), f'["{HALF}", "{HALF}", "float"]')
     expected = 5 * tensor + 4 * 256
     assert count_bytes("aten::cudnn_batch_norm_backward", backward) == expected
+
+
+def test_casts_around_products_in_fp32_are_counted_without_those_of_a_norm() -> None:
+    """One cast of an operand and one of the result, 80 µs each; a norm has two of its own."""
+    (rule,) = [r for r in load_rules(config={}) if r.id == "mixed-precision-off"]
+    example = rule.examples()["operands are cast from BF16"]
+    assert isinstance(example, TraceBuilder)
+    (found,) = findings("mixed-precision-off", example)
+    values = {each.label: each.value for each in found.evidence}
+    assert values["casts around them"] == 2
+    assert values["time of these casts"] == pytest.approx(160_000)
+    # 80% of two of the four casts with this kernel's name, 50 to 100%
+    edit = found.edits[-1]
+    assert (edit.factor, edit.factor_low, edit.factor_high) == pytest.approx((0.6, 0.5, 0.75))

@@ -343,7 +343,7 @@ _CALLS_HOOKS = re.compile(
 
 
 _AFFIXES = re.compile(r"^_+|(?:_impl)?[\d_]*$")
-"""What names of operators and functions have around the plain name."""
+"""Affixes of the names of operators and functions that :func:`plain_name` leaves out."""
 
 
 class SampledStack(NamedTuple):

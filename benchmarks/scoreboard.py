@@ -23,7 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from public_traces import CORPUS, REPO
+from public_traces import CORPUS, REPO, find, path_of
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
@@ -125,8 +125,7 @@ def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
 
 def file_of(name: str) -> str:
     """Its path; serving traces are named without what their files end in."""
-    path = CORPUS / name
-    return str(path if path.exists() else path.with_name(path.name + ".json.gz"))
+    return str(find(name) or path_of(f"{name}.json.gz"))
 
 
 def hta(path: str) -> float:

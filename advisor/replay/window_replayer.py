@@ -575,6 +575,7 @@ class WindowReplayer:
         graph = own.graph
         lanes = [n for n, (device, _) in enumerate(graph.lanes) if device == self.a.device_id]
         nodes = graph.device[np.isin(graph.lane[graph.device], lanes)]
+        nodes = nodes[self.a.in_window[graph.row[nodes]]]  # the graph holds work before it, too
         return float(union(time[nodes] - dur[nodes], time[nodes]).total)
 
     def _replay_own_step(self, edits: Sequence[Edit]) -> tuple[Array, Array, EditedGraph]:

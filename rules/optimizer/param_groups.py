@@ -39,6 +39,7 @@ class ManyParameterGroups(Rule):
     title = "The optimizer updates many small parameter groups one by one"
     knobs = ("fused-optimizer",)
     sampled_part = "optimizer"
+    found_in: ClassVar[tuple[str, ...]] = ("traces/h100/essay_scorer",)
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/single_tensor.cured", *SILENT_TRACES)
     references = (
         "https://docs.pytorch.org/docs/stable/optim.html#per-parameter-options",

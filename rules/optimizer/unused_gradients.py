@@ -57,7 +57,7 @@ class UnusedGradients(Rule):
     id = "unused-gradients"
     title = "Gradients are computed that no optimizer uses"
     reads_record = True
-    found_in = ("recorded/unfrozen.slow",)
+    found_in = ("recorded/unfrozen.slow", "traces/h100/lora_instruct")
     silent_in = ("recorded/unfrozen.cured", "recorded/second_forward.cured")
     validation_note = (
         "CPU recordings, torch 2.13: low-rank adapters, with and without a frozen base"

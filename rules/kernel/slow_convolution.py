@@ -145,6 +145,8 @@ class SlowConvolution(BelowRate):
                 text = f"channels: {' and '.join(map(str, unaligned))} {no} of 8"
                 causes.append(SlowCause(text, "channels are no multiples of 8"))
         timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
+        constant, _, _ = _constant_shapes(a)
+        searched = timed or (constant is not None and constant < FEW_CONSTANT)
         ordered = inputs is not None and any(map(kernel_common.is_channels_last, inputs.tensors))
         rows = kernel_common.transposes_and_convolutions(a)
         moved, whole = (kernel_common.summed_duration(a, mask) for mask in rows)
@@ -156,7 +158,7 @@ class SlowConvolution(BelowRate):
         causes = causes or [
             SlowCause("the fastest kernel that the library timed is slow", "", True)
         ]
-        causes.append(SlowCause("", SETTINGS[timed, ordered]))
+        causes.append(SlowCause("", SETTINGS[searched, ordered]))
         return [*causes, SlowCause("", ON_ROCM)] if amd else causes
 
     @staticmethod
@@ -219,6 +221,9 @@ def _network(
 
 MIN_BATCHES, MIN_STEPS = 10, 3
 """Batches, and profiled steps, from which it is known whether shapes stay the same."""
+FEW_CONSTANT = 0.5
+"""Share of the steps with the most frequent shape below which a search for each shape costs time:
+cudnn.benchmark is not advised."""
 _CONVOLUTIONS = r"^aten::(?:cudnn_convolution|convolution_backward)"
 
 
@@ -235,6 +240,20 @@ def _convolved_shapes(a: Analysis) -> NDArray[np.float64]:
     ).drop_nulls()
     each = table.group_by("step").agg(pl.col("dims").cast(pl.String).sort().str.join("\n"))
     return each.select(pl.col("dims").rank("dense")).to_series().cast(pl.Float64).to_numpy()
+
+
+def _constant_shapes(a: Analysis) -> tuple[float | None, str, int]:
+    """Return the share of the recorded batches with the most frequent shape, else of the profiled
+    steps; what it is a share of; and their number. ``None``: too few are known."""
+    shapes, of = np.zeros(0), "batches"
+    if a.recorded is not None:
+        shapes = a.recorded.column("shapes")
+        shapes = shapes[~np.isnan(shapes)]
+    if len(shapes) < MIN_BATCHES:
+        shapes, of = _convolved_shapes(a), "profiled steps"
+    if len(shapes) < MIN_STEPS:
+        return None, of, len(shapes)
+    return float(np.unique(shapes, return_counts=True)[1].max() / len(shapes)), of, len(shapes)
 
 
 class CudnnBenchmarkOff(Rule):
@@ -281,14 +300,9 @@ class CudnnBenchmarkOff(Rule):
         share = kernel_common.summed_duration(
             a, kernels & kernel_common.family_rows(a, "convolution")
         ) / max(total, 1)
-        shapes = recorded.column("shapes")
-        shapes = shapes[~np.isnan(shapes)]
-        of = "batches"
-        if len(shapes) < MIN_BATCHES:
-            shapes, of = _convolved_shapes(a), "profiled steps"
-        if share < self.min_share or len(shapes) < MIN_STEPS:
+        constant, of, count = _constant_shapes(a)
+        if share < self.min_share or constant is None:
             return
-        constant = float(np.unique(shapes, return_counts=True)[1].max() / len(shapes))
         if constant < self.min_constant:
             return
         yield Finding(
@@ -300,7 +314,7 @@ class CudnnBenchmarkOff(Rule):
                 self.compare("convolutions, share of kernel time", share, "min_share"),
                 self.compare(f"{of} of one shape", constant, "min_constant"),
                 Evidence("cudnn.benchmark", "False"),
-                Evidence(of, len(shapes), "count"),
+                Evidence(of, count, "count"),
             ],
             impact=impact_without_gain("only a trial shows the fastest algorithm"),
         )

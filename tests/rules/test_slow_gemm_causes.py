@@ -6,6 +6,7 @@ import pytest
 
 from advisor.measure.device.matmuls import MatrixProduct
 from advisor.measure.device.shapes import Tensor
+from advisor.rules.kernel.slow_convolution import SlowConvolution
 from advisor.rules.kernel.slow_gemm import SlowGemm, causes_of
 
 
@@ -44,3 +45,16 @@ def test_what_tunes_products_is_the_vendors() -> None:
 
 def test_thousands_of_tiny_products_are_told_as_such() -> None:
     assert "37,632 products of 8 x 8" in why(8, 8, 64, 304, batch=37_632, amd=True)
+
+
+@pytest.mark.parametrize(("kinds", "advised"), [(1, True), (12, False)])
+def test_no_search_is_advised_where_most_batches_have_another_shape(
+    kinds: int, advised: bool
+) -> None:
+    b = SlowConvolution.examples()["no tensor cores"]
+    run = b.record_of_run(flags={"cudnn.benchmark": False})
+    for number in range(24):
+        run.step(10, fields={"shapes": number % kinds})
+    (finding,) = SlowConvolution().check(b.analysis())
+    assert ("cudnn.benchmark = True" in (finding.code or "")) == advised
+    assert "channels_last" in (finding.code or "")

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import polars as pl
+
 from advisor.core.finding import SkippedCheck
 from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
+from advisor.measure.host.names import name_matches
 from advisor.rules.citations import RATES, public_traces
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import BelowRate, SlowCause
@@ -22,7 +25,8 @@ class LowBandwidth(BelowRate):
     """Memory-bound operators compute almost nothing compared with what they read and write, so a
     good kernel runs at the memory's rate. One at a third of it usually reads across its rows (a
     transposed or sliced input). Or it reads the same small tensor again and again, or normalises
-    rows that are too short for its threads. Or it converts between formats element by element.
+    rows that are too short for its threads. Or it converts between formats element by element. A
+    cumulative sum along another dimension than the last has one thread for each column.
 
     The rule compares each operator's bytes (inputs once, outputs once) with what a STREAM copy
     reaches on such a GPU. It adds a kernel's own start-up. Small tensors that stay in the L2 cache
@@ -49,7 +53,7 @@ class LowBandwidth(BelowRate):
     worst_reach = Threshold(0.45, "of the memory's rate, at worst", RATES)
 
     families = (
-        "elementwise", "reduction", "copy", "layout", "softmax", "normalisation", "pooling",
+        "elementwise", "reduction", "copy", "layout", "softmax", "normalisation", "pooling", "sort",
     )  # fmt: skip
     _work = "memory-bound operators"
     _rate = "the memory's rate"
@@ -77,6 +81,12 @@ class LowBandwidth(BelowRate):
             "y = y.contiguous(memory_format=torch.channels_last)",
         },
         "small tensors": {"fix": f"{fix} Add small tensors in the format of the large one."},
+        "scan": {
+            "fix": "Scan along the last dimension, in a transposed copy. Along another one, a "
+            "thread adds up a whole column.",
+            "code": "# instead of  x.cumsum(0), of two dimensions\n"
+            "y = x.t().contiguous().cumsum(-1).t()",
+        },
     }
     verify = "Profile again: advisor analyze --by operator shows more of the memory's rate."
     falsified_by = "more bytes in Nsight Compute than the kernel's tensors have"
@@ -84,6 +94,11 @@ class LowBandwidth(BelowRate):
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Return nothing: the rules about matrix work ask for what is missing."""
         return iter(())
+
+    def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
+        """Return the operators without those that sort and select: only scans move each value
+        once."""
+        return slow.filter((pl.col("family") != "sort") | name_matches(slow["op"], _SCAN))
 
     def _causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
@@ -111,6 +126,24 @@ class LowBandwidth(BelowRate):
                 600,
                 types=["c10::Half", "ScalarList", "c10::Half", "c10::Half", "Scalar"],
             ),
+            # 1 MB: microseconds at the rate
+            "a sum down the columns": _step(
+                "aten::cumsum",
+                [[8192, 8], []],
+                1400,
+                types=["long int", "Scalar"],
+                kernel="void at::native::tensor_kernel_scan_outer_dim<long, unsigned int>",
+            ),
+            "a sort": (
+                _step(
+                    "aten::sort",
+                    [[8192, 8], []],
+                    1400,
+                    types=["long int", "Scalar"],
+                    kernel="radixSortKVInPlace",
+                ),
+                "slow.is_empty()",
+            ),
             "near the rate": (_step("aten::add", shape, 145), "max_efficiency"),
             "small tensors": (_step("aten::add", [[128, 64], [128, 64]], 9), "slow.is_empty()"),
             "beside products": (_step("aten::add", shape, 600, products=100_000), "min_share"),
@@ -118,6 +151,7 @@ class LowBandwidth(BelowRate):
         }
 
 
+_SCAN = r"^aten::(?:cumsum|cumprod|logcumsumexp)$"
 _SHORT_ROWS = re.compile(r"layer_norm|rms_norm|softmax")
 """Operators that normalise along the last dimension."""
 
@@ -141,6 +175,8 @@ def _why(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCaus
             "its inputs lie in memory in different orders",
             "channels last beside another order" if last else "different orders",
         )
+    if "scan_outer_dim" in kernel:
+        return SlowCause("it adds up along another dimension than the last", "scan")
     # in one order for all, a pointwise kernel reads along memory, whichever dimension that is
     along = family == "elementwise" and placed and min(placed[0].strides or (0,)) == 1
     if any(_is_read_across(x) for x in placed) and not along:
@@ -170,6 +206,7 @@ def _step(
     types: list[str] | None = None,
     strides: list[list[int]] | None = None,
     products: float = 500,
+    kernel: str = "void at::native::elementwise_kernel<128, 4>",
 ) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps():
@@ -177,6 +214,6 @@ def _step(
             b.launch("ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn", products)
         for _ in range(4):
             with b.op(op, shapes, types or "c10::Half", strides=strides):
-                b.launch("void at::native::elementwise_kernel<128, 4>", us)
+                b.launch(kernel, us)
         b.sync()
     return b

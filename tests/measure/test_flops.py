@@ -272,6 +272,7 @@ def test_cudnn_attention_has_heads_before_the_sequence() -> None:
             4800,
         ),
         ("aten::sum", inputs([[10, 20], None], "float", {1: ""}), 200, 800 + 4),
+        ("aten::cumsum", inputs([[10, 20], None], "long int", {1: "0"}), 200, 1600 + 1600),
         (
             "aten::sum",
             inputs([[10, 20], None, None, None], "float", {1: "[0]", 2: "True", 3: ""}),

@@ -202,7 +202,7 @@ def count_bytes(op: str, x: OpInputs) -> float | None:
     if not x.tensors:
         return None
     name = op.removeprefix("aten::")
-    for formula in (_softmax, _norm, _reduction, _lookup, _copy, _elementwise):
+    for formula in (_softmax, _norm, _reduction, _scan, _lookup, _copy, _elementwise):
         bytes_moved = formula(name, x)
         if bytes_moved is not None:
             return bytes_moved
@@ -373,6 +373,13 @@ def _reduction(name: str, x: OpInputs) -> float | None:
             reduced = tuple(dim % rank if rank else 0 for dim in dims)
     outputs = prod(size for place, size in enumerate(tensor.shape) if place not in reduced)
     return _total(tensor.bytes, _size(outputs, out_width or tensor.width))
+
+
+def _scan(name: str, x: OpInputs) -> float | None:
+    """Count a cumulative sum's input and its output, whose type is at least as wide."""
+    if name not in ("cumsum", "cumprod", "logcumsumexp"):
+        return None
+    return _total(x.tensors[0].bytes, _size(x.tensors[0].elements, x.tensors[0].width))
 
 
 def _lookup(name: str, x: OpInputs) -> float | None:

@@ -11,8 +11,8 @@ import pytest
 from advisor.core.cgroup import Cgroup, available_memory
 from advisor.core.errors import AdvisorError
 from advisor.read import read_trace, reader
+from benchmarks.public_traces import CORPUS, path_of
 
-CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 EVENT = b'{"ph":"X","cat":"cpu_op","name":"a","pid":1,"tid":1,"ts":1,"dur":1},'
 
 
@@ -49,7 +49,7 @@ def test_long_distinct_texts_count_too(tmp_path: Path, monkeypatch: pytest.Monke
     "name", ["nsys/mfu_2gpu_before.sqlite", "rocprof/matmul_result.rpd", "xla/{}"]
 )
 def test_other_profilers_files_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = CORPUS / name
+    path = path_of(name)
     if "{}" in name:
         path = max((CORPUS / "xla").glob("*.xplane.pb*"), key=lambda file: file.stat().st_size)
     whole = read_trace(str(path))

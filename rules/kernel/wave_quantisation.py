@@ -235,7 +235,7 @@ class SmallGrids(Rule):
     silent_in = SILENT_TRACES
     validation_note = (
         "silent where it must be: A100 (49% of kernel time looks small, 19% of compute time is), "
-        "H100 (65%, but 7% busy), B200. Fires on DLRM on V100 (84% of compute time in kernels of "
+        "H100 (65%, but 7% busy), B200. Fires on DLRM on V100 (78% of compute time in kernels of "
         "fewer than 80 blocks, counted from the grids)"
     )
     references = (

@@ -70,7 +70,9 @@ class ManyParameterGroups(Rule):
         "for group in groups:  # as they are now\n"
         '    settings = [item for item in group.items() if item[0] != "params"]\n'
         '    merged.setdefault(tuple(settings), []).extend(group["params"])\n'
-        'groups = [{{"params": own, **dict(settings)}} for settings, own in merged.items()]\n'
+        "groups = []\n"
+        "for settings, own in merged.items():\n"
+        '    groups.append({{"params": own, **dict(settings)}})\n'
         "optimizer = torch.optim.{optimizer}(groups{arguments})"
     )
     cases: ClassVar[dict[str, dict[str, Any]]] = {

@@ -242,7 +242,8 @@ def memory_verdict(
         if view.request is not None:
             failed = next((each for each in report.risks if each.rule == "out-of-memory"), None)
             rest = "" if failed is None else failed.summary.partition("). ")[2]
-            first = "" if failed is None else f"First: {_first_sentence(failed.fix)}"
+            fix = "" if failed is None else t.split_sentences(failed.fix, 0)[0]
+            first = f"First: {fix[0].lower()}{fix[1:]}" if fix else ""
             return "bottlenecks", " ".join(part for part in (text, rest, first) if part)
         if leads is None:
             return "bottlenecks", f"{text} {_memory_action(view)}".rstrip()
@@ -300,11 +301,6 @@ def _returned(view: MemoryView) -> str:
     if view.returnable <= NEXT_TO_NONE * unused:
         return f"{given} returns almost none of it: tensors lie in the same segments"
     return f"{given} returns {t.format_bytes(view.returnable)} of it"
-
-
-def _first_sentence(text: str) -> str:
-    first = text.partition(". ")[0].rstrip(".")
-    return f"{first[0].lower()}{first[1:]}." if first else ""
 
 
 def _memory_action(view: MemoryView) -> str:

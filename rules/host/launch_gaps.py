@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
-from advisor.measure.steps.steps import step_of
+from advisor.measure.steps.steps import step_of_call
 from advisor.rules.common import (
     costliest_places,
     int_column,
@@ -160,7 +159,7 @@ def repeats_kernels(a: Analysis) -> bool | None:
     kernels &= gpu["device"] == a.device_id
     work = gpu.filter(kernels).select("name", "launch", "stream", "ts")
     launched = cpu["ts"].gather(work["launch"]).to_numpy()
-    steps = step_of(replace(a.steps, table=a.steps.marks), launched)
+    steps = step_of_call(a.steps, launched)
     inside = steps.is_not_null()
     work, launched = work.filter(inside), launched[inside.to_numpy()]
     step = steps.drop_nulls().to_numpy()

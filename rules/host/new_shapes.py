@@ -23,8 +23,7 @@ SEARCH, UNKNOWN, ATTENTION, OTHER = (
     "cuDNN's attention",
     "another operator",
 )
-_CONVOLUTION = r"convolution"
-_ATTENTION = r"_cudnn_attention"
+_CONVOLUTION, _ATTENTION = "convolution", "_cudnn_attention"
 _PAD = "Pad inputs to a few sizes, so that shapes repeat."
 _PAD_CODE = (
     "# a few sizes, each of which is prepared once\n"
@@ -165,9 +164,9 @@ class NewInputShapes(Rule):
         """Describe the calls of one operator: their time, cause, and what the fix leaves of it."""
         flag = None if a.recorded is None else a.recorded.flag("cudnn.benchmark")
         trials, cause = float(np.median(calls["trials"].to_numpy())), OTHER
-        if pl.Series([name]).str.contains(_ATTENTION)[0]:
+        if _ATTENTION in name:
             cause = ATTENTION
-        elif pl.Series([name]).str.contains(_CONVOLUTION)[0]:
+        elif _CONVOLUTION in name:
             cause = SEARCH if trials or flag else OTHER if flag is False else UNKNOWN
         ns, usual = int(calls["dur"].sum()), calls["usual"][0]
         repeated = min(1.0, len(calls) * (REPEATED_NS if usual is None else usual) / ns)

@@ -115,6 +115,13 @@ def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
     ]
 
 
+def line_name(file: str | None, line: int | None) -> str:
+    """Return ``train.py:12``; empty: not recorded."""
+    if not file or line is None:
+        return ""
+    return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
+
+
 def at_line(place: Any, count: int | None = None, op: str | None = None) -> list[Location]:
     """Return where a part of a snapshot was allocated; empty: no stack of it was recorded."""
     if place is None or place.file is None:

@@ -21,6 +21,7 @@ from advisor.rules.memory.device_memory import (
     at_line,
     gpu_capacity,
     last_known,
+    line_name,
     measure_growth,
     snapshot_example,
 )
@@ -273,9 +274,7 @@ class MemoryLeak(Rule):
                 continue
             row = table.row(0, named=True)
             steps = int(row["of"])
-            place = "A line without a recorded stack"
-            if row["file"] is not None:
-                place = f"{row['file'].replace(chr(92), '/').rsplit('/', 1)[-1]}:{row['line']}"
+            place = line_name(row["file"], row["line"]) or "A line without a recorded stack"
             yield Finding(
                 title="GPU memory in tensors grows from step to step",
                 summary=(
@@ -322,9 +321,7 @@ class MemoryLeak(Rule):
         if grown < self.min_growth:
             return
         row = table.row(0, named=True)
-        place = "A line without a recorded stack"
-        if row["file"] is not None:
-            place = f"{row['file'].replace(chr(92), '/').rsplit('/', 1)[-1]}:{row['line']}"
+        place = line_name(row["file"], row["line"]) or "A line without a recorded stack"
         rate = f"{t.format_bytes(row['rate'])} per {per}"
         yield Finding(
             title="GPU memory in tensors grows over the run",

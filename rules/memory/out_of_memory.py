@@ -21,6 +21,7 @@ from advisor.rules.memory.device_memory import (
     LOWER_PEAK_UNKNOWN,
     at_line,
     gpu_capacity,
+    line_name,
     locate_holders,
     snapshot_example,
 )
@@ -28,7 +29,6 @@ from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.core.snapshot import OutOfMemoryText
-    from advisor.measure.memory.memory_origin import Origin
     from advisor.measure.memory.post_mortem import PostMortem
 
 MIN_BATCHES = 5
@@ -293,7 +293,8 @@ class OutOfMemory(Rule):
         if (larger := post.larger_inputs) is not None:
             origin, *ends = larger
             first, last = map(t.format_bytes, ends)
-            grown = f" Inputs grew from step to step: {_place(origin)} made {first}, then {last}."
+            place = line_name(origin.file, origin.line)
+            grown = f" Inputs grew from step to step: {place} made {first}, then {last}."
             fix = f"{self.case('an unusually large batch')['fix']} {fix}"
         return Finding(
             summary=f"A request of {t.format_bytes(request)} failed: {why}.{grown}",
@@ -388,16 +389,12 @@ def _name(saving: Saving, post: PostMortem) -> str:
     return f"{fix[0].lower()}{fix[1:]}"
 
 
-def _place(where: Origin | Saving) -> str:
-    name = (where.file or "").replace(chr(92), "/").rsplit("/", 1)[-1]
-    return f"{name}:{where.line}" if name and where.line is not None else ""
-
-
 def _name_ways(ways: list[Saving], post: PostMortem, needed: int) -> str:
     """Write what would have freed memory, one sentence each. ``needed``: bytes that suffice."""
     sentences = []
     for way in ways[:MAX_SAVINGS]:
-        place = f" ({_place(way)})" if _place(way) else ""
+        place = line_name(way.file, way.line)
+        place = f" ({place})" if place else ""
         freed = t.format_bytes(way.bytes)
         if post.device_free and needed <= way.bytes < (post.request or 0):
             freed += f"; with the {t.format_bytes(post.device_free)} that the driver had, it fits"

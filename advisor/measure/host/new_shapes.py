@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,8 @@ import polars as pl
 from advisor.core.intervals import Intervals, covered_length, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import own_time
-from advisor.measure.steps.steps import step_of
+from advisor.measure.steps.step_differences import MAX_BUSY, busy_in_recording
+from advisor.measure.steps.steps import step_of_call
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -26,8 +26,6 @@ MIN_STEPS_SHARE = 0.5
 """Share of the steps above which shapes keep changing: fewer are a start-up that ends."""
 MAX_SLOW_REPEATS = 0.1
 """Part of the calls with shapes seen before that may be as slow: above it, shapes are no cause."""
-MAX_BUSY = 0.2
-"""Part of a call without trial runs during which the device may work: otherwise it may wait."""
 CALL_NS = 10_000
 """Code of a library around each of its CUDA calls, ns: a recurrent layer launches thousands."""
 REPEATED_NS = 100_000.0
@@ -97,9 +95,9 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     shown &= pl.col("own") >= TIMES_LATER * pl.col("usual")
     calls = calls.filter(~pl.col("again") & slow & (shown | (~repeats & pl.Series(listed))))
     calls = _with_trials(a, calls)
-    calls = calls.with_columns(
-        step=step_of(replace(a.steps, table=a.steps.marks), calls["ts"].to_numpy())
-    ).filter(pl.col("step").is_not_null())
+    calls = calls.with_columns(step=step_of_call(a.steps, calls["ts"].to_numpy())).filter(
+        pl.col("step").is_not_null()
+    )
     steps = pl.col("step").n_unique().over("name")
     calls = calls.filter((steps >= MIN_STEPS) & (steps > MIN_STEPS_SHARE * used))
     return calls.select(
@@ -110,13 +108,11 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
 
 def _with_trials(a: Analysis, calls: pl.DataFrame) -> pl.DataFrame:
     """Count the trial runs in each call. Drop calls without any in which the device works."""
-    cpu, gpu = a.trace.cpu, a.trace.gpu
+    cpu = a.trace.cpu
     parent = cpu["parent"].filter(name_matches(cpu["name"], _TRIAL)).drop_nulls().to_numpy()
     count = np.bincount(parent, minlength=cpu.height)[calls["host"].to_numpy()]
-    own = gpu.filter(pl.col("device") == a.device_id)
-    busy = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
     ts, dur = calls["ts"].to_numpy(), calls["dur"].to_numpy()
-    idle = covered_length(ts, ts + dur, busy) <= MAX_BUSY * dur
+    idle = covered_length(ts, ts + dur, busy_in_recording(a)) <= MAX_BUSY * dur
     count = np.where(count > 1, count, 0)
     return calls.with_columns(trials=pl.Series(count)).filter(pl.Series(idle | (count > 1)))
 

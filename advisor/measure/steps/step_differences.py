@@ -87,7 +87,7 @@ def one_off(a: Analysis) -> pl.DataFrame:
     again = (pl.col("count") > 2) & (pl.col("dur") > TIMES_LATER * pl.col("usual"))
     result = long.filter((pl.col("host") == pl.col("first")) & (again.fill_null(False) | lone))
     ts, dur = result["ts"].to_numpy(), result["dur"].to_numpy()
-    busy = covered_length(ts, ts + dur, _busy(a))
+    busy = covered_length(ts, ts + dur, busy_in_recording(a))
     # what most steps do again, because their shapes are new, is no start-up
     result = result.filter(
         pl.Series((busy <= MAX_BUSY * dur) & (2 * covered_length(ts, ts + dur, anew) <= dur))
@@ -128,7 +128,7 @@ def _loading(a: Analysis) -> pl.DataFrame:
         .with_columns(dur=pl.col("end") - pl.col("ts"))
     )
     long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
-    found = found.filter(long, pl.Series(covered_length(*_span(found), _busy(a)) == 0))
+    found = found.filter(long, pl.Series(covered_length(*_span(found), busy_in_recording(a)) == 0))
     steps = a.steps.used.height
     inside = covered_length(*_span(found), a.spans)
     if steps > 2 and int((inside > 0).sum()) > steps / 2:
@@ -143,7 +143,8 @@ def _loading(a: Analysis) -> pl.DataFrame:
     )
 
 
-def _busy(a: Analysis) -> Intervals:
+def busy_in_recording(a: Analysis) -> Intervals:
+    """Return when the analysed device works, inside the steps or not."""
     gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
     return union(gpu["ts"].to_numpy(), (gpu["ts"] + gpu["dur"]).to_numpy())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -137,6 +137,12 @@ def step_of(steps: Steps, start: np.ndarray, end: np.ndarray | None = None) -> p
     touches = (place < len(begin)) & (begin[position] < until)
     index = used["index"].gather(position)
     return index.set(pl.Series(~touches), None)
+
+
+def step_of_call(steps: Steps, start: np.ndarray) -> pl.Series:
+    """Return the same of calls on the host, by its own marks: where the host runs ahead, the steps
+    of the device come later."""
+    return step_of(replace(steps, table=steps.marks), start)
 
 
 def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:

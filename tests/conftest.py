@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -26,6 +28,16 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool that 
 hypothesis.settings.register_profile("advisor", deadline=None)
 hypothesis.settings.load_profile("advisor")
 
+REQUIRED = "ADVISOR_REQUIRE_BROWSER"
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 PUBLIC = (
     "a100_train_6steps",
     "alexnet",
@@ -115,6 +127,31 @@ def public_trace(request: pytest.FixtureRequest, shared_trace: Callable[[str], s
 def shared_file() -> Callable[[str], str]:
     """``shared_file("nsys/a.sqlite")``: path of a public file of any kind; skips where absent."""
     return public_file
+
+
+def no_browser(why: str) -> None:
+    """Skip, or fail where a browser is required."""
+    if os.environ.get(REQUIRED):
+        pytest.fail(f"{REQUIRED} is set, but {why}")
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, driven by Playwright."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        no_browser("playwright is not installed")
+    with sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        found = os.environ.get("ADVISOR_CHROMIUM") or shutil.which("chromium")
+        found = found or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        if found is None and not Path(own).exists():
+            no_browser("no Chromium is installed (apt install chromium, or playwright install)")
+        chromium = playwright.chromium.launch(executable_path=found or own, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

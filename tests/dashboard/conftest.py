@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -27,47 +25,12 @@ from advisor.dashboard.app import PAGES, create_app
 from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline import encoding
 
-REQUIRED = "ADVISOR_REQUIRE_BROWSER"
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PATIENCE_MS = 30_000
 FRAMES = """() => new Promise(done =>
   requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"""
 """Done once two frames are drawn: however slow the machine, what came before has been shown."""
 PATHS = {page.module: page.path for page in PAGES}
 MODULES = tuple(PATHS)
-
-
-def no_browser(why: str) -> None:
-    """Skip, or fail where a browser is required."""
-    if os.environ.get(REQUIRED):
-        pytest.fail(f"{REQUIRED} is set, but {why}")
-    pytest.skip(why)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """Chromium, driven by Playwright."""
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        no_browser("playwright is not installed")
-    with sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        found = os.environ.get("ADVISOR_CHROMIUM") or shutil.which("chromium")
-        found = found or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        if found is None and not Path(own).exists():
-            no_browser("no Chromium is installed (apt install chromium, or playwright install)")
-        chromium = playwright.chromium.launch(executable_path=found or own, args=ARGUMENTS)
-        yield chromium
-        chromium.close()
 
 
 @dataclass

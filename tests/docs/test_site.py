@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSOLE = (
@@ -30,18 +27,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "glossary" / "index.html").exists()
 
 
-def test_what_is_copied_of_a_console_block_is_its_commands() -> None:
+def test_what_is_copied_of_a_console_block_is_its_commands(browser: Any) -> None:
     """The site's script marks the block while it reads its text (``data-md-copying``)."""
-    api = pytest.importorskip("playwright.sync_api")
-    found = shutil.which("chromium")
-    if found is None:
-        pytest.skip("no Chromium is installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.set_content(f"<style>{(ROOT / 'docs' / 'site.css').read_text()}</style>{CONSOLE}")
-        code = page.locator("code")
-        assert code.inner_text() == "$ advisor demo\nGPU busy"
-        code.evaluate("block => block.setAttribute('data-md-copying', '')")
-        assert code.inner_text().rstrip() == "advisor demo"
-        browser.close()
+    page = browser.new_page()
+    page.set_content(f"<style>{(ROOT / 'docs' / 'site.css').read_text()}</style>{CONSOLE}")
+    code = page.locator("code")
+    assert code.inner_text() == "$ advisor demo\nGPU busy"
+    code.evaluate("block => block.setAttribute('data-md-copying', '')")
+    assert code.inner_text().rstrip() == "advisor demo"
+    page.close()

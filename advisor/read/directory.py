@@ -356,7 +356,11 @@ def _only_member(kind: str, archive: str, options: ReadOptions | None) -> Remote
     from advisor.read.remote.archives import list_members, open_member
 
     members = {member.name: member for member in list_members(kind, archive)}
-    names = wanted_traces([name for name in members if "::" not in name])
+    compiled = _compiled_in(members)
+    named = [name for name in members if "::" not in name]
+    names = wanted_traces([name for name in named if name.rpartition("/")[0] not in compiled])
+    if compiled and not names:
+        raise AdvisorError(_about_cache(kind, archive, compiled))
     names = names or (list(members) if len(members) == 1 else [])
     if len(names) == 1:
         url = f"{kind}://{names[0]}::{archive}"
@@ -367,13 +371,14 @@ def _only_member(kind: str, archive: str, options: ReadOptions | None) -> Remote
         url = f"{kind}://{name}::{archive}"
         tried = _try_read(RemoteFile(url=url, at=url, rank=None, size=members[name].size), options)
         if isinstance(tried, str):
-            refused.append(tried)
+            refused.append(tried.replace(url, name))
             continue
         ranks = {rank_in(f"{kind}://{each}::") for each in names}
         job = "" if None in ranks or len(ranks) < len(names) else f", or all: {kind}://::{archive}"
-        raise AdvisorError(f"{what}; give one of them, such as {url}{job}")
+        how = f"give one of them as {kind}://NAME::ARCHIVE, such as {url}"
+        raise AdvisorError(f"{what}; {how}{job}")
     if refused:
-        raise AdvisorError(f"{what}, none of them a trace alone; first: {refused[0]}")
+        raise AdvisorError(f"{what}, none of them a trace alone; the first in it, {refused[0]}")
     kinds = []
     for name in islice(members, MAX_TRIED):
         with open_member(kind, archive, name) as (stream, _):
@@ -382,6 +387,27 @@ def _only_member(kind: str, archive: str, options: ReadOptions | None) -> Remote
         which = "each is" if len(kinds) > 1 and {known} == set(kinds) else "the first is"
         raise AdvisorError(f"{what}; {which} {known[0]}; {known[1] or SEE_FORMATS}")
     raise AdvisorError(f"{what}, none named like a trace; unpack it and give the file or folder")
+
+
+def _compiled_in(names: Iterable[str]) -> dict[str, int]:
+    """Return the folders of an archive that hold kernels which Triton compiled, and how many."""
+    folders: dict[str, list[str]] = {}
+    for name in names:
+        folder, _, file = name.rpartition("/")
+        folders.setdefault(folder, []).append(file)
+    return {folder: len(found) for folder, own in folders.items() if (found := kernels_in(own))}
+
+
+def _about_cache(kind: str, archive: str, compiled: dict[str, int]) -> str:
+    """Say that an archive holds a cache of Triton, and how to read it."""
+    tool = "unzip" if kind == "zip" else "tar xf"
+    top = Path(min(compiled, key=len)).parent.as_posix()
+    return (
+        f"{archive}: {t.with_article(kind)} archive of Triton's cache "
+        f"({t.count_noun(sum(compiled.values()), 'compiled kernel')}), no trace; unpack it "
+        f"({tool} {Path(archive).name}), then advisor analyze {top}, or beside a trace "
+        f"--kernels {top}"
+    )
 
 
 def _try_read(file: str | RemoteFile, options: ReadOptions | None) -> Trace | str:

@@ -190,6 +190,11 @@ class Splitter:
                 "an execution trace (ExecutionTraceObserver), which says what ran and not how "
                 "long; give a trace written by export_chrome_trace or tensorboard_trace_handler"
             )
+        if "child_paths" in whole or {"num_warps", "num_stages"} <= whole.keys():
+            return (
+                "a file of Triton's cache of compiled kernels, no trace; give the cache's folder, "
+                "alone or beside a trace with --kernels"
+            )
         keys = ", ".join(_shown(key) for key in sorted(whole)[:4]) or "no keys"
         return (
             f"JSON without traceEvents (it has {keys}); give a trace written by "

@@ -486,6 +486,11 @@ def test_an_execution_trace_is_told_as_one() -> None:
     assert said.startswith("an execution trace (ExecutionTraceObserver)")
 
 
+@pytest.mark.parametrize("text", ['{"child_paths": {}}', '{"num_warps": 4, "num_stages": 3}'])
+def test_a_file_of_tritons_cache_is_told_as_one(text: str) -> None:
+    assert message(text.encode()).startswith("a file of Triton's cache of compiled kernels")
+
+
 def test_printable_names_in_messages() -> None:
     shown = message(json.dumps({string.printable: 1}).encode())
     assert shown.isprintable()

@@ -108,6 +108,23 @@ def test_pages_of_tensorboards_plugin_are_named(shared_file: Callable[[str], str
     assert "a tar archive of 5 files; each is a page of TensorBoard's profile" in refused(path)
 
 
+def test_an_archive_of_tritons_cache_says_what_it_is_and_how_to_read_it(
+    shared_file: Callable[[str], str],
+) -> None:
+    line = refused(path := shared_file("triton/cache.tar.gz"))
+    assert line.startswith(f"{path}: a tar archive of Triton's cache (11 compiled kernels)")
+    assert "tar xf cache.tar.gz" in line
+    assert line.endswith("advisor analyze cache, or beside a trace --kernels cache")
+    assert "://" not in line
+
+
+def test_a_trace_beside_tritons_cache_is_read(tmp_path: Path, trace_bytes: Made) -> None:
+    path = tmp_path / "run.tar"
+    kernel = {"cache/AB/k.json": b"{}", "cache/AB/k.cubin": b"x"}
+    path.write_bytes(tarred({"rank3.json": trace_bytes(3), **kernel}))
+    assert open_run(path).ranks == [3]
+
+
 def test_a_member_of_a_plain_tar_is_fetched_without_the_rest(web: Server) -> None:
     files = {f"rank{rank}.json": bytes([rank]) * 5_000_000 for rank in range(8)}
     web.state.files["/a.tar"] = tarred(files)

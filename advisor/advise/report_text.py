@@ -561,7 +561,7 @@ def _reasons(
             return [f"range: {decides}"]
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
-        reasons.setdefault(DECIDED_BY[by], []).append(end)
+        reasons.setdefault(DECIDED_BY[by].format(**ENDS_DIFFER[end]), []).append(end)
     return [f"{' and '.join(which)}: {why}" for why, which in reasons.items() if why]
 
 
@@ -569,15 +569,29 @@ RANGED: Final = re.compile(r"[\d%] to \d|at worst")
 """Assumptions that say how far what they assume may be off."""
 DECIDED_BY: Final = {
     "": "",
-    "assumption": "by what the fix assumes",
-    "profiler": "the host runs faster without the profiler",
+    "assumption": "the fix removes {removes} of this time than expected",
+    "faster host": "the host runs faster without the profiler, and {faster}",
+    "slower host": "the host may be slower than estimated, and {slower}",
     "hand-over": "results are handed over from other processes",
-    "replay error": "the replay misses the measured step by as much",
+    "replay error": "the replay without changes misses the measured step by as much",
     "shared cores": "collectives take cores from the work beside them",
-    "past": "past estimates of this kind were off by as much",
+    "past": "measured gains of such fixes differed from their estimates by as much",
     "not proven": "this rule is not proven on real traces",
     "device work": "nothing but the GPU work stays",
 }
+ENDS_DIFFER: Final = {
+    "low end": {
+        "faster": "leaves less idle time",
+        "slower": "then limits the step",
+        "removes": "less",
+    },
+    "high end": {
+        "faster": "limits the step less",
+        "slower": "then leaves more idle time",
+        "removes": "more",
+    },
+}
+"""Words of DECIDED_BY that differ by end."""
 WHY_MORE: Final = {
     "make_async": "the host no longer waits in these calls and launches later work earlier",
     "drop_launch": "idle time before the first launch and of other causes ends too",

@@ -28,7 +28,8 @@ Validation = Literal["real traces", "recordings", "synthetic"]
 RangeCause = Literal[
     "",
     "assumption",
-    "profiler",
+    "faster host",
+    "slower host",
     "hand-over",
     "replay error",
     "shared cores",
@@ -36,10 +37,11 @@ RangeCause = Literal[
     "not proven",
     "device work",
 ]
-"""Cause of an end of a gain's range: the finding's own assumption; host time that the profiler
-adds; taking results over from other processes; the error of the replay; past estimates of the kind,
-and how far off they were; the worst of them, where a rule is not proven; the device work that the
-fix leaves. Empty: nothing."""
+"""Cause of an end of a gain's range: the finding's own assumption; a host that is faster
+without the profiler; one that is slower than expected, as while it is profiled; taking results over
+from other processes; the error of the replay; past estimates of the kind, and how far off they
+were; the worst of them, where a rule is not proven; the device work that the fix leaves. Empty:
+nothing."""
 Instants = Literal[
     "",
     "step_start",

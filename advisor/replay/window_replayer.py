@@ -448,16 +448,19 @@ class WindowReplayer:
         limit -= self._saved(applied, "", member)
         steps: dict[RangeCause, list[float]] = {
             "assumption": gains[1:3],
-            "profiler": gains[3:],
+            "faster host": [],
+            "slower host": [],
             "replay error": [gains[0] - error, gains[0] + error],
             "shared cores": [max(gains) + error + beside] if beside else [],
         }
-        steps = {by: ends for by, ends in steps.items() if ends}
-        below = {by: min(ends) for by, ends in steps.items()} | {"profiler": min(possible[3:])}
+        for name, ns in zip(others, gains[3:], strict=True):
+            slower = name in ("profiled", "unprofiled_min")
+            steps["slower host" if slower else "faster host"].append(ns)
+        above = {by: max(ends) for by, ends in steps.items() if ends}
+        lows = {by: [x for x in ends if x >= min(possible)] for by, ends in steps.items()}
+        below = {by: min(ends) for by, ends in lows.items() if ends}
         low_by: RangeCause = min(below, key=lambda by: below[by]) if low == least else "past"
-        high_by: RangeCause = (
-            max(steps, key=lambda by: max(steps[by])) if high == largest else "past"
-        )
+        high_by: RangeCause = max(above, key=lambda by: above[by]) if high == largest else "past"
         return min(low, gains[0]), max(gains[0], min(high, limit)), low_by, high_by
 
     @cached_property

@@ -83,12 +83,18 @@ class NewInputShapes(Rule):
     trials = Threshold(10, "algorithms of a shape, where the trace does not show them", OURS)
     last_part = Threshold(0.25, "of the run's steps show what its end still loses", OURS)
     min_last = Threshold(4, "steps that show it", OURS)
+    most_left = Threshold(0.5, "of the loss in the last steps, up to which it ends by itself", OURS)
+
+    ends = (
+        " In the run's last steps the shapes repeat: they lose {left:.0%} of this. The gain is of "
+        "runs that go on to bring new shapes, and of the start of others."
+    )
 
     fix = _PAD + " Run each size once before the loop."
     code = _PAD_CODE
     verify = "Profile again after some steps: no call of the operator takes milliseconds."
     falsified_by = "calls that take as long when their shapes repeat"
-    assumptions = ("shapes go on changing: the gain falls as they repeat",)
+    assumptions = ("new shapes go on coming",)
     confidence = 0.85
     cases = {
         SEARCH: {
@@ -128,6 +134,7 @@ class NewInputShapes(Rule):
         own = [group for group in groups if group["cause"] == first["cause"]]
         saved = sum((1 - group["left"]) * group["ns"] for group in own)
         still = self._still_lost(a, saved / max(a.span_ns, 1))
+        ends = "" if still is None or still > self.most_left else self.ends.format(left=still)
         edits: list[Edit] = []
         for group in groups:
             edits += _edits(group, still or 0.0, advised=group["cause"] == first["cause"])
@@ -146,13 +153,12 @@ class NewInputShapes(Rule):
         if first["trials"]:
             evidence.append(Evidence("algorithms timed in a call", first["trials"], "count"))
         if still is not None:
-            label = "left of it at the end of the run, by the length of steps"
-            evidence.append(Evidence(label, still, "share"))
+            evidence.append(Evidence("share of it that the run's last steps lose", still, "share"))
         yield Finding(
             summary=(
                 f"Calls with new input shapes take {of_step(a, ns)}. {first['name']} takes "
                 f"{t.format_duration(first['median'])} with a new shape{before}.{timed} New "
-                f"shapes come in {touched} of {steps} steps."
+                f"shapes come in {touched} of {steps} steps.{ends}"
             ),
             evidence=evidence,
             where=costliest_places(a, calls["host"].to_numpy(), calls["dur"].to_numpy()),

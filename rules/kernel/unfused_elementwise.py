@@ -101,15 +101,15 @@ class UnfusedElementwise(Rule):
     confidence = 0.7
     alternatives = "fuse"
     assumptions = (
-        "{kept_share:.0%} of the tensors inside a chain are no longer written ({kept_low:.0%} to "
-        "{kept_high:.0%})",
+        "fusion saves {kept_share:.0%} of the memory traffic between these kernels ({kept_low:.0%} "
+        "at worst)",
     )
     cases = {
         "shapes are not recorded": {
             "confidence": 0.5,
             "assumptions": (
                 *assumptions,
-                "{blind_saving:.0%} of a chain's bytes are between its kernels",
+                "that is {blind_saving:.0%} of their bytes",
             ),
         }
     }

@@ -29,13 +29,18 @@ def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
     """Return the scope of an auxiliary input: its devices, as far as it names them."""
     devices = [post.device for post in a.post_mortems]
     profiles = a.trace.meta.kernel_profiles
-    names = {k.device for k in profiles.kernels if k.device} if profiles is not None else set()
+    kernels = () if profiles is None else profiles.kernels
+    names = {k.device for k in kernels if k.device}
+    built = {k.compute for k in kernels if k.compute is not None}
+    if not names and len(built) == 1:
+        names = {"model not recorded, compute capability {}.{}".format(*built.pop())}
     return Scope(
         step_source=kind.name,
         rank=a.trace.meta.rank,
         device=next(iter(devices), 0 if names else None),
         device_name=min(names) if len(names) == 1 else None,
         devices_seen=len(devices) or 1,
+        framework=a.trace.meta.framework,
     )
 
 

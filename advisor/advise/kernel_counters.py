@@ -20,7 +20,7 @@ from advisor.core.report import (
     Status,
     TritonKernel,
 )
-from advisor.core.trace import CUDA, KINETO, TENSORRT
+from advisor.core.trace import CUDA, KINETO, PYTORCH, TENSORRT
 from advisor.measure.device.kernel_names import library_of
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
@@ -145,18 +145,22 @@ def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> Tri
 def counters_verdict(report: Report) -> tuple[Status, str]:
     """Return status and verdict on counters alone: what limits most kernels, which takes longest,
     and which fix saves most or what to collect."""
-    views = report.kernel_counters
-    limits = Counter(view.limit for view in views if view.limit != "unknown")
-    text = f"{t.count_noun(len(views), 'kernel')}{_counters_of(views)}"
+    views = [each for each in report.kernel_counters if not is_runtime(each.name)]
+    views = views or report.kernel_counters
+    limits = Counter(name for view in views if (name := limit_of(view).replace(", ", " and ")))
+    whose = " of a PyTorch program" if report.scope.framework == PYTORCH else ""
+    text = f"{t.count_noun(len(views), 'kernel')}{whose}{_counters_of(views)}"
     if limits:
         parts = [f"{count} by {name}" for name, count in limits.most_common()]
         verb = "is" if parts[0].startswith("1 ") else "are"
-        parts[0] = parts[0].replace(" by ", f" {verb} limited by ")
+        parts[0] = parts[0].replace(" by ", f" {verb} limited by ", 1)
         left = len(views) - sum(limits.values())
         parts += [f"the limit of {left} was not collected"] if left else []
         if len(limits) == 1 and not left and len(views) > 1:
             parts = [f"all are limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
+    if left_out := len(report.kernel_counters) - len(views):
+        text += f". {left_out} of the runtime {'is' if left_out == 1 else 'are'} left out"
     checks = [view for view in views if is_reference(view.name)]
     if checks and len(checks) < len(views):
         views = [view for view in views if view not in checks]
@@ -175,6 +179,26 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     else:
         text += f"What limits it is not recorded: collect it with {_collector(report)}."
     return ("bottlenecks" if report.findings else "limited"), text.rstrip()
+
+
+PARTLY_BUSY = 0.4
+"""Use from which a unit limits a kernel too that waits."""
+
+
+def limit_of(view: KernelCounters) -> str:
+    """Name what limits a kernel: a unit, ``latency``, or both where a unit is busy for a good part
+    of the time and still waits; empty: not collected."""
+    if view.limit == "unknown":
+        return ""
+    unit = max(view.use, key=view.use.__getitem__, default="")
+    if view.limit == "latency" and unit and view.use[unit] >= PARTLY_BUSY:
+        return f"latency, {unit}"
+    return view.limit
+
+
+def is_runtime(name: str) -> bool:
+    """Tell whether a kernel is by its name the runtime's own: a copy, a fill, the heap."""
+    return name.startswith("__amd_rocclr_")
 
 
 def is_reference(name: str) -> bool:
@@ -234,7 +258,8 @@ def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
     if longest.waves is not None and longest.waves < FEW_BLOCKS:
         filled = t.format_share(longest.waves)
         return (
-            f"Its blocks fill {filled} of the GPU: give it more work per launch, or split its sum."
+            f"Its blocks fill {filled} of the GPU: give it more work per launch, or let more "
+            "blocks share each sum (split-K)."
         )
     cure = "Give it more work per launch, or use fewer registers and less shared memory per block."
     if (library := library_of(longest.name)) is not None:

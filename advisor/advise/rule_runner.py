@@ -134,7 +134,9 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
         if unknown and not rule.reads_record:
             said = _without_idle(rule, said, unknown, of_idle=a.idle_reads > before, cut=cut)
         outcomes += [_completed(outcome, rule, a, number) for outcome in said]
-    outcomes += [*_not_run(a, rules), *skip_foreign_rules(rules, a.trace.meta)]
+    outcomes += _not_run(a, rules)
+    if a.only_input is None:
+        outcomes += skip_foreign_rules(rules, a.trace.meta)
     return _sorted(outcomes, number, a, estimator_for(a) if prices else None)
 
 

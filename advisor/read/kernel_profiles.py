@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Literal
 
+import msgspec
 import polars as pl
 
 from advisor.core.errors import AdvisorError
@@ -106,6 +107,13 @@ _ROC_META = re.compile(
     r"|sgpr_count",
     re.IGNORECASE,
 )
+
+
+class _Machine(msgspec.Struct):
+    """What rocprof-compute notes of the machine."""
+
+    gpu_model: str = ""
+    gpu_arch: str = ""
 
 
 def read_kernel_profiles(data: bytes, path: str, layout: Layout) -> KernelProfiles:
@@ -598,8 +606,10 @@ def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
                 row["value"], "%" if share else row["unit"] or ""
             )
     timed = {row["kernel_uuid"]: row for row in launches.iter_rows(named=True)}
+    device = _device_of_workload(database)
     result = [
         KernelProfile(
+            device=device,
             name=row["kernel_name"] or "",
             grid=None,
             block=None,
@@ -610,6 +620,21 @@ def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
         for row in kernels.head(MAX_KERNELS).iter_rows(named=True)
     ]
     return KernelProfiles(path, ROCPROF, tuple(result))
+
+
+def _device_of_workload(database: Database) -> str:
+    """Return the model of the GPU with its architecture; empty: not recorded, or several."""
+    if not database.has_table("compute_workload"):
+        return ""
+    rows = database.read("compute_workload", {"sys_info_extdata": pl.String})
+    found = set[str]()
+    for row in rows["sys_info_extdata"].drop_nulls().head(2):
+        try:
+            machine = msgspec.json.decode(row, type=_Machine)
+        except msgspec.DecodeError:
+            return ""
+        found.add(", ".join(filter(None, (machine.gpu_model, machine.gpu_arch))))
+    return found.pop() if len(found) == 1 else ""
 
 
 # -- several reports, and those that belong to a trace ---------------------------------------------

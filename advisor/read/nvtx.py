@@ -71,7 +71,11 @@ def inputs_of(dims: pl.Series) -> tuple[pl.Series, pl.DataFrame | None]:
 
 _PYTHON = re.compile(r"(?:^|/)(?:i?python|pypy|pytest|torchrun|accelerate|deepspeed|jupyter)")
 _SIGNS = (
-    (PYTORCH, r"^aten::|\bat::native::|\bc10::|^void at::|torch::|^nccl:all_|^ProfilerStep#"),
+    (
+        PYTORCH,
+        r"^aten::|\bat::native::|\bc10::|^void at::|torch::|^nccl:all_|^ProfilerStep#"
+        r"|\bTensorIteratorBase\b",  # Nsight Compute's pages leave namespaces out
+    ),
     (TENSORFLOW, r"\btensorflow::|^TensorFlow|tensorflow-core|^tf_|_TensorFlow"),
     (JAX, r"^(?:TSL:)?Xla(?:Module|Op)|\bjit_\w+|\bxla::|^TSL:|^input_\w*fusion"),
 )

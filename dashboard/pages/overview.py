@@ -67,7 +67,13 @@ def layout(**query: object) -> Any:
 
 def _timeless(view: PageView, report: Report) -> list[Any]:
     """Build the page of counters, logs or dumps without a trace: what to change, what they show."""
-    sections = map(draw_section, auxiliary_sections.kernel_tables(report))
+    sections = map(
+        draw_section,
+        [
+            *auxiliary_sections.kernel_tables(report),
+            *auxiliary_sections.build_profiler_advice(report),
+        ],
+    )
     return [_top(view, report), *network.sections(view), *sections]
 
 

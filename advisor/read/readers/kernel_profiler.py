@@ -38,15 +38,20 @@ def layout_of(head: bytes) -> Layout | None:
 
 def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
     """Return a blank trace with kernel profiles."""
-    from advisor.core.trace import blank_trace
+    import polars as pl
 
+    from advisor.core.trace import blank_trace
+    from advisor.read.nvtx import framework_of
+
+    names = pl.Series([each.signature or each.name for each in profiles.kernels], dtype=pl.String)
+    framework = framework_of(names, [])
     return blank_trace(
         profiles.path,
         bytes_read=bytes_read,
         events_read=len(profiles.kernels) + len(profiles.compiled),
         kernel_profiles=profiles,
         vendor=profiles.vendor,
-        framework=None,
+        framework=framework,
     )
 
 

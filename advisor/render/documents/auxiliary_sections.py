@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from advisor.advise.kernel_counters import is_runtime, limit_of
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import (
@@ -145,7 +146,9 @@ def _cause(item: CompileCause) -> Inline:
 
 MAX_KERNELS: Final = 50
 MAX_SHORT: Final = 10
-MAX_ADVICE: Final = 6
+MAX_ADVICE: Final = 4
+MAX_SAID: Final = 240
+"""Characters of a message of the profiler from which its further sentences are left out."""
 MAX_LINES: Final = 3
 """Number of hot lines listed for a kernel."""
 MIN_SHARE: Final = 0.05
@@ -158,8 +161,7 @@ def build_kernel_sections(report: Report) -> list[Section]:
 
 
 def kernel_tables(report: Report) -> list[Section]:
-    """The kernels with their limits, what the profiler's own rules say of them, and what Triton
-    compiled."""
+    """The kernels with their limits, and what Triton compiled."""
     views = report.kernel_counters
     if not views:
         return _triton(report)
@@ -192,14 +194,20 @@ def kernel_tables(report: Report) -> list[Section]:
     if sampled:
         grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
         blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
-    advice = _own_advice(views, short)
-    if advice:
-        count = t.count_noun(len(advice), "note") + " of the profiler"
-        items = Items(advice[:MAX_ADVICE])
-        blocks.append(
-            Section("The kernel profiler's own advice", [items], folded=True, summary=count)
-        )
     return [*blocks, *_triton(report)]
+
+
+def build_profiler_advice(report: Report) -> list[Section]:
+    """Build the section of what the kernel profiler's own rules say."""
+    views = report.kernel_counters
+    traced = any(view.step_ns is not None for view in views)
+    views = [view for view in views if view.step_ns is not None] if traced else views
+    advice = _own_advice(views, label_kernels(view.short for view in report.kernel_counters))
+    if not advice:
+        return []
+    count = t.count_noun(len(advice), "note") + " of the profiler"
+    items = Items(advice[:MAX_ADVICE])
+    return [Section("The kernel profiler's own advice", [items], folded=True, summary=count)]
 
 
 STALLS: Final = {
@@ -237,16 +245,38 @@ BOILERPLATE: Final = re.compile(
 )
 
 
+NO_ADVICE: Final = re.compile(r"^The ratio of peak float \(fp32\) to double \(fp64\)(?!.*consider)")
+"""Message on a roofline of FP32 and FP64 that advises nothing: of most kernels neither is the
+work."""
+
+
 def _own_advice(views: Sequence[KernelCounters], short: dict[str, str]) -> list[str]:
-    """List what the profiler's own rules say, each once with the kernels that it is said of.
-    Occupancy is of interest where the kernel waits."""
-    said: dict[str, list[str]] = {}
+    """List what the profiler's own rules say, each rule once: the first sentences on the first
+    kernel, and how many others have it. Occupancy is of interest where the kernel waits."""
+    said: dict[str, tuple[str, str, set[str]]] = {}
     for view in views:
         for text in view.advice:
             waits = view.limit in ("latency", "unknown")
-            if waits or "theoretical occupancy" not in text:
-                said.setdefault(BOILERPLATE.sub("", text), []).append(short[view.short])
-    return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in said.items()]
+            if NO_ADVICE.search(text) or ("theoretical occupancy" in text and not waits):
+                continue
+            rule = " ".join(re.sub(r"\d[\d.,]*", "", text).split()[:12])
+            own = said.setdefault(rule, (short[view.short], text, set()))
+            own[2].add(short[view.short])
+    return [
+        f"{name}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {_first_sentences(text)}"
+        for name, text, names in said.values()
+    ]
+
+
+def _first_sentences(text: str) -> str:
+    """Keep the first sentences of a message, and its estimate."""
+    plain, estimate, number = BOILERPLATE.sub("", text).partition(" (estimated:")
+    kept = ""
+    for sentence in re.split(r"(?<=[.!])\s+(?=[A-Z])", plain):
+        if kept and len(kept) + len(sentence) > MAX_SAID:
+            break
+        kept += f" {sentence}" if kept else sentence
+    return f"{kept}{estimate}{number}"
 
 
 def _triton(report: Report) -> list[Section]:
@@ -327,6 +357,7 @@ _TEXTS: Final = ("kernel", "file")
 def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[str, str]:
     """Return cells by column; empty: not collected. ``several``: some are means of launches."""
     busiest = max(view.use.values(), default=None)
+    limit = limit_of(view)
     rate = "" if view.bandwidth is None else t.format_rate(view.bandwidth, "B/s")
     times = {
         "launches": f"{view.profiled:,}" if several else "",
@@ -341,7 +372,7 @@ def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[s
         "kernel": name,
         "file": labels.shorten(view.file, 24),
         **times,
-        "limited by": "" if view.limit == "unknown" else view.limit,
+        "limited by": "(the runtime's)" if limit and is_runtime(view.name) else limit,
         "use": _or_empty(busiest, t.format_share) + _unit_of(view),
         "DRAM bytes": _or_empty(view.dram_bytes, t.format_bytes) if busiest is None else "",
         "DRAM rate": rate if busiest is None else "",
@@ -350,8 +381,8 @@ def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[s
 
 
 def _unit_of(view: KernelCounters) -> str:
-    """Name the busiest unit where it is not what limits the kernel; else empty."""
-    if view.limit != "latency" or not view.use:
+    """Name the busiest unit where the limit does not; else empty."""
+    if limit_of(view) != "latency" or not view.use:
         return ""
     return f" {max(view.use, key=view.use.__getitem__)}"
 

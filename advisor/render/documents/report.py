@@ -252,6 +252,7 @@ def _rest(report: Report) -> Iterator[Block]:
             yield Section(title, [Items(shown)], "the largest first" if len(shown) > 1 else "")
         else:
             yield Section("Notes", notes, folded=True, summary=counted)
+    yield from auxiliary_sections.build_profiler_advice(report)
     if report.hot_lines:
         rows: list[Sequence[Inline]] = [
             [Span(place, "code"), share, Span(text, "code")]

@@ -183,7 +183,7 @@ def test_the_profilers_own_rules_follow_the_findings_each_once() -> None:
     shown = _shown("ncu/deepseek_ocr_rtx5090.csv.gz")
     own = shown.split("The kernel profiler's own advice")[1].split("Skipped checks")[0]
     assert shown.index("What the counters show") < shown.index("The kernel profiler's own advice")
-    assert len(own) < 1000 and "fp64" not in own  # these kernels compute in BF16
+    assert len(own) < 1200 and "fp64" not in own  # these kernels compute in BF16
     assert own.count("Every scheduler is capable of") == 1
 
 

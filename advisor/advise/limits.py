@@ -377,14 +377,12 @@ def _start_up(a: Analysis) -> list[str]:
     name, took = str(longest["name"][0]), int(longest["dur"][0])
     begin = int(longest["ts"][0])
     within = covered_length(np.array([begin]), np.array([begin + took]), a.spans)[0]
-    beside = (
-        f"{t.format_share(took / a.span_ns)} of what is analysed"
-        if within >= took / 2 and took < a.span_ns
-        else f"before or beside the {t.format_duration(a.span_ns)} that are analysed"
-    )
+    if within < took / 2 or took >= a.span_ns:
+        return []  # no figure is of it
     return [
         f"{labels.shorten(labels.clean(name), 50)} alone takes {t.format_duration(took)} "
-        f"({beside}): this is start-up, which later steps do not have. Record after a "
+        f"({t.format_share(took / a.span_ns)} of what is analysed): this is start-up, which later "
+        "steps do not have. Record after a "
         f"few steps{schedule_of(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
     ]
 

@@ -22,10 +22,10 @@ from advisor.advise.impact import (
 )
 from advisor.advise.limits import lost_records
 from advisor.advise.terms import (
-    OTHER_FRAMEWORKS,
     for_program,
     has_advice_for,
     how_to_record,
+    is_foreign,
     skip_foreign_rules,
     without_compilation,
     without_known_settings,
@@ -34,7 +34,6 @@ from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
-from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.measure.host.sampled_code import line_of_operator
 
@@ -223,16 +222,14 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
             )
         ]
     missing = [rule.id for rule in rules if rule.reads_record]
-    if a.record is not None or not missing:
+    if a.record is not None or not missing or is_foreign(a.trace.meta):
         return []
-    recordable = a.trace.meta.framework not in (*OTHER_FRAMEWORKS, CUDA)
     return [
         SkippedCheck(
             what="the run around the window: loader settings, threads, pauses, memory over time, "
             "clocks and health of the GPU",
-            why="they are in recordings by advisor record"
-            f"{'' if recordable else ', which records PyTorch programs'}",
-            record="advisor record" if recordable else "",
+            why="a profiler's trace does not hold them",
+            record="advisor record",
             rule=", ".join(missing),
         )
     ]

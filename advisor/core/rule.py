@@ -93,6 +93,8 @@ class Program(NamedTuple):
     """Inference engine: ``vllm``, ``sglang``, ``tensorrt-llm`` …; ``None``: none."""
 
 
+URL_PARTS_OF_VENDOR = {"nvidia": "nvidia.com", "amd": "amd.com"}
+"""Part of the address of references that only users of a vendor's GPUs need."""
 PYTORCH_URL_PART = "pytorch"
 """Part of the address of references that only users of PyTorch need."""
 ANY_FRAMEWORK = "any"
@@ -270,6 +272,13 @@ class Rule:
         )
         return advice.amd if advice is not None and vendor == "amd" and advice.amd else advice
 
+    def _is_of_vendor(self, link: str) -> bool:
+        """Tell whether a reference is not of the other vendor of GPUs."""
+        vendor = self.program.vendor
+        return not any(
+            part in link for name, part in URL_PARTS_OF_VENDOR.items() if vendor and name != vendor
+        )
+
     def complete(self, finding: Finding) -> Finding:
         """Return a finding with the fields that it leaves empty filled in from the rule."""
         advice = self.advice
@@ -290,7 +299,7 @@ class Rule:
             references=[
                 link
                 for link in finding.references or self.references
-                if advice is None or PYTORCH_URL_PART not in link
+                if (advice is None or PYTORCH_URL_PART not in link) and self._is_of_vendor(link)
             ],
             title=finding.title or self.title,
             fix=finding.fix or self.fix,

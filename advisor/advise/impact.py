@@ -218,11 +218,16 @@ DEVICE_PARTS = ("compute", "communication", "copying")
 
 
 def without_gain(
-    findings: Sequence[Finding], estimator: GainEstimator, a: Analysis, floor: float
+    findings: Sequence[Finding],
+    estimator: GainEstimator,
+    a: Analysis,
+    floor: float,
+    before: Sequence[Finding] = (),
 ) -> list[Finding]:
     """Return findings without replayed gain whose exposed time is ``floor`` (ns per step) or more,
     or at the high end of its range enough for a warning. Each says what sets the step's pace
-    instead. Others gain nothing by either estimate. Without a GPU the pace is that of the host's
+    instead, and what it may gain after the fixes of ``before``. Others gain nothing by either
+    estimate. Without a GPU the pace is that of the host's
     own work: only a lack of cores can explain those."""
     path = estimator.critical_path() if findings else {}
     if not path:
@@ -257,8 +262,21 @@ def without_gain(
             )
         if exposed.gain >= floor or exposed.high >= max(floor, WARNING_SHARE * a.step_ns):
             noted = replace(finding, summary=f"{finding.summary} {why}".rstrip())
-            kept.append(_not_estimated(noted, reason))
+            kept.append(_not_estimated(noted, f"{reason}{_after(finding, before, estimator, a)}"))
     return kept
+
+
+def _after(
+    finding: Finding, before: Sequence[Finding], estimator: GainEstimator, a: Analysis
+) -> str:
+    """Say what a finding may gain after other fixes; empty: too little for a warning."""
+    applied = [edit for each in before if estimator.overlaps(each) for edit in each.edits]
+    if not applied or not estimator.overlaps(finding):
+        return ""
+    most = estimator.gain_range(finding.edits, applied).high
+    if most < WARNING_SHARE * a.step_ns:
+        return ""
+    return f"; after the fixes above up to {t.format_duration(most)}"
 
 
 def _used_cores(recorded: StepRecords) -> str:

@@ -117,7 +117,7 @@ def prioritize(
             ordered.append(replace(risk, folded_under=rival.rule))
     ranked = [finding for finding in ordered if finding.priority is not None]
     alone = [finding for finding in dropped if not _is_part(finding, ranked, a)]
-    notes += without_gain(alone, estimator, a, floor)
+    notes += without_gain(alone, estimator, a, floor, ranked)
     notes.sort(key=_gain_per_launch)
     notes = _distinct(notes, ordered)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)

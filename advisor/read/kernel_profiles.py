@@ -110,7 +110,7 @@ _ROC_META = re.compile(
 
 
 class _Machine(msgspec.Struct):
-    """What rocprof-compute notes of the machine."""
+    """GPU of the machine, in a row of rocprof-compute."""
 
     gpu_model: str = ""
     gpu_arch: str = ""

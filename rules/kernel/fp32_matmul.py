@@ -52,6 +52,14 @@ _TF32 = (
 _BF16 = 'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = criterion(model(x), y)'
 _FORWARD = 'with torch.inference_mode(), torch.autocast("cuda", dtype=torch.{}):\n    y = model(x)'
 """Code for BF16 or FP16 in a program that trains nothing."""
+_SCALED = (
+    "scaler = torch.amp.GradScaler()\n"
+    'with torch.autocast("cuda", dtype=torch.float16):\n'
+    "    loss = criterion(model(x), y)\n"
+    "scaler.scale(loss).backward()\n"
+    "scaler.step(optimizer)\n"
+    "scaler.update()"
+)
 _VERIFY = (
     "Profile again: kernel names contain tensorop, xmma … tf32, s1688 or s16816 instead of sgemm. "
 )
@@ -67,10 +75,15 @@ _REACHED_BLIND = (
     "real shapes, which are not recorded, reach {blind_derating:.0%} of the ratio of the peaks "
     "({worst_blind_derating:.0%} to {best_blind_derating:.0%})"
 )
+_HAS_TENSOR_CORES = (
+    "the GPU has tensor cores, {usual_peak:.0f} times as fast in FP16 as on V100 and T4; at worst "
+    "it has none, and nothing is gained"
+)
 _TRAINS = "the model trains as well with the shorter mantissa"
 _ANSWERS = "the model's outputs are as good with the shorter mantissa"
 _PEFT = " In PEFT, autocast_adapter_dtype=False makes adapters 16-bit instead."
 BF16, FP16 = "TF32 is no faster: BF16", "no TF32 and no BF16: FP16"
+NO_NAME = "the GPU is not named"
 BESIDE = "other products are in a 16-bit format"
 CASTS = "their operands are cast from it"
 CASES = {"bf16": BF16, "fp16": FP16}
@@ -147,6 +160,12 @@ class Fp32Matmul(Rule):
     min_ratio = Threshold(
         1.8, "of the peaks: TF32 has twice FP32's on an A10, eight times on an A100", PEAKS
     )
+    usual_peak = Threshold(
+        8.0,
+        "of FP32's peak: FP16 on the tensor cores of V100 and T4, the GPUs that "
+        "these kernels are made for",
+        PEAKS,
+    )
     derating = Threshold(
         0.6,
         "of the ratio of the peaks that real shapes reach: 5 of 8 times, as the best of whole "
@@ -200,14 +219,22 @@ class Fp32Matmul(Rule):
         FP16: {
             "fix": "Train in mixed precision with FP16: this GPU has no TF32. Autocast picks the "
             "ops, and the scaler keeps small gradients from vanishing.",
-            "code": "scaler = torch.amp.GradScaler()\n"
-            'with torch.autocast("cuda", dtype=torch.float16):\n'
-            "    loss = criterion(model(x), y)\n"
-            "scaler.scale(loss).backward()\n"
-            "scaler.step(optimizer)\n"
-            "scaler.update()",
+            "code": _SCALED,
             "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
             "falsified_by": _NEEDS_FP32,
+        },
+        NO_NAME: {
+            "fix": "Train in mixed precision: autocast runs matrix work on the tensor cores. From "
+            "Ampere on, use BF16 without a scaler, or allow TF32.",
+            "code": _SCALED,
+            "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
+            "falsified_by": f"{_NEEDS_FP32}, or a GPU without tensor cores (GTX 16)",
+            "confidence": 0.5,
+            "assumptions": (
+                _HAS_TENSOR_CORES,
+                _REACHED_BLIND,
+                _TRAINS,
+            ),
         },
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
@@ -219,6 +246,12 @@ class Fp32Matmul(Rule):
                 "fix": "Run the model in BF16. TF32 is no faster than FP32 on this GPU; 16-bit "
                 "formats are.",
                 "code": _FORWARD.format("bfloat16"),
+            },
+            NO_NAME: {
+                "fix": "Run the model in FP16, or from Ampere on in BF16 or TF32.",
+                "code": _FORWARD.format("float16"),
+                "verify": f"{_VERIFY_FP16}Compare the model's outputs.",
+                "assumptions": (_HAS_TENSOR_CORES, _REACHED_BLIND, _ANSWERS),
             },
             FP16: {
                 "fix": "Run the model in FP16: this GPU has no TF32, and its tensor cores take "
@@ -300,15 +333,30 @@ class Fp32Matmul(Rule):
         made_for = [name_matches(names, pattern).any() for pattern in (_VOLTA, _LATER)]
         name = a.device.name if a.device is not None else None
         if name is None and made_for == [True, False]:
+            target = Target("fp16", 1.0, self.usual_peak)
+            saved = [
+                self._saved(a, slow, target, derating, blind)
+                for derating, blind in (
+                    (self.derating, self.blind_derating),
+                    (self.best_derating, self.best_blind_derating),
+                )
+            ]
+            families = [
+                name for name in FAMILIES if (slow & kernel_common.family_rows(a, name)).any()
+            ]
+            rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *families)
+            select = Select(on="gpu", kind=("kernel",), family=tuple(families))
             return Finding(
-                summary=f"Matrix work runs in FP32 {work}. Its kernels are made for Volta and "
-                "Turing, whose tensor cores multiply FP16. --gpu NAME gives the gain.",
+                summary=f"Matrix work runs in FP32 {work}. Its kernels are cuBLAS' and cuDNN's "
+                "for Volta and Turing, which later GPUs run too. Most of these GPUs have tensor "
+                "cores. --gpu NAME narrows the range.",
                 evidence=[
-                    self.compare("FP32 matrix time, share of kernel time", share, "min_share")
+                    self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
+                    amount_per_step(a, "FP32 matrix time", kernel_common.summed_duration(a, slow)),
                 ],
                 where=kernel_common.kernel_locations(a, slow),
-                informational=True,
-                **self.case(FP16),
+                edits=[kernel_common.scale_kernels(a, rows, [*saved, 0.0], select)],
+                **self.case(NO_NAME),
             )
         return SkippedCheck(
             what=f"whether tensor cores would be faster at FP32 matrix work {work}",
@@ -426,7 +474,10 @@ class Fp32Matmul(Rule):
         unknown = _training("A100", "float", "ampere_sgemm_128x128_nn", 8000)
         unknown.head["deviceProperties"][0]["name"] = "Some GPU of next year"
         few = "share < self.min_share"
+        unnamed = _training("V100", "float", "volta_sgemm_128x128_nn", 10000)
+        unnamed.head["deviceProperties"] = []
         return {
+            "a GPU without a name": unnamed,
             "TF32 off on an A100": _training("A100", "float", "ampere_sgemm_128x128_nn", 8000),
             "FP32 on a V100": _training("V100", "float", "volta_sgemm_128x128_nn", 10000),
             "an unknown GPU": (unknown, "name is None"),

@@ -8,12 +8,21 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.memory import memory_limits
-from advisor.advise.terms import ACTIVITIES, mark_steps, record_gpu_work, record_with, tool_of
+from advisor.advise.terms import (
+    ACTIVITIES,
+    OTHER_FRAMEWORKS,
+    mark_steps,
+    record_gpu_work,
+    record_with,
+    tool_of,
+)
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX
+from advisor.measure.device.families import MATRIX
+from advisor.measure.host.names import name_matches
 from advisor.measure.steps.step_differences import CAPTURE, LOADING, MAX_BUSY
 from advisor.measure.steps.step_records import MIN_DEVICE_TIMED
 from advisor.measure.steps.steps import recorded_extent
@@ -40,12 +49,32 @@ POSSIBLE_SHARE = 0.5
 """Share of the GPU's work launched in ranges that could be the step."""
 MIN_UNSEEN_SHARE, MIN_UNSEEN_NS = 0.5, 1e9
 """Share of the run, and time, after the last step, from which the steps are not what it does."""
+MIN_KERNELS_OF_STEP = 100
+"""Number of kernels from which a step of a network without any matrix product is no whole one."""
+_MATRIX_LAYERS = r"(?i)\beinsum|/(?:Batch)?MatMul(?:/|:|$)|/Conv[123]D(?:/|:|$)|self_attention/"
+"""Names of XLA's and TensorFlow's operators that multiply matrices, or of the layers around."""
 MAX_NAMED = 3
 DONE = ": done"
 """End of the line of a window that was recorded."""
 MIN_EVENTS = 100
 """Number of events below which a file holds less than a small network's step. Its forward pass,
 backward pass and optimizer are some hundred operators, calls and kernels."""
+
+
+def part_of_step(a: Analysis) -> str:
+    """Say that no matrix product is recorded although layers of the program have them; empty if
+    there is one, or nothing shows that there should be."""
+    if a.trace.meta.framework not in OTHER_FRAMEWORKS or a.device_id is None:
+        return ""
+    families = a.kernels["family"].filter(pl.Series(a.in_window))
+    if families.len() < MIN_KERNELS_OF_STEP or families.is_in(MATRIX).any():
+        return ""
+    if not name_matches(a.trace.cpu["name"], _MATRIX_LAYERS).any():
+        return ""
+    return (
+        f"Only a part of a {a.per} is recorded: no matrix product ran, although the program has "
+        "some."
+    )
 
 
 def list_limits(a: Analysis, run: Run) -> list[str]:
@@ -77,6 +106,9 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
         )
     elif not (a.trace.cpu["kind"] == "op").any():
         result.append(_no_operators(a.trace))
+    if part := part_of_step(a):
+        whole = "all GPU work of several whole steps"
+        result.append(f"{part} Times and gains are of that part. Record {whole}.")
     result += _start_up(a)
     result += _unknown_step(a)
     shortest, longest = _extremes(a)

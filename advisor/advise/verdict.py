@@ -15,6 +15,7 @@ from advisor.advise.limits import (
     lost_records,
     lost_replays,
     one_off_costs,
+    part_of_step,
     schedule_of,
     too_little,
 )
@@ -88,6 +89,8 @@ def write_verdict(
         after = status == "bottlenecks" and not vague
         text = f"{text} {leak}" if after else f"{leak} {text}"
         status = "limited" if status == "healthy" else status
+    if part := part_of_step(a):
+        status, text = "limited", f"{part} {text}"
     if between := _time_between_steps(report):
         status, text = "limited" if status == "healthy" else status, f"{between} {text}"
     crash = t.describe_crashes(report.crashes)

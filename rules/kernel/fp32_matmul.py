@@ -76,8 +76,8 @@ _REACHED_BLIND = (
     "({worst_blind_derating:.0%} to {best_blind_derating:.0%})"
 )
 _HAS_TENSOR_CORES = (
-    "the GPU has tensor cores, {usual_peak:.0f} times as fast in FP16 as on V100 and T4; at worst "
-    "it has none, and nothing is gained"
+    "the GPU has tensor cores, {usual_peak:.0f} times as fast in FP16 as V100 and T4 have; at "
+    "worst it has none: no gain"
 )
 _TRAINS = "the model trains as well with the shorter mantissa"
 _ANSWERS = "the model's outputs are as good with the shorter mantissa"
@@ -162,8 +162,7 @@ class Fp32Matmul(Rule):
     )
     usual_peak = Threshold(
         8.0,
-        "of FP32's peak: FP16 on the tensor cores of V100 and T4, the GPUs that "
-        "these kernels are made for",
+        "of FP32's peak: FP16 on V100 and T4, which these kernels are made for",
         PEAKS,
     )
     derating = Threshold(

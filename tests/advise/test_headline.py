@@ -403,8 +403,7 @@ def test_a_long_call_before_the_first_step_is_no_part_of_the_steps(
 ) -> None:
     """cudaFree of 715 ms ends before the first optimizer step; 37 steps are 884 ms."""
     limits = analyze(shared_file("linear_2080ti_launch_bound.json.gz")).limits
-    (said,) = [each for each in limits if each.startswith("cudaFree")]
-    assert "before or beside the 884 ms" in said and "%" not in said
+    assert not [each for each in limits if each.startswith("cudaFree")]
 
 
 def test_a_read_is_counted_once_though_it_copies_and_waits(
@@ -547,3 +546,13 @@ def test_what_surely_costs_much_of_the_run_leads_though_no_median_step_has_it(
     assert first.impact is not None and first.impact.currency == "run_time"
     assert 0.4 < (first.impact.share or 0) < 0.8
     assert "over the run" in describe_gain(first)
+
+
+def test_a_step_without_its_matrix_products_is_told_as_a_part(
+    shared_file: Callable[[str], str],
+) -> None:
+    """BERT's einsum operators are in the file, and of 688 kernels none is a GEMM."""
+    report = analyze(shared_file("xla/tf_gpu_multi_worker.xplane.pb.gz"))
+    assert report.status == "limited"
+    assert report.verdict.startswith("Only a part of a step is recorded: no matrix product ran")
+    assert any(each.startswith("Only a part of a step") for each in report.limits)

@@ -302,6 +302,8 @@ def _longest(views: Sequence[KernelCounters]) -> str:
     use = max(longest.use.values(), default=None)
     if longest.limit == "latency" and use is not None:
         text += f": it waits, and no unit is busier than {t.format_share(use)}"
+    elif use is not None and longest.limit == "unknown":
+        text += "; the use of its tensor cores was not collected"
     elif use is not None:
         text += f", with {longest.limit} {t.format_share(use)} busy"
     elif longest.bandwidth is not None:

@@ -245,11 +245,17 @@ def _of_traffic(k: ProfiledKernel, excess: float, *units: Limit) -> float:
     return max(0.0, min(excess * own / busiest, 1 - other / busiest if own > other else 0.0))
 
 
+_TENSOR_OPS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
+
+
 class OccupancyLimited(CounterRule):
     """No unit of the GPU is busy: all are below 60% of their peaks, where Nsight Compute's
     SpeedOfLight rule divides. Registers, shared memory or the block's size admit few resident
     warps, too few to hide the latency of memory and arithmetic. More of them hide more, at best
-    until the busiest unit is full."""
+    until the busiest unit is full.
+
+    Products on tensor cores are left out. Their tiles fill registers and shared memory by design:
+    few warps with many products in flight hide the latency."""
 
     id = "kernel-occupancy-limited"
     title = "Few resident warps leave a kernel waiting"
@@ -272,6 +278,8 @@ class OccupancyLimited(CounterRule):
 
     def estimate_saving(self, k: ProfiledKernel) -> CounterSaving | None:
         """Estimate the room up to full use of the busiest unit, as far as occupancy can rise."""
+        if k.on_tensor_cores:
+            return None
         if k.limit != "latency" or k.theoretical is None:
             return None
         if k.theoretical / 100 > self.max_occupancy:
@@ -294,6 +302,10 @@ class OccupancyLimited(CounterRule):
             "registers": _example(theoretical=16.7, sm=40, dram=30, registers=5),
             "memory is busy": (_example(theoretical=16.7, dram=85), "k.limit != 'latency'"),
             "high occupancy": (_example(theoretical=100, sm=40), "max_occupancy"),
+            "a tile for tensor cores": (
+                _example(theoretical=16.7, sm=32, **{_TENSOR_OPS: 45.9e9}),
+                "k.on_tensor_cores",
+            ),
             "small grid": (
                 _example(theoretical=16.7, sm=5, waves=0.1),
                 "k.waves < 1",

@@ -274,7 +274,7 @@ _NO_TENSOR_CORE = (
 )
 """CUDA-core kernels: SIMT GEMMs, vector products, the parts of an FFT convolution, reductions."""
 
-_TENSOR_CORE = (
+TENSOR_CORE = (
     r"(?i)nvjet|(^|[_<:])tensorop|(OpClass|Mma)TensorOp|wmma|[^a-z]hmma|gmma|imma|qmma|mfma|xdl|gtcx|_MI\d+x\d+x\d+|utcmma|tcgen05"
     r"|(884|1688|16816|16832|161616|168128|8816|88128|16864|168256)(tf32)?(gemm|fprop|dgrad|wgrad"
     r"|cudnn)|tensor\d+x\d+x\d+|xmma_\w*(bf16|f16|tf32|e4m3|e5m2|i8)"
@@ -402,7 +402,7 @@ def describe_kernels(names: pl.Series) -> pl.DataFrame:
         .then(False)
         .when(text.str.contains(_NO_TENSOR_CORE) & ~text.str.contains("(?i)tensorop"))
         .then(False)
-        .when(text.str.contains(_TENSOR_CORE))
+        .when(text.str.contains(TENSOR_CORE))
         .then(True),
         matrix_if_16_bit=text.str.contains(_TENSOR_CORE_BY_FORMAT),
         direction=pl.when(text.str.contains(r"(?i)dgrad|bwd_data|igemm_bwd"))

@@ -17,12 +17,14 @@ from advisor.core import labels
 from advisor.core.finding import Edit, Select
 from advisor.core.kernel_profile import CompiledKernel, KernelProfile
 from advisor.core.trace import Device
+from advisor.measure.device.kernel_names import TENSOR_CORE
 from advisor.measure.device.roofline import (
     RESERVED_SHARED,
     active_blocks,
     find_limiters,
     multiprocessor_limits,
 )
+from advisor.measure.host.names import name_matches
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -36,9 +38,12 @@ ONE_LAUNCH = "saved by one launch of each, at most"
 """Evidence text of an estimated gain for kernels that no trace has."""
 MAX_NAMED = 500
 """Launches that an edit selects one by one, at most, where others of the name differ in size."""
+PIPE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
+"""Use of the tensor cores."""
 UNITS: dict[Limit, tuple[str, ...]] = {
     "compute": (
         "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+        PIPE,
         "System Speed-of-Light/VALU Utilization",
         "System Speed-of-Light/MFMA Utilization",
     ),
@@ -82,7 +87,8 @@ class ProfiledKernel(NamedTuple):
     label: str
     """Short name in sentences and tables."""
     limit: Limit
-    """Busiest unit; ``latency``: no unit is busy; ``unknown``: none was measured."""
+    """Busiest unit; ``latency``: no unit is busy; ``unknown``: none was measured, or not the tensor
+    cores that it computes on."""
     use: dict[Limit, float]
     """Use of each unit, percent of its peak."""
     occupancy: float | None
@@ -97,6 +103,8 @@ class ProfiledKernel(NamedTuple):
     """Stall reason -> share of the cycles between two instructions of a warp, greatest first."""
     bytes: float | None
     """DRAM traffic of one launch, bytes."""
+    on_tensor_cores: bool
+    """Whether it computes on tensor cores, by its counters, or by its name where none tell."""
     rows: NDArray[np.int64]
     """Rows of ``trace.gpu`` that are launches of it in the used steps; empty: none, or no trace."""
 
@@ -168,6 +176,9 @@ def _measured(profile: KernelProfile, label: str, rows: NDArray[np.int64]) -> Pr
     if use:
         unit = max(use, key=use.__getitem__)
         limit = unit if use[unit] >= BUSY_PERCENT else "latency"
+    tensor = _on_tensor_cores(profile)
+    if limit == "latency" and tensor and profile.number(PIPE) is None:
+        limit = "unknown"  # the unit that it is written for was not measured
     blocks = {
         what: admitted
         for what, name in LIMITERS.items()
@@ -188,8 +199,25 @@ def _measured(profile: KernelProfile, label: str, rows: NDArray[np.int64]) -> Pr
         waves=_first(profile, "launch__waves_per_multiprocessor"),
         stalls=_stalls(profile),
         bytes=_dram_bytes(profile),
+        on_tensor_cores=tensor,
         rows=rows,
     )
+
+
+_TENSOR_COUNTERS = re.compile(
+    r"sm__(?:ops_path_tensor|(?:inst_executed_)?pipe_tensor)\w*\.(?:sum|avg\.pct_of_peak_\w+)$"
+)
+
+
+def _on_tensor_cores(profile: KernelProfile) -> bool:
+    counted = [
+        value
+        for name in profile.metrics
+        if _TENSOR_COUNTERS.match(name) and (value := profile.number(name)) is not None
+    ]
+    if counted:
+        return max(counted) > 0
+    return bool(name_matches(pl.Series([profile.name]), TENSOR_CORE)[0])
 
 
 class MatchedKernel(NamedTuple):

@@ -256,7 +256,7 @@ def _own_advice(views: Sequence[KernelCounters], short: dict[str, str]) -> list[
     said: dict[str, tuple[str, str, set[str]]] = {}
     for view in views:
         for text in view.advice:
-            waits = view.limit in ("latency", "unknown")
+            waits = view.limit == "latency" or not view.use
             if NO_ADVICE.search(text) or ("theoretical occupancy" in text and not waits):
                 continue
             rule = " ".join(re.sub(r"\d[\d.,]*", "", text).split()[:12])
@@ -382,7 +382,7 @@ def _row(view: KernelCounters, name: str, traced: bool, several: bool) -> dict[s
 
 def _unit_of(view: KernelCounters) -> str:
     """Name the busiest unit where the limit does not; else empty."""
-    if limit_of(view) != "latency" or not view.use:
+    if limit_of(view) not in ("latency", "") or not view.use:
         return ""
     return f" {max(view.use, key=view.use.__getitem__)}"
 

@@ -99,16 +99,17 @@ def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
         if phase.attainable_ns is not None and phase.attainable_ns < busy:
             known = f"{t.format_share(phase.known_share)} of its kernel time could be compared"
             text = (
-                f"{own}: the GPU's {t.format_duration(busy)} of work would take "
-                f"{t.format_duration(phase.attainable_ns)} at the rates of such a GPU"
+                f"{own}: the same kernels would take {t.format_duration(phase.attainable_ns)} "
+                f"instead of {t.format_duration(busy)} at the rates of such a GPU; fewer kernels "
+                "may take less"
             )
-            result.append(("at best", [text, known], False))
+            result.append(("rates", [text, known], False))
         elif phase.attainable_ns is None and phase.known_share is not None:
             share = t.format_share(1 - phase.known_share)
             unknown = f"unknown, as FLOPs and bytes of {share} of its kernel time are not recorded"
             why = f"{phase.limit} as the limit is inferred from its tokens and kinds of kernels"
             parts = [f"{own}: {unknown}", *([why] if phase.limit_inferred else [])]
-            result.append(("at best", parts, False))
+            result.append(("rates", parts, False))
         if phase.steps > 1:
             parts = [f"{own} {_spread(phase.quantiles)}", *([phase.jitter] if phase.jitter else [])]
             result.append(("spread", parts, not phase.jitter))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
@@ -24,13 +24,20 @@ from advisor.core.report import HardPart, Replay
 from advisor.core.rule import Evidence
 from advisor.replay.exposed_time import (
     ExposedTime,
+    host_work,
     leaves_device_work,
+    leaves_host_work,
     remaining_device_time,
 )
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_kind, widened_by_rule, worst_case
-from advisor.replay.window_replayer import WindowReplayer
+from advisor.replay.window_replayer import (
+    MAX_COST,
+    WindowReplayer,
+    event_cost,
+    launching_events,
+)
 from advisor.rules.common import device_waits
 
 if TYPE_CHECKING:
@@ -705,15 +712,39 @@ class BoundEstimator(GainEstimator):
         self.reason = reason
         self._exposed = ExposedTime(a)
 
+    @cached_property
+    def _most_on_device(self) -> tuple[float, float]:
+        """Most that fixes of device work save, ns per step: what the step takes beyond the host's
+        own work; at best, without the most that the profiler may add to that."""
+        a = self._exposed.a
+        work = host_work(a)
+        if work is None:
+            return inf, inf
+        added = event_cost(a) * launching_events(a)
+        usual, least = (max(0.0, work - times * added) for times in (1.0, MAX_COST))
+        steps = max(a.step_count, 1)
+        return max(0.0, a.step_ns - usual / steps), max(0.0, a.step_ns - least / steps)
+
+    def _saved(self, edits: Sequence[Edit]) -> tuple[float, float, float]:
+        """Return the exposed time that edits save, (central, low, high) in ns per step. Where they
+        leave the host's work, a step takes no less than that."""
+        gain, low, high = self._exposed.saved(edits)
+        if leaves_host_work(edits):
+            usual, best = self._most_on_device
+            gain, low, high = min(gain, usual), min(low, usual), min(high, best)
+        return gain, low, high
+
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
         """Estimate what edits save, without the time that ``applied`` edits take. The range is as
         wide as predictions of such edits have been wrong."""
         both = [*applied, *edits]
-        saved, before = self._exposed.saved(both), self._exposed.saved(applied)[0]
+        saved, before = self._saved(both), self._saved(applied)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
         max_gain = high
         if any(edit.op != "overlap" for edit in edits):  # hidden work saves what is exposed of it
             max_gain = max(high, self._exposed.max_saved(both, optimistic=True) - before)
+        if leaves_host_work(both):
+            max_gain = max(high, min(max_gain, self._most_on_device[1] - before))
         wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
         ends = max(0.0, wide.low), max(gain, min(wide.high, max_gain))
         low_by: RangeCause = "past" if ends[0] < low else "assumption"

@@ -20,7 +20,7 @@ from advisor.advise.impact import (
     scales_to_run,
     without_gain,
 )
-from advisor.core.finding import HOST_CODE
+from advisor.core.finding import HOST_CODE, are_alternatives
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
 from advisor.replay.selection import selected_gpu, selected_host
 
@@ -210,9 +210,7 @@ def _order(
             index, gain = _named_cause(findings, scales, waiting, general, chosen, estimator, a)
         waiting.remove(index)
         best, alone = findings[index], _own_gain(findings[index])
-        rival = next(
-            (c for c in chosen if best.alternatives and c.alternatives == best.alternatives), None
-        )
+        rival = next((c for c in chosen if are_alternatives(c, best)), None)
         if rival is None and chosen and gain < FOLD_BELOW * alone:
             rival = _find_overlapping(best, chosen, estimator)
         if rival is not None:

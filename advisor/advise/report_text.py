@@ -10,7 +10,7 @@ from advisor.advise.terms import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
-from advisor.core.finding import LAYER_TIMES, Finding, Location
+from advisor.core.finding import LAYER_TIMES, Finding, Location, are_alternatives
 from advisor.core.prices import format_money
 from advisor.core.report import EQUAL_STEP_SHARE
 from advisor.core.trace import KINETO
@@ -488,13 +488,14 @@ def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
 
 def folded_findings(report: Report, finding: Finding) -> list[Finding]:
     """Return the symptoms and alternatives that a finding already covers."""
-    return [
-        other
-        for other in report.findings
-        if other.folded_under == finding.rule
+    said, result = [finding], []
+    for other in report.findings:
         # an alternative that changes the same says the same again
-        and not (other.alternatives and other.edits and other.edits == finding.edits)
-    ]
+        same = other.alternatives and other.edits and any(o.edits == other.edits for o in said)
+        if other.folded_under == finding.rule and not same:
+            said.append(other)
+            result.append(other)
+    return result
 
 
 def describe_gain(finding: Finding, *, alone: bool = False) -> str:
@@ -565,7 +566,7 @@ def _reasons(
     return [f"{' and '.join(which)}: {why}" for why, which in reasons.items() if why]
 
 
-RANGED: Final = re.compile(r"[\d%] to \d|at worst")
+RANGED: Final = re.compile(r"[\d%] to \d|at worst|at best")
 """Assumptions that say how far what they assume may be off."""
 DECIDED_BY: Final = {
     "": "",
@@ -593,7 +594,7 @@ ENDS_DIFFER: Final = {
 }
 """Words of DECIDED_BY that differ by end."""
 WHY_MORE: Final = {
-    "make_async": "the host no longer waits in these calls and launches later work earlier",
+    "make_async": "the host no longer waits in these calls and launches later work earlier{late}",
     "drop_launch": "idle time before the first launch and of other causes ends too",
     "parallelize": "loading behind GPU work no longer delays the launches after it",
     "overlap": "what waits for these copies or collectives starts earlier too",
@@ -624,6 +625,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
         why = "other kernels become faster too"
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
+    why = why.format(late=_late_launches(report))
     if impact.of_job:
         why = "other ranks gain too, and wait less for each other"
     return [f"more than {time}: {why}"]
@@ -643,6 +645,8 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     elif abs(left - own) > 0.05 * own:
         more = "gains more after" if left > own else "after"
         parts.append(f"{more} the fixes above: {describe_marginal_gain(finding)}")
+        if left > own:
+            parts[-1] += _why_more_after(finding, report)
         if finding.marginal_low_ns is not None and finding.marginal_high_ns is not None:
             ends = (finding.marginal_low_ns, finding.marginal_high_ns)
             by = (finding.marginal_low_by, finding.marginal_high_by)
@@ -651,6 +655,31 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts
+
+
+def _why_more_after(finding: Finding, report: Report) -> str:
+    """Say why a fix gains more after those before it; empty: unknown."""
+    if any(edit.op == "make_async" for edit in finding.edits):
+        late = "" if beyond_evidence(finding, report) else _late_launches(report)
+        return f"; the host then waits here for the GPU, and launches late{late}"
+    if any(edit.op == "drop_launch" for edit in finding.edits):
+        return "; the GPU then waits more for launches"
+    if any(edit.select.on == "gpu" for edit in finding.edits):
+        return "; the host then holds the GPU up less"
+    return ""
+
+
+LATE_CAUSES: Final = ("launch", "dispatch", "python", "host_code", "unknown")
+"""Causes of idle time that a host ahead of the GPU does not let arise."""
+
+
+def _late_launches(report: Report) -> str:
+    """Say how long the GPU idles because work is launched late; empty: not at all."""
+    late = sum(cause.ns for cause in report.idle if cause.cause in LATE_CAUSES)
+    per = t.format_per(report.per)
+    return (
+        f" (late launches leave the GPU idle for {t.format_duration(late)} {per})" if late else ""
+    )
 
 
 CLEARLY_MORE: Final = 1.1
@@ -696,9 +725,8 @@ def describe_caveats(finding: Finding) -> list[str]:
 
 def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     """Name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
-    alternative = bool(finding.alternatives) and finding.alternatives == other.alternatives
     title = labels.clean(other.title)
-    if alternative:
+    if are_alternatives(finding, other):
         return "or", f"{title}: {describe_gain(other)}, instead of this fix"
     return "also", f"{title}: {describe_gain(other)} on its own"
 

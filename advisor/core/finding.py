@@ -42,6 +42,8 @@ without the profiler; one that is slower than expected, as while it is profiled;
 from other processes; the error of the replay; past estimates of the kind, and how far off they
 were; the worst of them, where a rule is not proven; the device work that the fix leaves. Empty:
 nothing."""
+StepProperty = Literal["", "sizes repeat"]
+"""Property of a step. ``sizes repeat``: every step launches the same kernels on the same sizes."""
 Instants = Literal[
     "",
     "step_start",
@@ -291,6 +293,10 @@ class Finding(Struct, frozen=True, kw_only=True):
     at least an Nth of it. ``{workers}`` in the texts becomes how many keep up."""
     alternatives: str = ""
     """Name of the group of findings of which one fix replaces the others (for example ``fuse``)."""
+    needs: StepProperty = ""
+    """Property of the step that the fix needs."""
+    breaks: StepProperty = ""
+    """Property that the step loses with the fix: it excludes fixes that need it."""
     impact: Impact | None = None
     """Impact that the rule itself estimates (memory, risk); the engine estimates step time."""
     informational: bool = False
@@ -387,3 +393,11 @@ class HotLine(Struct, frozen=True, kw_only=True):
     """Part of ``share`` that is in native code which the line called."""
     system: float
     """Part of ``share`` that is in the kernel, or waiting."""
+
+
+def are_alternatives(one: Finding, other: Finding) -> bool:
+    """Tell whether one fix replaces the other, or takes away what the other needs."""
+    if one.alternatives and one.alternatives == other.alternatives:
+        return True
+    pairs = ((one, other), (other, one))
+    return any(breaker.breaks and breaker.breaks == own.needs for breaker, own in pairs)

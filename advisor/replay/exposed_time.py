@@ -28,6 +28,7 @@ from advisor.core.intervals import (
 from advisor.measure.comm.gloo import time_on_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
+from advisor.replay.graph import Array
 from advisor.replay.graph_builder import host_end
 from advisor.replay.predictions import edit_kind, error_of, shipped_experiments
 from advisor.replay.selection import (
@@ -51,8 +52,7 @@ MAX_LATENCY_NS = 10_000
 LAUNCH_CAUSES = (
     "dispatch", "python", "host_code", "launch", "profiler", "other_thread", "unknown",
 )  # fmt: skip
-"""Causes of idle time that fewer launches can end: waits for something else are left out. Batches
-that the process loads itself count too: it then loads them earlier."""
+"""Causes of idle time that fewer launches can end: waits for something else are left out."""
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -63,6 +63,18 @@ class SelectedWork(NamedTuple):
 
     device: float
     host: float
+    gaps: Array | None = None
+    """Share of each row of ``Analysis.gaps``; ``None``: of none."""
+    latency: float = 0.0
+    """Latency before the work on its streams; where nothing else runs then, the device idles."""
+
+
+def _launching_gaps(a: Analysis) -> Mask:
+    """Return which gaps fewer launches can end. Batches that the process loads itself count too: it
+    then loads them earlier."""
+    names = a.trace.cpu["name"].gather(a.gaps["host"])
+    loads = (a.gaps["cause"] == "loader") & ~name_matches(names, WORKERS)
+    return (a.gaps["cause"].is_in(LAUNCH_CAUSES) | loads).fill_null(False).to_numpy()
 
 
 def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork:
@@ -74,13 +86,13 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
     if (waits := waits_on_host(a, select)) is not None:
         return SelectedWork(0.0, share * float(waits.total))
     if select.on == "gap":
-        return SelectedWork(
-            0.0, share * float(a.gaps["dur"].filter(selected_gaps(a, select)).sum())
-        )
+        return SelectedWork(0.0, 0.0, share * selected_gaps(a, select))
     if select.on == "host":
         return SelectedWork(0.0, share * _selected_time(a, select).total)
     if edit.op == "drop_launch":
-        return SelectedWork(0.0, float(a.spans.total))
+        if a.device_id is None:
+            return SelectedWork(0.0, float(a.spans.total))
+        return SelectedWork(0.0, 0.0, _launching_gaps(a).astype(float))
     mask = selected_gpu(a, select)
     own = selected_gpu(a, select, anywhere=True) & _launched_inside(a)
     ts, dur = (a.trace.gpu[name].to_numpy()[own] for name in ("ts", "dur"))
@@ -92,25 +104,26 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
     if edit.op in ("scale", "roofline"):
         return SelectedWork(share * work, share * around)
     if edit.op == "overlap":
-        return SelectedWork(min(work, _hideable_time(a, mask)) + _latency(a, mask), 0.0)
+        return SelectedWork(min(work, _hideable_time(a, mask)), 0.0, None, _latency(a, mask))
     gpu = a.trace.gpu.filter(pl.Series(mask))
     names = ("launch",) if edit.op == "remove" else ("launch", "op")
     rows = pl.concat([gpu[name] for name in names]).drop_nulls().unique().to_numpy()
     called = np.zeros(a.trace.cpu.height, dtype=bool)
     called[rows] = True
     host = float(_host_time(a, called).total)
-    return SelectedWork(share * work + _latency(a, mask), max(host, around))
+    return SelectedWork(share * work, max(host, around), None, _latency(a, mask))
 
 
 def _least_factor(edit: Edit) -> float | None:
     """Return the least share of the selected time that an edit can leave. Kernels keep what its
     best case leaves them. Where the best case is the expected one, they keep as much less than that
-    as past gains were larger than expected. Of host time all may go."""
+    as past gains were larger than expected; merged ones keep their traffic with the rest of the
+    step. Of host time all may go."""
     if edit.factor is None or edit.factor_low is None:
         return edit.factor
     if edit.select.on != "gpu":
         return 0.0
-    if edit.factor_low < edit.factor:
+    if edit.factor_low < edit.factor or edit.op == "merge":
         return edit.factor_low
     return edit.factor * math.exp(-error_of([edit_kind(edit)], shipped_experiments()))
 
@@ -168,6 +181,36 @@ def leaves_device_work(edits: Sequence[Edit]) -> bool:
         or (edit.op in ("remove", "scale", "parallelize") and edit.select.on in ("host", "gap"))
         for edit in edits
     )
+
+
+def leaves_host_work(edits: Sequence[Edit]) -> bool:
+    """Tell whether edits change device work alone: the host launches as much as before."""
+    kinds = ("scale", "roofline", "overlap")
+    return bool(edits) and all(e.op in kinds and e.select.on == "gpu" for e in edits)
+
+
+HOST_WORK = (
+    "loader", "allocation", "launch", "dispatch", "python", "host_code", "communication",
+    "autograd", "unknown",
+)  # fmt: skip
+"""Classes of host time that pass whatever the device does."""
+LONG_LAUNCH = 10
+"""Ratio of a launch call to the median one from which the rest of it waits for a full queue."""
+
+
+def host_work(a: Analysis) -> float | None:
+    """Return the time that the thread of the steps works where it runs ahead of the device, ns in
+    all steps, without what launch calls wait in a full queue. ``None``: it does not run ahead, so
+    that any of its time may be a wait, or its launches are not in the trace."""
+    cpu, main = a.trace.cpu, a.trace.main_thread
+    calls = cpu.filter(cpu["call"].is_in(["launch", "graph_launch"]).fill_null(False))
+    if main is None or calls.is_empty() or a.steps.launched is None:
+        return None
+    own = a.host.filter(pl.col("thread") == main, pl.col("class").is_in(HOST_WORK))
+    ts, dur = calls["ts"].to_numpy(), calls["dur"].to_numpy()
+    inside = covered_length(ts, ts + 1, a.steps.host_spans) > 0
+    waits = np.maximum(dur - LONG_LAUNCH * float(np.median(dur)), 0)[inside].sum()
+    return max(0.0, float(own["ns"].sum()) - float(waits))
 
 
 def remaining_device_time(
@@ -304,37 +347,31 @@ class ExposedTime:
         self._selected_work: dict[tuple[Edit, bool], SelectedWork] = {}
 
     @cached_property
-    def _idle(self) -> tuple[float, float]:
-        """Device idle time, and the part of it that fewer launches can end, ns in all steps."""
-        a, span = self.a, float(self.a.spans.total)
-        if a.device_id is None:
-            return span, span
-        names = a.trace.cpu["name"].gather(a.gaps["host"])
-        loads = (a.gaps["cause"] == "loader") & ~name_matches(names, WORKERS)
-        of_host = (a.gaps["cause"].is_in(LAUNCH_CAUSES) | loads).fill_null(False)
-        launching = float(a.gaps["dur"].filter(of_host).sum())
-        busy = float(a.breakdown.busy.total)
-        return span - busy, launching
+    def _idle(self) -> float:
+        """Device idle time, ns in all steps."""
+        span = float(self.a.spans.total)
+        return span if self.a.device_id is None else span - float(self.a.breakdown.busy.total)
 
     def max_saved(self, edits: Sequence[Edit], *, optimistic: bool = False) -> float:
         """Return the most that edits save together, ns per step: the device time that they select,
         and host time up to the device's idle time. ``optimistic``: by the factors that make the
-        gain large."""
+        gain large. Idle time that several edits select counts once."""
         if not self.a.step_count or any(e.op in ("resize", "remove_skew") for e in edits):
             return self.a.step_ns
-        idle, launching = self._idle
-        device = host = launches = 0.0
+        device = host = latency = 0.0
+        gaps = np.zeros(self.a.gaps.height)
         for edit in dict.fromkeys(edits):
             key = edit, optimistic
             if key not in self._selected_work:
                 self._selected_work[key] = _selected_work(self.a, edit, optimistic=optimistic)
             own = self._selected_work[key]
             device += own.device
-            if edit.op == "drop_launch":
-                launches += own.host
-            else:
-                host += own.host
-        total = device + min(idle, host + min(launches, launching))
+            host += own.host
+            latency += own.latency
+            if own.gaps is not None:
+                gaps = np.maximum(gaps, own.gaps)
+        host += float((gaps * self.a.gaps["dur"].to_numpy()).sum())
+        total = device + max(latency, min(self._idle, host + latency))
         return min(total, float(self.a.spans.total)) / self.a.step_count
 
     def beside_compute(self, edits: Sequence[Edit]) -> float:

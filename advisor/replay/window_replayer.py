@@ -79,9 +79,9 @@ def event_cost(a: Analysis) -> float:
     if a.device_id is not None and a.breakdown.busy.total > VISIBLE * a.span_ns:
         return usual
     longer, error = _longer_with_profiler(a)
-    if error * a.step_count > usual * _launching_events(a):
+    if error * a.step_count > usual * launching_events(a):
         return usual
-    return min(max(0.0, longer) * a.step_count / _launching_events(a), MAX_COST * usual)
+    return min(max(0.0, longer) * a.step_count / launching_events(a), MAX_COST * usual)
 
 
 def _longer_with_profiler(a: Analysis) -> tuple[float, float]:
@@ -95,7 +95,7 @@ def _longer_with_profiler(a: Analysis) -> tuple[float, float]:
     return float(np.median(with_it) - np.median(without)), error
 
 
-def _launching_events(a: Analysis) -> float:
+def launching_events(a: Analysis) -> float:
     """Count host events of the used steps on the main thread and those that launch work, 1 or
     more."""
     cpu = a.trace.cpu
@@ -470,7 +470,7 @@ class WindowReplayer:
         if self.a.recorded is None or not self.a.recorded.host_is_ahead:
             return 0.0
         longer, error = _longer_with_profiler(self.a)
-        least = max(0.0, longer - 2 * error) * self.a.step_count / _launching_events(self.a)
+        least = max(0.0, longer - 2 * error) * self.a.step_count / launching_events(self.a)
         return min(least / max(event_cost(self.a), 1.0), self._usual_cost_ratio)
 
     @cached_property

@@ -152,6 +152,7 @@ class CudaGraphsUnused(Rule):
         fix = f"{fix} {waits.others}".rstrip()
         if is_compiled(a):
             fix += " The model is compiled already: change only the mode."
+        edits = capture_edits(static, waits)
         yield Finding(
             fix=fix,
             summary=(
@@ -168,8 +169,9 @@ class CudaGraphsUnused(Rule):
                 Evidence("graph launches", 0, "count"),
                 Evidence("waits for the GPU inside a step", waits.per_step, "count"),
             ],
-            where=locate_gaps(a),
-            edits=capture_edits(static, waits),
+            where=locate_gaps(a, edits),
+            edits=edits,
+            needs="sizes repeat",
         )
 
     @staticmethod

@@ -23,6 +23,7 @@ from advisor.rules.host.launch_gaps import (
     can_capture,
     capture_edits,
     find_capture_blockers,
+    idle_in_dense_layers,
     is_compiled,
     locate_gaps,
     measure_launch_gaps,
@@ -186,6 +187,8 @@ class LaunchBound(Rule):
         if not can_capture(gaps.launches, waits, self.min_apart):
             return  # no graph can hold them, and the waits come first
         stacks = bool(a.trace.meta.with_stack)
+        edits = capture_edits(static, waits)
+        dense = idle_in_dense_layers(a) if waits.dense_only else 0
         yield Finding(
             summary=(
                 f"The GPU idles for {of_step(a, gaps.idle)} until the host launches more. Each "
@@ -195,6 +198,7 @@ class LaunchBound(Rule):
             ),
             evidence=[
                 amount_per_step(a, "idle for launches", gaps.idle),
+                *([amount_per_step(a, "of it, in dense layers", dense)] if dense else []),
                 self.compare("share", share, "min_share", per=a.per),
                 amount_per_step(a, "idle in slower calls, or before the first launch", gaps.longer),
                 self.compare("GPU busy", gaps.busy_share, "max_busy"),
@@ -204,10 +208,11 @@ class LaunchBound(Rule):
                 Evidence("the same kernels in every step", YES_OR_NO[static]),
                 Evidence("graph launches", gaps.graph_launches, "count"),
             ],
-            where=locate_gaps(a),
+            where=locate_gaps(a, edits),
             fix=self._fix(a, static, waits, gaps),
             **(self.case("sizes vary outside the dense layers") if waits.dense_only else {}),
-            edits=capture_edits(static, waits),
+            edits=edits,
+            needs="" if waits.dense_only else "sizes repeat",
             confidence=0.75 if stacks else 0.85,
             confidence_notes=["recorded Python stacks lengthen host time most of all"]
             if stacks

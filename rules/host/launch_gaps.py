@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select
@@ -17,6 +19,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of_call
+from advisor.replay.selection import rows_under
 from advisor.rules.common import (
     costliest_places,
     int_column,
@@ -90,13 +93,21 @@ def measure_launch_gaps(a: Analysis) -> LaunchGaps | None:
     )
 
 
-def _pieces(a: Analysis) -> pl.DataFrame:
-    """Rows of ``Analysis.gaps`` in which a launch is prepared, without a step's first launch: other
-    rules look at what comes before that."""
+def idle_in_dense_layers(a: Analysis) -> int:
+    """Return the idle time between launches of dense layers, ns in the analysed window."""
+    return int(_pieces(a, DENSE)["dur"].sum())
+
+
+def _pieces(a: Analysis, under: str = "") -> pl.DataFrame:
+    """Rows of ``Analysis.gaps`` in which a launch is prepared, by operators ``under`` this pattern,
+    without a step's first launch: other rules look at what comes before that."""
     short = a.gaps.filter(pl.col("cause").is_in(CAUSES) & (pl.col("dur") <= MAX_PIECE_NS))
     ts = int_column(short, "ts")
     before_the_first = covered_length(ts, ts + int_column(short, "dur"), step_starts(a)) > 0
-    return short.filter(pl.Series(~before_the_first))
+    chosen = ~before_the_first
+    if under:
+        chosen &= rows_under(a, under)[row_numbers(short["host"])]
+    return short.filter(pl.Series(chosen))
 
 
 LAUNCHING = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
@@ -116,11 +127,22 @@ CAPTURE_STEP = (
 """The whole step is one graph: Python between operators goes too, recorded or not."""
 
 
+DENSE = (
+    r"^aten::(?:linear|addmm|mm|bmm|baddbmm|matmul|relu_?|gelu|silu|sigmoid|layer_norm|batch_norm)$"
+    r"|^autograd::engine::evaluate_function: (?:Addmm|Mm|Bmm|T|Relu|Gelu|Silu|Sigmoid"
+    r"|NativeLayerNorm|NativeBatchNorm|CudnnBatchNorm|BinaryCrossEntropyWithLogits)Backward"
+)
+"""Operators of dense layers, and nodes of their backward pass."""
+
+
 def capture_edits(static: bool | None, waits: CaptureBlockers) -> list[Edit]:
     """Return what CUDA graphs remove: all host work of steps that launch the same kernels and wait
-    for nothing, else the cost of launching."""
+    for nothing, else the cost of launching; that of dense layers, where only those are captured."""
     if static and not waits.per_step:
         return [*CAPTURE_STEP]
+    if waits.dense_only:
+        edits = (REMOVE_LAUNCH_COST, AT_BEST)
+        return [replace(e, select=replace(e.select, under=DENSE)) for e in edits]
     return [REMOVE_LAUNCH_COST, AT_BEST]
 
 
@@ -129,9 +151,10 @@ def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool
     return launches >= min_apart * waits.per_step
 
 
-def locate_gaps(a: Analysis) -> list[Location]:
-    """Lines, or without stacks ops, behind most of the idle time: how many gaps are theirs."""
-    gaps = _pieces(a)
+def locate_gaps(a: Analysis, edits: Sequence[Edit]) -> list[Location]:
+    """Lines, or without stacks ops, behind most of the idle time that these edits end: how many
+    gaps are theirs."""
+    gaps = _pieces(a, edits[0].select.under)
     return costliest_places(
         a,
         row_numbers(gaps["host"]),

@@ -143,6 +143,7 @@ class DenseEmbeddingGradient(Rule):
                 self.compare("share", work.ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, work.backward, work.cost, top=1),
+            breaks="" if a.device_id is None else "sizes repeat",
             edits=work.edits(*self._remaining(a, tables, work.ns / max(a.step_count, 1))),
             assumptions=[
                 *self.assumptions,

@@ -11,7 +11,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
-from advisor.measure.memory.memory_savings import Saving, find_savings
+from advisor.measure.memory.memory_savings import LOSS_CHUNKS, Saving, find_savings
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, public_traces
 from advisor.rules.common import impact_risk, recorded_steps
 from advisor.rules.memory.device_memory import (
@@ -279,7 +279,8 @@ class OutOfMemory(Rule):
         )
         scattered = placed is not None and placed.scattered and packed is not None and packed.helps
         needed = request - (post.device_free or 0)
-        ways.sort(key=lambda way: way.bytes < needed)  # the cheapest that suffices first
+        # the cheapest that suffices first
+        ways.sort(key=lambda way: way.bytes < needed + _needed_after(way, post))
         if scattered:  # the fix for fragments first
             ways.sort(key=lambda way: way.name != "expandable segments")
         why = (
@@ -389,6 +390,13 @@ def _name(saving: Saving, post: PostMortem) -> str:
     return f"{fix[0].lower()}{fix[1:]}"
 
 
+def _needed_after(way: Saving, post: PostMortem) -> int:
+    """Return the bytes that the step needs after the failed request, as far as a change leaves
+    them: pieces of logits need a piece, half the batch half of them."""
+    left = {"smaller logits": 1 / LOSS_CHUNKS, "half the batch": 0.5}.get(way.name, 1.0)
+    return round(post.needed_after * left)
+
+
 def _name_ways(ways: list[Saving], post: PostMortem, needed: int) -> str:
     """Write what would have freed memory, one sentence each. ``needed``: bytes that suffice."""
     sentences = []
@@ -397,7 +405,15 @@ def _name_ways(ways: list[Saving], post: PostMortem, needed: int) -> str:
         place = f" ({place})" if place else ""
         freed = t.format_bytes(way.bytes)
         if post.device_free and needed <= way.bytes < (post.request or 0):
-            freed += f"; with the {t.format_bytes(post.device_free)} that the driver had, it fits"
+            freed += f"; with the {t.format_bytes(post.device_free)} that the driver had, "
+            after = _needed_after(way, post)
+            short = needed + after - way.bytes
+            freed += (
+                "it fits"
+                if short <= 0
+                else f"this request fits, but of {t.format_bytes(after)} that the step needs next "
+                f"{t.format_bytes(short)} are missing"
+            )
         fix = describe_change(way.name, post.trains)[0]
         sentences.append(f"{fix}{place}: this frees {freed}.")
     if len(sentences) > 1:

@@ -308,10 +308,16 @@ def test_fewer_bits_for_the_weights_come_before_pieces_between_them() -> None:
 
 
 def test_a_request_that_fits_with_what_the_driver_had_says_so() -> None:
-    """15.6 GiB fail beside 12.3 free and 6.4 in pieces: 18.7 GiB once the pieces lie together."""
+    """15.6 GiB fail beside 12.3 free and 6.4 in pieces: 18.7 GiB once the pieces lie together. The
+    softmax of these logits then needs as much again."""
     report = advisor.analyze(str(FOLDER / "h100_full.pickle.gz"))
     (risk,) = report.risks
-    assert "this frees 6.39 GiB; with the 12.3 GiB that the driver had, it fits" in risk.fix
+    assert measured("h100_full").needed_after == pytest.approx(1024 * 256 * 16_000 * 4)
+    segments = next(s for s in risk.fix.split(". ") if "Let segments grow" in s)
+    assert "this frees 6.39 GiB; with the 12.3 GiB that the driver had, this request" in segments
+    assert segments.endswith("12.6 GiB are missing")
+    pieces = next(s for s in risk.fix.split(". ") if "Compute the loss" in s)
+    assert pieces.endswith("it fits")
     # 1024 x 256 positions x 16,000 classes x 4 bytes are asked for; an eighth of it is left
     assert report.memory[0].request == 1024 * 256 * 16_000 * 4
     logits = next(each for each in report.memory[0].savings if each.change == "smaller logits")
@@ -336,3 +342,10 @@ def test_names_of_changes_are_whole(name: str) -> None:
     page = REPORTS.render("terminal", advisor.analyze(str(FOLDER / f"{name}.pickle.gz")))
     assert "…ller" not in page and "…rlier" not in page
     assert re.search(r"smaller logits +\d|earlier steps' outputs +\d|fused attention +\d", page)
+
+
+def test_a_saving_below_what_a_change_frees_at_the_peak_says_why() -> None:
+    """Seven eighths of 375 MiB are 328: once they are gone, the optimizer's moment is the peak."""
+    savings = {each.name: each for each in find_savings(measured("h100_training"))}
+    assert "this frees 328 MiB at that moment, and another" in savings["smaller logits"].assumes
+    assert "at that moment" not in savings["8-bit optimizer"].assumes

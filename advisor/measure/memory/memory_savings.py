@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.core.snapshot import SnapshotFrame, Stack
+from advisor.core.text import format_bytes
 from advisor.measure.memory.allocator_replay import measure_repacking
 from advisor.measure.memory.memory_history import PHASES, Ints, Mask
 from advisor.measure.memory.memory_kinds import CATEGORIES
@@ -131,7 +132,8 @@ def find_savings(post: PostMortem) -> list[Saving]:
     to be added up."""
     before = count_needed_bytes(post)
     result = [
-        _saving(each, before - count_needed_bytes(post, [each])) for each in find_changes(post)
+        _saving(post, each, before - count_needed_bytes(post, [each]))
+        for each in find_changes(post)
     ]
     least = MIN_SAVING_SHARE * max(before, 1)
     kept = [each for each in result if each.bytes >= least]
@@ -149,10 +151,24 @@ def _cost(change: str) -> int:
     return max(place, _SAME_COST) if place else 0
 
 
-def _saving(each: Change, freed: int) -> Saving:
+MOVED_PEAK = 0.95
+"""Share of what a change frees at the peak below which another moment is the peak after it."""
+
+
+def _saving(post: PostMortem, each: Change, freed: int) -> Saving:
     where = each.where
     place = (None, None, None) if where is None else (where.file, where.line, where.function)
-    return Saving(each.name, freed, each.assumes, *place)
+    lives, assumes = post.history.block_lifetimes, each.assumes
+    here = lives.at(post.event)[each.rows]
+    if each.begin is not None and each.end is not None:
+        here &= (each.begin <= post.event) & (each.end > post.event)
+    at_peak = float((lives.size[each.rows] * (1 - each.kept_share))[here].sum())
+    if freed < MOVED_PEAK * at_peak:
+        moved = (
+            f"this frees {format_bytes(at_peak)} at that moment, and another one is then the peak"
+        )
+        assumes = f"{assumes}; {moved}"
+    return Saving(each.name, freed, assumes, *place)
 
 
 @cached_measurement

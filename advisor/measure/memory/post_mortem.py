@@ -99,6 +99,23 @@ class PostMortem:
         return self._of_failure("size")
 
     @cached_property
+    def needed_after(self) -> int:
+        """Bytes that the step needs, at least, beyond the request that failed: as many for each of
+        its bytes as were made beside the last block of the same origin. 0: unknown, or none."""
+        h, lives, request = self.history, self.history.block_lifetimes, self.request
+        if h.failed_event is None or request is None:
+            return 0
+        same = lives.stack == h.event_stack[h.failed_event]
+        rows = np.flatnonzero(same & (lives.start_event >= 0) & (lives.size > 0))
+        if not len(rows):
+            return 0
+        last = rows[np.argmax(lives.start_event[rows])]
+        begin, end = int(lives.start_event[last]) + 1, int(lives.end_event[last]) + 1
+        beside = h.allocated[begin : max(end, begin + 1)]
+        more = int(beside.max()) - int(beside[0])
+        return round(max(0, more) / int(lives.size[last]) * request)
+
+    @cached_property
     def device_free(self) -> int | None:
         """Bytes that the driver still had at that moment; ``None``: not recorded."""
         return self._of_failure("device_free")

@@ -303,7 +303,7 @@ def _longest(views: Sequence[KernelCounters]) -> str:
     if longest.limit == "latency" and use is not None:
         text += f": it waits, and no unit is busier than {t.format_share(use)}"
     elif use is not None and longest.limit == "unknown":
-        text += "; the use of its tensor cores was not collected"
+        text += "; its tensor cores were not measured"
     elif use is not None:
         text += f", with {longest.limit} {t.format_share(use)} busy"
     elif longest.bandwidth is not None:

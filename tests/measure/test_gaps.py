@@ -482,7 +482,7 @@ class Walk:
                 if str(call).startswith("sync"):
                     return {"sync", "profiler", "end"}
                 if call in ("malloc", "free", "host_alloc", "host_free"):
-                    return {"allocation"}
+                    return {"allocation", "compile"}  # the first cudaFree sets CUDA up
                 if call in ("module_load", "graph_capture"):
                     return {"compile"}
             row = self.parent[row]

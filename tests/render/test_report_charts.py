@@ -51,7 +51,7 @@ def test_segments_add_up_to_the_step(report: Callable[..., Report]) -> None:
     assert sum(segment.ns for segment in shown.segments) == 400e6
     assert [segment.label for segment in shown.idle] == [
         "data loader",
-        "dispatching ops",
+        "CPU operators",
         "unknown",
     ]
 

@@ -135,6 +135,11 @@ def profiled_kernels(a: Analysis) -> list[ProfiledKernel]:
     ]
 
 
+def is_reference(name: str) -> bool:
+    """Tell whether a kernel is by its name a plain computation that others are checked against."""
+    return re.search(r"(?<![a-z])[Rr]eference(?![a-z])", name) is not None
+
+
 def label_kernels(keys: Iterable[str]) -> dict[str, str]:
     """Shorten the names of a report's kernels, by their keys, the same in all its parts."""
     named = labels.labels_by_name(sorted(set(keys)), LABEL_WIDTH)

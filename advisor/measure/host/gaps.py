@@ -10,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, Ints, intersect, union
+from advisor.measure.host.new_shapes import ONE_OFF, first_calls
 from advisor.measure.host.stacks import nullable_rows
 from advisor.measure.steps.steps import step_of
 from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, HostPieces, cut_at_points
@@ -26,7 +27,7 @@ CAUSES = (
     "communication",  # in calls of MPI
     "host_code",  # in code that samples of the CPU show
     "launch",  # in launch calls, and in the latency between them and the start of the work
-    "compile",  # compiling, loading CUDA code, capturing a graph, whatever else a first call does
+    "compile",  # starting CUDA, loading code, compiling, capturing a graph: what a first call does
     "allocation",  # cudaMalloc, cudaFree, pinned memory
     "profiler",  # the profiler itself
     "stream",  # launched, but waiting for an event of another stream or device
@@ -258,13 +259,10 @@ def _overhead(a: Analysis, blame: _Blame) -> _Blame:
 def _one_off(a: Analysis, blame: _Blame) -> _Blame:
     """Blame time in costly first calls on compiling: loading, searching, compiling, once
     (``step_differences.py``) or for each new shape (``new_shapes.py``)."""
-    tables = (table.select("host", "ts", "dur") for table in (a.one_off_costs, a.new_shape_calls))
-    calls = pl.concat(tables)
+    calls = first_calls(a)
     ts = calls["ts"].to_numpy()
-    over = ("launch", "dispatch", "python", "unknown")
-    return _under(
-        blame, calls["host"].to_numpy(), ts, ts + calls["dur"].to_numpy(), "compile", over
-    )
+    end = ts + calls["dur"].to_numpy()
+    return _under(blame, calls["host"].to_numpy(), ts, end, "compile", ONE_OFF)
 
 
 def _under(

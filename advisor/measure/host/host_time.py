@@ -8,8 +8,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered_length, union
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.new_shapes import ONE_OFF, first_calls
 from advisor.measure.host.stacks import (
     BACKWARD,
     ancestor_chains,
@@ -46,6 +47,7 @@ HOT_SCHEMA: dict[str, Any] = {
     "total_ns": pl.Int64,
     "gaps": pl.Int64,
 }
+_ONE_OFF = [CODE[name] for name in ONE_OFF]
 MIN_FRAME_SHARE = 0.5
 """Part of a gap's Python time that a frame must hold to be blamed for it."""
 MAX_CULPRITS = 3
@@ -58,7 +60,8 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
     """Sum host time by thread and class: the columns of HOST_SCHEMA, a row for each with any time.
 
     The classes of one thread add up to the analysed window, by the host's own marks where it runs
-    ahead: what it does after its last step is no part of a step. ``unrecorded`` is the time in
+    ahead: what it does after its last step is no part of a step. What costly first calls do is
+    ``compile``, as in ``Analysis.gaps``. ``unrecorded`` is the time in
     which the thread has no event, be it idle or running what was not recorded.
     """
     line = a.timeline
@@ -66,6 +69,16 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
     size = len(HOST_CLASSES)
     totals = np.bincount(line.thread * size + line.code, weights=ns, minlength=1)
     totals = np.append(totals, np.zeros(size * line.threads + 1 - len(totals)))
+    calls = first_calls(a)
+    threads = a.trace.cpu["thread"].gather(calls["host"]).to_numpy()
+    ts = calls["ts"].to_numpy()
+    end = ts + calls["dur"].to_numpy()
+    for each in np.unique(threads).tolist():  # of the threads with such calls, one to three
+        own = np.flatnonzero((line.thread == each) & np.isin(line.code, _ONE_OFF))
+        once = intersect(union(ts[threads == each], end[threads == each]), a.steps.host_spans)
+        spent = covered_length(line.start[own], line.end[own], once)
+        np.subtract.at(totals, each * size + line.code[own], spent)
+        totals[each * size + CODE["compile"]] += spent.sum()
     for thread, code, waited in _in_backward(a):
         totals[thread * size + code] -= waited
         totals[thread * size + HOST_CLASSES.index("autograd")] += waited

@@ -38,6 +38,9 @@ PREPARED = (
 """Operators whose libraries plan per shape, so that no repeated call has to show it."""
 _TRIAL = r"^(?:cuda|hip)EventSynchronize$"
 
+ONE_OFF = ("allocation", "launch", "dispatch", "python", "unknown")
+"""Classes of host time that costly first calls are instead of."""
+
 NEW_SHAPES_SCHEMA: dict[str, Any] = {
     "host": pl.Int64,  # row of trace.cpu
     "name": pl.String,
@@ -48,6 +51,13 @@ NEW_SHAPES_SCHEMA: dict[str, Any] = {
     "usual": pl.Float64,  # median time of calls with repeated shapes, ns; null: none
     "trials": pl.Int64,  # algorithms that are timed inside; 0: none
 }
+
+
+def first_calls(a: Analysis) -> pl.DataFrame:
+    """Costly first calls, which start, load, search or compile once (``step_differences.py``) or
+    for each new shape: ``host`` (row of trace.cpu), ``ts`` and ``dur``, ns."""
+    tables = (a.one_off_costs, a.new_shape_calls)
+    return pl.concat([table.select("host", "ts", "dur") for table in tables])
 
 
 def new_shape_calls(a: Analysis) -> pl.DataFrame:

@@ -44,6 +44,14 @@ Rows = NDArray[np.int64]
 MAX_CORRELATIONS = 500
 """An Edit names single calls or copies only up to this many, to keep the report small."""
 
+CONFUSION_MATRIX = (
+    "# a confusion matrix that stays on the GPU; torch.bincount waits for it\n"
+    "valid = (target >= 0) & (target < classes)    # not the ignored labels\n"
+    "index = torch.where(valid, target * classes + pred, 0).flatten()\n"
+    "matrix.index_add_(0, index, valid.flatten().to(matrix.dtype))"
+)
+"""Counts of pairs of classes, without a read of the largest index by the host."""
+
 
 def sum_column(values: pl.Series) -> int:
     """Return the sum of a column of integers; nulls do not count."""
@@ -127,6 +135,22 @@ def rows_in_steps(a: Analysis, rows: Rows) -> Rows:
     where it runs ahead, the device runs their work later."""
     ts = a.trace.cpu["ts"].to_numpy()[rows]
     return rows[covered_length(ts, ts + 1, a.steps.host_spans) > 0]
+
+
+def shapes_by_step(a: Analysis, operators: str) -> Floats:
+    """Return a number for each analysed step, the same where these operators have the same input
+    shapes; empty: shapes are not recorded."""
+    cpu = a.trace.cpu
+    rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], operators).to_numpy()))
+    begins = a.steps.marks["ts"].to_numpy()
+    table = pl.DataFrame(
+        {
+            "step": np.searchsorted(begins, cpu["ts"].gather(rows).to_numpy(), side="right"),
+            "dims": a.trace.inputs["dims"].gather(cpu["inputs"].gather(rows)),
+        }
+    ).drop_nulls()
+    each = table.group_by("step").agg(pl.col("dims").cast(pl.String).sort().str.join("\n"))
+    return each.select(pl.col("dims").rank("dense")).to_series().cast(pl.Float64).to_numpy()
 
 
 def outermost_in_steps(a: Analysis) -> pl.DataFrame:

@@ -9,7 +9,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
-from advisor.rules.common import amount_per_step, of_step, per_step
+from advisor.rules.common import amount_per_step, of_step, per_step, shapes_by_step
 from advisor.rules.framework_advice import (
     CAPTURE_CALLS,
     CAPTURE_CODE,
@@ -129,6 +129,11 @@ class LaunchBound(Rule):
             "fix": "Pad inputs to a few fixed shapes, because the kernels differ from step to "
             'step. Then use torch.compile(mode="reduce-overhead") or CUDA graphs.'
         },
+        "the kernels differ at the same shapes": {
+            "fix": 'Capture the model alone, with torch.compile(mode="reduce-overhead") or CUDA '
+            "graphs: the kernels differ from step to step although its shapes do not, so a branch "
+            "beside it changes them."
+        },
         "something waits": {
             "fix": "First remove {waits} for the GPU, which a capture does not allow: {names}."
         },
@@ -239,7 +244,10 @@ class LaunchBound(Rule):
         elif static is not False and is_compiled(a):
             fix = self.case("the model is compiled already")["fix"]
         elif static is False:
-            fix = self.case("the kernels differ from step to step")["fix"]
+            shapes = shapes_by_step(a, _MATRIX)
+            same = len(shapes) > 1 and len(set(shapes.tolist())) == 1
+            how = "at the same shapes" if same else "from step to step"
+            fix = self.case(f"the kernels differ {how}")["fix"]
         elif static:
             fix = self.case("the same kernels in every step")["fix"]
         remove = ""
@@ -323,4 +331,5 @@ def _small_kernels(b: TraceBuilder, count: int) -> None:
     b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 
+_MATRIX = r"^aten::(?:addmm|mm|bmm|baddbmm|cudnn_convolution|miopen_convolution|convolution)$"
 YES_OR_NO = {None: None, True: "yes", False: "no"}

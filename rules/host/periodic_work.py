@@ -15,6 +15,7 @@ from advisor.measure.steps.periodic import MIN_TIMES, PeriodicWork, find_periodi
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
 from advisor.rules.common import (
+    CONFUSION_MATRIX,
     MOSTLY_COMPILING,
     SAVING_AND_LOGGING,
     impact_over_run,
@@ -55,7 +56,7 @@ class PeriodicLoopWork(Rule):
         "8 steps: 31% predicted, 27% measured"
     )
     references = (
-        "https://docs.pytorch.org/docs/stable/generated/torch.bincount.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.index_add_.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.cumsum.html",
     )
 
@@ -80,9 +81,7 @@ class PeriodicLoopWork(Rule):
         "validation": {
             "fix": "Compute metrics on the GPU, and copy the result alone to the host. Validate "
             "under torch.inference_mode() with a larger batch, on less data or less often.",
-            "code": "pred = logits.argmax(1)                       # on the GPU\n"
-            "index = target * n + pred                     # a confusion matrix\n"
-            "counts += torch.bincount(index.flatten(), minlength=n * n)",
+            "code": CONFUSION_MATRIX,
             "alternatives": "between steps",
         }
     }

@@ -101,7 +101,8 @@ class BelowRate(Rule):
         name = f", {worst['op']} {shapes_of(a, worst['inputs'])}," if self._names_costliest else ""
         yield Finding(
             summary=(
-                f"Slow {self._work} take {share:.0%} of kernel time. The costliest{name} reaches "
+                f"Slow {self._work}{self._included(a, slow)} take {share:.0%} of kernel time. The "
+                f"costliest{name} reaches "
                 f"{format_share(worst['efficiency'])} of {self._rate}: {why}."
             ),
             evidence=self._evidence(a, slow),
@@ -113,6 +114,10 @@ class BelowRate(Rule):
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Report that the rates of much of its work are unknown."""
         return kernel_common.report_unknown_rates(a, self.families, self._work)
+
+    def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
+        """Say what else is in the operators' time."""
+        return ""
 
     def _suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Return those of the slow operators that the rule is about."""

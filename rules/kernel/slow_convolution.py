@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import name_matches
+from advisor.measure.host.operators import rows_of
 from advisor.rules.citations import CHOSEN, OURS, RATES, TRACELENS
 from advisor.rules.common import (
     example_steps,
     impact_without_gain,
     recorded_steps,
-    rows_in_steps,
+    shapes_by_step,
 )
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
@@ -33,6 +33,8 @@ _ORDER_CODE = (
     "x = x.to(memory_format=torch.channels_last)"
 )
 _TIMED = "torch.backends.cudnn.benchmark = True   # before the first step"
+BENCHMARK = "cudnn.benchmark"
+"""Name of the setting, of which a report speaks once."""
 SETTINGS = {
     (False, False): "neither yet",
     (True, False): "algorithms are timed already",
@@ -119,6 +121,14 @@ class SlowConvolution(BelowRate):
         },
         "both already": {"fix": "", "code": ""},
     }
+
+    def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
+        moved, _ = kernel_common.transposes_and_convolutions(a)
+        return ", with the transposes in them," * bool((rows_of(a, slow) & moved).any())
+
+    def _advise(self, cases: Sequence[str]) -> dict[str, Any]:
+        advice = super()._advise(cases)
+        return {**advice, "alternatives": BENCHMARK} if _TIMED in advice["code"] else advice
 
     def _causes(
         self, a: Analysis, worst: dict[str, Any], inputs: OpInputs | None
@@ -227,21 +237,6 @@ cudnn.benchmark is not advised."""
 _CONVOLUTIONS = r"^aten::(?:cudnn_convolution|convolution_backward)"
 
 
-def _convolved_shapes(a: Analysis) -> NDArray[np.float64]:
-    """A number for each analysed step, the same where its convolutions have the same shapes."""
-    cpu = a.trace.cpu
-    rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], _CONVOLUTIONS).to_numpy()))
-    begins = a.steps.marks["ts"].to_numpy()
-    table = pl.DataFrame(
-        {
-            "step": np.searchsorted(begins, cpu["ts"].gather(rows).to_numpy(), side="right"),
-            "dims": a.trace.inputs["dims"].gather(cpu["inputs"].gather(rows)),
-        }
-    ).drop_nulls()
-    each = table.group_by("step").agg(pl.col("dims").cast(pl.String).sort().str.join("\n"))
-    return each.select(pl.col("dims").rank("dense")).to_series().cast(pl.Float64).to_numpy()
-
-
 def _constant_shapes(a: Analysis) -> tuple[float | None, str, int]:
     """Return the share of the recorded batches with the most frequent shape, else of the profiled
     steps; what it is a share of; and their number. ``None``: too few are known."""
@@ -250,7 +245,7 @@ def _constant_shapes(a: Analysis) -> tuple[float | None, str, int]:
         shapes = a.recorded.column("shapes")
         shapes = shapes[~np.isnan(shapes)]
     if len(shapes) < MIN_BATCHES:
-        shapes, of = _convolved_shapes(a), "profiled steps"
+        shapes, of = shapes_by_step(a, _CONVOLUTIONS), "profiled steps"
     if len(shapes) < MIN_STEPS:
         return None, of, len(shapes)
     return float(np.unique(shapes, return_counts=True)[1].max() / len(shapes)), of, len(shapes)
@@ -280,6 +275,13 @@ class CudnnBenchmarkOff(Rule):
     min_constant = Threshold(0.95, "of the batches have the most frequent shape", CHOSEN)
 
     fix = "Set cudnn.benchmark before the first step, and drop a last batch of another size."
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "all have one shape": {
+            "fix": "Set cudnn.benchmark before the first step.",
+            "code": "torch.backends.cudnn.benchmark = True",
+        },
+    }
+    alternatives = BENCHMARK
     code = (
         "torch.backends.cudnn.benchmark = True\n"
         "loader = DataLoader(dataset, batch_size, drop_last=True)"
@@ -317,6 +319,7 @@ class CudnnBenchmarkOff(Rule):
                 Evidence(of, count, "count"),
             ],
             impact=impact_without_gain("only a trial shows the fastest algorithm"),
+            **(self.case("all have one shape") if constant == 1 else {}),
         )
 
     @staticmethod

@@ -68,7 +68,7 @@ class BlockingRule(Rule):
 
     def _details(self, a: Analysis, blocking: BlockingCalls) -> list[Evidence]:
         return [
-            amount_per_step(a, "calls before idle time", int((blocking.idle > 0).sum()), "count"),
+            amount_per_step(a, "calls before idle time", blocking.reads, "count"),
             amount_per_step(a, "host blocked in these calls", sum_column(blocking.table["waited"])),
             Evidence("calls", count_causes(a, blocking)),
         ]

@@ -28,6 +28,7 @@ from advisor.rules.citations import (
     public_traces,
 )
 from advisor.rules.common import (
+    CONFUSION_MATRIX,
     amount_per_step,
     costliest_places,
     int_column,
@@ -155,10 +156,9 @@ class ImplicitSync(Rule):
         "the host works on what it has read": {
             "title": "The GPU idles while the host works on values read from it",
             "fix": "Do this work on the GPU: count, sort and compare with torch operators "
-            "(bincount for a confusion matrix), and read the result at the end. Or copy without "
+            "(index_add_ for a confusion matrix), and read the result at the end. Or copy without "
             "waiting, and work on it one step later, in another process.",
-            "code": "index = labels * classes + logits.argmax(1)\n"
-            "matrix += torch.bincount(index, minlength=classes**2)   # stays on the GPU",
+            "code": CONFUSION_MATRIX,
             "assumptions": ("the GPU can do the work in little time, or another process does it",),
         },
         "the GPU has other work meanwhile": {
@@ -225,7 +225,7 @@ class ImplicitSync(Rule):
         if share < self.min_share:
             yield from self._host_waits(a)
             return
-        reads = int((blocking.idle > 0).sum())
+        reads = blocking.reads
         in_optimizer = self._in_optimizer(a, blocking)
         evidence = [
             amount_per_step(a, "GPU idle in and after these calls", idle),

@@ -26,6 +26,7 @@ from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     MatchedKernel,
     ProfiledKernel,
+    is_reference,
     kernel_key,
     label_kernels,
     shorten_kernel,
@@ -161,15 +162,16 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         text += f": {', '.join(parts)}"
     if left_out := len(report.kernel_counters) - len(views):
         text += f". {left_out} of the runtime {'is' if left_out == 1 else 'are'} left out"
-    checks = [view for view in views if is_reference(view.name)]
-    if checks and len(checks) < len(views):
-        views = [view for view in views if view not in checks]
+    own = without_references(views)
+    checks = [view for view in views if view not in own]
+    if checks:
+        views = own
         short = label_kernels(view.short for view in report.kernel_counters)
         names = " and ".join(dict.fromkeys(short[view.short] for view in checks))
-        text += f". {names}, a reference for results, is left out"
+        text += f". {names}, a reference for results, is left out below"
     text += f". {_longest(views)}"
-    own = {labels.clean(kernel_key(view.name)) for view in views}
-    notes = [each for each in report.notes if _kernel_of(each) in own]
+    keys = {labels.clean(kernel_key(view.name)) for view in views}
+    notes = [each for each in report.notes if _kernel_of(each) in keys]
     if notes:
         return "bottlenecks", f"{text}{_first_fix(notes[0], views)}"
     if limits:
@@ -201,9 +203,10 @@ def is_runtime(name: str) -> bool:
     return name.startswith("__amd_rocclr_")
 
 
-def is_reference(name: str) -> bool:
-    """Tell whether a kernel is by its name a plain computation that others are checked against."""
-    return re.search(r"(?<![a-z])[Rr]eference(?![a-z])", name) is not None
+def without_references(views: list[KernelCounters]) -> list[KernelCounters]:
+    """Return the kernels without those that others are checked against; all, if there are no
+    others."""
+    return [view for view in views if not is_reference(view.name)] or views
 
 
 def _kernel_of(note: Finding) -> str:
@@ -429,9 +432,9 @@ def profiling_command(
     and its cost. ``None`` if there is nothing to profile. ``line``: the run's own command."""
     program = line or _program(report)
     hint = f" {PLACEHOLDER}" * (program == ANY_PROGRAM)
-    hint += f" {ONE_OF_SEVERAL}" * (
-        (a.trace.meta.world_size or 1) > 1 or (a.trace.meta.rank or 0) > 0
-    )
+    several = (a.trace.meta.world_size or 1) > 1 or (a.trace.meta.rank or 0) > 0
+    several = several or len(report.inputs) > 1 or not a.collectives.is_empty()
+    hint += f" {ONE_OF_SEVERAL}" * several
     chosen: dict[str, str] = {}
     for row in report.rooflines:
         slow = row.efficiency is None or row.efficiency < FAST_KERNEL_SHARE
@@ -446,7 +449,7 @@ def profiling_command(
     if a.trace.meta.vendor == "amd":
         return (
             "rocprof-compute profile -n run \\\n"
-            + "".join(f"  -k {name} \\\n" for name in names)
+            + f"  -k {' '.join(names)} \\\n"
             + f"  -- {program}",
             f"The program runs some ten times, once per group of counters.{hint}",
         )

@@ -18,6 +18,7 @@ from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     Limit,
     ProfiledKernel,
+    is_reference,
     shorten_kernel,
 )
 from advisor.rules.citations import CHOSEN, NCU
@@ -113,9 +114,9 @@ class CounterRule(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find kernels with the problem, by what they could save together."""
-        found = [
-            (k, saved) for k in a.profiled_kernels if (saved := self.estimate_saving(k)) is not None
-        ]
+        kernels = a.profiled_kernels
+        kernels = [k for k in kernels if not is_reference(k.profile.name)] or kernels
+        found = [(k, saved) for k in kernels if (saved := self.estimate_saving(k)) is not None]
         found.sort(key=lambda each: -_time(a, each[0]) * each[1].share)
         yield from (self._finding(a, found) for _ in found[:1])
 

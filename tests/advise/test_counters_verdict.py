@@ -153,7 +153,9 @@ def test_the_reference_of_an_example_does_not_lead(name: str) -> None:
     # 16 blocks of 108 multiprocessors, or 12: the grid that the file has
     assert re.search(r"The longest, Kernel<Gemm…>, .*blocks fill \d+% of the GPU", report.verdict)
     page = REPORTS.render("terminal", report, width=80)
-    assert "memory queue (lg throttle)" in page and "constants (imc miss)" in page
+    assert "memory (long scoreboard)" in page and "constants (imc miss)" in page
+    below = page.partition("Kernels with hardware counters")[2]
+    assert "Reference" not in below and "Uncoalesced" not in below
 
 
 def test_advice_of_the_profiler_stands_once_and_without_its_links() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from advisor.advise.kernel_counters import is_runtime, limit_of
+from advisor.advise.kernel_counters import is_runtime, limit_of, without_references
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import (
@@ -162,7 +162,7 @@ def build_kernel_sections(report: Report) -> list[Section]:
 
 def kernel_tables(report: Report) -> list[Section]:
     """The kernels with their limits, and what Triton compiled."""
-    views = report.kernel_counters
+    views = without_references(report.kernel_counters)
     if not views:
         return _triton(report)
     traced = any(view.step_ns is not None for view in views)
@@ -175,7 +175,7 @@ def kernel_tables(report: Report) -> list[Section]:
     cells = [[row[name] or t.NOT_MEASURED for name in head] for row in rows]
     last = (len(head) - 1,) if head[-1] == "occupancy" else ()
     grid = _grid(head, cells, "".join("lr"[name not in _TEXTS] for name in head), optional=last)
-    aside = _absence(report, absent, len(report.kernel_counters))
+    aside = _absence(report, absent, len(views) if not traced else absent + len(views))
     aside = aside if aside or traced else "per launch"
     counted = any(view.use or view.occupancy is not None or view.dram_bytes for view in views)
     title = "Kernels with hardware counters" if counted else "Profiled kernels"

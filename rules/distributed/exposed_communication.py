@@ -35,7 +35,6 @@ _TORCHREC = "https://docs.pytorch.org/torchrec/"
 _NEXT_BATCH = (
     "Such compute is the dense layers, the next part of the batch, or the next batch's inputs"
 )
-_NO_NEXT_BATCH = "Such compute is the dense layers, or the next part of the batch"
 _PIPELINE_LINE = "\n# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile"
 _PIPELINE = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
 """Ranges of torchrec's TrainPipelineSparseDist."""
@@ -345,8 +344,9 @@ class ExposedCommunication(Rule):
             return {}
         result = self._of_small_messages(self.case(names[0]), by_kind, table)
         if names[0] == EMBEDDINGS and (blocked := _in_pipeline(a)) is not None:
-            result["fix"] = f"{result['fix'].replace(_NEXT_BATCH, _NO_NEXT_BATCH)} {blocked}"
-            result["code"] = result["code"].replace(_PIPELINE_LINE, "")
+            _, balance, rest = result["fix"].partition("Balance")
+            result["fix"] = f"{blocked} {balance}{rest}"
+            result["code"] = result["code"].partition(_PIPELINE_LINE)[2].lstrip("\n")
         others = [name for name in dict.fromkeys(names[1:]) if name in ALSO and name != names[0]]
         if self.program.trains and others:
             result["fix"] = " ".join([result["fix"], *(ALSO[name] for name in others)])
@@ -430,7 +430,7 @@ def _in_pipeline(a: Analysis) -> str | None:
     pipeline = name_matches(names, _PIPELINE).to_numpy()
     if not pipeline.any():
         return None
-    text = "TrainPipelineSparseDist is on already: its ranges are recorded."
+    text = "TrainPipelineSparseDist is on already and overlaps what it can."
     host = a.syncs["host"].to_numpy()
     inside = innermost_ancestor(parent, pipeline)[host] >= 0
     around = innermost_ancestor(parent, name_matches(names, r"^## .* ##$").to_numpy())[host]

@@ -19,11 +19,13 @@ from advisor.measure.host.stacks import MIN_SAMPLES, outermost_operator
 from advisor.measure.steps.periodic import find_periodic_work
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
 from advisor.rules.common import (
+    find_loader,
     impact_per_step,
     of_step,
     recorded_steps,
     row_numbers,
     steps_seen,
+    sum_column,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -67,7 +69,7 @@ class SampledHotSpot(Rule):
         "service: 75% of the step predicted, 74% measured. Weights averaged on the CPU: 16% "
         "predicted, 36% measured on a machine of its own"
     )
-    references = ("https://docs.pytorch.org/vision/stable/transforms.html",)
+    references = ("https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",)
 
     min_share = Threshold(0.10, "of the step, of idle time and of the samples", XPROF)
     min_gap_us = Threshold(100.0, "µs per gap: Python around one launch takes 10 to 80", REAL_HOST)
@@ -75,12 +77,14 @@ class SampledHotSpot(Rule):
     min_gain_share = Threshold(0.5, "of the time is gained at least: some has to stay", CHOSEN)
 
     fix = (
-        "Do this work on the GPU, on the whole batch, with operators on tensors. Or do it in "
-        "DataLoader workers, while the GPU works on the batch before."
+        "Do on the GPU what {line} computes, on the whole batch, with operators on tensors (torch "
+        "in place of NumPy and PIL). Or do it {elsewhere}, while the GPU works on the batch before."
     )
-    inference: ClassVar[Mapping[str, Any]] = {
-        "fix": "Do this work on the GPU, on the whole batch, with operators on tensors. Or do it "
-        "in other processes, while the GPU works on the batch before.",
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "images": {
+            "code": IMAGE_CODE,
+            "references": ("https://docs.pytorch.org/vision/stable/transforms.html",),
+        }
     }
     verify = "Record again: the step is shorter by this time, and the GPU is busy for more of it."
     falsified_by = "the same step time with the work's result taken from a cache"
@@ -95,7 +99,8 @@ class SampledHotSpot(Rule):
             return
         if (a.trace.cpu["kind"] == "python").any() or find_periodic_work(recorded) is not None:
             return
-        idle = self._idle(a)
+        gaps = self._gaps(a)
+        idle = int(gaps["dur"].sum())
         if idle < self.min_share * a.span_ns:
             return
         code = code_outside(recorded.stacks, COMPUTING, self.min_share)
@@ -103,13 +108,21 @@ class SampledHotSpot(Rule):
             return
         gain = min(code.share, idle / a.span_ns) * mean
         inside = f", in {code.library_function}" if code.library_function else ""
+        operators = self._operators(a, gaps)
+        place = code.location
+        line = place.function if place.line is None else f"line {place.line}"
+        images = IMAGES.search(code.library_function or "")
+        elsewhere = "in another thread or process"
+        if find_loader(a) is not None:
+            elsewhere = "in workers of the DataLoader"
         yield Finding(
             title=f"{_named(code)} leaves the GPU idle",
-            code=IMAGE_CODE if IMAGES.search(code.library_function or "") else "",
+            fix=self.fix.format(line=line, elsewhere=elsewhere),
             summary=(
                 f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}: "
                 f"{t.format_duration(code.share * mean)} of the mean step. The GPU idles for "
-                f"{of_step(a, idle)} in the profiled window while the host launches nothing."
+                f"{of_step(a, idle)} in the profiled window while the host launches nothing"
+                f"{operators}."
             ),
             evidence=[
                 self.compare("share of the sampled stacks", code.share, "min_share"),
@@ -128,10 +141,25 @@ class SampledHotSpot(Rule):
                 high=gain,
                 method="share of the sampled stacks, of the mean step",
             ),
+            **(self.case("images") if images else {}),
         )
 
-    def _idle(self, a: Analysis) -> int:
-        """Return idle time of the GPU, ns, while the host is in no operator that launches work."""
+    def _operators(self, a: Analysis, gaps: pl.DataFrame) -> str:
+        """Name the operators on the CPU that take much of the idle time; empty: none does."""
+        idle = gaps.filter(pl.col("cause") == "dispatch")
+        names = a.trace.cpu["name"].gather(idle["host"]).cast(pl.String)
+        table = pl.DataFrame({"name": names, "ns": idle["dur"]}).group_by("name").agg(pl.sum("ns"))
+        longest = table.sort("ns", "name").tail(3).reverse()
+        if sum_column(longest["ns"]) < self.min_share * a.span_ns:
+            return ""
+        named = [
+            f"{name} {t.format_duration(ns / a.step_count)}" for name, ns in longest.iter_rows()
+        ]
+        return f", part of it in operators on the CPU ({', '.join(named)})"
+
+    def _gaps(self, a: Analysis) -> pl.DataFrame:
+        """Return idle time of the GPU, rows of ``Analysis.gaps``, while the host is in no operator
+        that launches work."""
         outermost = outermost_operator(a.trace)
         launching = np.zeros(a.trace.cpu.height + 1, dtype=bool)
         ops = row_numbers(a.trace.gpu["op"])
@@ -141,8 +169,7 @@ class SampledHotSpot(Rule):
         host = row_numbers(gaps["host"])
         around = np.where(host >= 0, outermost[np.maximum(host, 0)], -1)
         gaps = gaps.filter(pl.Series(~launching[around]))
-        lengths = gaps.group_by("gap").agg(pl.col("dur").sum())["dur"]
-        return int(lengths.filter(lengths >= self.min_gap_us * 1e3).sum())
+        return gaps.filter(pl.col("dur").sum().over("gap") >= self.min_gap_us * 1e3)
 
     @staticmethod
     def examples() -> Examples:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -30,6 +31,9 @@ from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^aten::(?:select|slice)_backward$"
 NODE = r"^autograd::engine::evaluate_function: (?:Select|Slice)Backward0$"
+PRODUCT = r"^aten::(?:addmm|mm|bmm|baddbmm|linear)$"
+_LSTM = "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html"
+_UNBIND = "https://docs.pytorch.org/docs/stable/generated/torch.unbind.html"
 
 
 class SliceGradients(Rule):
@@ -48,23 +52,32 @@ class SliceGradients(Rule):
     found_in: ClassVar[tuple[str, ...]] = ("recorded/slices.slow", "traces/h100/organ_seg")
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/slices.cured", *CURED_RECORDINGS)
     validation_note = "a CPU recording, torch 2.13, and its cure"
-    references = (
-        "https://docs.pytorch.org/docs/stable/generated/torch.unbind.html",
-        "https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html",
-    )
+    references = (_UNBIND,)
 
     min_slices = Threshold(16, "slices of one tensor per step", CHOSEN)
     min_share = Threshold(0.05, "of the step in their gradients", XPROF)
     worst_factor = Threshold(0.3, "of the time remains at most: adding up and launches", CHOSEN)
 
     fix = (
-        "Take the slices with one call of unbind (or split for parts of several entries) before "
-        "the loop. Where the loop is a recurrent cell, nn.LSTM or nn.GRU run all of it in one call."
+        "Where the passes of the loop do not need each other (a loss per class), do them in one "
+        "operation on the whole tensor. Else take the slices with one call of unbind before the "
+        "loop, or split for parts of several entries."
     )
     code = (
-        "for x_t in x.unbind(dim=1):        # not for t in range(x.shape[1]): x_t = x[:, t]\n"
-        "    state = cell(x_t, state)"
+        "loss = f(x, dims=(0, 2, 3)).mean()    # all entries of dim 1 at once\n\n"
+        "for x_c in x.unbind(dim=1):           # not for c in range(n): x_c = x[:, c]\n"
+        "    ..."
     )
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "a recurrent cell": {
+            "fix": "Take the slices with one call of unbind (or split for parts of several "
+            "entries) before the loop. nn.LSTM and nn.GRU run a whole recurrent loop in one call.",
+            "code": "# not for t in range(x.shape[1]): x_t = x[:, t]\n"
+            "for x_t in x.unbind(dim=1):\n"
+            "    state = cell(x_t, state)",
+            "references": (_UNBIND, _LSTM),
+        }
+    }
     verify = "Profile again: no aten::select_backward per slice; one aten::stack."
     falsified_by = "slices that overlap, which unbind and split cannot give"
     confidence = 0.85
@@ -87,6 +100,8 @@ class SliceGradients(Rule):
             return
         most = max(kinds, key=lambda kind: len(kind.rows))
         slices = len(most.rows) / a.step_count
+        products = np.flatnonzero(name_matches(a.trace.cpu["name"], PRODUCT).to_numpy())
+        recurrent = len(rows_in_steps(a, products)) >= len(most.rows)  # one for each slice
         remains = 1 / slices
         yield Finding(
             summary=(
@@ -107,6 +122,7 @@ class SliceGradients(Rule):
                     Select(on="host", kind=("op",), name=NODE),
                 )
             ],
+            **(self.case("a recurrent cell") if recurrent else {}),
         )
 
     @staticmethod

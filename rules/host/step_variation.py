@@ -5,6 +5,7 @@ The rules of this family differ in whether the long steps come at regular distan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,8 +98,13 @@ def _compiling(recorded: StepRecords, lost: float) -> str:
 
 
 def _list_causes(causes: list[tuple[str, float]]) -> str:
-    """``other 3 ms, garbage collection 1 ms``."""
-    return ", ".join(f"{name} {t.format_duration(ns)}" for name, ns in causes[:3] if ns > 0)
+    """``other 3 ms, 1 ms in garbage collection``: collection is part of the phases."""
+    collected = {"garbage collection": "{1} in {0}"}
+    return ", ".join(
+        collected.get(name, "{0} {1}").format(name, t.format_duration(ns))
+        for name, ns in causes[:3]
+        if ns > 0
+    )
 
 
 class RegularStalls(Rule):
@@ -227,16 +233,20 @@ class StepJitter(Rule):
     )
 
     fix = (
-        "Look at the phase that is longer. The phase 'data' is the loader: a slow sample, a full "
-        "disk. The phase 'between steps' is a wait for a batch that comes from no DataLoader, and "
-        "other code of the loop. The phase 'other' is the loop's own code or another program on "
-        "the machine. Move garbage collection to fixed steps."
+        "Look at the phase that is longer, and what it does in the long steps. Another program on "
+        "the machine lengthens all phases."
     )
     cases = {
         "compiling": COMPILING,
         "may compile": {
             "fix": f"{fix} A longer 'forward' with new shapes is recompilation or autotuning."
         },
+        "data": {"fix": "The phase 'data' is the loader: a slow sample, a full disk."},
+        "between steps": {
+            "fix": "The phase 'between steps' is the loop's own code, or a wait for a batch that "
+            "comes from no DataLoader."
+        },
+        "garbage collection": {"fix": "Move garbage collection to fixed steps."},
     }
     verify = "Record again: the 99th percentile comes closer to the median."
     falsified_by = "a longer run with steps of equal length"
@@ -286,8 +296,16 @@ class StepJitter(Rule):
                 steps_seen(recorded),
             ],
             impact=impact_over_run(lost, method="time of the long steps beyond the usual step"),
-            **(self.case(case) if case else {}),
+            **self._advice(case, [name for name, _ in causes]),
         )
+
+    def _advice(self, case: str, causes: Sequence[str]) -> dict[str, Any]:
+        """Return the advice of the case, with what helps in the phases that are longer."""
+        advice = dict(self.case(case)) if case else {"fix": self.fix}
+        if case != "compiling":
+            own = [self.case(name)["fix"] for name in causes if name in self.cases]
+            advice["fix"] = " ".join([advice["fix"], *own])
+        return advice
 
     @staticmethod
     def examples() -> Examples:

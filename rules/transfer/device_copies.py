@@ -87,7 +87,15 @@ class DeviceCopies(Rule):
             "code": "torch._dynamo.mark_static_address(buffer)   # an input that never moves\n"
             'step = torch.compile(train_step, mode="reduce-overhead")   # copies at its ends only',
             "confidence": 0.75,
-        }
+        },
+        "at the border of CUDA graphs, with collectives": {
+            "fix": "Let the graphs use tensors where they are. CUDA graph trees (PyTorch 2.1 and "
+            'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
+            "that stay at one address. Mark other inputs that stay. Collectives between the "
+            "regions keep them apart: one graph of the whole step is not possible.",
+            "code": "torch._dynamo.mark_static_address(buffer)   # an input that never moves",
+            "confidence": 0.75,
+        },
     }
 
     framework_advice = {
@@ -114,6 +122,7 @@ class DeviceCopies(Rule):
         graphs = int((a.trace.cpu["call"] == "graph_launch").sum())
         border = self._under_compiled(a, copies) if graphs else 0
         of_graphs = border > 0.5 * int(copies["exposed"].sum())
+        apart = ", with collectives" * (not a.collectives.is_empty())
         moved = int(copies["bytes"].sum())
         copies_per_step = max(1, round(copies.height / a.step_count))
         yield Finding(
@@ -134,7 +143,7 @@ class DeviceCopies(Rule):
             ],
             where=device_places(a, copies),
             edits=[Edit(op="remove", select=Select(on="gpu", kind=("memcpy",), copy=("DtoD",)))],
-            **(self.case("at the border of CUDA graphs") if of_graphs else {}),
+            **(self.case(f"at the border of CUDA graphs{apart}") if of_graphs else {}),
         )
 
     @staticmethod

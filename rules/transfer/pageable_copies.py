@@ -125,18 +125,20 @@ class PageableCopies(Rule):
             )
         },
         "no DataLoader": {
-            "fix": "Pin what stays in host memory once, before the loop, and copy it with "
-            "non_blocking=True. Where each step makes its batch anew, let what makes it write "
-            "into a pinned buffer (out=). Copying a batch into one can take as long as it saves.",
+            "fix": "Pin what stays in host memory once, before the loop. Copy the next batch with "
+            "non_blocking=True on a stream of its own, so that the compute of this one hides it. "
+            "Where each step makes its batch anew, let what makes it write into a pinned buffer "
+            "(out=). Copying a batch into one can take as long as it saves.",
             "code": "batches = [batch.pin_memory() for batch in batches]   # what stays the same\n"
-            "x = batches[step].to(device, non_blocking=True)\n\n"
+            "uploads = torch.cuda.Stream()\n"
+            "with torch.cuda.stream(uploads):   # before the compute of this step\n"
+            "    following = batches[step + 1].to(device, non_blocking=True)\n"
+            "torch.cuda.current_stream().wait_stream(uploads)   # before it is used\n"
+            "following.record_stream(torch.cuda.current_stream())\n\n"
             "# made anew: written into one pinned buffer\n"
             "staging = torch.empty(batch_shape, dtype=dtype, pin_memory=True)   # once\n"
-            "copied = torch.cuda.Event()\n"
-            "copied.synchronize()               # in each step: the copy before is over\n"
-            "make_batch(out=staging)\n"
-            "x = staging.to(device, non_blocking=True)\n"
-            "copied.record()",
+            "uploads.synchronize()              # in each step: the copy before is over\n"
+            "make_batch(out=staging)",
         },
     }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."

@@ -498,7 +498,9 @@ def longer_steps(a: Analysis) -> str:
     said += f": {', '.join(parts)}."
     if not result.work:
         return said
-    said += f" Most of it in {', '.join(_work(part) for part in result.work)}."
+    host = a.device_id is None
+    said += " Most of it in " if host else " Device work that takes longer, hidden or not: "
+    said += f"{', '.join(_work(part) for part in result.work)}."
     if any(_more_calls(part) for part in result.work):
         said += (
             " The longer steps run more of it: their work is larger, or the device runs what an "

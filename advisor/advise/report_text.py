@@ -595,6 +595,7 @@ ENDS_DIFFER: Final = {
 """Words of DECIDED_BY that differ by end."""
 WHY_MORE: Final = {
     "make_async": "the host no longer waits in these calls and launches later work earlier{late}",
+    "round_trip": "the work of the CPU between these copies ends too",
     "drop_launch": "idle time before the first launch and of other causes ends too",
     "parallelize": "loading behind GPU work no longer delays the launches after it",
     "overlap": "what waits for these copies or collectives starts earlier too",
@@ -611,7 +612,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     if shown is None:
         return []
     time = f"the {t.format_duration(float(shown.value or 0))} of '{shown.label}'"
-    operations = [edit.op for edit in finding.edits]
+    operations: list[str] = [edit.op for edit in finding.edits]
     little = (impact.high_ns or impact.gain_ns) < t.WIDE_LOW * float(shown.value or 0)
     if little and {*operations} == {"overlap"} and t.is_upper_bound(impact):
         return [f"less than {time}: too little other GPU work is known to hide it under"]
@@ -624,6 +625,8 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     why = "the launches of this work, and the gaps in it, end too"
     if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
         why = "other kernels become faster too"
+    if any(edit.select.at == "round_trip" for edit in finding.edits):
+        operations = ["round_trip"]
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     why = why.format(late=_late_launches(report))
     if impact.of_job:

@@ -27,7 +27,7 @@ from advisor.advise.report_text import has_large_gain
 from advisor.advise.terms import ACTIVITIES, how_to_record, record_gpu_work, record_with
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import LAYER_TIMES
+from advisor.core.finding import LAYER_TIMES, Finding
 from advisor.core.intervals import covered_length
 from advisor.core.report import IdleCause, Report
 from advisor.measure.device.families import MATRIX
@@ -406,9 +406,8 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
 
 def _unexplained(report: Report, a: Analysis) -> str:
     """Say why the GPU idles, or what to record where that is unknown, if such idle time takes more
-    than the first fix gains and than any work."""
-    first = report.findings[0].impact
-    gain = 0.0 if first is None else first.share or 0.0
+    than the fixes gain together and than any work."""
+    gain = sum(map(_marginal_share, report.findings))
     most = max([gain, *(part.share for part in report.time if part.name != "idle")])
     share = sum(part.share for part in report.idle if part.cause == "unknown")
     if share > most:
@@ -416,14 +415,23 @@ def _unexplained(report: Report, a: Analysis) -> str:
     on_cpu = [part for part in report.idle if part.cause in _ON_CPU]
     if sum(part.share for part in on_cpu) <= most:
         waits = sum(part.share for part in report.idle if part.cause == "dispatch")
-        long = _longest_operators(a) if waits >= MIN_IDLE_SHARE else ""
+        long = _longest_operators(a) if waits >= max(gain, MIN_IDLE_SHARE) else ""
         return f" {long}" * bool(long)
-    named = " and ".join(
+    causes = " and ".join(
         f"{_ON_CPU[part.cause]} {t.format_share(part.share)}{_sampled(part)}"
         for part in on_cpu
         if part.share >= MIN_ON_CPU_SHARE
     )
-    return f" The GPU idles for {named} of the {report.per}."
+    return f" The GPU idles for {causes} of the {report.per}."
+
+
+def _marginal_share(finding: Finding) -> float:
+    """Return what a ranked fix saves after those before it, as a share of the step."""
+    impact = finding.impact
+    if finding.priority is None or impact is None or not impact.gain_ns:
+        return 0.0
+    after = impact.gain_ns if finding.marginal_gain_ns is None else finding.marginal_gain_ns
+    return (impact.share or 0.0) * after / impact.gain_ns
 
 
 _ON_CPU = {"host_code": "the program's CPU code", "communication": "MPI calls"}

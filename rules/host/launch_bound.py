@@ -131,7 +131,7 @@ class LaunchBound(Rule):
         },
         "the kernels differ at the same shapes": {
             "fix": 'Capture the model alone, with torch.compile(mode="reduce-overhead") or CUDA '
-            "graphs: the kernels differ from step to step although its shapes do not, so a branch "
+            "graphs. Its shapes are the same in every step, but the kernels are not: a branch "
             "beside it changes them."
         },
         "something waits": {

@@ -70,8 +70,8 @@ class SliceGradients(Rule):
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "a recurrent cell": {
-            "fix": "Take the slices with one call of unbind (or split for parts of several "
-            "entries) before the loop. nn.LSTM and nn.GRU run a whole recurrent loop in one call.",
+            "fix": "Take the slices with one call of unbind before the loop, or split for parts "
+            "of several entries. A whole loop of cells is one call of nn.LSTM or nn.GRU.",
             "code": "# not for t in range(x.shape[1]): x_t = x[:, t]\n"
             "for x_t in x.unbind(dim=1):\n"
             "    state = cell(x_t, state)",

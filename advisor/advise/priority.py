@@ -119,6 +119,9 @@ def prioritize(
     alone = [finding for finding in dropped if not _is_part(finding, ranked, a)]
     notes += without_gain(alone, estimator, a, floor, ranked)
     notes.sort(key=_gain_per_launch)
+    if ranked:
+        general = {rule.id for rule in rules if rule.only_without_findings}
+        notes = [note for note in notes if note.rule not in general]
     notes = _distinct(notes, ordered)
     return PrioritizedFindings(ordered, sorted(risks, key=lambda f: -f.confidence), notes)
 

@@ -727,11 +727,15 @@ def describe_caveats(finding: Finding) -> list[str]:
 
 
 def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
-    """Name a folded finding: (``or``, …) for an alternative, (``also``, …) for a symptom."""
-    title = labels.clean(other.title)
-    if are_alternatives(finding, other):
-        return "or", f"{title}: {describe_gain(other)}, instead of this fix"
-    return "also", f"{title}: {describe_gain(other)} on its own"
+    """Name a folded finding, its gain and its fix: (``or``, …) for an alternative, (``also``, …)
+    for a symptom."""
+    alternative = are_alternatives(finding, other)
+    how = "instead of this fix" if alternative else "on its own"
+    title, fix = labels.clean(other.title), t.split_sentences(other.fix, 0)[0]
+    names = t.location_names(other.where[0])[:1] if other.where and not alternative else []
+    place = "".join(f" ({name})" for name in names if not title.startswith("Line "))
+    gain = f"{title}{place}: {describe_gain(other)}, {how}"
+    return ("or" if alternative else "also"), ". ".join(filter(None, (gain, fix)))
 
 
 def why_note(finding: Finding) -> str:

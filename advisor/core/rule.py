@@ -157,6 +157,8 @@ class Rule:
     """Assumptions that the gain rests on; ``{name}`` is the value of a threshold."""
     confidence: ClassVar[float] = 0.8
     """Confidence in the cause of a finding, 0 to 1."""
+    only_without_findings: ClassVar[bool] = False
+    """Whether its findings say nothing beside those that are ranked."""
     alternatives: ClassVar[str] = ""
     """Name of the group of findings of which one fix replaces the others."""
     subject: ClassVar[str] = ""

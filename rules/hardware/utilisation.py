@@ -110,6 +110,7 @@ class LowMfu(Rule):
     id = "low-mfu"
     title = "Low MFU: the step reaches a small part of the GPU's peak"
     reads_record = True
+    only_without_findings = True
     sources = (
         Citation("MegaScale: 40 to 55% for large models", "https://arxiv.org/abs/2402.15627"),
     )
@@ -152,7 +153,7 @@ class LowMfu(Rule):
                     per=a.per,
                 ),
             ],
-            impact=impact_without_gain("MFU is the sum of causes that have findings of their own"),
+            impact=impact_without_gain("many causes add up to it"),
             informational=True,
         )
 

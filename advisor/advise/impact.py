@@ -280,10 +280,11 @@ def _after(
     applied = [edit for each in before if estimator.overlaps(each) for edit in each.edits]
     if not applied or not estimator.overlaps(finding):
         return ""
-    most = estimator.gain_range(finding.edits, applied).high
+    saved = estimator.gain_range(finding.edits, applied)
+    most = max(saved.high, saved.max_gain if isfinite(saved.max_gain) else 0.0)
     if most < WARNING_SHARE * a.step_ns:
         return ""
-    return f"; after the fixes above up to {t.format_duration(most)}"
+    return f"; after the fixes above it gains {t.format_duration(most)} at best"
 
 
 def _used_cores(recorded: StepRecords) -> str:

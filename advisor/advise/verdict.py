@@ -651,9 +651,11 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     which = "the memory's rate" if (known["bound"] == "memory").all() else "its attainable rate"
     at = f" at {t.format_share(rate)} of {which}" if rate else ""
     share = t.format_share(ns / a.span_ns)
+    noted = any(place.op == name for note in report.notes for place in note.where)
+    known_fix = "a note has a fix (--details)" if noted else "no fix is known for it"
     return (
         f" Most device time: {labels.shorten(labels.clean(name), 40)}, {share} of the "
-        f"{report.per}{at}; no fix is known for it."
+        f"{report.per}{at}; {known_fix}."
     )
 
 

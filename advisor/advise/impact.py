@@ -74,8 +74,32 @@ def lower_confidence(finding: Finding, factor: float, why: str) -> Finding:
     )
 
 
+NEAR_LIMIT = 0.05
+"""Difference to a threshold, as a share of it, up to which a finding says how near it is."""
+
+
+def _note_near_limit(finding: Finding) -> Finding:
+    """Note the measured value that only just makes it a finding."""
+    near = next(
+        (
+            each
+            for each in finding.evidence
+            if each.threshold
+            and isinstance(each.value, float)
+            and abs(each.value / each.threshold - 1) <= NEAR_LIMIT
+        ),
+        None,
+    )
+    if near is None:
+        return finding
+    value, limit = (t.format_value(x, near.unit) for x in (near.value, near.threshold))
+    how = f"close to its limit of {limit}: {near.label} {value}"
+    return replace(finding, confidence_notes=[*finding.confidence_notes, how])
+
+
 def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     """Return the finding with its confidence lowered for its rule's and the window's weaknesses."""
+    finding = _note_near_limit(finding)
     if rule.validation == "synthetic":
         why = "not proven on real traces, on synthetic examples only"
         finding = lower_confidence(finding, UNPROVEN_CONFIDENCE, why)

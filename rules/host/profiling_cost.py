@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
@@ -18,6 +18,7 @@ from advisor.rules.common import impact_without_gain, recorded_steps, steps_seen
 from advisor.rules.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
+NSYS = "recorded by Nsight Systems"
 _NO_GAIN = "it slows the recording, not the program"
 
 
@@ -145,6 +146,14 @@ class ProfilerOverhead(Rule):
     falsified_by = "the same step time with and without the profiler"
     confidence = 0.9
 
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        NSYS: {
+            "fix": "Record fewer things at a time and a shorter span, after the program has warmed "
+            "up. Samples of the CPU cost most.",
+            "code": "nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none \\\n"
+            "  --delay=30 --duration=10 python program.py",
+        }
+    }
     framework_advice = in_any_language(
         "Record fewer things at a time and a shorter span, after the program has warmed up."
     )
@@ -184,6 +193,7 @@ class ProfilerOverhead(Rule):
             ],
             impact=impact_without_gain(_NO_GAIN),
             informational=True,
+            **(self.case(NSYS) if a.trace.meta.format == "nsys" else {}),
         )
 
     @staticmethod

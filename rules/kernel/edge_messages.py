@@ -50,8 +50,8 @@ class EdgeMessages(Rule):
     with a row for each edge. A sparse product does all three in one kernel: it reads the features
     and writes the sums.
 
-    Found are a gather of rows [edges, width] from [nodes, width] and a scatter-add of the same rows
-    into [nodes, width], with at most products and fills in between. An embedding's gather and its
+    Found is a gather of rows [edges, width] from [nodes, width] with a scatter-add of the same rows
+    behind it. Only products and fills may lie between the two. An embedding's gather and its
     gradient lie far apart, and experts compute on what they gather: both are none. A gain is not
     estimated. It depends on the graph's order and on the product's kernel, which no trace shows.
     """

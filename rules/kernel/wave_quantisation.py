@@ -89,13 +89,12 @@ class WaveQuantisation(Rule):
             return
         heavy_known = heavy & a.kernels["waves"].is_not_null().to_numpy()
         if not heavy_known.any():
-            amd = a.trace.meta.vendor == "amd"
+            if a.trace.meta.vendor == "amd":
+                return  # how many blocks such a GPU holds at once is not modelled
             yield SkippedCheck(
                 what="wave quantisation of matrix kernels",
-                why="how many blocks an AMD GPU holds at once is not modelled"
-                if amd
-                else "grid sizes or the GPU's properties are not in the trace",
-                record="" if amd else "a profiler that writes grid, block and deviceProperties",
+                why="grid sizes or the GPU's properties are not in the trace",
+                record="a profiler that writes grid, block and deviceProperties",
             )
             return
         table = self._wasteful(a, heavy_known, total)

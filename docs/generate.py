@@ -88,6 +88,7 @@ def rule_text(page: RulePage) -> str:
             ]
         )
     )
+    parts.append(f"Source: [`{page.file}`](../../{page.file})")
     if page.references:
         parts.append("## References")
         parts.append("\n".join(f"- {_link(reference)}" for reference in page.references))

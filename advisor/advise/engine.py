@@ -127,7 +127,7 @@ def examine(
     analyses = choose_windows(run, options.window, options.steps)
     _tell_machine(analyses, options)
     main = next(iter(analyses))
-    results = run_ranks(analyses, rules, options.executor)
+    results = run_ranks(analyses, rules)
     summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
     compared = _compared(summaries, unread)
     if compared is None and unread:

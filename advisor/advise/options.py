@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -46,8 +45,6 @@ class Options:
     config: dict[str, dict[str, Any]] | None = None
     """Options of rules by id; ``None``: from the nearest pyproject.toml."""
     read: ReadOptions = field(default_factory=ReadOptions)
-    executor: Executor | None = None
-    """Executor of the per-rank stage; ``None``: threads of this process."""
     workers: int | None = None
     """Number of processes that measure a job rank by rank, one trace at a time each. ``None``: this
     process up to MAX_RANKS_IN_MEMORY ranks, beyond that a process per core."""

@@ -199,7 +199,8 @@ def describe_recorded_steps(report: Report) -> list[str]:
     view = report.recorded
     if view is None:
         return []
-    parts = [t.count_noun(view.steps, f"{'inference ' * view.inference}step")]
+    kind = f"{'inference ' * view.inference}step"
+    parts = [t.count_noun(view.steps, kind) if view.steps else "no step was seen"]
     times = {"median": view.median_ns, "mean": view.mean_ns}
     if report.step is not None and report.step.varies:
         times = dict(reversed(times.items()))

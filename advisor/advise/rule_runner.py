@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -39,9 +39,6 @@ from advisor.measure.host.sampled_code import line_of_operator
 
 if TYPE_CHECKING:
     from advisor.core.finding import HotLine
-    from advisor.core.run_directory import RankRecord
-    from advisor.core.snapshot import MemorySnapshot
-    from advisor.core.trace import Trace
     from advisor.measure.ranks.summary import RankSummary
     from advisor.replay.ranks.study import Study
 
@@ -75,23 +72,10 @@ class RankFindings:
         )
 
 
-def run_ranks(
-    analyses: dict[int, Analysis], rules: list[Rule], executor: Executor | None
-) -> dict[int, RankFindings]:
+def run_ranks(analyses: dict[int, Analysis], rules: list[Rule]) -> dict[int, RankFindings]:
     """Run the rules on each rank, and summarise each rank if there are several."""
     if len(analyses) == 1:
         return {number: run_rules(number, a, rules) for number, a in analyses.items()}
-    if executor is not None:
-        done = executor.map(
-            _remote,
-            list(analyses),
-            [a.trace for a in analyses.values()],
-            [a.selection for a in analyses.values()],
-            [a.record for a in analyses.values()],
-            [a.snapshot for a in analyses.values()],
-            [rules] * len(analyses),
-        )
-        return {result.rank: result for result in done}
     rows = sum(a.trace.cpu.height + a.trace.gpu.height for a in analyses.values())
     with ThreadPoolExecutor(1 if rows > MANY_ROWS else None) as threads:
         done = threads.map(_summed_up, list(analyses), analyses.values(), [rules] * len(analyses))
@@ -105,18 +89,6 @@ def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
     if a.record_only:
         return checked
     return replace(checked, summary=summarise_rank(a, number, checked.findings))
-
-
-def _remote(
-    number: int,
-    trace: Trace,
-    select: tuple[int | None, int | None] | None,
-    record: RankRecord | None,
-    snapshot: MemorySnapshot | None,
-    rules: list[Rule],
-) -> RankFindings:
-    checked = _summed_up(number, Analysis(trace, select, record, snapshot), rules)
-    return replace(checked, estimator=None)
 
 
 def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankFindings:

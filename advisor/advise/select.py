@@ -58,6 +58,10 @@ def choose_windows(
             ]
             a.snapshot_series = order_snapshots([each for each in taken if each is not None])
     analyses |= _untraced(run, analyses)
+    if steps is not None and all(a.record_only for a in analyses.values()):
+        raise AdvisorError(
+            f"{run.path or 'run'}: no profiled window, so there are no steps to choose from"
+        )
     for number, a in analyses.items():
         if not a.record_only:
             require_used_steps(a.steps, a.trace.meta.path, number, selected=steps is not None)

@@ -33,6 +33,7 @@ from advisor.core.report import IdleCause, Report
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.roofline import in_spans
 from advisor.measure.host.gaps import queued_idle_ns
+from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import hottest_in_modules
 from advisor.measure.steps.step_differences import CAPTURE
 from advisor.replay.selection import selected_gpu
@@ -292,6 +293,7 @@ def _without_gpu(
     return "limited", " ".join(part for part in (why, action, host) if part) + small
 
 
+NO_STEP = "No step was seen, and most checks are of steps: end each iteration with advisor.step()."
 CHECKED_ON_HOST = {
     "loading data": ("dataloader-wait", "single-process-loader", "loader-workers"),
     "the loop's own code": ("loop-phases", "loop-code"),
@@ -307,7 +309,9 @@ CHECKED_ON_HOST = {
 
 
 def _does(report: Report) -> str:
-    return "runs" if report.recorded is not None and report.recorded.inference else "trains"
+    recorded = report.recorded
+    trains = recorded is None or (recorded.steps and not recorded.inference)
+    return "trains" if trains else "runs"
 
 
 def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
@@ -326,7 +330,9 @@ def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
     if report.scope.step_source != "record" and top.name != "unknown":
         text += f" Most of it: {label} {t.format_share(top.share)}"
         first = report.operators[0] if report.operators and top.name == "dispatch" else None
-        above = "" if first is None else f", above all {labels.clean(first.name)}"
+        at = None if first is None else line_of_operator(a, first.name)
+        where = "" if at is None else f" ({at.location.file}:{at.location.line})"
+        above = "" if first is None else f", above all {labels.clean(first.name)}{where}"
         text += f"{above}."
     if report.recorded is not None and report.recorded.phases:
         phases = report.recorded.phases[:2]
@@ -343,6 +349,8 @@ def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
     if computes:
         known = "Needless computation is found only where a rule knows it, such as padding."
         return f"{text} {known}"
+    if report.recorded is not None and not report.recorded.steps:
+        return f"{text} {NO_STEP}"
     skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
     looked = [what for what, rules in CHECKED_ON_HOST.items() if not skipped.issuperset(rules)]
     return f"{text} Looked at: {', '.join(looked)}." if looked else text

@@ -2,9 +2,9 @@
 
 For functions of advisor that take and return bytes. No pool of ``multiprocessing``, loky or pebble:
 those import the caller's main module again, fork a process that has threads, or fail as a whole
-when one process is killed (CONTRIBUTING has what was measured). Here a process that dies fails what
-it was working on with :class:`WorkerDied`, and another takes its place. Imports the standard
-library alone.
+when one process is killed (measured in docs/design.md). Here a process that dies fails what it was
+working on with :class:`WorkerDied`, and another takes its place. Imports the standard library
+alone.
 """
 
 from __future__ import annotations

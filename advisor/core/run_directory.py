@@ -1,6 +1,6 @@
 """Format of a recorded run on disk: the records, their files, and a reader that skips damage.
 
-Shared by the recorder (which writes) and by ingest (which reads). Imports neither torch nor polars.
+Shared by the recorder, which writes it, and by ``read``. Imports neither torch nor polars.
 
 ::
 

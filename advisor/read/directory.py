@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -69,7 +68,6 @@ def open_run(
     *,
     rank: int | None = None,
     window: int | Literal["first", "all"] = "all",
-    executor: Executor | None = None,
 ) -> Run:
     """Open a trace file, a directory of traces, or several of either, as one Run. Each can be a URL
     that fsspec knows (``s3://bucket/run/``, ``zip://*.json::https://…``), unless
@@ -82,7 +80,7 @@ def open_run(
     A run directory of the recorder is opened with all that was recorded, with or without traces.
     ``rank`` keeps one rank only, ``options.ranks`` several. ``window``: of a run directory,
     read only this window of each rank, or its first that can be read; the others are listed in
-    ``Run.unread``. ``executor`` reads files in parallel.
+    ``Run.unread``.
 
     One file must be a trace. Of several, those that are none are left out and listed in
     ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
@@ -92,7 +90,7 @@ def open_run(
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):
-        run = _open_recording(Path(given[0]), options, rank, window, executor)
+        run = _open_recording(Path(given[0]), options, rank, window)
         found = _recorded_logs(run, options)
         logs = [each for each in found if not isinstance(each, str)]
         fields = merged_logs(logs) | merged_logs(_given(options))
@@ -116,7 +114,7 @@ def open_run(
     if len(files) == 1:
         traces.append(_read(files[0], options))
     else:
-        for trace in _read_all(files, options, executor):
+        for trace in (_try_read(file, options) for file in files):
             if isinstance(trace, str):
                 problems.append(trace)
             else:
@@ -222,7 +220,6 @@ def _open_recording(
     options: ReadOptions | None,
     rank: int | None,
     window: int | Literal["first", "all"],
-    executor: Executor | None,
 ) -> Run:
     """Open a run directory: the recorder's files, and the traces of its windows, by the numbers in
     their names. A window that cannot be read is reported and left out; a run without any is a Run
@@ -245,8 +242,8 @@ def _open_recording(
     problems = list(recording.problems)
     keyed: dict[tuple[int, int], Trace] = {}
     while now := _next_windows(waiting, keyed, window):
-        read = _read_all([str(waiting.pop(place)) for place in now], options, executor)
-        for place, trace in zip(now, read, strict=True):
+        for place in now:
+            trace = _try_read(str(waiting.pop(place)), options)
             if isinstance(trace, str):
                 problems.append(trace)
             else:
@@ -329,15 +326,6 @@ def _of_ranks(
         have = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, RemoteFile))
         raise AdvisorError(f"no trace of the ranks that were chosen (by the names: {have})")
     return kept
-
-
-def _read_all(
-    files: Sequence[str | RemoteFile], options: ReadOptions | None, executor: Executor | None
-) -> list[Trace | str]:
-    if executor is None:
-        return [_try_read(file, options) for file in files]
-    plain = replace(options or ReadOptions(), progress=None, peek=None, processes=1)
-    return list(executor.map(_try_read, files, [plain] * len(files)))
 
 
 def _read(file: str | RemoteFile, options: ReadOptions | None) -> Trace:

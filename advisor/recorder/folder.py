@@ -237,7 +237,8 @@ def _outcome(text: bytes) -> list[str]:
         step = "" if report.step is None else f", {t.format_duration(report.step.ns)} each (median)"
         count = report.recorded.steps
         kind = "inference " if report.recorded.inference else ""
-        sentences.append(f"{t.format_count(count)} {kind}step{'' if count == 1 else 's'}{step}")
+        seen = f"{t.format_count(count)} {kind}step{'' if count == 1 else 's'}{step}"
+        sentences.append(seen if count else "no step was seen")
         if report.recorded.ended == "disk":
             sentences.append("the disk was full: later steps are not recorded")
     if report.crashes:

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from advisor.core.credentials import clean_value
-from advisor.core.run_directory import Event, Manifest, Rank
+from advisor.core.run_directory import MANIFEST, Event, Manifest, Rank
 from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
 from advisor.recorder.gradients import UnusedGradients
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
@@ -58,6 +58,7 @@ from advisor.recorder.tape import (
     Tape,
 )
 from advisor.recorder.tape_reader import TapeReader
+from advisor.recorder.timed_window import TimedWindow
 from advisor.recorder.watched_thread import WatchedThread
 from advisor.recorder.watchers import (
     AllocatorStats,
@@ -189,6 +190,7 @@ class RecordingSession(Listener):
         self._network: NetworkKeeper | None = None
         self._old_signal: Any = None
         self._watched = WatchedThread(self)
+        self._timed_window = TimedWindow(self) if entry == "command" else None
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -231,6 +233,8 @@ class RecordingSession(Listener):
         self.oom.install()  # a first step may be the one that does not fit
         self._update_optimizer_hooks()
         self._watched.begin()
+        if self._timed_window is not None:
+            self._timed_window.start()
 
     def pause(self, error: BaseException | None = None) -> None:
         """Remove the hooks and write what is on the tape; ``listen`` resumes."""
@@ -292,9 +296,12 @@ class RecordingSession(Listener):
             _ProcessState.session = None
         try:
             self._give_signal_back()
+            if self._timed_window is not None:
+                self._timed_window.stop()
             if error is not None:
                 self.oom.on_exception(error)
             self.pause(error)
+            self._keep_timed_window()
             self.oom.close()
             self.loaders.finish()
             if self._sampler is not None:
@@ -733,6 +740,14 @@ class RecordingSession(Listener):
         self._rank_and_world()  # a window may open before the writer's thread has asked
         self.writer.open()
         self.oom.install()
+
+    def _keep_timed_window(self) -> None:
+        """Open the run directory for a window without steps, as there are none at the end, unless
+        another process of the program has recorded some."""
+        other = self.world == 1 and (Path(self.options.out) / MANIFEST).exists()
+        if self.windows.has_timed and not self.recorded and self.problem is None and not other:
+            self.writer.open()
+            self.windows.keep_timed()
 
     def _rank_and_world(self) -> tuple[int, int]:
         """Return rank and world size, asked once training has begun: before, they may be unset."""

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter_ns
 from typing import Any
 from weakref import WeakSet
@@ -62,6 +63,9 @@ EXPORT_SECONDS = 120.0
 """Time that the end of a run waits for a trace being written, s."""
 PLACE_SECONDS = 20.0
 """Time that a trace waits for its folder, s: a short run can end before it is made."""
+
+_OPERATOR = b'"cpu_op"'
+"""Category of an operator in a trace."""
 
 UNSAFE_REASON = (
     "inside a backward, a hook, compiled code or the like, where no profiler may start or stop"
@@ -128,6 +132,10 @@ class Windows:
         self._ended = threading.Event()
         self._lost: list[Any] = []
         """Profilers that cannot be stopped, kept alive: freeing one would stop it."""
+        self.timed = False
+        """True while the window, or the last one, is of a length of time: no step was seen."""
+        self._kept: tuple[TemporaryDirectory[str], dict[str, Any]] | None = None
+        """Folder with the trace of such a window, and its event: they wait for the run's end."""
         self._others: WeakSet[Any] = WeakSet()
         """Active profilers of the program, including those that warm up …"""
         self._stack_profilers: WeakSet[Any] = WeakSet()
@@ -196,6 +204,8 @@ class Windows:
     def add_step(self, slowed: bool, dur: int) -> None:
         """Add a step's duration, ns, read too late for a window to open after it. ``slowed``: by a
         window, or by a trace being written."""
+        if self.timed:
+            self._leave_timed()
         if not slowed:
             self._before.append(dur)
 
@@ -220,6 +230,8 @@ class Windows:
 
     def step(self, number: int, slowed: bool, dur: int) -> None:
         """Open, advance or close a window: a step has just ended, and step ``number`` begins."""
+        if self.timed:
+            self._leave_timed()
         if self._profiler is not None:
             if self._safe():
                 self._advance(number, dur)
@@ -238,7 +250,7 @@ class Windows:
         if self._profiler is not None:
             if not self._stoppable():
                 self._lose("the run ended elsewhere than in the thread that it was opened in")
-            elif self._steps[self._warmup :]:
+            elif self._steps[self._warmup :] or self.timed:
                 self._close("done", "the run ended first")
             else:
                 self._abandon("never", "the run ended before a step was profiled")
@@ -255,6 +267,44 @@ class Windows:
         export = self._export
         if export is not None:
             export.join(EXPORT_SECONDS)
+
+    def open_timed(self) -> None:
+        """Open a window although no step was seen, if a profiler may start here and now."""
+        import torch
+
+        another = bool(self._others) or torch.autograd._profiler_enabled()
+        if not (self.enabled and self.first_due) or another or not is_outermost(torch):
+            return
+        self.timed = True
+        self._open(torch, "no step was seen", 0)
+
+    def close_timed(self) -> None:
+        """Close that window, if its profiler may be stopped here and now."""
+        if self.timed and self._profiler is not None and self._safe():
+            self._close("done", None)
+
+    def _leave_timed(self) -> None:
+        """Drop a window that was opened because no step was seen: a step was seen now. If it is
+        still open, it ends where it can."""
+        if self._number > self._dropped:
+            self.restart("a step was seen after it")
+        if self._profiler is None:
+            self.timed = False
+
+    @property
+    def has_timed(self) -> bool:
+        """True if such a window has a trace to be kept."""
+        return self._kept is not None and not self.first_due
+
+    def keep_timed(self) -> None:
+        """Move its trace into the run directory, which is being made."""
+        if self._kept is None:
+            return
+        (folder, event), self._kept = self._kept, None
+        with folder as place:
+            if self._placed.wait(PLACE_SECONDS) and self._folder is not None:
+                shutil.move(Path(place) / event["file"], self._folder / event["file"])
+                self._write_event(event)
 
     def forget(self) -> None:
         """Drop the profiler and the export in a forked child: they are the parent's."""
@@ -331,7 +381,7 @@ class Windows:
             options = options.with_changes(
                 stacks=False, deep=False, memory=options.memory or options.deep
             )
-        profiler = make_profiler(torch, options, number + self._warmup)
+        profiler = make_profiler(torch, options, None if self.timed else number + self._warmup)
         if hasattr(profiler, "step_num"):
             profiler.step_num = number  # ProfilerStep#n is our step n
         if self._stacks:
@@ -526,7 +576,8 @@ class Windows:
             return
         kept = self._steps[self._warmup :]
         event: dict[str, Any] = {"window": self._number, "reason": self._reason, "state": state}
-        event |= {"steps": [kept[0], kept[-1]], **({"why": why} if why else {})}
+        event |= {"steps": [kept[0], kept[-1]]} if kept else {}
+        event |= {"why": why} if why else {}
         profiler = self._end()
         # not a daemon: a trace that is being written when the interpreter ends is finished
         self._export = threading.Thread(
@@ -537,6 +588,9 @@ class Windows:
     def _write(self, profiler: Any, event: dict[str, Any]) -> None:
         number = event["window"]
         try:
+            if self.timed:
+                self._hold_back(profiler, event)
+                return
             self._placed.wait(PLACE_SECONDS)
             if self._folder is None:
                 raise RuntimeError("there is no folder for it")
@@ -555,13 +609,29 @@ class Windows:
             log.warning(
                 "advisor: the trace of window %d was not written: %s", number, self.problem or error
             )
+        finally:
+            self._end_span()
+            self._export = None
         self._write_event(event)
-        self._end_span()
-        self._export = None
+
+    def _hold_back(self, profiler: Any, event: dict[str, Any]) -> None:
+        """Write the trace of a window without steps aside: steps may follow, or another process be
+        the one that trains. One without operators is dropped."""
+        folder = TemporaryDirectory(prefix="advisor-")
+        write_trace(profiler, Path(folder.name), event["window"])
+        event["file"] = trace_name(event["window"])
+        with gzip.open(Path(folder.name) / event["file"]) as file:
+            while (part := file.read(1 << 20)) and _OPERATOR not in part:
+                continue
+        if part:
+            self._kept = folder, event
+        else:
+            folder.cleanup()
 
 
-def make_profiler(torch: Any, options: RecordOptions, first: int) -> Any:
-    """Return a profiler that keeps steps from ``first`` on, with options this torch knows."""
+def make_profiler(torch: Any, options: RecordOptions, first: int | None) -> Any:
+    """Return a profiler that keeps steps from ``first`` on (``None``: that knows no steps), with
+    options this torch knows."""
     from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
@@ -569,11 +639,11 @@ def make_profiler(torch: Any, options: RecordOptions, first: int) -> Any:
         activities.append(ProfilerActivity.CUDA)
 
     def action(step: int) -> Any:
-        return ProfilerAction.WARMUP if step < first else ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if step < (first or 0) else ProfilerAction.RECORD
 
     return profile(
         activities=activities,
-        schedule=action,
+        schedule=None if first is None else action,
         record_shapes=options.shapes,
         with_stack=options.stacks or options.deep,
         profile_memory=options.memory or options.deep,

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,19 +215,6 @@ def test_traces_whose_clock_is_no_date_are_windows_in_order(tmp_path: Path) -> N
     trace(tmp_path / "b.json", 1000.0)
     run = open_run(tmp_path)
     assert [run.window(-1, w).meta.path[-6:] for w in (0, 1)] == ["b.json", "a.json"]
-
-
-def test_an_executor_reads_the_same_run(tmp_path: Path) -> None:
-    for rank in range(3):
-        trace(tmp_path / f"rank{rank}.json")
-    (tmp_path / "other.json").write_text("{}")
-    with ThreadPoolExecutor(2) as threads:
-        run = open_run(tmp_path, executor=threads)
-    alone = open_run(tmp_path)
-    assert list(run.traces) == list(alone.traces)
-    assert run.problems == alone.problems
-    for key, found in run.traces.items():
-        assert found.gpu.equals(alone.traces[key].gpu)
 
 
 def test_standard_input_is_a_trace_like_another(

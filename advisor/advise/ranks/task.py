@@ -40,7 +40,7 @@ def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
     )  # fmt: skip
     return replace(
         options, read=read, config=config, rules_folder=None if rules is None else rules.resolve(),
-        rank=None, executor=None, workers=None, cluster=None, on_progress=None, capture=None,
+        rank=None, workers=None, cluster=None, on_progress=None, capture=None,
         prices=None,
     )  # fmt: skip
 

@@ -85,6 +85,8 @@ class RulePage(NamedTuple):
     id: str
     title: str
     category: str
+    file: str
+    """Path of its source in the repository."""
     paragraphs: list[str]
     """Paragraphs of the class docstring."""
     fix: str
@@ -120,6 +122,7 @@ def describe(rule: Rule) -> RulePage:
         id=cls.id,
         title=cls.title,
         category=str(cls.category),
+        file=f"{cls.__module__.removeprefix('advisor.').replace('.', '/')}.py",
         paragraphs=[*cls.paragraphs(), *_explained(cls)],
         fix=_opened(cls.fix),
         code=_opened(cls.code),

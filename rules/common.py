@@ -308,11 +308,26 @@ def busy_intervals(a: Analysis, work: pl.DataFrame) -> Intervals:
 
 def work_launched_in(a: Analysis, instants: Intervals) -> int:
     """Return the device time of the work that the host launches in some intervals, ns."""
-    gpu, ts = a.trace.gpu, a.trace.cpu["ts"].to_numpy()
-    launch = row_numbers(gpu["launch"])
-    rows = (launch >= 0) & a.in_window
+    return int(a.trace.gpu["dur"].to_numpy()[rows_launched_in(a, instants)].sum())
+
+
+def rows_launched_in(a: Analysis, instants: Intervals) -> NDArray[np.bool_]:
+    """Return which rows of ``trace.gpu`` the host launches in some intervals."""
+    launch, ts = row_numbers(a.trace.gpu["launch"]), a.trace.cpu["ts"].to_numpy()
+    rows: NDArray[np.bool_] = (launch >= 0) & a.in_window
     rows[rows] = covered_length(ts[launch[rows]], ts[launch[rows]] + 1, instants) > 0
-    return int(gpu["dur"].to_numpy()[rows].sum())
+    return rows
+
+
+def places_in(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]:
+    """Return the costliest place of these operators of the host: of the device work launched in
+    the ``stretches``, with its kernel, where that takes longer than they do."""
+    gpu = a.trace.gpu
+    work = np.flatnonzero(rows_launched_in(a, stretches)) if a.device_id is not None else rows[:0]
+    if int(gpu["dur"].gather(work).sum() or 0) <= stretches.total:
+        return costliest_places(a, rows, a.trace.cpu["dur"].to_numpy()[rows], top=1)
+    table = gpu.select("ts", "dur", "op")[work].with_columns(gpu=pl.Series(work))
+    return device_places(a, table, "dur")[:1]
 
 
 def time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:

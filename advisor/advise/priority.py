@@ -83,7 +83,7 @@ def prioritize(
     ``rules`` that read the record find gains of that step.
     """
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
-    candidates, unknown, notes, risks = [], [], [], []
+    candidates, unknown, notes, risks, unsure = [], [], [], [], []
     for finding in findings:
         impact = finding.impact
         timed = impact is not None and impact.currency == "step_time"
@@ -92,7 +92,7 @@ def prioritize(
             notes += without_gain([finding], estimator, a, WARNING_SHARE * a.step_ns)
         elif gain_may_be_zero(finding, floor):
             if may_matter(finding, a.step_ns):
-                notes.append(finding)
+                unsure.append(finding)
         elif (
             finding.informational
             or impact is None
@@ -116,6 +116,7 @@ def prioritize(
             risks.remove(risk)
             ordered.append(replace(risk, folded_under=rival.rule))
     ranked = [finding for finding in ordered if finding.priority is not None]
+    notes += [note for note in unsure if not _is_covered(note, ranked, estimator)]
     alone = [finding for finding in dropped if not _is_part(finding, ranked, a)]
     notes += without_gain(alone, estimator, a, floor, ranked)
     notes.sort(key=_gain_per_launch)
@@ -134,6 +135,16 @@ def _distinct(notes: Sequence[Finding], ordered: Sequence[Finding]) -> list[Find
         if note.alternatives not in said:
             result.append(note)
     return result
+
+
+def _is_covered(note: Finding, ranked: Sequence[Finding], estimator: GainEstimator) -> bool:
+    """Tell whether ranked fixes take nearly all that the note's fix would save: it is about the
+    same time."""
+    applied = [edit for other in ranked if estimator.overlaps(other) for edit in other.edits]
+    if not applied or not estimator.overlaps(note):
+        return False
+    alone = estimator.marginal(note.edits, [])
+    return alone > 0 and estimator.marginal(note.edits, applied) < FOLD_BELOW * alone
 
 
 SAME_WORK = 0.9

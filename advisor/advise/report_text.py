@@ -10,7 +10,7 @@ from advisor.advise.terms import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
-from advisor.core.finding import LAYER_TIMES, Finding, Location, are_alternatives
+from advisor.core.finding import HOST_CODE, LAYER_TIMES, Finding, Location, are_alternatives
 from advisor.core.prices import format_money
 from advisor.core.report import EQUAL_STEP_SHARE
 from advisor.core.trace import KINETO
@@ -152,7 +152,11 @@ def compare_window_with_run(report: Report) -> list[str]:
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         same = abs(step.window_excess - step.profiler_overhead) < EQUAL_STEP_SHARE
         parts = [] if same else [longer]
-        parts.append(f"the profiler adds {t.format_share(step.profiler_overhead)}")
+        adds = f"the profiler adds {t.format_share(step.profiler_overhead)}"
+        if step.window_excess < 0:  # the two add up to no contradiction
+            parts = [f"{longer}, although {adds}"]
+        else:
+            parts.append(adds)
     if step.in_warm_up:
         parts.append("they are among the first steps")
     around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
@@ -444,6 +448,9 @@ def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
     return list(result.values())[:limit]
 
 
+SAMPLED_LINE: Final = "stack samples point to"
+
+
 def line_not_recorded(report: Report, finding: Finding) -> str:
     """Say how to record the line of code of the first finding; empty if it has one, or this kind of
     recording never has."""
@@ -455,7 +462,7 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
     for other in report.findings:
         place = other.where[0] if other.where and other.folded_under == finding.rule else None
         if place is not None and place.file:
-            return f"stack samples point to {t.location_names(place)[0]}"
+            return f"{SAMPLED_LINE} {t.location_names(place)[0]}"
     how = "with_stack=True" if report.recorded is None else "advisor record --deep"
     if not any(part.name == "dispatch" for part in report.host):
         how = "activities=[CPU, CUDA] and with_stack=True"  # stacks alone tie no kernel to a line
@@ -490,7 +497,10 @@ def hot_lines(report: Report, limit: int = 8) -> list[tuple[str, str, str]]:
 def folded_findings(report: Report, finding: Finding) -> list[Finding]:
     """Return the symptoms and alternatives that a finding already covers."""
     said, result = [finding], []
+    sampled = line_not_recorded(report, finding).startswith(SAMPLED_LINE)
     for other in report.findings:
+        if sampled and other.subject == HOST_CODE:
+            continue  # its line is the place of this one
         # an alternative that changes the same says the same again
         same = other.alternatives and other.edits and any(o.edits == other.edits for o in said)
         if other.folded_under == finding.rule and not same:

@@ -272,6 +272,8 @@ def location_figures(location: Location) -> list[str]:
         )
     if location.dur_ns is not None:
         worst = "worst " if location.count is not None and location.count > 1 else ""
+        if location.count is None and (location.op or location.kernel):
+            worst = "one takes "
         parts.append(f"{worst}{format_duration(location.dur_ns)}")
     if location.sampled_share is not None:
         parts.append(f"line by {format_share(location.sampled_share)} of stack samples")

@@ -159,7 +159,8 @@ class CudaGraphsUnused(Rule):
                 f"All {a.step_count} steps launch the same {gaps.launches:,.0f} kernels and copies "
                 "in the same order. The GPU idles for "
                 f"{t.format_duration(gaps.idle / a.step_count)} per step "
-                f"({gaps.idle / a.span_ns:.0%}) meanwhile."
+                f"({gaps.idle / a.span_ns:.0%}) "
+                f"{'meanwhile' if a.record is None else 'while profiled'}."
             ),
             evidence=[
                 amount_per_step(a, "idle for launches", gaps.idle),

@@ -264,6 +264,10 @@ def _saving(*, every: int, samples: int = 100) -> TraceBuilder:
     return b
 
 
+_LEARNS = r"(?i)\b(?:forward|backward)\b|^aten::|^Optimizer\.step"
+"""Work that each step has: it cannot be done less often."""
+
+
 class LongStep(Rule):
     """A step takes several times as long as the others: the loop saves a checkpoint in it,
     evaluates, or compiles for a new shape. Figures of the other steps say nothing about it.
@@ -293,6 +297,10 @@ class LongStep(Rule):
     cases = {
         "saving": PeriodicStalls.cases["saving"],
         "compiling": COMPILING,
+        "inside the model": {
+            "fix": "Find what delays it in this step: a new shape, garbage collection, or another "
+            "program on the CPU or the GPU."
+        },
     }
     verify = "Profile as many steps again: none stands out."
     falsified_by = "another recording in which no step stands out"
@@ -326,11 +334,13 @@ class LongStep(Rule):
             because = f", {t.format_duration(compiling)} of it compiling or loading code"
         saving = any(re.search(pattern, what) for pattern in list(SAVING_AND_LOGGING.values())[:1])
         case = "compiling" if compiling else "saving" if saving else ""
+        if not case and re.search(_LEARNS, what):
+            case = "inside the model"
         yield Finding(
             title=f"{step['name']} takes {dur[longest] / median:.0f} times as long as the others",
             summary=(
-                f"{step['name']} takes {t.format_duration(dur[longest])}; the median of "
-                f"{t.count_noun(steps.height, 'step')} is {t.format_duration(median)}{because}."
+                f"{step['name']} takes {t.format_duration(dur[longest])}{because}; the median of "
+                f"{t.count_noun(steps.height, 'step')} is {t.format_duration(median)}."
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),

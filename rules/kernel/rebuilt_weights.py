@@ -16,8 +16,8 @@ from advisor.measure.host.rebuilt_weights import CAST, NORM, OPERAND
 from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
 from advisor.rules.common import (
     amount_per_step,
-    costliest_places,
     of_step,
+    places_in,
     remove_at,
     time_in,
 )
@@ -155,7 +155,7 @@ class RebuiltWeights(Rule):
                 *times,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, rows.astype(np.int64), dur, top=1),
+            where=places_in(a, making, rows.astype(np.int64)),
             edits=remove_at("rebuilt_weights"),
             fix=fix,
             code=code,

@@ -34,6 +34,10 @@ _FROZEN = (
 )
 
 
+NAMED = 3
+"""Modules that a summary names."""
+
+
 class UnusedGradients(Rule):
     """The backward pass computes gradients of parameters that no optimizer holds. Examples are the
     base of a model with adapters (LoRA) and a backbone under a new head. So is a network that only
@@ -100,14 +104,15 @@ class UnusedGradients(Rule):
             return
         of = recorded or max(dropped, key=lambda each: each.bytes)
         count = f"{of.unused:,} of {of.total:,} parameters with gradients"
-        size, names = t.format_bytes(of.bytes), ", ".join(of.modules[:3])
-        summary = f"{count} are in no optimizer ({size}): those of {names}."
+        size, names = t.format_bytes(of.bytes), ", ".join(of.modules[:NAMED])
+        among = "those of" if len(of.modules) <= NAMED else "among them those of"
+        summary = f"{count} are in no optimizer ({size}), {among} {names}."
         fix, code, kind = self.fix, self.code, "in no optimizer"
         if recorded is None:
             kind = "dropped before their optimizer steps"
             summary = (
                 "The backward pass before one optimizer's step computes gradients of another's "
-                f"parameters, which are zeroed before that one steps: {count} ({size}), those of "
+                f"parameters, which are zeroed before that one steps: {count} ({size}), {among} "
                 f"{names}."
             )
             behind = work.rest.total > 0.5 * work.spans.total

@@ -235,6 +235,10 @@ def find_capture_blockers(a: Analysis) -> CaptureBlockers:
         place = f" ({PurePath(file).name}:{line})" if file and line else ""
         name = f"{cause}{place}"
         named[name] = named.get(name, 0) + 1
+    # a place in a step now and then is none of the waits of each step
+    named = {name: count for name, count in named.items() if 2 * count >= a.step_count} or named
+    if OWN in owners:
+        owners[OWN] = sum(named.values())
     top = sorted(named, key=lambda name: -named[name])[:MAX_NAMED_CAUSES]
     more = f" and {len(named) - len(top)} more places" if len(named) > len(top) else ""
     per_step = {owner: -(-count // a.step_count) for owner, count in owners.items()}

@@ -30,6 +30,10 @@ _PAD_CODE = (
     "size = -(-x.shape[-1] // 128) * 128\n"
     "x = F.pad(x, (0, size - x.shape[-1]))"
 )
+_ENDS = (
+    " In the run's last steps the shapes repeat: they lose {left:.0%} of this. The gain is of runs "
+    "that go on to bring new shapes, and of the start of others."
+)
 _OFF_CODE = f"torch.backends.cudnn.benchmark = False\n\n# or keep it, with{_PAD_CODE[1:]}"
 
 
@@ -85,11 +89,6 @@ class NewInputShapes(Rule):
     min_last = Threshold(4, "steps that show it", OURS)
     most_left = Threshold(0.5, "of the loss in the last steps, up to which it ends by itself", OURS)
 
-    ends = (
-        " In the run's last steps the shapes repeat: they lose {left:.0%} of this. The gain is of "
-        "runs that go on to bring new shapes, and of the start of others."
-    )
-
     fix = _PAD + " Run each size once before the loop."
     code = _PAD_CODE
     verify = "Profile again after some steps: no call of the operator takes milliseconds."
@@ -134,7 +133,7 @@ class NewInputShapes(Rule):
         own = [group for group in groups if group["cause"] == first["cause"]]
         saved = sum((1 - group["left"]) * group["ns"] for group in own)
         still = self._still_lost(a, saved / max(a.span_ns, 1))
-        ends = "" if still is None or still > self.most_left else self.ends.format(left=still)
+        ends = "" if still is None or still > self.most_left else _ENDS.format(left=still)
         edits: list[Edit] = []
         for group in groups:
             edits += _edits(group, still or 0.0, advised=group["cause"] == first["cause"])

@@ -359,8 +359,8 @@ def predict(
     """What a replay of the edits together saves a step, ms, with a band that knows nothing of the
     pair and with that which is shown; and what their exposed time says."""
     import advisor
-    from advisor.advise.impact import BoundEstimator
     from advisor.measure import Analysis
+    from advisor.replay.estimators import BoundEstimator
     from advisor.replay.window_replayer import WindowReplayer
 
     run = advisor.open(path)

@@ -15,8 +15,6 @@ import polars as pl
 from msgspec import structs
 
 from advisor.advise.impact import (
-    GainEstimator,
-    estimator_for,
     limit_to_cores,
     limit_together,
     note_rank_counts,
@@ -55,14 +53,14 @@ from advisor.measure.ranks.join import collective_waits
 from advisor.measure.ranks.members import host_of
 from advisor.measure.serving.graphs import attach_capture, captured_launches, find_replays
 from advisor.read import open_run
+from advisor.replay.estimators import GainEstimator, estimator_for
 
 if TYPE_CHECKING:
-    from advisor.advise.ranks.estimator import Saving
-    from advisor.core.finding import Edit
     from advisor.core.rule import Rule
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary import RankSummary, UnreadRank
     from advisor.read.reader import ReadOptions
+    from advisor.replay.ranks.estimator import OfRank
     from advisor.replay.ranks.study import Study
 
 
@@ -159,8 +157,8 @@ def _advise(
     else:
         alone = {n: each for n, each in results.items() if n == main or each.summary is None}
         checked = merge_ranks(alone, main, counted=False)
-        saving = partial(_saved_alone, analyses, results, {})
-        checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules, saving)
+        of_rank = partial(_own_estimator, analyses, results, {})
+        checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules, of_rank)
     hot, problems = hot_lines(a)
     findings = add_hot_lines(checked.findings, hot, rules)
     ranked = prioritize(findings, a, estimator, rules)
@@ -177,21 +175,20 @@ EXPOSED_COMMUNICATION = "exposed-communication"
 """Identifier of the rule whose finding gets the exposed communication of all ranks."""
 
 
-def _saved_alone(
+def _own_estimator(
     analyses: dict[int, Analysis],
     results: dict[int, RankFindings],
     made: dict[int, GainEstimator],
     rank: int,
-    edits: tuple[Edit, ...],
-) -> float | None:
-    """Return what edits save on a rank by itself, ns per step; ``None``: its trace is not here.
-    ``made``: cache of estimators for ranks that were measured in other processes."""
+) -> GainEstimator | None:
+    """Return the estimator of a rank by itself; ``None``: its trace is not here. ``made``: cache of
+    estimators for ranks that were measured in other processes."""
     if rank not in analyses or analyses[rank].record_only:
         return None
     own = results[rank].estimator or made.get(rank)
     if own is None:
         own = made[rank] = estimator_for(analyses[rank], rank)
-    return own.marginal(edits, ())
+    return own
 
 
 def _of_all_ranks(
@@ -200,13 +197,13 @@ def _of_all_ranks(
     study: Study,
     a: Analysis,
     rules: list[Rule],
-    saving: Saving,
+    of_rank: OfRank,
 ) -> tuple[RankFindings, GainEstimator]:
     """Add the findings of other ranks and of their comparison to those of one rank. Findings of
     single ranks get the job's gain, if the ranks can be replayed. Also returns the estimator."""
-    from advisor.advise.ranks.estimator import RanksEstimator
+    from advisor.replay.ranks.estimator import RanksEstimator
 
-    estimator = RanksEstimator(own, study, checked.rank, checked.findings, saving)
+    estimator = RanksEstimator(own, study, checked.rank, checked.findings, of_rank)
     findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
     seen = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
     findings = note_rank_counts(findings, seen, len(study.numbers))

@@ -9,9 +9,9 @@ during which the device is idle."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from math import ceil, inf, isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from math import ceil, isfinite
+from typing import TYPE_CHECKING
 
 import polars as pl
 from msgspec.structs import replace
@@ -19,25 +19,14 @@ from msgspec.structs import replace
 from advisor.advise.limits import lost_records
 from advisor.advise.report_fields import MIN_APART_SHARE, step_time
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES, Edit, Finding, Impact
-from advisor.core.report import HardPart, Replay
+from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Impact
 from advisor.core.rule import Evidence
-from advisor.replay.exposed_time import (
-    ExposedTime,
-    host_work,
-    leaves_device_work,
-    leaves_host_work,
-    remaining_device_time,
-)
+from advisor.replay.estimators import BoundEstimator, GainEstimator
+from advisor.replay.exposed_time import leaves_device_work, remaining_device_time
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
-from advisor.replay.predictions import GainInterval, widened_by_kind, widened_by_rule, worst_case
-from advisor.replay.window_replayer import (
-    MAX_COST,
-    WindowReplayer,
-    event_cost,
-    launching_events,
-)
+from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
+from advisor.replay.window_replayer import GainRange
 from advisor.rules.common import device_waits
 
 if TYPE_CHECKING:
@@ -604,173 +593,3 @@ def _scaled(finding: Finding, times: float) -> Finding:
         ),
         severity=severity_of_share(None if impact.share is None else impact.share * times),
     )
-
-
-# -- replayed, or bounded --------------------------------------------------------------------------
-
-REPLAY, BOUND = "replay", "upper bound (exposed time)"
-
-
-class GainRange(NamedTuple):
-    """Time saved per step, ns, and what decides the ends of its range."""
-
-    gain: float
-    low: float
-    high: float
-    max_gain: float = float("inf")
-    """Upper limit of the range: the time that the edits touch, ns."""
-    low_by: RangeCause = ""
-    high_by: RangeCause = ""
-
-
-class GainEstimator:
-    """Estimator of what edits save in one window. All figures are ns per step."""
-
-    method: str
-    """Method of the estimates: REPLAY or BOUND."""
-    reason: str = ""
-    """Reason why the steps are not replayed; empty: they are, or bounds were asked for."""
-    ranks: tuple[int, ...] = ()
-    """Numbers of the ranks that are replayed together; empty: this rank alone."""
-
-    @cached_property
-    def error(self) -> float:
-        """Error of the method, ns per step: gains below it are meaningless."""
-        return 0.0
-
-    @cached_property
-    def unseen_loader(self) -> bool:
-        """Whether the pace of the loader's workers is unknown, and gains do not allow for it."""
-        return False
-
-    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        """Estimate what edits save, alone or after the ``applied`` ones, with the range."""
-        raise NotImplementedError
-
-    def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
-        """Estimate what edits save after the ``applied`` ones, ns per step."""
-        return self.gain_range(edits, applied).gain
-
-    def overlaps(self, finding: Finding) -> bool:
-        """Tell whether it is known what a finding's edits leave to others', or others' to them."""
-        return bool(finding.edits) and not finding.other_rank
-
-    def is_calibrated(self, edits: Sequence[Edit]) -> bool:
-        """Tell whether the range already is the measured error of predictions of this kind."""
-        return False
-
-    def critical_path(self) -> dict[str, float]:
-        """Return what limits the step, ns per step by part, largest first; empty: unknown."""
-        return {}
-
-    def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
-        """Describe the replay behind the gains, with and without the edits of all fixes, which
-        leave the share ``left`` of the step; ``None``: no replay."""
-        return None
-
-
-def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
-    """Return a replay estimator if it reproduces the measured steps, else a bound estimator."""
-    if a.lost_records.reported:
-        return BoundEstimator(a, "records of device work are lost")
-    if a.steps.source == LAYER_TIMES:
-        return BoundEstimator(a)  # layers follow one another: there is nothing to replay
-    replay = ReplayEstimator(a, rank)
-    why = replay.whatif.unusable_reason
-    return BoundEstimator(a, why) if why else replay
-
-
-class ReplayEstimator(GainEstimator):
-    """Estimator that replays the steps' dependency graph with the edits in it."""
-
-    method = REPLAY
-
-    def __init__(self, a: Analysis, rank: int = 0) -> None:
-        self.whatif = WindowReplayer(a, rank)
-
-    @cached_property
-    def error(self) -> float:
-        """Difference between the replayed and the measured step, ns."""
-        return abs(self.whatif.unedited.period - self.whatif.measured.period)
-
-    @cached_property
-    def unseen_loader(self) -> bool:
-        return self.whatif.unseen_loader
-
-    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        return GainRange(*self.whatif.gain_range(edits, applied))
-
-    def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
-        return self.whatif.gain(edits, applied)
-
-    def critical_path(self) -> dict[str, float]:
-        return self.whatif.critical_path_parts()
-
-    def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
-        whatif, quality = self.whatif, self.whatif.quality
-        return Replay(
-            step_ns=whatif.a.step_ns * (1 + quality.total_error),
-            measured_ns=whatif.a.step_ns,
-            step_error=quality.step_error,
-            starts=quality.starts,
-            explained=quality.explained,
-            hard=[HardPart(*part) for part in quality.hard],
-            waits=quality.waits,
-            waits_explained=quality.waits_explained,
-            idle=quality.idle,
-            idle_explained=quality.idle_explained,
-            steps=quality.steps,
-            of_steps=quality.of_steps,
-            critical=whatif.critical_path_parts(),
-            critical_after=whatif.critical_path_parts(edits),
-            busy_after_ns=whatif.busy_after(edits),
-            step_after_ns=whatif.a.step_ns * left,
-        )
-
-
-class BoundEstimator(GainEstimator):
-    """Estimator of upper bounds, by exposed time."""
-
-    method = BOUND
-
-    def __init__(self, a: Analysis, reason: str = "") -> None:
-        self.reason = reason
-        self._exposed = ExposedTime(a)
-
-    @cached_property
-    def _most_on_device(self) -> tuple[float, float]:
-        """Most that fixes of device work save, ns per step: what the step takes beyond the host's
-        own work; at best, without the most that the profiler may add to that."""
-        a = self._exposed.a
-        work = host_work(a)
-        if work is None:
-            return inf, inf
-        added = event_cost(a) * launching_events(a)
-        usual, least = (max(0.0, work - times * added) for times in (1.0, MAX_COST))
-        steps = max(a.step_count, 1)
-        return max(0.0, a.step_ns - usual / steps), max(0.0, a.step_ns - least / steps)
-
-    def _saved(self, edits: Sequence[Edit]) -> tuple[float, float, float]:
-        """Return the exposed time that edits save, (central, low, high) in ns per step. Where they
-        leave the host's work, a step takes no less than that."""
-        gain, low, high = self._exposed.saved(edits)
-        if leaves_host_work(edits):
-            usual, best = self._most_on_device
-            gain, low, high = min(gain, usual), min(low, usual), min(high, best)
-        return gain, low, high
-
-    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        """Estimate what edits save, without the time that ``applied`` edits take. The range is as
-        wide as predictions of such edits have been wrong."""
-        both = [*applied, *edits]
-        saved, before = self._saved(both), self._saved(applied)[0]
-        gain, low, high = (max(0.0, value - before) for value in saved)
-        max_gain = high
-        if any(edit.op != "overlap" for edit in edits):  # hidden work saves what is exposed of it
-            max_gain = max(high, self._exposed.max_saved(both, optimistic=True) - before)
-        if leaves_host_work(both):
-            max_gain = max(high, min(max_gain, self._most_on_device[1] - before))
-        wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
-        ends = max(0.0, wide.low), max(gain, min(wide.high, max_gain))
-        low_by: RangeCause = "past" if ends[0] < low else "assumption"
-        return GainRange(gain, *ends, max_gain, low_by, "past" if ends[1] > high else "assumption")

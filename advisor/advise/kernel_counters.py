@@ -34,9 +34,9 @@ from advisor.measure.device.kernel_profiles import (
 from advisor.measure.steps.steps import step_of
 
 if TYPE_CHECKING:
-    from advisor.advise.impact import GainEstimator
     from advisor.core.finding import Finding
     from advisor.measure import Analysis
+    from advisor.replay.estimators import GainEstimator
 
 MAX_KERNELS = 200
 """Number of kernels in a report, those with most time first."""

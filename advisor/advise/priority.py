@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from advisor.advise.impact import (
     MIN_GAIN_SHARE,
     WARNING_SHARE,
-    GainEstimator,
     gain_may_be_zero,
     may_matter,
     scales_to_run,
@@ -22,6 +21,7 @@ from advisor.advise.impact import (
 )
 from advisor.core.finding import HOST_CODE, are_alternatives
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
+from advisor.replay.estimators import GainEstimator
 from advisor.replay.selection import selected_gpu, selected_host
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from advisor.core.charts import (
 )
 
 if TYPE_CHECKING:
-    from advisor.advise.impact import GainEstimator
     from advisor.core.finding import Finding
     from advisor.core.ranks import RankLine
     from advisor.core.report import Report
+    from advisor.replay.estimators import GainEstimator
 
 
 def build_views(report: Report) -> Views:

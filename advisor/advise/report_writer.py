@@ -40,7 +40,6 @@ from advisor.core.report import Crash, Report, RuleText
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
 
 if TYPE_CHECKING:
-    from advisor.advise.impact import GainEstimator
     from advisor.advise.priority import PrioritizedFindings
     from advisor.advise.rule_runner import RankFindings
     from advisor.core.finding import Finding, HotLine, SkippedCheck
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary import RankSummary
+    from advisor.replay.estimators import GainEstimator
     from advisor.replay.ranks.study import Study
 
 

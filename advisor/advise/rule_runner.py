@@ -13,13 +13,7 @@ import msgspec
 import polars as pl
 from msgspec import structs
 
-from advisor.advise.impact import (
-    GainEstimator,
-    estimate_impact,
-    estimator_for,
-    note_rank_counts,
-    weigh_confidence,
-)
+from advisor.advise.impact import estimate_impact, note_rank_counts, weigh_confidence
 from advisor.advise.limits import lost_records
 from advisor.advise.terms import (
     for_program,
@@ -36,6 +30,7 @@ from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
 from advisor.measure import Analysis
 from advisor.measure.host.sampled_code import line_of_operator
+from advisor.replay.estimators import GainEstimator, estimator_for
 
 if TYPE_CHECKING:
     from advisor.core.finding import HotLine
@@ -83,12 +78,14 @@ def run_ranks(analyses: dict[int, Analysis], rules: list[Rule]) -> dict[int, Ran
 
 
 def _summed_up(number: int, a: Analysis, rules: list[Rule]) -> RankFindings:
-    from advisor.advise.ranks.rank_summary import summarise_rank
+    from advisor.advise.memory import memory_of_rank
+    from advisor.measure.ranks.rank_summary import summarise_rank
 
     checked = run_rules(number, a, rules)
     if a.record_only:
         return checked
-    return replace(checked, summary=summarise_rank(a, number, checked.findings))
+    memory = memory_of_rank(a, number)
+    return replace(checked, summary=summarise_rank(a, number, checked.findings, memory=memory))
 
 
 def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankFindings:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
-from advisor.advise.impact import REPLAY
 from advisor.advise.terms import mark_steps_of
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import (
@@ -32,6 +31,7 @@ from advisor.core.report import Report
 from advisor.core.run_directory import is_run
 from advisor.core.trace import Run
 from advisor.replay import predictions
+from advisor.replay.estimators import REPLAY
 
 MIN_SAME_OPERATORS = 0.8
 """Matched share of device time, by operator alone, from which only the input shapes differ."""

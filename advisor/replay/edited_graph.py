@@ -34,11 +34,7 @@ class EditedGraph(NamedTuple):
     graph: Graph
     weight: Array
     dur: Array
-    """Duration of each node, ns; of a shared collective the part after all ranks have arrived."""
-    removed_collectives: Array
-    """Nodes of collectives that no longer run, so that no rank waits there."""
-    no_skew: Array
-    """Nodes of collectives that keep no other rank waiting."""
+    """Duration of each node, ns."""
 
 
 @dataclass
@@ -54,18 +50,15 @@ class HostTime:
 class GraphEdits:
     """Collector of what edits remove from a graph; :meth:`build` applies it to a copy."""
 
-    def __init__(self, selected: Selection, assumption: str = "", dur: Array | None = None) -> None:
-        """``assumption``: ``low`` or ``high`` takes the factors that make the gain small or large.
-        ``dur``: duration of each node without waits for other ranks, ns, where collectives are
-        replayed with these."""
+    def __init__(self, selected: Selection, assumption: str = "") -> None:
+        """``assumption``: ``low`` or ``high`` takes the factors that make the gain small or
+        large."""
         graph = selected.graph
         self.selected = selected
         self.a = selected.a
         self.graph = graph
-        self.joint = dur is not None
-        """Whether collectives are replayed with other ranks."""
         self.assumption = assumption
-        self.dur = graph.dur if dur is None else dur
+        self.dur = graph.dur
         self.kept_share = np.ones(len(graph))
         """Share of each node's duration that remains."""
         self.max_dur = np.full(len(graph), np.inf)
@@ -80,7 +73,6 @@ class GraphEdits:
         """Whether each moved node is also issued earlier."""
         self.unblocked = np.zeros(len(graph), dtype=bool)
         """Whether each node is the end of a blocking call that no longer waits."""
-        self.no_skew = np.zeros(len(graph), dtype=bool)
         self.host: dict[int, HostTime] = {}
         """Remaining host time by thread."""
         self.workers: list[tuple[int, Array]] = []
@@ -149,7 +141,7 @@ class GraphEdits:
             weight *= real_share
         if (self.moved & ~self.dropped).any():
             graph, weight = move_to_streams(self, weight)
-        return EditedGraph(graph, weight, dur, np.flatnonzero(gone), np.flatnonzero(self.no_skew))
+        return EditedGraph(graph, weight, dur)
 
     def _shrink_host_edges(self, weight: Array) -> None:
         graph = self.graph

@@ -41,11 +41,11 @@ MAX_NODES = 30_000
 by consecutive steps in their middle."""
 
 
-def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]:
+def representative_steps(a: Analysis) -> tuple[int, int]:
     """Return the run of steps to replay: its first row of the steps table and one after its last.
-    It is the longest run of used steps, or the middle of it beyond ``limit`` nodes, at least three
-    where there are three. Where every n-th step is long it is whole cycles. Long steps that leave
-    no three others in a row are the loop's own pace, and replayed with them."""
+    It is the longest run of used steps, or the middle of it beyond ``MAX_NODES`` nodes, at least
+    three where there are three. Where every n-th step is long it is whole cycles. Long steps that
+    leave no three others in a row are the loop's own pace, and replayed with them."""
     used = a.steps.table["used"].to_numpy()
     group = _longest_run(used)
     if 0 < len(group) < 3:
@@ -55,8 +55,8 @@ def representative_steps(a: Analysis, limit: int = MAX_NODES) -> tuple[int, int]
         return 0, 0
     first, last = int(group[0]), int(group[-1]) + 1
     work = 2.2 * a.trace.gpu.height * (last - first) / max(1, len(used))
-    if work > limit and last - first > 3:
-        keep = max(3, int((last - first) * limit / work))
+    if work > MAX_NODES and last - first > 3:
+        keep = max(3, int((last - first) * MAX_NODES / work))
         first += (last - first - keep) // 2
         last = first + keep
     return last - (last - first) // (cycle := _cycle_steps(a, first, last)) * cycle, last
@@ -78,10 +78,10 @@ def _cycle_steps(a: Analysis, first: int, last: int) -> int:
     return every if every is not None and every <= len(dur) else 1
 
 
-def build_graph(a: Analysis, steps: tuple[int, int] | None = None) -> Graph:
-    """Build the graph of the given rows of the steps table; default: representative steps."""
+def build_graph(a: Analysis) -> Graph:
+    """Build the graph of representative steps."""
     trace = a.trace
-    steps = representative_steps(a) if steps is None else steps
+    steps = representative_steps(a)
     table = a.steps.marks[steps[0] : steps[1]]
     bounds = np.append(table["ts"].to_numpy(), host_end(a, table)).astype(np.int64)
     start, end = int(bounds[0]), int(bounds[-1])

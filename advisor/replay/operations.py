@@ -14,7 +14,6 @@ from advisor.replay.selection import collectives_on_host, host_of_layer
 
 if TYPE_CHECKING:
     from advisor.core.finding import Edit, Operation, Select
-    from advisor.replay.graph import Array
     from advisor.replay.selection import Selection
 
 GRAPH_LAUNCH_NS = 1_000.0
@@ -24,12 +23,9 @@ ROOFLINE_SHARE = 0.75
 """Share of the attainable rate that good kernels reach (TraceLens: 75% is the low target)."""
 
 
-def collect(
-    selected: Selection, edits: Sequence[Edit], assumption: str = "", dur: Array | None = None
-) -> GraphEdits:
-    """Collect what edits remove together, each once. ``assumption`` and ``dur``: see
-    :class:`GraphEdits`."""
-    result = GraphEdits(selected, assumption, dur)
+def collect(selected: Selection, edits: Sequence[Edit], assumption: str = "") -> GraphEdits:
+    """Collect what edits remove together, each once. ``assumption``: see :class:`GraphEdits`."""
+    result = GraphEdits(selected, assumption)
     # merging looks at which waits are left
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.op == "merge"):
         factor = edit.factor
@@ -100,13 +96,10 @@ def resize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 def remove_skew(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
-    """Let a rank keep no other one waiting. Without the other ranks' replay ``factor`` of the
-    collectives' time remains, if given."""
-    nodes = patch.selected.device_work(edit.select)
-    if patch.joint:
-        patch.no_skew[nodes] = True
-    elif factor is not None:
-        patch.kept_share[nodes] *= factor
+    """Let a rank keep no other one waiting, which is a matter of the ranks' replay. In that of one
+    rank ``factor`` of the collectives' time remains, if given."""
+    if factor is not None:
+        patch.kept_share[patch.selected.device_work(edit.select)] *= factor
 
 
 def overlap(patch: GraphEdits, edit: Edit, factor: float | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 import polars as pl
@@ -12,7 +12,8 @@ from advisor.core.report import StepTime
 from advisor.measure import Analysis
 from advisor.measure.steps.steps import require_used_steps
 from advisor.replay.edit_language import parse_edit
-from advisor.replay.exposed_time import ExposedTime
+from advisor.replay.estimators import GainEstimator, ReplayEstimator, estimator_for
+from advisor.replay.ranks.estimator import estimate_ranks
 from advisor.replay.replay_quality import ReplayQuality
 from advisor.replay.window_replayer import WindowReplayer
 
@@ -57,7 +58,8 @@ class WhatIfResult(NamedTuple):
     """Reason why the steps are not replayed; gains are then exposed time, and at most that. Empty:
     they are replayed."""
     ranks: tuple[int, ...]
-    """Ranks that were replayed together, the one of these figures first; empty: it was alone."""
+    """Ranks that were replayed together, the one of these figures first; empty: it was alone. Gains
+    are then those of the job's step."""
     marked: bool
     """Whether steps are marked in the trace; else all figures are of the whole recording."""
     unseen_loader: bool
@@ -72,6 +74,11 @@ class WhatIfResult(NamedTuple):
     step: StepTime | None = None
     """Step time of the run while nothing is profiled; ``None``: not recorded. The other figures are
     of the profiled steps."""
+    low_ns: float = 0.0
+    high_ns: float = 0.0
+    """Range of the gain of all edits together."""
+    ranks_error: float | None = None
+    """Replayed over measured step of the ranks together, less 1; ``None``: one rank is replayed."""
 
 
 MEASURE = (
@@ -160,34 +167,42 @@ def what_if(
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():
         require_used_steps(a.steps, a.trace.meta.path, number, selected=steps is not None)
-    whatif = WindowReplayer(analyses.pop(rank), rank, analyses)
     notes = [MEASURE] if any(_lighter(edit) for edit in parsed) else []
-    if chosen is None and analyses and not whatif.ranks:
+    own = estimator_for(analyses[rank], rank)
+    of_ranks, why = estimate_ranks(analyses, rank, own) if len(analyses) > 1 else (None, "")
+    if of_ranks is not None:
+        for number in range(len(parsed)):
+            of_ranks.add_change(parsed[number : number + 1], analyses[rank])
+            of_ranks.add_change(parsed[: number + 1], analyses[rank])
+    elif len(analyses) > 1 and chosen is None:
         from advisor.replay.project.splits import find_pacing_rank
 
         pace = find_pacing_rank(run, None, steps)
-        rank = pace.slowest
-        whatif = WindowReplayer(Analysis(run.window(rank), steps), rank)
-        notes.append(f"the ranks are not replayed together: {pace.sentence}")
-    here = whatif.ranks or (rank,)
+        rank, own = pace.slowest, estimator_for(analyses[pace.slowest], pace.slowest)
+        notes.append(f"the ranks are not replayed together ({why}): {pace.sentence}")
+    estimator = own if of_ranks is None else of_ranks
+    here = (rank, *(number for number in estimator.ranks if number != rank))
     for edit in parsed:
         if edit.rank is not None and edit.rank not in here:
             raise AdvisorError(
                 f"rank:{edit.rank}: only {counted_ranks(here)} replayed here; give a folder with "
                 "the traces of all ranks"
             )
-    reason = whatif.unusable_reason
-    rows = (_bounds if reason else _replays)(whatif, parsed)
-    saved = sum(row.gain_ns for row in rows) if reason else whatif.gain(parsed)
+    named = {rank, *(edit.rank for edit in parsed if edit.rank is not None)}
+    replayers = {number: WindowReplayer(analyses[number], number) for number in named}
+    if isinstance(own, ReplayEstimator):
+        replayers[rank] = own.whatif  # with what it has replayed
+    whatif = replayers[rank]
+    saved = estimator.gain_range(parsed).limited
     return WhatIfResult(
         measured_step_ns=whatif.a.step_ns,
         replayed_step_ns=whatif.a.step_ns * (1 + whatif.quality.total_error),
-        edited_step_ns=max(0.0, whatif.a.step_ns - saved),
-        edits=tuple(rows),
+        edited_step_ns=max(0.0, whatif.a.step_ns - saved.gain),
+        edits=tuple(_rows(estimator, replayers, rank, parsed)),
         critical_path=whatif.critical_path_parts(parsed),
         replay=whatif.quality,
-        reason=reason,
-        ranks=whatif.ranks,
+        reason=whatif.unusable_reason or own.reason,
+        ranks=here if len(here) > 1 else (),
         marked=whatif.a.steps.source != "whole trace",
         unseen_loader=whatif.unseen_loader,
         families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
@@ -196,6 +211,9 @@ def what_if(
         notes=tuple(notes),
         framework=whatif.a.trace.meta.framework,
         step=_of_run(run, rank, whatif.a),
+        low_ns=saved.low,
+        high_ns=saved.high,
+        ranks_error=None if of_ranks is None else of_ranks.study.replay.error,
     )
 
 
@@ -207,45 +225,30 @@ def _of_run(run: Run, rank: int, a: Analysis) -> StepTime | None:
     return known and StepTime(ns=known.ns, mean_ns=known.mean_ns, window_ns=a.step_ns)
 
 
-def _replays(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
-    """Return the replayed result of each edit, on top of those before it."""
-    rows = []
+def _rows(
+    estimator: GainEstimator,
+    replayers: Mapping[int, WindowReplayer],
+    rank: int,
+    edits: Sequence[Edit],
+) -> list[EditResult]:
+    """Return the result of each edit, on top of those before it. What it selects is counted on the
+    shown ``rank``, or the rank that it names."""
+    rows, step_ns = [], replayers[rank].a.step_ns
     for number, edit in enumerate(edits):
-        applied = edits[:number]
-        low, high = whatif.gain_bounds([edit], applied)
+        applied, upto = edits[:number], edits[: number + 1]
+        here = replayers[rank if edit.rank is None else edit.rank]
+        saved = estimator.gain_range([edit], applied)
         rows.append(
             EditResult(
                 edit=edit,
-                selected=(count := whatif.count_selected(edit)),
-                selected_per_step=count / whatif.step_count,
-                selected_ns=whatif.time_selected(edit),
-                alone_ns=whatif.gain([edit]),
-                gain_ns=whatif.gain([edit], applied),
-                low_ns=low,
-                high_ns=high,
-                step_then_ns=whatif.step_after([*applied, edit]),
-            )
-        )
-    return rows
-
-
-def _bounds(whatif: WindowReplayer, edits: Sequence[Edit]) -> list[EditResult]:
-    """Return each edit's result by exposed time; instants of earlier edits do not count again."""
-    a, bound = whatif.a, ExposedTime(whatif.a)
-    rows = []
-    for number, edit in enumerate(edits):
-        before, after = bound.saved(edits[:number]), bound.saved(edits[: number + 1])
-        rows.append(
-            EditResult(
-                edit=edit,
-                selected=(count := whatif.count_selected(edit)),
-                selected_per_step=count / whatif.step_count,
-                selected_ns=whatif.time_selected(edit),
-                alone_ns=bound.saved([edit])[0],
-                gain_ns=after[0] - before[0],
-                low_ns=0.0,
-                high_ns=max(after[2] - before[0], 0.0),
-                step_then_ns=max(0.0, a.step_ns - after[0]),
+                selected=(count := here.count_selected(edit)),
+                selected_per_step=count / here.step_count,
+                selected_ns=here.time_selected(edit),
+                alone_ns=estimator.marginal([edit], ()),
+                gain_ns=saved.gain,
+                low_ns=saved.limited.low,
+                high_ns=saved.limited.high,
+                step_then_ns=max(0.0, step_ns - estimator.marginal(upto, ())),
             )
         )
     return rows

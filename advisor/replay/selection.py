@@ -110,6 +110,16 @@ def collectives_on_host(a: Analysis, select: Select) -> pl.DataFrame | None:
     return table.filter(pl.Series(mask))
 
 
+def is_communication(a: Analysis, select: Select) -> bool:
+    """Tell whether a selector selects communication and nothing else."""
+    if select.on != "gpu":
+        return False
+    if a.device_id is None:
+        return collectives_on_host(a, select) is not None
+    chosen = selected_gpu(a, select)
+    return bool(chosen.any()) and bool(a.kernels["communication"].to_numpy()[chosen].all())
+
+
 def waits_on_host(a: Analysis, select: Select) -> Intervals | None:
     """Return when a process waits for selected host collectives and computes nothing, inside the
     used steps; ``None``: the selector is not about them."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -22,7 +22,6 @@ from advisor.replay.predictions import widened_by_kind
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completion_times
 from advisor.replay.replay_quality import (
     EXPLAINED_NS,
-    PartQuality,
     ReplayQuality,
     device_idle,
     hard_parts,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from advisor.core.finding import Edit, RangeCause
     from advisor.measure import Analysis
     from advisor.measure.steps.step_records import StepRecords
-    from advisor.replay.ranks.joint import JointRanks, JointReplay
 
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "python": 500.0}
 """Host time that the profiler adds to each event, about: 0.8 µs, with shapes 1.4 (PyTorch 2.13,
@@ -46,8 +44,6 @@ VISIBLE = 0.8
 """Busy share of the device above which host time is hidden behind it."""
 MAX_COST = 3.0
 """Largest measured cost of an event, in multiples of the usual one."""
-MAX_WORSE = 0.01
-"""Share of the steps by which the error with other ranks may exceed the error alone."""
 PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_min", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
 MAX_HIDDEN_COST = 6.0
@@ -143,28 +139,34 @@ def _mean_cost(a: Analysis) -> float:
     return float(costs.mean()) if len(costs) else EVENT_COST_NS["plain"]
 
 
-class WindowReplayer:
-    """Replays of one window. All times in ns.
+class GainRange(NamedTuple):
+    """Time saved per step, ns, and what decides the ends of its range."""
 
-    ``others``: the same window of the other ranks, by rank. If they can be put on one clock with
-    this one, they are replayed with it, edits included, and a collective waits for the last of
-    them. If not, a collective takes as long as it was measured to. ``profiled``: False for a
-    simulated trace, whose host times no profiler made longer.
+    gain: float
+    low: float
+    high: float
+    max_gain: float = float("inf")
+    """Upper limit of the range: the time that the edits touch, ns."""
+    low_by: RangeCause = ""
+    high_by: RangeCause = ""
+
+    @property
+    def limited(self) -> GainRange:
+        """The range up to its upper limit."""
+        high = max(self.gain, min(self.high, self.max_gain))
+        return self._replace(low=min(self.low, self.gain), high=high, max_gain=float("inf"))
+
+
+class WindowReplayer:
+    """Replays of one window of one rank. All times in ns. A collective takes as long as it was
+    measured to, waits for other ranks included. ``profiled``: False for a simulated trace, whose
+    host times no profiler made longer.
     """
 
-    def __init__(
-        self,
-        a: Analysis,
-        rank: int = 0,
-        others: Mapping[int, Analysis] | None = None,
-        *,
-        profiled: bool = True,
-    ) -> None:
+    def __init__(self, a: Analysis, rank: int = 0, *, profiled: bool = True) -> None:
         self.a = a
         self.profiled = profiled
         self.rank = rank
-        self.others = {number: other for number, other in (others or {}).items() if number != rank}
-        self._steps: tuple[int, int] | None = None
         self._shares: dict[float, Array] = {}
         self._own_steps: dict[tuple[Edit, ...], tuple[Array, Array, EditedGraph]] = {}
         self._exposed = ExposedTime(a)
@@ -172,9 +174,7 @@ class WindowReplayer:
     @cached_property
     def graph(self) -> Graph:
         """Dependency graph of the representative steps."""
-        if self._steps is None and self._joint_ranks is not None:
-            self._steps = self._joint_ranks.steps[0]
-        return build_graph(self.a, self._steps)
+        return build_graph(self.a)
 
     @cached_property
     def plan(self) -> ReplayPlan:
@@ -187,47 +187,7 @@ class WindowReplayer:
         return self.plan.steady_step()
 
     @cached_property
-    def _joint_ranks(self) -> JointRanks | None:
-        if not self.others:
-            return None
-        from advisor.replay.ranks.joint import find_joint_ranks
-
-        return find_joint_ranks(self.rank, {self.rank: self.a} | self.others)
-
-    @cached_property
-    def _joint_replay(self) -> tuple[JointReplay, tuple[WindowReplayer, ...]] | None:
-        """The replay with other ranks and a replayer for each of them; ``None``: alone, also where
-        the error of the measured steps would be larger than alone."""
-        joint_ranks = self._joint_ranks
-        if joint_ranks is None:
-            return None
-        from advisor.replay.ranks.joint import JointReplay
-
-        members = [self]
-        for number, a, steps in list(
-            zip(joint_ranks.ranks, joint_ranks.analyses, joint_ranks.steps, strict=True)
-        )[1:]:
-            member = WindowReplayer(a, number)
-            member._steps = steps
-            members.append(member)
-        joint = JointReplay(joint_ranks, [m.graph for m in members])
-        if not len(joint.shared_nodes):
-            return None
-        patched = [
-            GraphEdits(m._selected, dur=dur).build()
-            for m, dur in zip(members, joint.transfer, strict=True)
-        ]
-        with_others = joint.run(patched)[0].time
-        worse = self._step_error(with_others) - self._step_error(self.plan.run())
-        return (joint, tuple(members)) if worse <= MAX_WORSE else None
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that are replayed together, this one first; empty: it is alone."""
-        return () if self._joint_replay is None else tuple(m.rank for m in self._joint_replay[1])
-
-    @cached_property
-    def _periods(self) -> dict[tuple[tuple[Edit, ...], str, int], float]:
+    def _periods(self) -> dict[tuple[tuple[Edit, ...], str], float]:
         return {}
 
     @cached_property
@@ -259,39 +219,14 @@ class WindowReplayer:
     def _replay(
         self, edits: Sequence[Edit], assumption: str = "", times: float = 0.0
     ) -> tuple[Array, Array, EditedGraph]:
-        """Return times of the nodes, durations (waits for other ranks included), and the graph,
-        less ``times`` the profiler's usual host time."""
-        if self._joint_replay is not None:
-            joint = self._joint_replay[0]
-            patched = self._patches(edits, assumption, times)
-            result = joint.run(patched)[0]
-            dur, own_part = patched[0].dur.copy(), joint.members[0]
-            dur[own_part] = result.dur[own_part]
-            return result.time, dur, patched[0]
+        """Return times of the nodes, their durations, and the graph, less ``times`` the profiler's
+        usual host time."""
         real = self._real_share(times)
         own = collect(self._selected, self._own_edits(edits), assumption).build(real)
         return self._plan(own.graph).run(own.weight, own.dur), own.dur, own
 
-    def _patches(
-        self, edits: Sequence[Edit], assumption: str = "", times: float = 0.0
-    ) -> list[EditedGraph]:
-        """Return each rank's graph with the edits that apply to it, less ``times`` the profiler's
-        usual host time. Correlation ids select events of one trace."""
-        assert self._joint_replay is not None
-        joint, members = self._joint_replay
-        result = []
-        for member, dur in zip(members, joint.transfer, strict=True):
-            own = [
-                e
-                for e in edits
-                if e.rank in (None, member.rank) and (member is self or not e.select.correlation)
-            ]
-            real = member._real_share(times)
-            result.append(collect(member._selected, own, assumption, dur).build(real))
-        return result
-
     def _own_edits(self, edits: Sequence[Edit]) -> list[Edit]:
-        """Return the edits that concern this rank when it is replayed alone."""
+        """Return the edits that concern this rank."""
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
     @cached_property
@@ -316,21 +251,17 @@ class WindowReplayer:
         ``high`` (a small or large gain); ``unprofiled`` and ``profiled``: without and with the
         profiler's own host time, whichever is not assumed otherwise; ``unprofiled_min`` and
         ``unprofiled_max``: without the least and the most that it may take."""
-        return self._period(edits, assumption, 0)
-
-    def _period(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
-        """Return the period of any of the ranks that are replayed together."""
         if assumption not in PROFILER_ASSUMPTIONS and all(
             e.factor_low is None and e.factor_high is None and e.op != "parallelize" and not e.ahead
             for e in edits
         ):
             assumption = ""
-        key = (tuple(edits), assumption, member)
+        key = (tuple(edits), assumption)
         if key not in self._periods:
-            self._periods[key] = self._steady(edits, assumption, member)
+            self._periods[key] = self._steady(edits, assumption)
         return self._periods[key]
 
-    def _steady(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
+    def _steady(self, edits: Sequence[Edit], assumption: str) -> float:
         times = {
             "profiled": 0.0,
             "unprofiled_min": self._min_cost_ratio,
@@ -338,19 +269,9 @@ class WindowReplayer:
             "unprofiled_max": self._max_cost_ratio,
         }.get(assumption, self._own_step_ratio)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
-        if self._joint_replay is not None:
-            return self._joint_replay[0].steady_step(
-                self._patches(edits, assumption, times), member
-            )
         real = self._real_share(times)
         own = collect(self._selected, self._own_edits(edits), assumption).build(real)
         return self._plan(own.graph).steady_step(own.weight, own.dur)
-
-    def _paced_member(self, edits: Sequence[Edit]) -> int:
-        """Return the index of the rank whose step measures what edits save: this one, or another
-        where this one is the late rank that keeps the others waiting."""
-        late = any(e.op == "remove_skew" and e.rank == self.rank for e in edits)
-        return 1 if late and self._joint_replay is not None else 0
 
     def _plan(self, graph: Graph) -> ReplayPlan:
         return self.plan if graph is self.graph else ReplayPlan(graph)
@@ -361,57 +282,41 @@ class WindowReplayer:
 
     def gain(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> float:
         """Return what edits save per step, on top of others that are applied already."""
-        both = [*applied, *edits]
-        member = self._paced_member(both)
-        saved = (self._saved(each, self._central(each), member) for each in (both, applied))
+        saved = (self._saved(each, self._central(each)) for each in ([*applied, *edits], applied))
         return next(saved) - next(saved)
 
-    def _saved(self, edits: Sequence[Edit], assumption: str, member: int) -> float:
+    def _saved(self, edits: Sequence[Edit], assumption: str) -> float:
         """Return what edits save, at most the time of what they select."""
         if not edits:
             return 0.0
         by = assumption if assumption in PROFILER_ASSUMPTIONS else ""
-        before = self._period((), by, member)
-        saved = before - self._period(edits, assumption, member)
-        most = self._max_saved(edits, optimistic=assumption == "high")
-        return min(saved, most) * self._of_profiled_step(edits, by, member)
+        saved = self.period((), by) - self.period(edits, assumption)
+        most = self._exposed.max_saved(edits, optimistic=assumption == "high")
+        return min(saved, most) * self._of_profiled_step(edits, by)
 
-    def _of_profiled_step(
-        self, edits: Sequence[Edit], assumption: str = "", member: int = 0
-    ) -> float:
+    def _of_profiled_step(self, edits: Sequence[Edit], assumption: str = "") -> float:
         """Return the factor from savings of a step without the profiler to savings of the measured
         one: the ratio of their lengths, or that of the time in which the device idles where edits
         leave all device work, which takes as long without the profiler."""
         if not self._knows_own_steps:
             return 1.0
-        step, profiled = self._period((), assumption, member), self._period((), "profiled", member)
+        step, profiled = self.period((), assumption), self.period((), "profiled")
         busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
         if step > busy and leaves_device_work(edits):
             step, profiled = step - busy, profiled - busy
         return max(1.0, profiled / step) if step > 0 else 1.0
 
-    def _max_saved(self, edits: Sequence[Edit], *, optimistic: bool) -> float:
-        """Return the most that edits can save. With other ranks it is the step: a fix then also
-        ends waits for other ranks, inside this one's collectives."""
-        if self._joint_replay is not None:
-            return self.a.step_ns
-        return self._exposed.max_saved(edits, optimistic=optimistic)
-
-    def gain_range(
-        self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
-    ) -> tuple[float, float, float, float, RangeCause, RangeCause]:
-        """Return (gain, low, high, most, low_by, high_by): the gain, its range from 0, the time of
-        what the edits select, and what decides each end."""
+    def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
+        """Return the gain with its range, from 0 where something is gained."""
         gain, (low, high, low_by, high_by) = (
             self.gain(edits, applied),
             self._bounds_and_causes(edits, applied),
         )
         both = [*applied, *edits]
-        limit = self._max_saved(both, optimistic=True) * self._of_profiled_step(both)
+        limit = self._exposed.max_saved(both, optimistic=True) * self._of_profiled_step(both)
         limit += self._exposed.beside_compute([*applied, *edits])
-        low = min(gain, max(0.0, low))
-        most = limit - self._saved(applied, "", self._paced_member(edits))
-        return gain, low, high, most, low_by, high_by
+        low = min(gain, low if gain < 0 else max(0.0, low))
+        return GainRange(gain, low, high, limit - self._saved(applied, ""), low_by, high_by)
 
     def gain_bounds(
         self, edits: Sequence[Edit], applied: Sequence[Edit] = ()
@@ -425,7 +330,6 @@ class WindowReplayer:
         self, edits: Sequence[Edit], applied: Sequence[Edit]
     ) -> tuple[float, float, RangeCause, RangeCause]:
         both = [*applied, *edits]
-        member = self._paced_member(both)
         others = ("unprofiled_max", "profiled") if self._knows_own_steps else ("unprofiled",)
         if self._central(both):
             others = ("profiled", "unprofiled")
@@ -434,7 +338,7 @@ class WindowReplayer:
         gains = [
             self.gain(edits, applied),
             *(
-                self._saved(both, assumption, member) - self._saved(applied, assumption, member)
+                self._saved(both, assumption) - self._saved(applied, assumption)
                 for assumption in ("low", "high", *others)
             ),
         ]
@@ -444,8 +348,8 @@ class WindowReplayer:
         possible = gains[:-1] if others[0] == "unprofiled_min" else gains
         least, largest = min(possible) - error, max(gains) + error + beside
         low, high = widened_by_kind(gains[0], least, largest, edits, self.a.step_ns)
-        limit = self._max_saved(both, optimistic=True) * self._of_profiled_step(both) + beside
-        limit -= self._saved(applied, "", member)
+        limit = self._exposed.max_saved(both, optimistic=True) * self._of_profiled_step(both)
+        limit += beside - self._saved(applied, "")
         steps: dict[RangeCause, list[float]] = {
             "assumption": gains[1:3],
             "faster host": [],
@@ -605,32 +509,13 @@ class WindowReplayer:
             if len(device)
             else None,
             starts=len(device),
-            hard=(*hard_parts(graph), *self._rank_waits()),
+            hard=hard_parts(graph),
             steps=graph.steps[1] - graph.steps[0],
             of_steps=max(self.a.step_count, graph.steps[1] - graph.steps[0]),
             waits=float(waits.time.sum()) / whole,
             waits_explained=waits.share,
             idle=float(idle.time.sum()) / whole,
             idle_explained=idle.share,
-        )
-
-    def _rank_waits(self) -> tuple[PartQuality, ...]:
-        """Return the quality of collectives' waits for later ranks; empty if replayed alone."""
-        if self._joint_replay is None:
-            return ()
-        joint = self._joint_replay[0]
-        nodes, graph = joint.members[0], self.graph
-        waited = graph.dur[nodes] - joint.transfer[0][nodes]
-        _, dur, own = self._replay([])
-        error = (dur - own.dur)[nodes] - waited
-        total = float(waited.sum())
-        if total <= 0:
-            return ()
-        share = float(np.clip(waited - np.abs(error), 0.0, None).sum()) / total
-        return (
-            PartQuality(
-                "waits for other ranks", len(nodes), share, float(np.median(np.abs(error))), total
-            ),
         )
 
     @cached_property

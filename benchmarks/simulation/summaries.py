@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.advise.ranks.rank_summary import MAX_KERNELS, shrink_to_limit
 from advisor.core.intervals import (
     Intervals,
     covered_length,
@@ -24,6 +23,7 @@ from advisor.core.intervals import (
 )
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.collectives import short_key
+from advisor.measure.ranks.rank_summary import MAX_KERNELS, shrink_to_limit
 from advisor.measure.ranks.summary import (
     Collectives,
     KernelSummary,

@@ -10,7 +10,7 @@ import pytest
 
 from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze
-from advisor.advise.impact import GainEstimator, without_gain
+from advisor.advise.impact import without_gain
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Finding, Select
 from advisor.core.report import Report
@@ -18,6 +18,7 @@ from advisor.core.run_directory import Host, Rank, RankRecord, RecordedDevice
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
+from advisor.replay.estimators import GainEstimator
 from advisor.replay.result import what_if
 from advisor.rules.input.loader_waits import SINGLE_PROCESS
 from advisor.testing import TraceBuilder

@@ -13,9 +13,10 @@ import polars as pl
 from msgspec.structs import replace
 
 from advisor import Analysis, Edit
-from advisor.advise.impact import GainRange, estimator_for
 from advisor.replay.edit_language import BLOCKING, parse_edit, write_edit
+from advisor.replay.estimators import estimator_for
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
+from advisor.replay.window_replayer import GainRange
 
 TOLERANCE = 0.001
 """Of the step: differences below this are rounding and latencies of single calls."""

@@ -13,11 +13,11 @@ import polars as pl
 import pytest
 
 from advisor import Analysis
-from advisor.advise.impact import BoundEstimator, ReplayEstimator
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import subtract
 from advisor.read import open_run
 from advisor.replay.edit_language import parse_edit
+from advisor.replay.estimators import BoundEstimator, ReplayEstimator
 from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder

@@ -28,10 +28,10 @@ from msgspec.structs import replace
 from advisor import Analysis, Edit, Finding
 from advisor.advise import report_text
 from advisor.advise.engine import AnalysisResult, examine
-from advisor.advise.impact import REPLAY, estimator_for
 from advisor.measure.steps.steps import recorded_extent
 from advisor.read import read_trace
 from advisor.replay.edit_language import BLOCKING, parse_edit, write_edit
+from advisor.replay.estimators import REPLAY, estimator_for
 from advisor.replay.exposed_time import remaining_device_time
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.result import what_if

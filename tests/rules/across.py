@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from advisor.advise.impact import estimator_for
-from advisor.advise.ranks.estimator import RanksEstimator
-from advisor.advise.ranks.rank_summary import summarise_rank
 from advisor.advise.rule_runner import RankFindings, rank_rules
 from advisor.core.rule import Rule
 from advisor.measure import Analysis
+from advisor.measure.ranks.rank_summary import summarise_rank
+from advisor.replay.estimators import estimator_for
+from advisor.replay.ranks.estimator import RanksEstimator
 from advisor.replay.ranks.study import Study, study_ranks
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.advise.impact import ReplayEstimator
 from advisor.advise.rule_runner import run_rules
 from advisor.core.finding import Finding
 from advisor.core.rule import Rule
 from advisor.replay.edit_language import parse_edit
+from advisor.replay.estimators import ReplayEstimator
 from advisor.rules.distributed.missing_no_sync import MissingNoSync
 from advisor.rules.distributed.slow_device import SlowDevice
 from advisor.rules.host.periodic_stalls import PeriodicStalls

@@ -165,10 +165,11 @@ def summarise_file(
 
     Raises AdvisorError: no trace, no such rank in it, or several and none is asked for.
     """
+    from advisor.advise.memory import memory_of_rank
     from advisor.advise.options import Options
-    from advisor.advise.ranks.rank_summary import summarise_rank
     from advisor.advise.rule_runner import run_rules
     from advisor.advise.select import choose_windows, load_rules, read_config
+    from advisor.measure.ranks.rank_summary import summarise_rank
     from advisor.read import open_run
 
     options = options or Options()
@@ -177,7 +178,8 @@ def summarise_file(
     run = one_rank(whole, path, rank)
     number, a = next(iter(choose_windows(run, options.window, options.steps).items()))
     findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings
-    return summarise_rank(a, number if rank is None else rank, findings, path)
+    known = number if rank is None else rank
+    return summarise_rank(a, known, findings, path, memory_of_rank(a, known))
 
 
 def _recorded(path: str, rank: int | None) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from advisor.core import text as t
+from advisor.core.ranks import format_ranks
 from advisor.core.report import StepTime
 from advisor.render.document import (
     Block,
@@ -98,8 +99,10 @@ def _steps(result: WhatIfResult) -> list[str]:
     steps = "no steps are marked"
     if result.marked:
         steps = f"{replay.steps} of {replay.of_steps} steps{' are replayed' * (not result.reason)}"
-    ranks = ", ".join(map(str, sorted(result.ranks)))
-    return [steps, *([f"ranks {ranks} together"] if ranks else [])]
+    if not result.ranks:
+        return [steps]
+    error = f", error {abs(result.ranks_error or 0.0):.2%}" * (result.ranks_error is not None)
+    return [steps, f"ranks {format_ranks(list(result.ranks))} together{error}"]
 
 
 def _replayed(result: WhatIfResult) -> list[str]:

@@ -137,6 +137,11 @@ def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> 
     return TypicalWork(work, tail)
 
 
+def like_others(job: JobMeasurements, replay: RanksReplay, index: Sequence[int]) -> JobChange:
+    """Return the job with some ranks as fast as the median of the others."""
+    return _like_the_others(replay, usual_work(job, replay, set(index)), index)
+
+
 def _like_the_others(replay: RanksReplay, usual: TypicalWork, at: Sequence[int]) -> JobChange:
     """Give some ranks the others' time for the work that takes them longer."""
     own = np.isin(replay.rank, list(at)) & (usual.work < replay.work)

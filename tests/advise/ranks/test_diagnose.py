@@ -16,7 +16,6 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.ranks.estimator import RanksEstimator
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, format_ranks
@@ -30,6 +29,7 @@ from advisor.measure.ranks.summary import (
     unpack,
 )
 from advisor.render.formats import REPORTS
+from advisor.replay.ranks.estimator import RanksEstimator
 from advisor.replay.ranks.study import study_ranks
 from advisor.rules.distributed.straggler_rank import StragglerRank
 
@@ -282,6 +282,11 @@ def test_a_gain_of_ranks_that_wait_anyway_is_worth_nothing_to_the_job() -> None:
     assert gain(set(EVERYBODY)) == pytest.approx(2 * MS, rel=0.1)
 
 
+def saving(ns: float) -> Any:
+    """The estimator of a rank that saves so much by whatever it is asked for."""
+    return SimpleNamespace(marginal=lambda edits, applied: ns)
+
+
 def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() -> None:
     """What it looks for is just below its threshold there. Each rank saves 2 ms, so the job does;
     had the silent ranks saved nothing, the others would wait for them."""
@@ -296,19 +301,22 @@ def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() ->
     assert found is not None
     own = Impact(currency="step_time", gain_ns=2 * MS)
 
-    def gain(edit: Edit, saving: Callable[[int, tuple[Edit, ...]], float | None]) -> float:
+    def gain(edit: Edit, saved: float | None) -> float:
         finding = Finding(
             rule="launch-bound", summary="", category="host", edits=[edit], impact=own
         )
         alone = cast("Any", SimpleNamespace(**NO_REPLAY))
-        return RanksEstimator(alone, found, 0, [finding], saving).gain_range([edit]).gain
+        other = None if saved is None else saving(saved)
+        return (
+            RanksEstimator(alone, found, 0, [finding], lambda rank: other).gain_range([edit]).gain
+        )
 
     of_trace = replace(SYNC, select=Select(on="gpu", correlation=(3,)))
     of_rank = replace(SYNC, rank=0)
-    assert gain(SYNC, lambda rank, edits: 2 * MS) == pytest.approx(2 * MS, rel=0.1)
-    assert gain(SYNC, lambda rank, edits: None) == pytest.approx(0, abs=0.1 * MS)
+    assert gain(SYNC, 2 * MS) == pytest.approx(2 * MS, rel=0.1)
+    assert gain(SYNC, None) == pytest.approx(0, abs=0.1 * MS)
     for edit in (of_trace, of_rank):
-        assert gain(edit, lambda rank, edits: 2 * MS) == pytest.approx(0, abs=0.1 * MS)
+        assert gain(edit, 2 * MS) == pytest.approx(0, abs=0.1 * MS)
 
 
 def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has() -> None:
@@ -335,7 +343,7 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
             found,
             0,
             [finding],
-            lambda rank, edits, of=exposed: of[rank],
+            lambda rank, of=exposed: saving(of[rank]),
         )
         gain = estimator.gain_range([edit])
         transfers = PIECES * 0.2 * MS

@@ -1,4 +1,4 @@
-"""Gain of a finding for the job: its saving on each rank, in a replay of all ranks together."""
+"""Gain of a change for the job: its saving on each rank, in a replay of all ranks together."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from advisor.advise.impact import GainEstimator, GainRange
 from advisor.measure.ranks.outliers import edits_of
+from advisor.measure.ranks.rank_summary import summarise_rank
 from advisor.measure.ranks.summary import unpack_findings
+from advisor.replay.estimators import GainEstimator, estimator_for
 from advisor.replay.ranks.gains import (
     change_without,
     combine_changes,
+    like_others,
     saving_change,
     without_collectives,
 )
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain
+from advisor.replay.ranks.study import study_ranks
+from advisor.replay.selection import is_communication
+from advisor.replay.window_replayer import GainRange
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from advisor.core.finding import Edit, Finding
     from advisor.core.report import Replay
+    from advisor.measure import Analysis
     from advisor.measure.ranks.outliers import Deviation
     from advisor.replay.ranks.study import Study
 
@@ -30,17 +38,17 @@ COMMUNICATION = ("distributed", "communication")
 """Categories of findings that save transfers; what a rank waits for the others remains."""
 Key = tuple["Edit", ...]
 """Edits of one finding, all of them."""
-Saving = Callable[[int, "Key"], float | None]
-"""Function of rank and edits: what they save on it alone, ns per step; ``None``: no trace here."""
+OfRank = Callable[[int], GainEstimator | None]
+"""Function of a rank: the estimator of what it saves alone; ``None``: its trace is not here."""
 
 
 class RankSavings(NamedTuple):
-    """Savings of a finding on single ranks."""
+    """Savings of a change on single ranks."""
 
     saved: dict[int, float]
     """Savings of the ranks alone, ns per step, by index of the rank in the study."""
     gain: GainRange
-    """Gain on the rank that the finding is shown for, alone."""
+    """Gain on the rank that the change is shown for, alone."""
     reported_rank: bool
     """Whether that is the analysed rank."""
     communication: bool
@@ -51,7 +59,8 @@ class RanksEstimator(GainEstimator):
     of others from theirs. The job gains what waits between ranks leave of that.
 
     A change to a program is one on all ranks. Where a rule found nothing on a rank, what it looks
-    for may be below its threshold there: then the rank saves what ``saving`` says, else nothing.
+    for may be below its threshold there: then the rank saves what its own estimator says
+    (``of_rank``), else nothing. Changes that are no finding's are added with :meth:`add_change`.
     """
 
     def __init__(
@@ -59,18 +68,19 @@ class RanksEstimator(GainEstimator):
         own: GainEstimator,
         study: Study,
         rank: int,
-        findings: Sequence[Finding],
-        saving: Saving | None = None,
+        findings: Sequence[Finding] = (),
+        of_rank: OfRank | None = None,
     ) -> None:
         self.own = own
         self.study = study
         self.place = study.summary_index(rank)
-        self._saving = saving
+        self._of_rank = of_rank
         self.method, self.error, self.reason = own.method, own.error, own.reason
         self.ranks = tuple(study.replayed)
         self.unseen_loader = own.unseen_loader
         self._known: dict[Key, RankSavings] = {}
-        self._deviations: dict[Key, tuple[Deviation, JobGain | None]] = {}
+        self._parts: dict[Key, tuple[Key, ...]] = {}
+        self._deviations: dict[Key, tuple[Deviation | None, JobGain | None]] = {}
         self._key_of: dict[Edit, Key] = {}
         self._saved: dict[tuple[Key, ...], float] = {}
         self._changes: dict[Key, JobChange] = {}
@@ -91,16 +101,71 @@ class RanksEstimator(GainEstimator):
         self, finding: Finding, saved: dict[int, float], gain: GainRange, *, own: bool
     ) -> None:
         key = tuple(finding.edits)
-        of_program = all(
-            e.rank is None and not (e.select.correlation or e.select.stream) for e in key
-        )
-        if self._saving is not None and of_program:
+        of_program = all(e.rank is None and not e.select.correlation for e in key)
+        if of_program and self._of_rank is not None:
             silent = (each for each in enumerate(self.study.numbers) if each[0] not in saved)
-            each = {place: self._saving(number, key) for place, number in silent}
-            saved = saved | {place: ns for place, ns in each.items() if ns is not None}
+            each = {place: self._of_rank(number) for place, number in silent}
+            saved = saved | {p: r.marginal(key, ()) for p, r in each.items() if r is not None}
         known = RankSavings(saved, gain, own, finding.category in COMMUNICATION)
         self._known.setdefault(key, known)
         self._name(key)
+
+    def add_change(self, edits: Sequence[Edit], a: Analysis) -> None:
+        """Add a change that is no finding's. ``a``: the analysis of the rank it is shown for, the
+        only one on which correlation ids select anything."""
+        key = tuple(edits)
+        if key in self._parts or not key:
+            return
+        parts: list[Key] = []
+        left = list(dict.fromkeys(edits))
+        for outlier in self._deviations:
+            if set(outlier) <= set(left):
+                parts.append(outlier)
+                left = [edit for edit in left if edit not in outlier]
+        late = tuple(edit for edit in left if edit.op == "remove_skew")
+        if late:
+            parts.append(late)
+            self._add_late(late)
+        left = [edit for edit in left if edit.op != "remove_skew"]
+        talk = [is_communication(a, edit.select) for edit in left]
+        for wanted in (False, True):
+            part = tuple(e for e, there in zip(left, talk, strict=True) if there is wanted)
+            if part:
+                parts.append(part)
+                self._add_edits(part, communication=wanted)
+        self._parts[key] = tuple(parts)
+
+    def _add_late(self, key: Key) -> None:
+        """Add a change to ranks that keep others waiting and are no outlier."""
+        named = [edit.rank for edit in key if edit.rank is not None]
+        places = [place for n in named if (place := self.study.summary_index(n)) is not None]
+        change = like_others(self.study.job, self.study.replay, places)
+        self._changes[key] = change
+        self._deviations[key] = (None, self.study.replay.gain(change))
+
+    def _add_edits(self, key: Key, *, communication: bool) -> None:
+        """Add edits that each rank saves something by, in its own replay."""
+        saved: dict[int, float] = {}
+        ranges: dict[int, GainRange] = {}
+        for place, number in enumerate(self.study.numbers):
+            shown = place == self.place
+            own = tuple(
+                edit
+                for edit in key
+                if edit.rank in (None, number) and (shown or not edit.select.correlation)
+            )
+            alone = self.own if shown or self._of_rank is None else self._of_rank(number)
+            if not own or alone is None:
+                continue
+            if shown or own != key or any(edit.rank is not None for edit in own):
+                ranges[place] = alone.gain_range(own).limited
+                saved[place] = ranges[place].gain
+            else:
+                saved[place] = alone.marginal(own, ())
+        order = sorted(ranges, key=lambda place: (place != self.place, -saved[place], place))
+        gain = ranges[order[0]] if order else GainRange(0.0, 0.0, 0.0)
+        known = RankSavings(saved, gain, self.place in ranges, communication)
+        self._known.setdefault(key, known)
 
     def _name(self, key: Key) -> None:
         for edit in key:
@@ -134,10 +199,16 @@ class RanksEstimator(GainEstimator):
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
         """Estimate the job's gain by edits; after others the range keeps its relative width."""
         if applied:
-            first, left = self.gain_range(edits), max(0.0, self.marginal(edits, applied))
+            first, left = self.gain_range(edits), self.marginal(edits, applied)
+            if first.gain < 0:  # it makes the step longer
+                return GainRange(left, left, left)
+            left = max(0.0, left)
             share = left / first.gain if first.gain > 0 else 0.0
             return GainRange(left, first.low * share, max(left, first.high * share))
-        key = tuple(edits)
+        parts = self._parts.get(tuple(edits), (tuple(edits),))
+        if len(parts) > 1:
+            return self._range_of_parts(edits, parts)
+        key = parts[0]
         if key in self._deviations and (gain := self._deviations[key][1]) is not None:
             return GainRange(*gain)
         known = self._known.get(key)
@@ -150,8 +221,9 @@ class RanksEstimator(GainEstimator):
             saved * (end / alone.gain) if alone.gain > 0 else saved
             for end in (alone.low, alone.high)
         )
-        low, high = max(0.0, min(saved, low) - error), max(saved, high) + error
-        saved = max(0.0, saved)
+        low, high = min(saved, low) - error, max(saved, high) + error
+        if alone.gain >= 0:  # else it makes the rank slower
+            saved, low = max(0.0, saved), max(0.0, low)
         if known.communication:
             # work that is issued ahead also takes up waits, as far as every rank has some: none
             # gets faster than its own work
@@ -162,6 +234,15 @@ class RanksEstimator(GainEstimator):
         if saved <= alone.gain:  # more: other ranks gain too, and wait less for each other
             high = max(saved, min(high, alone.high))
         return alone._replace(gain=saved, low=low, high=high)
+
+    def _range_of_parts(self, edits: Sequence[Edit], parts: Sequence[Key]) -> GainRange:
+        """Return the gain of several changes together; its range is as wide as theirs."""
+        saved = self._joint_gain(edits)
+        each = [self.gain_range(part) for part in parts]
+        whole = sum(part.gain for part in each)
+        ends = (sum(part.low for part in each), sum(part.high for part in each))
+        low, high = (saved * end / whole if whole > 0 else saved for end in ends)
+        return GainRange(saved, min(saved, low), max(saved, high))
 
     def overlaps(self, finding: Finding) -> bool:
         known = self._known.get(tuple(finding.edits))
@@ -184,7 +265,8 @@ class RanksEstimator(GainEstimator):
 
     def _joint_gain(self, edits: Sequence[Edit]) -> float:
         """Return what all these edits together save in the job's step, ns."""
-        keys = tuple(dict.fromkeys(key for e in edits if (key := self._key_of.get(e)) is not None))
+        named = (key for e in edits if (key := self._key_of.get(e)) is not None)
+        keys = self._parts.get(tuple(edits)) or tuple(dict.fromkeys(named))
         if not keys:
             return 0.0
         if keys not in self._saved:
@@ -199,8 +281,9 @@ class RanksEstimator(GainEstimator):
         applied: list[Edit] = []
         for key in keys:
             if key in self._deviations:
-                if key not in self._changes:
-                    self._changes[key] = change_without(job, replay, self._deviations[key][0])[0]
+                deviation = self._deviations[key][0]
+                if key not in self._changes and deviation is not None:
+                    self._changes[key] = change_without(job, replay, deviation)[0]
                 changes.append(self._changes[key])
                 continue
             known = self._known[key]
@@ -216,7 +299,7 @@ class RanksEstimator(GainEstimator):
                 applied += key
             saved = np.zeros(len(job.summaries))
             for place, ns in known.saved.items():
-                saved[place] = max(0.0, ns * share)
+                saved[place] = ns * max(0.0, share)
             changes.append(saving_change(replay, saved, communication=known.communication))
         return changes
 
@@ -253,3 +336,23 @@ def _by_rule(study: Study) -> defaultdict[tuple[str, int], dict[int, float]]:
             result[advice.rule, counts[advice.rule]][place] = advice.gain_ns or 0.0
             counts[advice.rule] += 1
     return result
+
+
+def estimate_ranks(
+    analyses: Mapping[int, Analysis], rank: int, own: GainEstimator
+) -> tuple[RanksEstimator | None, str]:
+    """Return the estimator of a job's ranks for changes to them, shown for one of them, whose own
+    estimator is given. ``None``, with the reason: they cannot be replayed together."""
+    study = study_ranks([summarise_rank(a, number) for number, a in analyses.items()])
+    if study is None or study.summary_index(rank) is None:
+        return None, "they are not of one run"
+    if study.replay.reason:
+        return None, study.replay.reason
+    made = {rank: own}
+
+    def of_rank(number: int) -> GainEstimator | None:
+        if number not in made:
+            made[number] = estimator_for(analyses[number], number)
+        return made[number]
+
+    return RanksEstimator(own, study, rank, of_rank=of_rank), ""

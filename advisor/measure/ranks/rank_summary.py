@@ -6,14 +6,12 @@ Reads one trace and keeps nothing of it but the summary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
-from advisor.advise.memory import memory_of_rank
-from advisor.advise.report_fields import device_time, host_time
 from advisor.core.intervals import Ints, covered_length, union
 from advisor.measure.host.reads import outermost_aten
 from advisor.measure.ranks.collectives import (
@@ -38,6 +36,7 @@ from advisor.read.remote.urls import redact_url
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
+    from advisor.core.report import MemorySample
     from advisor.measure import Analysis
 
 MAX_KERNELS = 40
@@ -48,10 +47,16 @@ MAX_FINDINGS = 60
 
 
 def summarise_rank(
-    a: Analysis, rank: int, findings: Sequence[Finding], path: str = ""
+    a: Analysis,
+    rank: int,
+    findings: Sequence[Finding] = (),
+    path: str = "",
+    memory: MemorySample | None = None,
 ) -> RankSummary:
     """Return the measurements of one rank, and its findings with their gains on it alone."""
-    meta, figures = a.trace.meta, {} if a.record_only else device_time(a)
+    meta = a.trace.meta
+    on_device = a.device_id is not None and not a.record_only
+    whole = on_device and not a.lost_records.has_lost_replays
     path = path or redact_url(meta.path)
     used = a.steps.used.head(MAX_STEPS)
     return shrink_to_limit(
@@ -68,11 +73,13 @@ def summarise_rank(
             step_source=a.steps.source,
             steps=step_summaries(a, used),
             step_ns=float(a.step_ns),
-            time={share.name: float(share.ns) for share in figures.get("time", ())},
-            idle={cause.cause: float(cause.ns) for cause in figures.get("idle", ())},
-            host_time={} if a.record_only else {s.name: float(s.ns) for s in host_time(a)},
-            families={family.name: float(family.ns) for family in figures.get("families", ())},
-            communication=float(figures.get("communication_ns") or 0.0),
+            time=_per_step_ns(a, a.breakdown.totals().items() if whole else ()),
+            idle=_per_step_ns(a, _idle(a).iter_rows() if whole else ()),
+            host_time=_per_step_ns(a, () if a.record_only else _host(a).iter_rows()),
+            families=_per_step_ns(
+                a, a.families.select("family", "dur").iter_rows() if on_device else ()
+            ),
+            communication=a.breakdown.all_communication.total / a.step_count if whole else 0.0,
             kernels=_kernels(a),
             operators=_operators(a),
             per_step=_per_step(a),
@@ -80,9 +87,22 @@ def summarise_rank(
             findings=[_advice(finding) for finding in findings[:MAX_FINDINGS]],
             details=pack_findings(findings[:MAX_FINDINGS]),
             damage=_damage(a),
-            memory=memory_of_rank(a, rank),
+            memory=memory,
         )
     )
+
+
+def _per_step_ns(a: Analysis, total: Iterable[tuple[str, int]]) -> dict[str, float]:
+    return {str(name): ns / a.step_count for name, ns in total}
+
+
+def _idle(a: Analysis) -> pl.DataFrame:
+    return a.gaps.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("dur").sum()).sort("cause")
+
+
+def _host(a: Analysis) -> pl.DataFrame:
+    main = -1 if a.trace.main_thread is None else a.trace.main_thread
+    return a.host.filter(pl.col("thread") == main).select("class", "ns")
 
 
 def _kernels(a: Analysis) -> dict[str, KernelSummary]:

@@ -1,4 +1,4 @@
-"""Writes the generated part of the docs: rules, sample workloads, the report's schema.
+"""Writes the generated part of the docs: rules, sample workloads, schemas, commands, Python.
 
 python docs/generate.py          # or: make docs
 python docs/generate.py --check  # exit 1 when a page is not current
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import inspect
+import io
+import os
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import advisor
 import advisor.compare.comparison
 import advisor.core.auxiliary_inputs
 import advisor.core.charts
@@ -26,6 +32,7 @@ import advisor.core.report
 import advisor.core.rule
 import advisor.recorder.options
 from advisor.advise.select import load_rules
+from advisor.cli import GROUPS, run
 from advisor.core.rule import Citation
 from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
@@ -47,6 +54,8 @@ def pages() -> dict[Path, str]:
     found[DOCS / "report-schema.md"] = GENERATED + schema_text()
     found[DOCS / "comparison-schema.md"] = GENERATED + comparison_text()
     found[DOCS / "recording.md"] = recording_text()
+    found[DOCS / "commands.md"] = GENERATED + commands_text()
+    found[DOCS / "python.md"] = GENERATED + python_text()
     return found
 
 
@@ -305,6 +314,59 @@ def recording_text() -> str:
     return "\n".join([head + OPTIONS_BEGIN, *lines, OPTIONS_END + rest.split(OPTIONS_END)[1]])
 
 
+def commands_text() -> str:
+    """The help of every command."""
+    os.environ["COLUMNS"], os.environ["NO_COLOR"] = "90", "1"
+    parts = [
+        "# Commands",
+        "After this page you know every command of `advisor` and its options. This is what "
+        "`advisor COMMAND --help` prints.",
+    ]
+    for heading, names in GROUPS.items():
+        parts.append(f"## {heading}")
+        for name in names:
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text):
+                run([name, "--help"])
+            parts += [f"### advisor {name}", fenced_block(text.getvalue().strip("\n"), "text")]
+    return "\n\n".join(parts) + "\n"
+
+
+def python_text() -> str:
+    """Every public name of the package with its signature and docstring."""
+    parts = [
+        "# Python",
+        "After this page you can call advisor from Python: `import advisor`. These are its public "
+        "names. `record` is `profile` under a name for `with`.",
+    ]
+    for name in (each for each in advisor.__all__ if each not in ("__version__", "record")):
+        item = getattr(advisor, name)
+        parts.append(f"## advisor.{name}")
+        if not inspect.isclass(item):
+            call = item if inspect.isfunction(item) else type(item).__call__
+            shown = str(inspect.signature(call)).replace("(self, ", "(").replace("'", "")
+            parts.append(fenced_block(f"advisor.{name}{shown}", "text"))
+        parts += map(_prose, re.split(r"\n\n+", inspect.getdoc(item) or ""))
+        if rows := [f"| `{member}` | {doc} |" for member, doc in _members(item)]:
+            parts.append("\n".join(["| name | what it is |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _members(item: Any) -> Iterator[tuple[str, str]]:
+    """Public fields of a class, then its methods and properties, each with its first paragraph."""
+    if not inspect.isclass(item):
+        return
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(item))).body
+    assert isinstance(node, ast.ClassDef)
+    for name, _, doc in _fields(node):
+        if not name.startswith("_") and doc:
+            yield name, _doc(doc)
+    for each in node.body:
+        doc = ast.get_docstring(each) if isinstance(each, ast.FunctionDef) else None
+        if doc and isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
+            yield each.name, _doc(doc.split("\n\n")[0])
+
+
 def _tables(start: str, *modules: object) -> list[str]:
     """A heading, what it is and a table of fields for each structure."""
     structures = {name: node for module in modules for name, node in _structures(module).items()}
@@ -401,6 +463,8 @@ def main(arguments: list[str]) -> int:
         DOCS / "workloads.md",
         DOCS / "report-schema.md",
         DOCS / "comparison-schema.md",
+        DOCS / "commands.md",
+        DOCS / "python.md",
     }
     stale = [
         path

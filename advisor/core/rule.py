@@ -132,7 +132,7 @@ class Rule:
     """A check that looks at an :class:`~advisor.measure.Analysis` and yields what it found.
 
     One rule a file, or a family that shares its check. The class docstring is the rule's
-    documentation: the first paragraph says what it looks for and why that costs time, the rest
+    documentation. Its first paragraph says what it looks for and why that costs time. The rest
     gives definitions, sources and traps. What is the same for every trace stands as class
     attributes; ``check`` measures and yields evidence, places and edits. A rule never computes its
     own gain and knows no other rule. When a signal it needs is missing it yields
@@ -198,7 +198,7 @@ class Rule:
     references: ClassVar[tuple[str, ...]] = ()
     reads_record: ClassVar[bool] = False
     """Whether the rule reads what the recorder wrote (``Analysis.recorded``). It is not run on a
-    trace alone, which one line for all such rules says; it is run when there is no trace at all."""
+    trace alone: one line says so of all such rules. It is run when there is no trace at all."""
     auxiliary_inputs: ClassVar[tuple[AuxiliaryInput, ...]] = ()
     """Sources without a trace that the rule reads: it is run where there is one of them, with or
     without a trace or a record."""
@@ -231,9 +231,10 @@ class Rule:
     @staticmethod
     def examples() -> Examples:
         """Return small traces by name: one alone must produce a finding of this rule. One with a
-        text is a trap, in which the rule must stay silent; the text is the guard that must hold it:
-        the name of a threshold, without which it would fire; else the text of the condition that
-        ends the search; or ``worth``: it fires, without a gain."""
+        text is a trap, in which the rule must stay silent. The text is the guard that must hold it.
+
+        It is the name of a threshold, without which the rule would fire, or the text of the
+        condition that ends the search. Or it is ``worth``: the rule fires, without a gain."""
         raise NotImplementedError
 
     @classmethod

@@ -317,10 +317,11 @@ class Analysis:
 
     @cached_property
     def own_busy_share(self) -> float | None:
-        """Share of the run's own step in which the device works: of its median step where the
-        record knows it, since the profiler adds host time and no device work; else of the window's,
-        also where that has clearly more work than a step of the run can hold. ``None``: no
-        device."""
+        """Share of the run's own step in which the device works; ``None``: no device.
+
+        Of its median step where the record knows it, since the profiler adds host time and no
+        device work. Else of the window's, also where that has clearly more work than a step of
+        the run can hold."""
         if self.device_id is None or not self.span_ns:
             return None
         busy, step = self.breakdown.busy.total / self.step_count, float(self.step_ns)
@@ -362,7 +363,9 @@ class Analysis:
 
     @cached_property
     def kernels(self) -> pl.DataFrame:
-        """Aligned with ``trace.gpu`` (``kernels.py``): ``family`` (one of ``families.FAMILIES``),
+        """What is known of each kernel, aligned with ``trace.gpu`` (``kernels.py``).
+
+        Columns: ``family`` (one of ``families.FAMILIES``),
         ``communication`` (bool), ``tensor_core`` (bool; null: not recorded), ``eligible`` (bool: an
         op whose kernels could use tensor cores with 16-bit or TF32 inputs; null: unknown),
         ``dtype`` (input type as in GpuSpec.peak; null: not known), ``flops`` (float of this

@@ -73,19 +73,19 @@ def open_run(
     that fsspec knows (``s3://bucket/run/``, ``zip://*.json::https://…``), unless
     ``options.urls`` says otherwise; then it is the path of a file.
 
-    A file's rank is the one in its ``distributedInfo``, else the number after ``rank`` in its
-    name or the nearest folder that has one, else -1; one file may hold several ranks that were
-    merged into it. Files of one rank are its windows, in order
-    of time; ones that overlap in time are an error, because two recordings of one rank cannot.
+    A file's rank is the one in its ``distributedInfo``. Else it is the number after ``rank`` in its
+    name, or in that of the nearest folder that has one, else -1. One file may hold several ranks
+    that were merged into it. Files of one rank are its windows, in order of time. Ones that overlap
+    in time are an error: two recordings of one rank cannot.
     A run directory of the recorder is opened with all that was recorded, with or without traces.
     ``rank`` keeps one rank only, ``options.ranks`` several. ``window``: of a run directory,
     read only this window of each rank, or its first that can be read; the others are listed in
     ``Run.unread``.
 
     One file must be a trace. Of several, those that are none are left out and listed in
-    ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, a directory
-    without traces, or one of several runs (SeveralRuns), no readable trace at all, a rank that is
-    not there, overlapping windows.
+    ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, or a directory
+    without traces. Also for one of several runs (SeveralRuns), no readable trace at all, a rank
+    that is not there, overlapping windows.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     given = [_only_run(_here(path, options)) for path in given]

@@ -145,8 +145,8 @@ def what_if(
     half-open range of their indices; default: all. With ``mesh`` the default is the rank with most
     work of its own, and the median one beside it: see ``MeshProjector``. ``from_mesh`` is the
     recorded one, ``node_size`` the GPUs of a node, ``network`` GB/s of a GPU across nodes.
-    Raises AdvisorError: an edit that cannot be read, a run without a profiled window, a rank
-    without one, steps that are not there; a mesh that cannot be projected.
+    Raises AdvisorError: an edit that cannot be read; no profiled window, in the run or of the rank;
+    steps that are not there. And a mesh that cannot be projected.
     """
     if not run.traces:
         raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")

@@ -363,7 +363,7 @@ class Analysis:
 
     @cached_property
     def kernels(self) -> pl.DataFrame:
-        """What is known of each kernel, aligned with ``trace.gpu`` (``kernels.py``).
+        """Kernels and what is known of each, aligned with ``trace.gpu`` (``kernels.py``).
 
         Columns: ``family`` (one of ``families.FAMILIES``),
         ``communication`` (bool), ``tensor_core`` (bool; null: not recorded), ``eligible`` (bool: an

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from advisor.core.finding import Finding
     from advisor.core.report import OperatorRate
     from advisor.core.rule import Evidence, Rule
+    from advisor.core.trace import Run
     from advisor.mcp.answers import AllowedFolders
     from advisor.replay.project.project import Choice, Projection
     from advisor.replay.project.splits import Split
@@ -184,7 +185,7 @@ class Tools:
         if any(len(line) > LONGEST_EDIT for line in edits):
             raise AdvisorError(f"an edit has at most {LONGEST_EDIT} characters")
         parsed = [parse_edit(line) for line in edits]
-        run = self._examined(path, rank).run
+        run = self._all_ranks(path, rank)
         with self._lock:
             result = what_if(run, parsed, rank)
         for line, row in zip(edits, result.edits, strict=True):
@@ -338,6 +339,18 @@ class Tools:
             more_splits=more,
             notes=[b.bound_text(note) for note in notes],
         )
+
+    def _all_ranks(self, given: str, rank: int | None) -> Run:
+        """Return the run with all ranks of its report: of many, the analysis holds the first."""
+        from advisor.advise.engine import open_first_windows
+        from advisor.read import ReadOptions
+
+        found = self._examined(given, rank)
+        ranks = found.report.ranks
+        if ranks is None or len(found.run.ranks) >= len(ranks.lines):
+            return found.run
+        read = ReadOptions(max_bytes=MAX_BYTES, urls=False)
+        return open_first_windows(self.allowed.path(given), read, rank)
 
     def _examined(self, given: str, rank: int | None) -> AnalysisResult:
         from advisor.advise.engine import Options, examine

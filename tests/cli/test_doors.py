@@ -91,9 +91,18 @@ def test_what_if_says_of_a_findings_edits_what_the_report_says(
     tmp_path: Path, fault: str, ranks: int, seed: int, rules: set[str]
 ) -> None:
     """Also beyond the ranks that are held in memory at once."""
-    played, _ = play(seed, ranks, fault, steps=3)
+    played, truth = play(seed, ranks, fault, steps=3)
     kineto.write(simulate(replace(played.job, lost=(), cut=())), tmp_path)
     assert rules <= set(asked_back(tmp_path))
+    pytest.importorskip("mcp", reason="the mcp extra is not installed")
+    from advisor.mcp.answers import AllowedFolders
+    from advisor.mcp.tools import Tools
+
+    line = f"remove_skew comm rank:{truth.ranks[0]}"
+    answer = Tools(AllowedFolders([tmp_path])).what_if(str(tmp_path), [line])
+    expected = what_if(open_run(tmp_path), [line]).edits[0]
+    assert expected.gain_ns > 0
+    assert answer["edits"][0]["saves_ns"] == expected.gain_ns
 
 
 @pytest.mark.parametrize(

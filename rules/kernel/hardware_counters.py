@@ -352,8 +352,6 @@ class Uncoalesced(ExcessRule):
     code = "x = x.contiguous()   # once, before the kernel runs many times"
     verify = "ncu --section MemoryWorkloadAnalysis_Tables …: sectors per request fall towards 4."
     falsified_by = "as many sectors per request with contiguous inputs"
-    found_in = ("traces/ncu/cutlass_a100_s8",)
-    validation_note = "CUTLASS's reference product on an A100: 89% of its sectors, L1 97% busy"
 
     @staticmethod
     def examples() -> Examples:

@@ -220,8 +220,8 @@ class Windows:
 
     @property
     def needs_step_ends(self) -> bool:
-        """True if step ends must be reported at once: a window is open or due."""
-        if self._profiler is not None or self.restarts:
+        """True if step ends must be reported at once: a window is open, due, or to be dropped."""
+        if self._profiler is not None or self.restarts or self.timed:
             return True
         wanted = (
             self.first_due or self.requested_reason is not None or self.automatic_reason is not None

@@ -745,9 +745,13 @@ class RecordingSession(Listener):
         """Open the run directory for a window without steps, as there are none at the end, unless
         another process of the program has recorded some."""
         other = self.world == 1 and (Path(self.options.out) / MANIFEST).exists()
-        if self.windows.has_timed and not self.recorded and self.problem is None and not other:
+        timed = self._timed_window
+        wanted = self.windows.has_timed and not self.recorded and self.problem is None
+        if timed is not None and wanted and not other:
             self.writer.open()
             self.windows.keep_timed()
+            for kind, data in timed.samples:
+                self.write_event(kind, data)
 
     def _rank_and_world(self) -> tuple[int, int]:
         """Return rank and world size, asked once training has begun: before, they may be unset."""

@@ -15,7 +15,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.recorder.background import BackgroundThread
 from advisor.recorder.stack_samples import StackSampler
@@ -65,12 +65,14 @@ class TimedWindow(BackgroundThread):
     def __init__(self, session: RecordingSession) -> None:
         super().__init__()
         self._session = session
+        self.samples: list[tuple[str, dict[str, Any]]] = []
+        """Events of the stacks sampled after the window. If steps follow, they are of no step."""
 
     def work(self) -> None:
         """Wait, open the window, and close it."""
-        if self.stop_event.wait(WAIT_SECONDS) or self._seen():
-            return
         windows = self._session.windows
+        if self.stop_event.wait(WAIT_SECONDS) or self._seen() or not windows.enabled:
+            return
         opened = self._ask(windows.open_timed, lambda: windows.profiling or self._seen())
         if not opened or not windows.timed:
             return
@@ -78,7 +80,9 @@ class TimedWindow(BackgroundThread):
         if self._ask(windows.close_timed, lambda: not windows.profiling):
             session = self._session
             sampler = StackSampler(
-                lambda: session.tape.hook_state[THREAD], self._seen, session.write_event
+                lambda: session.tape.hook_state[THREAD],
+                self._seen,
+                lambda kind, data: self.samples.append((kind, data)),
             )
             sampler.stop_event = self.stop_event
             sampler.work()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import functools
 import gzip
+import io
 import logging
 import shutil
 import threading
@@ -20,11 +21,12 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from time import perf_counter_ns
 from typing import Any
 from weakref import WeakSet
 
+from advisor.core.errors import AdvisorError
+from advisor.core.files import scratch_folder
 from advisor.core.run_directory import trace_name
 from advisor.recorder.call_depth import is_outermost, is_undisturbed
 from advisor.recorder.hooks import Hooks
@@ -134,8 +136,8 @@ class Windows:
         """Profilers that cannot be stopped, kept alive: freeing one would stop it."""
         self.timed = False
         """True while the window, or the last one, is of a length of time: no step was seen."""
-        self._kept: tuple[TemporaryDirectory[str], dict[str, Any]] | None = None
-        """Folder with the trace of such a window, and its event: they wait for the run's end."""
+        self._kept: tuple[bytes, dict[str, Any]] | None = None
+        """Compressed trace of such a window, and its event: they wait for the run's end."""
         self._others: WeakSet[Any] = WeakSet()
         """Active profilers of the program, including those that warm up …"""
         self._stack_profilers: WeakSet[Any] = WeakSet()
@@ -272,11 +274,9 @@ class Windows:
         """Open a window although no step was seen, if a profiler may start here and now."""
         import torch
 
-        another = bool(self._others) or torch.autograd._profiler_enabled()
-        if not (self.enabled and self.first_due) or another or not is_outermost(torch):
-            return
-        self.timed = True
-        self._open(torch, "no step was seen", 0)
+        if self.enabled and self.first_due and not self._others and is_outermost(torch):
+            self.timed = True
+            self._open(torch, "no step was seen", 0)
 
     def close_timed(self) -> None:
         """Close that window, if its profiler may be stopped here and now."""
@@ -297,14 +297,14 @@ class Windows:
         return self._kept is not None and not self.first_due
 
     def keep_timed(self) -> None:
-        """Move its trace into the run directory, which is being made."""
-        if self._kept is None:
+        """Write its trace into the run directory, which is being made."""
+        if self._kept is None or not self._placed.wait(PLACE_SECONDS) or self._folder is None:
             return
-        (folder, event), self._kept = self._kept, None
-        with folder as place:
-            if self._placed.wait(PLACE_SECONDS) and self._folder is not None:
-                shutil.move(Path(place) / event["file"], self._folder / event["file"])
-                self._write_event(event)
+        data, event = self._kept
+        part = self._folder / f".{event['file']}"
+        part.write_bytes(data)
+        part.replace(self._folder / event["file"])
+        self._write_event(event)
 
     def forget(self) -> None:
         """Drop the profiler and the export in a forked child: they are the parent's."""
@@ -581,16 +581,15 @@ class Windows:
         profiler = self._end()
         # not a daemon: a trace that is being written when the interpreter ends is finished
         self._export = threading.Thread(
-            target=self._write, args=(profiler, event), name="advisor trace"
+            target=self._hold_back if self.timed else self._write,
+            args=(profiler, event),
+            name="advisor trace",
         )
         self._export.start()
 
     def _write(self, profiler: Any, event: dict[str, Any]) -> None:
         number = event["window"]
         try:
-            if self.timed:
-                self._hold_back(profiler, event)
-                return
             self._placed.wait(PLACE_SECONDS)
             if self._folder is None:
                 raise RuntimeError("there is no folder for it")
@@ -609,24 +608,26 @@ class Windows:
             log.warning(
                 "advisor: the trace of window %d was not written: %s", number, self.problem or error
             )
-        finally:
-            self._end_span()
-            self._export = None
         self._write_event(event)
+        self._end_span()
+        self._export = None
 
     def _hold_back(self, profiler: Any, event: dict[str, Any]) -> None:
-        """Write the trace of a window without steps aside: steps may follow, or another process be
+        """Keep the trace of a window without steps aside: steps may follow, or another process be
         the one that trains. One without operators is dropped."""
-        folder = TemporaryDirectory(prefix="advisor-")
-        write_trace(profiler, Path(folder.name), event["window"])
-        event["file"] = trace_name(event["window"])
-        with gzip.open(Path(folder.name) / event["file"]) as file:
-            while (part := file.read(1 << 20)) and _OPERATOR not in part:
-                continue
-        if part:
-            self._kept = folder, event
-        else:
-            folder.cleanup()
+        name = event["file"] = trace_name(event["window"])
+        try:
+            with scratch_folder() as folder:
+                write_trace(profiler, folder, event["window"])
+                data = (folder / name).read_bytes()
+            with gzip.open(io.BytesIO(data)) as file:
+                while (part := file.read(1 << 20)) and _OPERATOR not in part:
+                    continue
+            self._kept = (data, event) if part else None
+        except (OSError, RuntimeError, AssertionError, ValueError, AdvisorError) as error:
+            log.debug("advisor: the trace of a window without steps was not kept: %s", error)
+        self._end_span()
+        self._export = None
 
 
 def make_profiler(torch: Any, options: RecordOptions, first: int | None) -> Any:

@@ -32,6 +32,9 @@ from advisor.recorder.session import current_session
 windows, end = current_session().windows, time.monotonic() + 60
 while not windows.has_timed and time.monotonic() < end:
     u = smooth(u)
+end = time.monotonic() + 1  # its stacks are sampled
+while time.monotonic() < end:
+    u = smooth(u)
 """
 RECORD = ("-m", "advisor", "record", "--output", "run")
 
@@ -45,6 +48,7 @@ def test_a_solver_of_tensor_operators_has_a_trace_without_steps(
     assert not record.steps
     (opened, closed) = record.events_of("window")
     assert opened["state"] == "open" and closed["state"] == "done" and closed["file"]
+    assert any("smooth" in frame for each in record.events_of("stacks") for frame in each["frames"])
     report = analyze(tmp_path / "run")
     assert report.recorded is not None and report.recorded.steps == 0
     assert report.operators[0].name.startswith("aten::")
@@ -71,6 +75,7 @@ for _ in range(60):
     record = only_rank(tmp_path / "run")
     assert len(record.steps) == 60
     assert [file.name for file in Path(record.folder).glob("trace*")] == ["trace_w1.json.gz"]
+    assert not any("smooth" in f for each in record.events_of("stacks") for f in each["frames"])
     report = analyze(tmp_path / "run")
     assert report.scope.step_source != "whole trace"
 

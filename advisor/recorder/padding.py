@@ -78,7 +78,7 @@ class TokenPadding:
             return
         with torch._C.DisableTorchFunction():
             given: list[tuple[str | None, Any]] = []
-            _collect((args, kwargs), None, given, 0)
+            collect_tensors((args, kwargs), None, given, 0)
             labels = next(filter(None, (_find_labels(each, uploads) for _, each in given)), None)
             found = self._measure(given, vocabulary, uploads)
         self._samples += found is not None or labels is not None
@@ -157,7 +157,9 @@ def _readable(tensor: Any) -> Any:
         return None
 
 
-def _collect(value: Any, name: str | None, given: list[tuple[str | None, Any]], depth: int) -> None:
+def collect_tensors(
+    value: Any, name: str | None, given: list[tuple[str | None, Any]], depth: int
+) -> None:
     """Collect tensors, with the names that they are given under, from the usual containers."""
     from torch import Tensor
 
@@ -168,10 +170,10 @@ def _collect(value: Any, name: str | None, given: list[tuple[str | None, Any]], 
         return
     elif kind is list or kind is tuple:
         for part in value[:MAX_TENSORS]:
-            _collect(part, name, given, depth + 1)
+            collect_tensors(part, name, given, depth + 1)
     elif isinstance(value, Mapping) and (kind is dict or is_mapping(value)):
         for key, part in list(value.items())[:MAX_TENSORS]:
-            _collect(part, key if isinstance(key, str) else None, given, depth + 1)
+            collect_tensors(part, key if isinstance(key, str) else None, given, depth + 1)
 
 
 def measure_ids(ids: Any) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ from advisor.recorder.inference import InferenceStep, InferenceStepFinder
 from advisor.recorder.loaders import Batches, Loaders
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.padding import TokenPadding
+from advisor.recorder.repeated_inputs import RepeatedInputs
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.slowdown import GcPauseHook, SlowdownWatch
 from advisor.recorder.stack_samples import StackSampler
@@ -138,6 +139,7 @@ class RecordingSession(Listener):
         self.batches = Batches(self._shapes)
         self.inspect_batch = self.batches.inspect_batch
         self.padding = TokenPadding(self.write_event)
+        self.repeated_inputs = RepeatedInputs(self.write_event)
         self._pid = os.getpid()
         self.torch = torch
         self._lazy = lazy
@@ -356,9 +358,11 @@ class RecordingSession(Listener):
             self.on_internal_error(error)
 
     def on_forward_start(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Sample the padding in the inputs of an outermost forward."""
+        """Sample the inputs of an outermost forward: their padding, and whether it repeats one."""
         try:
             self.padding.on_forward(module, args, kwargs)
+            if self.tape.hook_state[HAS_TRAINED]:
+                self.repeated_inputs.on_forward(module, args, kwargs)
         except Exception as error:
             self.on_internal_error(error)
 

@@ -28,9 +28,11 @@ class SecondForward(Rule):
     an output, which the first pass has already.
 
     The sign is layers that run again in the step, each with inputs of the same shapes, and that no
-    backward pass goes through. All layers that are trained have to come again. A teacher of the
-    same architecture looks the same, so the low end of the gain is zero. A validation on its own
-    batches runs between the steps, and is not meant.
+    backward pass goes through. All layers that are trained have to come again. In a trace, a
+    teacher or a target network of the same architecture looks the same, so the low end of the gain
+    is zero. The recorder compares the module, its weights and its input tensors of 12 forwards in
+    60: where none comes again, the rule is silent. A validation on its own batches runs between the
+    steps, and is not meant.
     """
 
     id = "second-forward"
@@ -52,6 +54,9 @@ class SecondForward(Rule):
     worst_factor = Threshold(
         1.0, "of the time remains where the second model is another one", CHOSEN
     )
+    min_forwards = Threshold(12, "recorded forwards that were compared: one sample", CHOSEN)
+    min_again = Threshold(0.2, "of them repeat an earlier one", CHOSEN)
+    worst_of_proven = Threshold(0.2, "of the time remains where the recorder saw it", CHOSEN)
 
     fix = (
         "Keep the outputs of the first forward pass, and compute metrics from them. detach() takes "
@@ -76,31 +81,58 @@ class SecondForward(Rule):
         ns = work_launched_in(a, again) if a.device_id is not None else again.total
         if ns < self.min_share * a.span_ns:
             return
+        again_share = self._recorded_share(a)
+        if again_share is not None and again_share < self.min_again:
+            return
         table = outermost_in_steps(a)
         ts = table["ts"].to_numpy()
         table = table.filter(covered_length(ts, ts + 1, again) > 0)
         table = table.filter(are_layers(table["name"]))
         select = [Select(on=on, at="second_forward") for on in ("gpu", "host", "gap")]
+        evidence = [
+            amount_per_step(a, "layers that run again", len(table), "count"),
+            amount_per_step(a, "time of the second pass", ns),
+            self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+        ]
+        worst = self.worst_factor
+        if again_share is not None:
+            worst = self.worst_of_proven
+            evidence.append(
+                self.compare(
+                    "forwards with the weights and input of an earlier one",
+                    again_share,
+                    "min_again",
+                )
+            )
         yield Finding(
             summary=(
                 f"{len(table) // a.step_count} layers run a second time in each step with inputs "
                 f"of the same shapes, and no backward pass follows. This takes {of_step(a, ns)}."
             ),
-            evidence=[
-                amount_per_step(a, "layers that run again", len(table), "count"),
-                amount_per_step(a, "time of the second pass", ns),
-                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
-            ],
+            evidence=evidence,
             where=costliest_places(
                 a, table["row"].to_numpy(), table["ns"].to_numpy().astype(np.int64), top=1
             ),
-            edits=[scale_edit(each, 0.0, 0.0, self.worst_factor) for each in select],
+            edits=[scale_edit(each, 0.0, 0.0, worst) for each in select],
+            assumptions=[] if again_share is not None else list(self.assumptions),
         )
+
+    def _recorded_share(self, a: Analysis) -> float | None:
+        """Return the share of compared forwards that repeat an earlier one; ``None``: too few."""
+        events = [] if a.recorded is None else a.recorded.record.events_of("repeated_inputs")
+        forwards, again = (
+            sum(value for each in events if isinstance(value := each.get(key), int))
+            for key in ("forwards", "again")
+        )
+        return again / forwards if forwards >= self.min_forwards else None
 
     @staticmethod
     def examples() -> Examples:
         return {
             "a forward for metrics": _twice(),
+            "the recorder saw it": _recorded(again=6),
+            "the recorder saw other modules or batches": (_recorded(again=1), "min_again"),
+            "few forwards were compared": _recorded(again=0, forwards=2),
             "on a CPU": _twice(gpu=None),
             "with a graph": _twice(graph=True),
             "one forward": (_twice(times=1), "ns < self.min_share * a.span_ns"),
@@ -108,6 +140,14 @@ class SecondForward(Rule):
             "both are trained": (_twice(trained=True), "ns < self.min_share * a.span_ns"),
             "a small one": (_twice(rest=200_000), "min_share"),
         }
+
+
+def _recorded(*, again: int, forwards: int = 12) -> TraceBuilder:
+    b = _twice(gpu=None)
+    r = b.record_of_run()
+    r.steps(60, 10, forward=4, backward=5)
+    r.event("repeated_inputs", forwards=forwards, again=again)
+    return b
 
 
 def _twice(

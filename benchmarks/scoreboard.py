@@ -74,9 +74,9 @@ def analyze(name: str) -> Report:
         return advisor.analyze(file_of(name))
 
 
-def row(name: str, truth: dict[str, Any]) -> Row:
-    """Analyse one file of the corpus."""
-    report = analyze(name)
+def row(name: str, truth: dict[str, Any], report: Report | None = None) -> Row:
+    """Analyse one file of the corpus, unless its ``report`` is there."""
+    report = report or analyze(name)
     first = next((f for f in report.findings if not f.informational), None)
     impact = first.impact if first is not None else None
     gain = None

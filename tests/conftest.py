@@ -17,6 +17,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks
 
 from benchmarks import public_traces
+from tests.corpus_analyses import file_among
 
 # what the user of this machine remembers is not part of the tests
 os.environ["ADVISOR_LEDGER"] = os.devnull + "/ledger.jsonl"
@@ -75,11 +76,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         further = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=further)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-    # first those that wait for programs of their own, so that none of them ends the run alone
-    items.sort(key=lambda item: item.path.parent.name not in ("tune", "packaging", "mcp"))
+    # first those that wait for programs of their own, so that none of them ends the run alone;
+    # last those of the corpus's files, file by file: what they analyse is kept for the next test
+    own = ("tune", "packaging", "mcp")
+    items.sort(key=lambda item: (item.path.parent.name not in own, file_of(item)))
     for item in items:
         if item.get_closest_marker("timed") or "browser" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
+
+
+def file_of(item: pytest.Item) -> str:
+    """Name of the corpus's file that a test is about; "" for other tests."""
+    return file_among(item.callspec.params.values()) if hasattr(item, "callspec") else ""
 
 
 def pytest_collection_finish() -> None:

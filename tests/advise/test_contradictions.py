@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.engine import AnalysisResult, examine
+from advisor.advise.engine import AnalysisResult
 from advisor.advise.report_charts import build_stairs, build_stairs_of_chosen
 from advisor.advise.report_text import LATE_CAUSES, ranked_findings, step_after_fixes
 from advisor.core import text as t
@@ -19,6 +19,7 @@ from advisor.core.report import Report
 from advisor.render.formats import REPORTS
 from advisor.replay.selection import selected_gpu
 from benchmarks.public_traces import CORPUS
+from tests.corpus_analyses import examined
 
 LARGE = 1_500_000
 """Bytes of a file whose report takes long; other tests read those."""
@@ -48,7 +49,7 @@ def files() -> list[Path]:
 @pytest.fixture(scope="module", params=files(), ids=lambda p: str(p.relative_to(CORPUS)))
 def result(request: pytest.FixtureRequest) -> AnalysisResult:
     try:
-        return examine(str(request.param))
+        return examined(str(request.param))
     except AdvisorError as error:
         pytest.skip(f"no trace of steps: {error}")
 
@@ -192,15 +193,15 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
 @pytest.mark.parametrize("name", ["h100/host_metric", "h100/gpt2_eager_attention", "dlrm_8ranks"])
 def test_one_set_of_fixes_saves_one_time_whatever_was_ticked_before(name: str) -> None:
     """A fix that is offered saves what the step lacks to that of both; alone, its own gain."""
-    examined = examine(str(CORPUS / name))
-    report = examined.report
+    result = examined(str(CORPUS / name))
+    report = result.report
     full = build_stairs(report)
     assert full is not None
     first, second, *_ = numbers = [stair.priority for stair in full.fixes]
     gain = {f.priority: f.impact.gain_ns for f in report.findings if f.impact is not None}
 
     def chosen(*kept: int | None) -> dict[int | None, Stair]:
-        stairs = build_stairs_of_chosen(report, kept, examined.estimator)
+        stairs = build_stairs_of_chosen(report, kept, result.estimator)
         assert stairs is not None
         return {stair.priority: stair for stair in stairs.fixes}
 
@@ -259,7 +260,7 @@ def test_snippets_of_python_can_be_pasted(report: Report) -> None:
 
 def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
     """Of its exposed time, all-to-alls have the most, all-gathers and all-reduces the rest."""
-    found = examine(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings
+    found = examined(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings
     own = next(f for f in found if f.rule == "exposed-communication")
     assert own.code is not None
     assert "all_to_all_single" in own.code
@@ -289,7 +290,7 @@ def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
     ],
 )
 def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None:
-    made = examine(str(CORPUS / "h100" / name)).report
+    made = examined(str(CORPUS / "h100" / name)).report
     text = re.sub(r"\s+", " ", REPORTS.render("terminal", made, details=True))
     assert re.search(says, text)
     assert not re.search(denies, text)
@@ -314,7 +315,7 @@ def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None
     ],
 )
 def test_a_report_says_what_matters_once(name: str, says: str, denies: str) -> None:
-    made = examine(str(CORPUS / f"{name}.json.gz")).report
+    made = examined(str(CORPUS / f"{name}.json.gz")).report
     text = re.sub(r"\s+", " ", REPORTS.render("terminal", made, details=True))
     assert re.search(says, text)
     assert not re.search(denies, text)
@@ -367,7 +368,7 @@ def test_links_are_about_the_collective_that_is_advised(report: Report) -> None:
 def test_a_host_that_runs_ahead_bounds_what_faster_kernels_save() -> None:
     """The host's own steps of ads_ranker take 8.49 ms while profiled; the step had 12 ms, and 6.3
     to 6.8 with the cure."""
-    made = examine(str(CORPUS / "h100/ads_ranker"))
+    made = examined(str(CORPUS / "h100/ads_ranker"))
     (finding,) = [f for f in made.report.findings if f.rule == "dense-embedding-gradient"]
     assert finding.impact is not None and finding.impact.gain_ns is not None
     assert step_after_fixes(made.report) >= 0.9 * (made.report.host_step_ns or 0) - 1.4e6
@@ -376,7 +377,7 @@ def test_a_host_that_runs_ahead_bounds_what_faster_kernels_save() -> None:
 
 def test_idle_time_that_two_edits_of_a_fix_select_counts_once() -> None:
     """Of 75.5 ms of b200_eager's idle time the profiler takes 1.5, and compiling 0.4."""
-    made = examine(str(CORPUS / "b200_eager.json.gz"))
+    made = examined(str(CORPUS / "b200_eager.json.gz"))
     (finding,) = [f for f in made.report.findings if f.rule == "launch-bound"]
     gaps = made.main.gaps
     idle = gaps.filter(~gaps["cause"].is_in(["profiler", "compile"]))["dur"].sum()
@@ -385,7 +386,7 @@ def test_idle_time_that_two_edits_of_a_fix_select_counts_once() -> None:
 
 
 def test_a_fix_of_dense_layers_saves_the_idle_time_of_dense_layers() -> None:
-    made = examine(str(CORPUS / "dlrm_8ranks"))
+    made = examined(str(CORPUS / "dlrm_8ranks"))
     (finding,) = [f for f in made.report.findings if f.rule == "launch-bound"]
     assert "only the dense layers" in finding.fix
     (dense,) = [e.value for e in finding.evidence if e.label == "of it, in dense layers"]
@@ -397,7 +398,7 @@ def test_a_fix_of_dense_layers_saves_the_idle_time_of_dense_layers() -> None:
 
 def test_fixes_that_take_from_each_other_what_they_need_are_alternatives() -> None:
     """Sizes of sparse gradients vary from step to step, and CUDA graphs need the same ones."""
-    report = examine(str(CORPUS / "h100/wide_embedding")).report
+    report = examined(str(CORPUS / "h100/wide_embedding")).report
     assert [f.rule for f in ranked_findings(report)] == ["dense-embedding-gradient"]
     graphs = [f for f in report.findings if f.needs == "sizes repeat"]
     assert {f.folded_under for f in graphs} == {"dense-embedding-gradient"}

@@ -11,6 +11,7 @@ from advisor import analyze
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
 from benchmarks.public_traces import path_of
+from tests.corpus_analyses import examined
 
 MAX_TOKENS = 1500
 """Of four characters: English text and code have about as many."""
@@ -56,9 +57,8 @@ QUESTIONS = (
 """Trace, question, and a pattern of the answer; ``(?!.*x)``: x is not said."""
 
 
-@cache
 def report(name: str) -> Report:
-    return analyze(str(path_of(f"{name}.json.gz")))
+    return examined(str(path_of(f"{name}.json.gz"))).report
 
 
 @cache

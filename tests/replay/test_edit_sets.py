@@ -22,6 +22,7 @@ from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import CORPUS
+from tests.corpus_analyses import examined
 
 SETS = int(os.environ.get("ADVISOR_LAWS", "0"))
 LARGE = 700_000
@@ -43,10 +44,9 @@ def traces() -> list[str]:
 def test_no_law_is_broken(name: str) -> None:
     path = CORPUS / name
     try:
-        run = open_run(str(path))
+        a = examined(str(path)).main
     except AdvisorError as error:
         pytest.skip(f"no trace: {error}")
-    a = Analysis(run.window(run.ranks[0]))
     if a.steps.table.is_empty() or a.step_ns <= 0:
         pytest.skip("no steps in it")
     count = SETS or (1 if path.stat().st_size > LARGE else 3)

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from advisor import Analysis, Edit, Finding
 from advisor.advise import report_text
-from advisor.advise.engine import AnalysisResult, examine
+from advisor.advise.engine import AnalysisResult
 from advisor.measure.steps.steps import recorded_extent
 from advisor.read import read_trace
 from advisor.replay.edit_language import BLOCKING, parse_edit, write_edit
@@ -38,6 +38,7 @@ from advisor.replay.result import what_if
 from advisor.replay.selection import host_of_layer, selected_gaps, selected_gpu, selected_host
 from advisor.replay.window_replayer import WindowReplayer
 from benchmarks.public_traces import trace_names
+from tests.corpus_analyses import examined
 
 EDITS = int(os.environ.get("ADVISOR_LAWS", "10"))
 """Random edits a trace and law."""
@@ -57,12 +58,7 @@ def _found() -> list[str]:
 
 @functools.lru_cache(maxsize=4)
 def replay(path: str) -> WindowReplayer:
-    return WindowReplayer(Analysis(read_trace(path)))
-
-
-@functools.lru_cache(maxsize=4)
-def examined(path: str) -> AnalysisResult:
-    return examine(path)
+    return WindowReplayer(examined(path).main)
 
 
 @pytest.fixture(scope="module", params=_found())

@@ -16,6 +16,7 @@ from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.sample_workloads import catalogue
 from tests.conftest import public_file
+from tests.corpus_analyses import examined
 from tests.rules.across import compared
 
 RULES = {rule.id: rule for rule in load_rules(config={})}
@@ -42,9 +43,13 @@ UNJUDGED = {
 @cache
 def fired(*paths: str) -> frozenset[str]:
     """Rules with a finding on a trace, or on the traces of several ranks together."""
-    run = open_run(paths if len(paths) > 1 else paths[0])
-    records = {} if run.recording is None else run.recording.ranks
-    analyses = {n: Analysis(trace, None, records.get(n)) for (n, _), trace in run.traces.items()}
+    if len(paths) == 1:
+        result = examined(paths[0])
+        analyses, records = result.analyses, {n for n, a in result.analyses.items() if a.record}
+    else:
+        run = open_run(paths)
+        analyses = {n: Analysis(trace) for (n, _), trace in run.traces.items()}
+        records = set()
     rules = [
         rule
         for rule in RULES.values()

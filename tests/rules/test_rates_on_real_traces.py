@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
-from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.rule_runner import RULE_FAILED
 from advisor.core.finding import Finding
 from advisor.measure import Analysis
 from advisor.read import open_run
+from tests.corpus_analyses import examined
 
 NEW = {"slow-attention", "slow-gemm", "slow-convolution", "low-bandwidth", "handwritten-operator"}
-
-
-@cache
-def examined(path: str) -> AnalysisResult:
-    return examine(path, Options(config={}))
 
 
 def found(path: str) -> dict[str, Finding]:

@@ -22,6 +22,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
+from tests.corpus_analyses import examined
 
 pytestmark = pytest.mark.timed
 
@@ -52,9 +53,8 @@ MINE = {
 }
 
 
-@cache
 def report(path: str) -> Report:
-    return analyze(path, Options(config={}))
+    return examined(path).report
 
 
 def ranked(result: Report) -> list[Finding]:
@@ -289,7 +289,7 @@ def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
 def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace: Find) -> None:
     """Its products take 8.51 ms of the 9.24 ms that are left, and of the path nothing: the host
     launches the last of them just before it runs. 84 fills and additions of gradients end."""
-    made = analyze(shared_trace("linear_2080ti_launch_bound"), Options(config={}))
+    made = report(shared_trace("linear_2080ti_launch_bound"))
     assert made.replay is not None and made.replay.busy_after_ns is not None
     busy = next(part.ns for part in made.time if part.name == "compute")
     assert made.replay.busy_after_ns == pytest.approx(busy - 746e3, rel=0.02)

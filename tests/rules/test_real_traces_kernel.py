@@ -16,7 +16,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from advisor.advise.engine import Options, analyze
+from advisor.advise.engine import analyze
 from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.core import text as t
@@ -26,9 +26,9 @@ from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import Tensor
 from advisor.measure.host.operators import share_in
-from advisor.read import read_trace
 from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.misaligned_gemm import GemmLayout, MisalignedGemm
+from tests.corpus_analyses import examined
 
 Find = Callable[[str], str]
 
@@ -59,9 +59,8 @@ def time_of(events: list[dict[str, Any]], pattern: str = "") -> float:
     return 1000 * sum(e["dur"] for e in events if re.search(pattern, e["name"]))
 
 
-@lru_cache(maxsize=20)
 def analysis(path: str) -> Analysis:
-    return Analysis(read_trace(path))
+    return examined(path).main
 
 
 def outcomes(path: str, rule_id: str, **options: float) -> list[Outcome]:
@@ -84,9 +83,8 @@ def figure(found: Finding, label: str) -> float:
     return float(evidence.value)
 
 
-@lru_cache(maxsize=8)
 def report(path: str) -> Report:
-    return analyze(path, Options(config={}))
+    return examined(path).report
 
 
 def shown(path: str) -> set[str]:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+from benchmarks import bench_thresholds
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,6 +30,19 @@ def test_the_generated_pages_are_current() -> None:
     ]
     left = [str(p) for p in (ROOT / "docs" / "rules").glob("*.md") if p not in wanted]
     assert (stale, left) == ([], []), "run 'make docs'"
+
+
+def test_the_page_of_thresholds_has_each_with_its_value() -> None:
+    """What is measured of a threshold goes stale with its rule: measure that rule again."""
+    rows = bench_thresholds.rows(bench_thresholds.PAGE.read_text(encoding="utf-8"))
+    told = {key: value for key, (value, *_) in rows.items()}
+    wanted = {(rule, name): f"{value:g}" for rule, name, value in bench_thresholds.thresholds()}
+    rules = {
+        rule
+        for rule, name in {*told, *wanted}
+        if told.get((rule, name)) != wanted.get((rule, name))
+    }
+    assert not rules, "run benchmarks/bench_thresholds.py " + " ".join(f"--rule {r}" for r in rules)
 
 
 def test_every_field_of_the_report_has_a_meaning() -> None:

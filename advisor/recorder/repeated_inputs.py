@@ -49,8 +49,8 @@ class RepeatedInputs:
                 pass  # a tensor without memory of its own: sparse, or of functorch
         if at == SAMPLE - 1:
             if self._looked_at:
-                told = {"forwards": self._looked_at, "again": self._again}
-                self._write_event("repeated_inputs", told)
+                counts = {"forwards": self._looked_at, "again": self._again}
+                self._write_event("repeated_inputs", counts)
             self._seen.clear()
             self._looked_at = self._again = 0
 

@@ -40,7 +40,7 @@ from advisor.replay.window_replayer import WindowReplayer
 from benchmarks.public_traces import trace_names
 from tests.corpus_analyses import examined
 
-EDITS = int(os.environ.get("ADVISOR_LAWS", "10"))
+EDITS = int(os.environ.get("ADVISOR_LAWS", "6"))
 """Random edits a trace and law."""
 LARGE = 25_000
 """Host and device rows from which a file is rewritten only when more edits are asked for."""

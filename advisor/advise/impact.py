@@ -246,8 +246,8 @@ def without_gain(
 ) -> list[Finding]:
     """Return findings without replayed gain whose exposed time is ``floor`` (ns per step) or more,
     or at the high end of its range enough for a warning. Each says what sets the step's pace
-    instead, and what it may gain after the fixes of ``before``. Others gain nothing by either
-    estimate. Without a GPU the pace is that of the host's
+    instead, and whether it may gain more after the fixes of ``before``. Others gain nothing by
+    either estimate. Without a GPU the pace is that of the host's
     own work: only a lack of cores can explain those."""
     path = estimator.critical_path() if findings else {}
     if not path:
@@ -289,15 +289,13 @@ def without_gain(
 def _after(
     finding: Finding, before: Sequence[Finding], estimator: GainEstimator, a: Analysis
 ) -> str:
-    """Say what a finding may gain after other fixes; empty: too little for a warning."""
+    """Say that a finding may gain more after other fixes; empty: too little for a warning."""
     applied = [edit for each in before if estimator.overlaps(each) for edit in each.edits]
     if not applied or not estimator.overlaps(finding):
         return ""
-    saved = estimator.gain_range(finding.edits, applied)
-    most = max(saved.high, saved.max_gain if isfinite(saved.max_gain) else 0.0)
-    if most < WARNING_SHARE * a.step_ns:
+    if estimator.gain_range(finding.edits, applied).high < WARNING_SHARE * a.step_ns:
         return ""
-    return f"; after the fixes above it gains {t.format_duration(most)} at best"
+    return "; after the fixes above it may gain more: measure again then"
 
 
 def _used_cores(recorded: StepRecords) -> str:

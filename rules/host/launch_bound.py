@@ -244,7 +244,7 @@ class LaunchBound(Rule):
         elif static is not False and is_compiled(a):
             fix = self.case("the model is compiled already")["fix"]
         elif static is False:
-            shapes = shapes_by_step(a, _MATRIX)
+            shapes = shapes_by_step(a, _MODEL)
             same = len(shapes) > 1 and len(set(shapes.tolist())) == 1
             how = "at the same shapes" if same else "from step to step"
             fix = self.case(f"the kernels differ {how}")["fix"]
@@ -331,5 +331,9 @@ def _small_kernels(b: TraceBuilder, count: int) -> None:
     b.run("aten::add", "elementwise_kernel", 4, times=count, host_us=20)
 
 
-_MATRIX = r"^aten::(?:addmm|mm|bmm|baddbmm|cudnn_convolution|miopen_convolution|convolution)$"
+_MODEL = (
+    r"^aten::(?:addmm|mm|bmm|baddbmm|cudnn_convolution|miopen_convolution|convolution"
+    r"|scaled_dot_product_attention|_scaled_dot_product_\w+_attention)$"
+)
+"""Operators whose shapes are those of the model: keys and values of a growing cache, too."""
 YES_OR_NO = {None: None, True: "yes", False: "no"}

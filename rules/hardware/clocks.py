@@ -146,8 +146,8 @@ class PowerThrottling(HeldClocks):
 
     fix = (
         "Raise the power limit if it is below the board's default (needs administrator rights). "
-        "Otherwise accept it, or draw less power for the same work: 16-bit formats instead of "
-        "TF32, fused kernels that move less data."
+        "Otherwise accept it, or draw less power for the same work: fused kernels that move "
+        "less data, and a lower precision where it holds."
     )
     code = "nvidia-smi -q -d POWER   # 'Default Power Limit' is the board's own"
     verify = "Record again: clocks under load are closer to the maximum."

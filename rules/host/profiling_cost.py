@@ -19,6 +19,7 @@ from advisor.rules.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 NSYS = "recorded by Nsight Systems"
+RECORDED = "recorded by advisor"
 _NO_GAIN = "it slows the recording, not the program"
 
 
@@ -152,7 +153,12 @@ class ProfilerOverhead(Rule):
             "up. Samples of the CPU cost most.",
             "code": "nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none \\\n"
             "  --delay=30 --duration=10 python program.py",
-        }
+        },
+        RECORDED: {
+            "fix": "Keep this recording: gains are of the unprofiled step. For a window with less "
+            "of it, let the profiler warm up for longer.",
+            "code": "advisor record --warmup 5 train.py",
+        },
     }
     framework_advice = in_any_language(
         "Record fewer things at a time and a shorter span, after the program has warmed up."
@@ -193,8 +199,13 @@ class ProfilerOverhead(Rule):
             ],
             impact=impact_without_gain(_NO_GAIN),
             informational=True,
-            **(self.case(NSYS) if a.trace.meta.format == "nsys" else {}),
+            **self._case(a),
         )
+
+    def _case(self, a: Analysis) -> dict[str, Any]:
+        if a.trace.meta.format == "nsys":
+            return self.case(NSYS)
+        return self.case(RECORDED) if a.recorded is not None else {}
 
     @staticmethod
     def examples() -> Examples:

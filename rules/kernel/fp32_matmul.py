@@ -61,7 +61,7 @@ _SCALED = (
     "scaler.update()"
 )
 _VERIFY = (
-    "Profile again: kernel names contain tensorop, xmma … tf32, s1688 or s16816 instead of sgemm. "
+    "Profile again: kernel names contain tensorop, bf16, tf32, s1688 or nvjet instead of sgemm. "
 )
 _VERIFY_FP16 = (
     "Profile again: kernel names contain s884, h884, s1688 or fp16 instead of sgemm or scudnn. "

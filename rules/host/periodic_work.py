@@ -157,14 +157,14 @@ class PeriodicLoopWork(Rule):
         """Gain per step, or over the run where the work lies outside the steps."""
         recorded = recorded_steps(a)
         if work.outside:
-            steps = int(recorded.used.sum())
-            gain = work.gain * steps
+            whole = float(recorded.after_first_ns)
+            gain = work.gain / work.step * whole
             return impact_over_run(
                 0.9 * gain,
                 low=self.min_gain_share * gain,
                 high=gain,
-                method="recorded time beyond the median step",
-                total=work.step * steps,
+                method="share of the steps beyond the median step x time after the first step",
+                total=whole,
             )
         gain = work.gain / work.step * (recorded.mean or 0.0)
         return impact_per_step(

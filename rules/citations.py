@@ -45,6 +45,10 @@ CHECKPOINT = Citation(
     "one more forward pass: a quarter of forward, backward and forward again",
     "https://arxiv.org/abs/1604.06174",
 )
+CUFFT = Citation(
+    "cuFFT: Bluestein's algorithm for prime factors above 127",
+    "https://docs.nvidia.com/cuda/cufft/index.html",
+)
 FLASH_2 = Citation(
     "FlashAttention 2: 50 to 73% of an A100's peak", "https://arxiv.org/abs/2307.08691"
 )
@@ -74,6 +78,10 @@ MEGATRON = Citation(
 MATMUL_GUIDE = Citation(
     "NVIDIA's guide to matrix products",
     "https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/",
+)
+MKL_FFT = Citation(
+    "Intel's FFT length advisor: MKL has kernels for the factors 2, 3, 5, 7, 11 and 13",
+    "https://www.intel.com/content/www/us/en/developer/articles/technical/fft-length-and-layout-advisor.html",
 )
 NCCL_TUNING = Citation(
     "NCCL's own model of latency, by protocol, ranks and nodes",
@@ -129,6 +137,10 @@ ENGINE_FLOOR = Citation(
 )
 HAND_OVER = Citation(
     "measured: 1.5 ms for a ready batch of 8 KiB, 4 ms for 2 MiB", "benchmarks/bench_hand_over.py"
+)
+SLOW_ARGUMENTS = Citation(
+    "measured: FFTs by length, sort and topk, outer reductions, one thread of a CPU",
+    "benchmarks/bench_slow_arguments.py",
 )
 SPARSE_UPDATE = Citation(
     "measured: sparse and dense gradients of embeddings, one thread of a CPU",

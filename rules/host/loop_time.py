@@ -398,6 +398,7 @@ class LoopTime:
 _SOME_VALUES: Mapping[str, Any] = {
     "assumptions": ("only the largest or smallest values are used",),
     "falsified_by": "a result that needs the order of all values",
+    "alternatives": "sort",
 }
 """Assumption of the advice for a sort."""
 

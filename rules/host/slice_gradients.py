@@ -11,6 +11,7 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import (
@@ -23,7 +24,6 @@ from advisor.rules.common import (
     sum_column,
 )
 from advisor.rules.kernel.kernel_common import (
-    inputs_at,
     rows_launched_under,
     summed_duration,
 )

@@ -14,6 +14,7 @@ from advisor.core import labels
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.replay.selection import rows_under
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.common import (
@@ -25,7 +26,6 @@ from advisor.rules.common import (
 )
 from advisor.rules.kernel.kernel_common import (
     exact_pattern,
-    inputs_at,
 )
 from advisor.testing import Examples, TraceBuilder
 

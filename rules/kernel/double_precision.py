@@ -10,6 +10,7 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import own_time, time_inside
 from advisor.measure.host.stacks import is_operator
@@ -19,7 +20,6 @@ from advisor.rules.kernel.kernel_common import (
     compute_rows,
     exact_pattern,
     family_rows,
-    inputs_at,
     kernel_locations,
     select_kernels,
     summed_duration,

@@ -11,6 +11,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.rules.citations import CHOSEN, SILENT_TRACES, XPROF
 from advisor.rules.common import (
     amount_per_step,
@@ -19,7 +20,7 @@ from advisor.rules.common import (
     impact_without_gain,
     of_step,
 )
-from advisor.rules.kernel.kernel_common import inputs_at, kernel_rows
+from advisor.rules.kernel.kernel_common import kernel_rows
 from advisor.testing import Examples, TraceBuilder
 
 GATHERS = ("aten::gather", "aten::index_select")

@@ -17,6 +17,7 @@ from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select,
 from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_product
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs, Tensor, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
@@ -496,12 +497,6 @@ def _sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, int]]:
 def read_inputs(a: Analysis, row: int | None) -> OpInputs | None:
     """Read the row of ``trace.inputs`` with this number; ``None``: there is no number."""
     return None if row is None else inputs_at(a, row)
-
-
-def inputs_at(a: Analysis, row: int) -> OpInputs:
-    """Read a row of ``trace.inputs``."""
-    given = a.trace.inputs.row(row, named=True)
-    return OpInputs(*(given[name] or "" for name in ("dims", "types", "strides", "concrete")))
 
 
 def _fill(size: int, tile: int) -> int:

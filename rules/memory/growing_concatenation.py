@@ -13,6 +13,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
@@ -26,7 +27,6 @@ from advisor.rules.common import (
     sum_column,
 )
 from advisor.rules.kernel.kernel_common import (
-    inputs_at,
     rows_launched_under,
     summed_duration,
 )

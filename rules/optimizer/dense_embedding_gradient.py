@@ -11,6 +11,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
@@ -22,7 +23,6 @@ from advisor.rules.common import (
     runs_code_of,
     scale_edit,
 )
-from advisor.rules.kernel.kernel_common import inputs_at
 from advisor.rules.optimizer.embedding_tables import MAX_DESCRIBED, Table, find_tables
 from advisor.testing import Examples, TraceBuilder
 

@@ -8,9 +8,9 @@ import numpy as np
 import polars as pl
 
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import rows_in_steps
-from advisor.rules.kernel.kernel_common import inputs_at
 
 LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
 _MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"

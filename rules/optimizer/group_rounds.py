@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.rules.common import rows_in_steps
-from advisor.rules.kernel.kernel_common import STEP, inputs_at
+from advisor.rules.kernel.kernel_common import STEP
 from advisor.rules.optimizer.embedding_tables import MAX_DESCRIBED
 
 _MANY = r"^aten::_(?:foreach|fused)_"

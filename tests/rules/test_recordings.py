@@ -46,6 +46,7 @@ CASES = {
     "second_forward": "second-forward",
     "table_in_forward": "forward-code",
     "single_tensor": "single-tensor-optimizer",
+    "quadrature": "slow-operator-arguments",
     "gloo_metrics": "collectives-in-step",
     "gloo_accumulation": "missing-no-sync",
     "gloo_parameters": "small-collectives",

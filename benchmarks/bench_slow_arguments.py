@@ -1,0 +1,102 @@
+"""Time that operators on a CPU take by how they are called: FFTs by length, a sort and topk, norms
+and their like over a dimension that is not the innermost.
+
+python benchmarks/bench_slow_arguments.py
+
+CPU time of one thread, so that other programs matter little. Shares are of the slow call's time.
+The figures of ``rules/kernel/slow_arguments.py`` are from torch 2.13 with MKL, AVX2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import median
+from time import thread_time
+
+import torch
+
+from advisor.measure.device.operator_arguments import good_length
+
+Call = Callable[[], object]
+PRIMES = (3, 11, 13, 17, 23, 31, 37, 47, 61, 97, 131, 251, 509, 1021)
+OPERATORS: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]] = {
+    "norm": (lambda x: torch.linalg.vector_norm(x, dim=1), lambda x: x.square().sum(1).sqrt()),
+    "norm, 1": (lambda x: torch.linalg.vector_norm(x, 1, dim=1), lambda x: x.abs().sum(1)),
+    "var": (
+        lambda x: x.var(1),
+        lambda x: (x - x.mean(1, keepdim=True)).square().sum(1) / (x.shape[1] - 1),
+    ),
+    "argmax": (lambda x: x.argmax(1), lambda x: x.max(1).indices),
+}
+
+
+def time_of(call: Call) -> float:
+    """Return the median CPU time of a call, ms."""
+    call()
+    took = []
+    for _ in range(9):
+        begin = thread_time()
+        call()
+        took.append(thread_time() - begin)
+    return 1e3 * median(took)
+
+
+def time_ffts() -> None:
+    """Print what remains at the next good length, by prime factor, parity and kind."""
+    for prime in PRIMES:
+        for power in (2, 3):
+            length = prime * power ** max(0, round(math.log(2000 / prime, power)))
+            rows, better = 400_000 // length, good_length(length)
+            shares = []
+            for kind in ("rfft", "irfft", "fft"):
+                times = []
+                for n in (length, better):
+                    real = torch.randn(rows, n)
+                    bins = torch.fft.rfft(real)
+                    calls: dict[str, Call] = {
+                        "rfft": lambda x=real: torch.fft.rfft(x),  # type: ignore[misc]
+                        "irfft": lambda x=bins, n=n: torch.fft.irfft(x, n=n),  # type: ignore[misc]
+                        "fft": lambda x=real + 0j: torch.fft.fft(x),  # type: ignore[misc]
+                    }
+                    times.append(time_of(calls[kind]))
+                shares.append(f"{kind} {times[1] / times[0]:4.0%}")
+            print(f"{length:5} = {prime} × {power}^k, then {better:5}: {', '.join(shares)}")
+
+
+def time_sorts() -> None:
+    """Print what remains with topk, by length of the row and elements taken."""
+    for rows, length in ((4096, 64), (1536, 192), (1024, 1024), (256, 4096), (8, 100_000)):
+        x = torch.randn(rows, length)
+        whole = time_of(lambda x=x: x.sort(-1))  # type: ignore[misc]
+        taken = sorted({1, length // 128, length // 64, length // 32, length // 16, length // 8})
+        shares = [
+            f"{k}: {time_of(lambda x=x, k=k: x.topk(k, -1)) / whole:.0%}"  # type: ignore[misc]
+            for k in taken
+            if k
+        ]
+        print(f"rows of {length:6}, sort {whole:6.1f} ms; topk of {', '.join(shares)}")
+
+
+def time_reductions() -> None:
+    """Print ns per element: of a sum of two tensors, of the operator, and written out."""
+    for shape in ((1, 2, 400_000), (1, 4, 400_000), (8, 19, 16_384), (64, 256, 100)):
+        x = torch.randn(*shape)
+        ns = 1e6 / x.numel()
+        print(f"{shape}: add {ns * time_of(lambda x=x: x + x):.2f}", end="")  # type: ignore[misc]
+        for name, calls in OPERATORS.items():
+            slow, fast = (ns * time_of(lambda x=x, f=f: f(x)) for f in calls)  # type: ignore[misc]
+            print(f"; {name} {slow:.1f}, then {fast:.1f}", end="")
+        print()
+
+
+def main() -> None:
+    """Print the three tables."""
+    torch.set_num_threads(1)
+    time_ffts()
+    time_sorts()
+    time_reductions()
+
+
+if __name__ == "__main__":
+    main()

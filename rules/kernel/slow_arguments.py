@@ -1,0 +1,398 @@
+"""Operators that their library computes slowly because of the arguments they are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.intervals import union
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device import operator_arguments as arguments
+from advisor.measure.device.operator_arguments import FFTS, OF_COMPLEX, SORTS, TO_COMPLEX
+from advisor.measure.device.shapes import OpInputs
+from advisor.rules.citations import (
+    CHOSEN,
+    CUFFT,
+    CURED_RECORDINGS,
+    MKL_FFT,
+    SILENT_TRACES,
+    SLOW_ARGUMENTS,
+    XPROF,
+)
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    impact_without_gain,
+    of_step,
+    scale_edit,
+    work_launched_in,
+)
+from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.testing import Examples, TraceBuilder
+
+Left = tuple[float, float, float]
+"""Share of an operator's time that remains: expected, at best, at worst."""
+EVEN: Left = (0.33, 0.13, 0.65)
+REAL: Left = (0.17, 0.07, 0.4)
+COMPLEX: Left = (0.33, 0.17, 0.55)
+REAL_SMALL: Left = (0.4, 0.22, 0.7)
+UNCHANGED: Left = (1.0, 1.0, 1.0)
+"""Share that remains of an FFT at the next good length: of even length, with a large factor; of
+other lengths, with a large factor, real and complex; of such, real, with small ones."""
+Reason = tuple[str, Left, str, dict[str, object]]
+FRESH_MEMORY = 0.1
+"""Share of a reduction's time, at worst, that others take for memory of intermediate results."""
+
+
+class Reduction(NamedTuple):
+    """An operator that is not vectorised over outer dimensions on a CPU, and the same in others."""
+
+    dims: int
+    """Position of the argument with the reduced dimensions."""
+    keep: int
+    """Position of ``keepdim``."""
+    passes: float
+    """Time of the others, in passes of an elementwise operator over the input."""
+    code: str
+
+
+NORM = "aten::linalg_vector_norm"
+_ROOT = ".clamp_min(1e-24).sqrt()   # clamped: 0 has a gradient"
+_VAR = "d = x - x.mean({of}, keepdim=True)\nvar = d.square().sum({of}{keep}) / {count}"
+NORMS = {
+    2.0: f"norm = x.square().sum({{of}}{{keep}}){_ROOT}",
+    1.0: "norm = x.abs().sum({of}{keep})",
+    float("inf"): "norm = x.abs().amax({of}{keep})",
+}
+"""Order of a norm -> the norm in other operators."""
+REDUCTIONS = {
+    NORM: Reduction(2, 3, 3, ""),
+    "aten::var": Reduction(1, 3, 8, _VAR),
+    "aten::std": Reduction(1, 3, 8, f"{_VAR}\nstd = var{_ROOT}"),
+    "aten::argmax": Reduction(1, 2, 12, "index = x.max({of}{keep}).indices"),
+    "aten::argmin": Reduction(1, 2, 12, "index = x.min({of}{keep}).indices"),
+}
+
+
+class Slow(NamedTuple):
+    """Calls of one operator with arguments that it is slow for; ``texts``: values of the ``{…}`` in
+    the texts of its case."""
+
+    name: str
+    rows: Rows
+    ns: int
+    case: str
+    left: Left
+    summary: str
+    texts: dict[str, object]
+
+
+class SlowArguments(Rule):
+    """A library computes an operator slowly for some arguments, and another call gives the same
+    result. Names, shapes and arguments in the trace show it.
+
+    **FFTs.** A length with small prime factors is split into short FFTs. On a CPU (MKL), even
+    lengths with a factor above 40 are slow, and others with a factor above 13. Of real numbers, all
+    that are not even are slow. The ``2 L - 1`` of a linear convolution is one of these. cuFFT has
+    another algorithm for factors above 127; what that costs was not measured.
+
+    **A sort of which the first or last elements are taken.** ``topk`` sorts no others. The sort's
+    result is known by its shape. What reads it next must take a part with a known end. Only on a
+    CPU.
+
+    **Norms, variances and argmax over a dimension that is not the innermost.** Their kernels for
+    CPUs are not vectorised there, those of sum and max are. Counted are calls that take at least 8
+    times as long per byte as the elementwise operators of the same trace.
+
+    What remains of FFTs and sorts is measured, on one thread of a CPU. What remains of the others
+    is some passes over the input at the rate of the elementwise operators.
+    """
+
+    id = "slow-operator-arguments"
+    title = "An operator is slow for the arguments it is called with"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/quadrature.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/quadrature.cured",
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+    )
+    validation_note = "a CPU recording, torch 2.13, and its cure: FFTs, a norm and a sort"
+    references = (
+        "https://docs.scipy.org/doc/scipy/reference/generated/scipy.fft.next_fast_len.html",
+        CUFFT.address,
+        MKL_FFT.address,
+        "https://docs.pytorch.org/docs/stable/generated/torch.topk.html",
+        "https://github.com/pytorch/pytorch/pull/91502",
+    )
+
+    min_share = Threshold(0.05, "of the step in such calls of one kind", XPROF)
+    even_factor = Threshold(40, "largest prime factor of an even length", SLOW_ARGUMENTS)
+    other_factor = Threshold(13, "largest prime factor of other lengths", SLOW_ARGUMENTS, MKL_FFT)
+    gpu_factor = Threshold(127, "largest prime factor of a length on a GPU", CUFFT)
+    min_slowdown = Threshold(8.0, "times the time of elementwise operators, per byte", CHOSEN)
+    max_left = Threshold(0.5, "of the time remains: with more, the gain is uncertain", CHOSEN)
+
+    fix = "Call the operator with arguments that its library is fast for, or call another one."
+    verify = "Record again: these operators take less of the step, and the results are the same."
+    falsified_by = "the same time with the other call, in a test of this operator alone"
+    confidence = 0.85
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "convolution": {
+            "title": "The length of an FFT is slow",
+            "fix": "Pad to {good} in place of {length}, forward and back, and cut the result as "
+            "before. A linear convolution is the same for any length of at least the sum of both "
+            "inputs' lengths, less one.",
+            "code": "n = {good}   # not {length}: even, no prime factor above 7\n"
+            "y = torch.fft.irfft(torch.fft.rfft(x, n=n) * torch.fft.rfft(k, n=n), n=n)",
+            "falsified_by": "results that change: a circular convolution needs its own length",
+            "assumptions": ("on a CPU, FFTs are MKL's, as in PyTorch's builds for x86",),
+        },
+        "spectrum": {
+            "title": "The length of an FFT is slow",
+            "fix": "Where FFTs only compute a linear convolution or a correlation, pad to {good} "
+            "in place of {length}. Where the spectrum is the result, padding changes its "
+            "frequencies: choose a window of such a length if you can.",
+            "code": "n = {good}   # not {length}: even, no prime factor above 7\n"
+            "spectrum = torch.fft.rfft(x, n=n)   # not where its frequencies matter",
+            "falsified_by": "frequencies or a period of exactly this length are needed",
+            "assumptions": ("the length may be changed", "on a CPU, FFTs are MKL's"),
+            "confidence": 0.6,
+        },
+        "sort": {
+            "title": "A whole sort, of which a few elements are taken",
+            "fix": "Take them with topk, which sorts no others. The results are the same but for "
+            "the order of equal elements.",
+            "code": "values, index = x.topk({taken}, dim={dim}, largest={largest}){note}",
+            "falsified_by": "other code that reads the rest of the sorted elements",
+            "assumptions": ("nothing else reads the rest of the sorted elements",),
+            "alternatives": "sort",
+        },
+        "reduction": {
+            "title": "A reduction over an outer dimension is not vectorised",
+            "fix": "Write it with operators that are vectorised over outer dimensions: elementwise "
+            "ones, sum, mean and max. The results are equal to rounding.",
+            "code": "{code}",
+            "falsified_by": "values so large that their squares overflow",
+        },
+    }
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Look at each FFT, sort and reduction, by kind of arguments."""
+        if not a.span_ns or a.trace.inputs.is_empty():
+            return
+        on_gpu = a.device_id is not None
+        by_case: dict[str, list[Slow]] = {}
+        for slow in self._slow_calls(a, on_gpu=on_gpu):
+            by_case.setdefault(slow.case, []).append(slow)
+        for case, found in by_case.items():
+            rows = np.concatenate([slow.rows for slow in found])
+            ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
+            ns = work_launched_in(a, union(ts, ts + dur)) if on_gpu else int(dur.sum())
+            if ns < self.min_share * a.span_ns:
+                continue
+            most = max(found, key=lambda slow: slow.ns)
+            reason = "what such a length costs on a GPU was not measured"
+            yield Finding(
+                summary=f"{most.summary} Such calls take {of_step(a, ns)}.",
+                evidence=[
+                    amount_per_step(a, "calls", len(rows), "count"),
+                    amount_per_step(a, "time of these", ns),
+                    self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                ],
+                where=costliest_places(a, rows, dur),
+                edits=[] if on_gpu else _edits(a, found),
+                impact=impact_without_gain(reason) if on_gpu else None,
+                informational=on_gpu,
+                **self.case(case, **most.texts),
+            )
+
+    def _slow_calls(self, a: Analysis, *, on_gpu: bool) -> Iterator[Slow]:
+        names = FFTS if on_gpu else (*FFTS, *SORTS, *REDUCTIONS)
+        rate = None if on_gpu else arguments.elementwise_rate(a)
+        for name, x, rows in arguments.calls_by_inputs(a, exact_pattern(names)):
+            dur = a.trace.cpu["dur"].to_numpy()[rows]
+            if name in FFTS:
+                found = self._fft(a, name, x)
+            elif name in SORTS:
+                found = self._sort(arguments.sorted_part(a, name, x, rows))
+            else:
+                found = self._reduction(name, x, float(np.median(dur)), rate)
+            for why in found:
+                yield Slow(name, rows, int(dur.sum()), *why)
+
+    def _fft(self, a: Analysis, name: str, x: OpInputs) -> Iterator[Reason]:
+        lengths = arguments.fft_lengths(name, x)
+        left = [self._left_of(*each, a.device_id is not None) for each in lengths]
+        slow = [length for (length, _), one in zip(lengths, left, strict=True) if one != UNCHANGED]
+        if not slow:
+            return
+        length = slow[-1]
+        good, factor = arguments.good_length(length), arguments.largest_factor(length)
+        why = "is prime" if factor == length else f"has the prime factor {factor:,}"
+        why = why if factor > self.other_factor else "is not even"
+        padded = length in arguments.padded_lengths(a)
+        mean, best, worst = (sum(ends) / len(left) for ends in zip(*left, strict=True))
+        yield (
+            "convolution" if padded else "spectrum",
+            (mean, best, worst if padded else 1.0),
+            f"{name} has the length {length:,}, which {why}; {good:,} is a fast one.",
+            {"length": length, "good": good},
+        )
+
+    def _left_of(self, length: int, real: bool, on_gpu: bool) -> Left:
+        """Return what remains of an FFT at the next good length."""
+        factor = arguments.largest_factor(length)
+        if on_gpu or length % 2 == 0:
+            return EVEN if factor > (self.gpu_factor if on_gpu else self.even_factor) else UNCHANGED
+        if factor > self.other_factor:
+            return REAL if real else COMPLEX
+        return REAL_SMALL if real else UNCHANGED
+
+    def _sort(self, part: arguments.SortedPart | None) -> Iterator[Reason]:
+        if part is None:
+            return
+        size, taken = part.size, part.taken
+        left = 0.03 + 0.75 * (taken / size) ** 0.5 + 12 / size  # fits what the benchmark prints
+        if left > self.max_left:
+            return
+        yield (
+            "sort",
+            (left, left / 2, min(1.0, 1.7 * left)),
+            f"Rows of {size:,} elements are sorted, and {taken:,} are taken.",
+            part._asdict() | {"note": "" if part.from_first else "   # in reverse order"},
+        )
+
+    def _reduction(self, name: str, x: OpInputs, ns: float, rate: float | None) -> Iterator[Reason]:
+        how, data = REDUCTIONS[name], x.tensor(0)
+        dims = arguments.outer_dims(x, how.dims)
+        if data is None or not dims:
+            return
+        if data.dtype not in ("float", "double") or (size := data.bytes or 0) < arguments.MIN_BYTES:
+            return
+        if rate is None:
+            return
+        slowdown = ns / (size * rate)
+        if slowdown < self.min_slowdown:
+            return
+        left, given = how.passes / slowdown, x.argument(1 if name == NORM else 2)
+        code = NORMS.get(given) if name == NORM else how.code
+        if code is None or left > self.max_left:
+            return
+        code = code.format(
+            of=dims[0] if len(dims) == 1 else tuple(dims),
+            keep=", keepdim=True" if x.flag(how.keep) else "",
+            count=prod(data.shape[dim] for dim in dims) - (given not in (False, 0)),
+        )
+        sizes = " × ".join(f"{size:,}" for size in data.shape)
+        yield (
+            "reduction",
+            (left, left / 2, min(1.0, 2 * left + FRESH_MEMORY)),
+            f"{name} over an outer dimension of {sizes} takes {slowdown:.0f} times as long per "
+            "byte as elementwise operators.",
+            {"code": code},
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        norm, std = ["2", "[0]", "False"], ["[0]", "1", "False"]
+        return {
+            "a convolution of length 2 L - 1": _fft(2999),
+            "a spectrum of prime length": _fft(1021, pad=False),
+            "real, 3^4 times 5^2": _fft(2025),
+            "the factor 61": _fft(1952),
+            "on a GPU": _fft(2999, gpu="A100"),
+            "a good length": (_fft(3000), "not slow"),
+            "a complex one of 3^7": (_fft(2187, OF_COMPLEX), "not slow"),
+            "the factor 37": (_fft(1184), "even_factor"),
+            "complex, 11^3": (_fft(1331, OF_COMPLEX), "other_factor"),
+            "the factor 97 on a GPU": (_fft(1940, gpu="A100"), "gpu_factor"),
+            "little of the step": (_fft(2999, rest=200_000), "min_share"),
+            "the first of a sort": _sort("0", "16"),
+            "the last of an argsort": _sort("-16", str(2**63 - 1), SORTS[1]),
+            "half of the elements": (_sort("0", "512"), "max_left"),
+            "a median": (_sort("511", "513"), "part is None"),
+            "a whole ranking": (_sort("0", "16", then="aten::cumsum"), "part is None"),
+            "a stable sort": (_sort("0", "16", stable=True), "part is None"),
+            "a norm over the first dimension": _reduce(NORM, norm),
+            "a standard deviation": _reduce("aten::std", std),
+            "argmax over classes": _reduce("aten::argmax", ["0", "False"]),
+            "over the innermost": (_reduce(NORM, ["2", "[1]", "False"]), "not dims"),
+            "in 16 bits": (
+                _reduce(NORM, norm, "c10::Half"),
+                "data.dtype not in ('float', 'double')",
+            ),
+            "fast in this library": (_reduce(NORM, norm, us=1400), "min_slowdown"),
+            "elementwise operators are as slow": (_reduce(NORM, norm, add=6000), "min_slowdown"),
+            "nothing to compare with": (_reduce(NORM, norm, add=0), "rate is None"),
+            "a norm of order 3": (_reduce(NORM, ["3", "[0]", "False"]), "code is None"),
+        }
+
+
+def _edits(a: Analysis, found: list[Slow]) -> list[Edit]:
+    """Scale each operator. An edit names all of its calls, and those that are not slow stay."""
+    result = []
+    dur = a.trace.cpu["dur"].to_numpy()
+    for name in sorted({slow.name for slow in found}):
+        pattern, own = exact_pattern([name]), [slow for slow in found if slow.name == name]
+        every = sum(dur[rows].sum() for _, _, rows in arguments.calls_by_inputs(a, pattern))
+        saved = [sum(slow.ns * (1 - slow.left[end]) for slow in own) for end in range(3)]
+        select = Select(on="host", kind=("op",), name=pattern)
+        result.append(scale_edit(select, *(float(1 - ns / every) for ns in saved)))
+    return result
+
+
+def _call(b: TraceBuilder, name: str, shape: list[int], given: Sequence[str], **op: Any) -> None:
+    """Add an operator on a contiguous tensor, with arguments."""
+    strides = [prod(shape[at + 1 :]) for at in range(len(shape))]
+    more: list[list[int]] = [[]] * len(given)
+    with b.op(name, [shape, *more], strides=[strides, *more], concrete=["", *given], **op):
+        if b.head["deviceProperties"]:
+            b.launch("regular_bluestein_fft", op["host_us"])
+
+
+def _fft(
+    length: int,
+    name: str = TO_COMPLEX,
+    *,
+    pad: bool = True,
+    gpu: str | None = None,
+    rest: float = 2000,
+) -> TraceBuilder:
+    b = TraceBuilder(gpu)
+    for _ in b.steps():
+        if pad:
+            _call(b, "aten::constant_pad_nd", [64, 100], [f"[0, {length - 100}]"], host_us=9)
+        _call(b, name, [64, length], ["[1]"], host_us=3000)
+        b.on_host("aten::gelu", rest)
+        if gpu:
+            b.sync()
+    return b
+
+
+def _sort(
+    start: str, end: str, name: str = SORTS[0], *, then: str = "aten::slice", stable: bool = False
+) -> TraceBuilder:
+    b = TraceBuilder(None)
+    for _ in b.steps():
+        _call(b, name, [256, 1024], [*["True"] * stable, "-1", "True"], host_us=6000)
+        _call(b, then, [256, 1024], ["1", start, end, "1"], dtypes="long int", host_us=9)
+        b.on_host("aten::gelu", 2000)
+    return b
+
+
+def _reduce(
+    name: str, given: list[str], dtype: str = "float", *, us: float = 40_000, add: float = 200
+) -> TraceBuilder:
+    b = TraceBuilder(None)
+    for _ in b.steps():
+        if add:
+            _call(b, "aten::add", [2, 400_000], [], host_us=add)
+        _call(b, name, [2, 400_000], given, dtypes=dtype, host_us=us)
+        b.on_host("aten::gelu", 2000)
+    return b

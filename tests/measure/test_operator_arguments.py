@@ -1,0 +1,82 @@
+"""Arguments of operators, against arithmetic by hand and brute force."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.measure.device import operator_arguments as arguments
+from advisor.measure.device.operator_arguments import SORTS, SortedPart
+from advisor.measure.device.shapes import OpInputs
+from advisor.testing import TraceBuilder
+
+
+def test_the_largest_factor_is_that_of_a_search_through_all_divisors() -> None:
+    for length in range(2, 400):
+        divisors = [d for d in range(2, length + 1) if length % d == 0]
+        primes = [d for d in divisors if not any(d % k == 0 for k in range(2, d))]
+        assert arguments.largest_factor(length) == max(primes)
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 62])
+def test_a_length_that_no_fft_has_is_left_alone(length: int) -> None:
+    assert arguments.largest_factor(length) <= 1
+
+
+@pytest.mark.parametrize(("length", "good"), [(2999, 3000), (2025, 2048), (1009, 1024), (7, 8)])
+def test_a_good_length_is_the_next_even_product_of_2_3_5_and_7(length: int, good: int) -> None:
+    assert arguments.good_length(length) == good
+
+
+def test_a_real_fft_back_has_the_length_that_was_asked_for() -> None:
+    given = OpInputs("[[8, 16, 1500], [], [], []]", '["complex<float>", "", "", ""]', "", "")
+    assert arguments.fft_lengths("aten::_fft_c2r", given) == []  # dimensions were not recorded
+    concrete = '["", "[1, 2]", "2", "2999"]'
+    given = OpInputs("[[8, 16, 1500], [], [], []]", '["complex<float>", "", "", ""]', "", concrete)
+    assert arguments.fft_lengths("aten::_fft_c2r", given) == [(16, False), (2999, True)]
+    assert arguments.fft_lengths("aten::_fft_c2c", given) == [(16, False), (1500, False)]
+
+
+def part(*after: tuple[str, list[str], str]) -> SortedPart | None:
+    """The part taken of a sort of rows of 100 by what follows: operator, arguments, type."""
+    b = TraceBuilder(None)
+    shape, more = [8, 100], [[], []]
+    with b.step():
+        with b.op("aten::sort", [shape, *more], concrete=["", "1", "True"]):
+            pass
+        for name, given, kind in after:
+            shapes = [shape, *[[]] * len(given)]
+            with b.op(name, shapes, kind, concrete=["", *given]):
+                pass
+    a = b.analysis()
+    ((name, x, rows),) = arguments.calls_by_inputs(a, "^aten::sort$")
+    return arguments.sorted_part(a, SORTS[0], x, rows)
+
+
+def test_the_part_of_a_sort_is_all_that_is_taken_of_it() -> None:
+    first = ("aten::slice", ["1", "0", "10", "1"], "float")
+    ids = ("aten::narrow", ["1", "0", "12"], "long int")
+    assert part(first) == SortedPart(100, 10, 1, True, True)
+    assert part(first, ids) == SortedPart(100, 12, 1, True, True)
+    assert part(("aten::select", ["1", "-1"], "float")) == SortedPart(100, 1, 1, False, False)
+    last = ("aten::slice", ["1", "-5", str(2**63 - 1), "1"], "long int")
+    assert part(last) == SortedPart(100, 5, 1, False, False)
+    assert part(first, last) == SortedPart(100, 100, 1, True, True)  # both ends: no part
+
+
+def test_a_sort_that_something_else_reads_first_or_in_the_middle_has_no_part() -> None:
+    first = ("aten::slice", ["1", "0", "10", "1"], "float")
+    assert part(("aten::softmax", ["1", ""], "float"), first) is None
+    assert part(("aten::slice", ["1", "10", "20", "1"], "float")) is None
+    assert part(("aten::slice", ["0", "0", "4", "1"], "float")) is None
+    assert part() is None
+
+
+def test_the_rate_of_elementwise_operators_is_per_byte_of_the_largest_tensor() -> None:
+    b = TraceBuilder(None)
+    with b.step():
+        for _ in range(3):
+            with b.op("aten::add", [[1000, 100], [100]], host_us=399.5):
+                pass
+        with b.op("aten::mul", [[100]], host_us=50):  # too small to count
+            pass
+    assert arguments.elementwise_rate(b.analysis()) == pytest.approx(1.0)  # 400 µs for 400 kB

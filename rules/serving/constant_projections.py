@@ -1,0 +1,342 @@
+"""A loop that decodes tokens projects the same input again for each of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.intervals import union
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.matmuls import MatrixProduct, parse_product
+from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.names import name_matches
+from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    of_step,
+    outermost_in_steps,
+    rows_in_steps,
+    scale_edit,
+    work_launched_in,
+)
+from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.testing import Examples, TraceBuilder
+
+EMBEDDING = "aten::embedding"
+CHOOSES = frozenset(
+    f"aten::{name}" for name in "argmax max topk sort multinomial softmax log_softmax".split()
+)
+"""Operators that choose a token by the scores of the vocabulary."""
+LINEAR = frozenset(("aten::linear", "aten::matmul", "aten::addmm"))
+PRODUCTS = re.compile(r"^aten::(?:bmm|baddbmm|matmul)$|attention|attn")
+"""Products of activations: the first operand is what the pass computes on, or a query."""
+ENCODES = re.compile(r"^aten::(?:conv\w*|lstm|gru|rnn_\w+)$")
+KEEPS = re.compile(
+    r"^aten::_?(?:\w*view\w*|\w*reshape\w*|transpose|swap\w+|movedim|permute|numpy_T|mT|adjoint|t"
+    r"|\w*squeeze|(?:un)?flatten|ravel|expand\w*|repeat\w*|slice|select|narrow|\w*split\w*|chunk"
+    r"|unbind|unfold|alias|detach|lift\w*|contiguous|clone|copy_|to|to_copy|type_as|dropout"
+    r"|layer_norm|rms_norm)_?$"
+)
+"""Names of views, copies and normalisations: what they return is as constant as their input."""
+MAX_CALLS = 200_000
+
+
+Layers = list[tuple[int, tuple[int, ...]]]
+"""Linear layers: rows of ``trace.cpu``, and their sizes m, k, n."""
+
+
+@dataclass
+class Pass:
+    """Work from one choice of a token to the next."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Tokens that each embedding looks up."""
+    made: set[int] = field(default_factory=set)
+    """Numbers of elements of the tensors that something computes on."""
+    encoded: int = 0
+    """Rows, at most, of a convolution, a recurrent layer, or a linear one on what it computes."""
+    layers: Layers = field(default_factory=list)
+    """Linear layers on what the pass does not compute."""
+
+
+def _sizes(layers: Layers | None) -> Counter[tuple[int, ...]]:
+    return Counter(size for _, size in layers or ())
+
+
+class ConstantProjections(Rule):
+    """A loop that decodes one token at a time projects an input that stays the same again for each
+    of them. Most often it is the encoder's output: text, sound or image, from which cross-attention
+    makes keys and values. They do not change while a sequence is decoded. Made once for each
+    sequence, they can be kept beside the cache of the decoder's own keys and values.
+
+    A pass lies between two choices of tokens: ``argmax``, ``topk`` or softmax over the vocabulary.
+    It embeds one token per sequence with a table of that vocabulary. Counted are linear layers
+    with at least 8 times as many rows, in passes one after the other that have the same ones.
+    Their input must come from outside of the pass: before them, nothing in it computes on a tensor
+    of that size. So an encoder that runs for each token is not meant, nor attention over data that
+    comes with each step, where no token is chosen.
+
+    The gain is their time but for the first of each sequence. Longer inputs than those of the
+    window gain more.
+    """
+
+    id = "constant-projections"
+    title = "Each token projects an input again that does not change"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/picture_answers.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/picture_answers.cured",
+        "recorded/no_cache.cured",
+        "recorded/embedded_prefix.cured",
+        *CURED_RECORDINGS,
+    )
+    validation_note = "a CPU recording, torch 2.13, and its cure"
+    references = (
+        "https://huggingface.co/docs/transformers/kv_cache",
+        "https://huggingface.co/docs/transformers/internal/generation_utils",
+    )
+
+    min_share = Threshold(0.05, "of the step in these layers", XPROF)
+    min_passes = Threshold(2, "passes in a row with the same layers", CHOSEN)
+    min_rows = Threshold(8, "times as many rows as the pass has tokens", CHOSEN)
+    remaining = Threshold(0.05, "of the time remains: once per sequence of some 20 tokens", CHOSEN)
+    most_remaining = Threshold(0.35, "of it, for sequences of three tokens", CHOSEN)
+
+    fix = (
+        "Project the input once, before the loop, and keep the results for all tokens: in "
+        "cross-attention, keys and values of each layer. Where beams or sequences change, select "
+        "them as the cache."
+    )
+    code = (
+        "# before the loop, for each layer:\n"
+        "cross = layer.cross_attn.k(memory), layer.cross_attn.v(memory)\n"
+        "# in the loop, not k(memory), v(memory):\n"
+        "x = x + layer.cross_attn(x, *cross)"
+    )
+    verify = "Record again: passes of one token have linear layers of few rows only."
+    falsified_by = "an input that changes from token to token, as a stream does"
+    assumptions = ("the input stays the same while a sequence is decoded",)
+    confidence = 0.85
+    sampled_part = "forward"
+
+    def check(self, a: Analysis) -> Outcomes:
+        """Find linear layers with equal, many rows in passes of one token."""
+        if not a.span_ns or not a.forward_only or a.trace.inputs.is_empty():
+            return
+        passes = _passes(a)
+        if not passes:
+            return
+        runs = self._runs(passes)
+        longest = max((len(run) for run in runs), default=0)
+        if longest < self.min_passes:
+            return
+        layers = [layer for run in runs for one in run for layer in one]
+        rows = np.array([row for row, _ in layers], dtype=np.int64)
+        ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
+        ns = int(dur.sum()) if a.device_id is None else work_launched_in(a, union(ts, ts + dur))
+        if ns < self.min_share * a.span_ns:
+            return
+        each = max((one for run in runs for one in run), key=len)
+        yield Finding(
+            summary=(
+                f"For each token, {t.count_noun(len(each), 'linear layer')} on up to "
+                f"{max(size[0] for _, size in layers):,} rows that stay the same: "
+                f"{of_step(a, ns)}."
+            ),
+            evidence=[
+                self.compare("passes in a row", longest, "min_passes", "count"),
+                amount_per_step(a, "layers on constant rows", len(rows), "count"),
+                amount_per_step(a, "time of these", ns),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, rows, dur, top=1),
+            edits=self._edits(a, rows, ns),
+        )
+
+    def _layers(self, one: Pass, tokens: int) -> Layers | None:
+        """Return a pass's layers on many rows; ``None``: it embeds or encodes something else."""
+        many = self.min_rows * tokens
+        if one.encoded >= many or one.tokens not in ([], [tokens]):
+            return None
+        return [layer for layer in one.layers if layer[1][0] >= many]
+
+    def _runs(self, passes: list[Pass]) -> list[list[Layers]]:
+        """Return the layers of passes in a row that embed as many tokens, and have the same layers
+        on many rows. At both ends of the window are parts of a pass: their layers are some of the
+        same."""
+        runs: list[list[Layers]] = []
+        before: tuple[int, Counter[tuple[int, ...]]] | None = None
+        for one in passes[1:-1]:
+            layers = self._layers(one, sum(one.tokens))
+            own = (sum(one.tokens), _sizes(layers)) if layers and one.tokens else None
+            if own is not None:
+                runs += [[]] if own != before else []
+                runs[-1].append(layers or [])
+            before = own
+        runs = [run for run in runs if len(run) >= self.min_passes]
+        for run, part in zip((runs[:1], runs[-1:]), (passes[0], passes[-1]), strict=True):
+            for whole in run:
+                tokens = next(one.tokens[0] for one in passes if whole[0][0] in one.layers)
+                layers = self._layers(part, tokens)
+                if layers and not _sizes(layers) - _sizes(whole[0]):
+                    whole.append(layers)
+        return runs
+
+    def _edits(self, a: Analysis, rows: Rows, ns: int) -> list[Edit]:
+        """Scale the operators of these names: the others among them keep their time."""
+        cpu = a.trace.cpu
+        pattern = exact_pattern(cpu["name"].gather(rows).cast(pl.String).unique())
+        every = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], pattern).to_numpy()))
+        ts, dur = (cpu[name].to_numpy()[every] for name in ("ts", "dur"))
+        spans = union(ts, ts + dur)
+        shares = {"host": int(cpu["dur"].to_numpy()[rows].sum()) / spans.total}
+        if a.device_id is not None:
+            shares["gpu"] = ns / max(1, work_launched_in(a, spans))
+        edits = []
+        for on, share in shares.items():
+            select = (
+                Select(on="gpu", under=pattern)
+                if on == "gpu"
+                else Select(on="host", kind=("op",), name=pattern)
+            )
+            left = (self.remaining, 0.0, self.most_remaining)
+            edits.append(scale_edit(select, *(1 - share * (1 - one) for one in left)))
+        return edits
+
+    @staticmethod
+    def examples() -> Examples:
+        few = "longest < self.min_passes"
+        return {
+            "cross-attention": _decode(),
+            "on a GPU": _decode(gpu="A100"),
+            "a recurrent decoder": _decode(layers=1, scores="aten::tanh"),
+            "whole sequences in one step": _decode(passes=6),
+            "keys and values that are kept": (_decode(rows=0), few),
+            "few rows": (_decode(rows=64), few),
+            "little of the step": (_decode(rest=90_000), "min_share"),
+            "one pass": (_decode(steps=2), "min_passes"),
+            "training": (_decode(trains=True), "not a.forward_only"),
+            "no token is chosen": (_decode(chooses="aten::mean"), "not passes"),
+            "ids of users": (_decode(classes=12), "not passes"),
+            "an encoder for each token": (_decode(encoder="aten::gelu"), few),
+            "attention among the rows": (_decode(encoder=ATTENTION), few),
+            "images for each token": (_decode(encoder="aten::conv2d"), few),
+            "a sequence without a cache": (_decode(grows=True), few),
+        }
+
+
+def _passes(a: Analysis) -> list[Pass]:
+    """Split the operators of the window into passes; none where no vocabulary is embedded and
+    chosen from. The first and the last may be parts of a pass."""
+    table = outermost_in_steps(a).drop_nulls("inputs").sort("ts").head(MAX_CALLS)
+    given = {index: inputs_at(a, index) for index in table["inputs"].unique().to_list()}
+    calls = [(row, name, given[at]) for row, name, at in table["row", "name", "inputs"].iter_rows()]
+    embedded = {_first(x)[0] for _, name, x in calls if name == EMBEDDING and len(_first(x)) == 2}
+    scored = {_first(x)[-1] for _, name, x in calls if name in CHOOSES and _first(x)}
+    vocabulary = max(embedded & scored, default=0)
+    passes, current = list[Pass](), Pass()
+    for row, name, x in calls if vocabulary else ():
+        if name not in CHOOSES or _first(x)[-1:] != (vocabulary,):
+            _add(current, row, name, x, vocabulary)
+        elif current.tokens or not passes:
+            passes.append(current)
+            current = Pass()
+    return [*passes, current] if passes else []
+
+
+def _first(x: OpInputs) -> tuple[int, ...]:
+    tensor = x.tensor(0)
+    return () if tensor is None else tensor.shape
+
+
+def _projects(name: str, product: MatrixProduct) -> bool:
+    """Return whether a product is of data and weights: a table of weights times a vector, or two
+    matrices of weights (LoRA), are none."""
+    if len(product.b.shape) != 2 or (name == "aten::matmul" and len(product.a.shape) < 3):
+        return False
+    return product.added is None or len(product.added.shape) == 1
+
+
+def _add(one: Pass, row: int, name: str, x: OpInputs, vocabulary: int) -> None:
+    """Add an operator to a pass."""
+    tensors = x.tensors
+    product = parse_product(name, x) if name in LINEAR else None
+    if name == EMBEDDING and len(tensors) > 1:
+        if tensors[0].shape[:1] == (vocabulary,):
+            one.tokens.append(tensors[1].elements)
+        one.made.add(tensors[1].elements * prod(tensors[0].shape[1:]))
+    elif product is not None and _projects(name, product):
+        rows = product.m * product.batch
+        if product.a.elements not in one.made:
+            one.layers.append((row, (rows, product.k, product.n)))
+        elif product.n > 1:  # one output is a score for each row
+            one.encoded = max(one.encoded, rows)
+    elif ENCODES.match(name) and tensors:
+        one.encoded = max(one.encoded, tensors[0].elements // max(tensors[0].shape[-1:] or (1,)))
+    elif not KEEPS.match(name):
+        first = tensors[:1] if PRODUCTS.search(name) else tensors
+        one.made.update(tensor.elements for tensor in first)
+
+
+ATTENTION = "aten::scaled_dot_product_attention"
+
+
+def _decode(
+    *,
+    rows: int = 640,
+    layers: int = 3,
+    passes: int = 1,
+    steps: int = 4,
+    gpu: str | None = None,
+    rest: float = 200,
+    trains: bool = False,
+    chooses: str = "aten::argmax",
+    classes: int = 6000,
+    encoder: str = "",
+    scores: str = ATTENTION,
+    grows: bool = False,
+) -> TraceBuilder:
+    """Return steps that each decode tokens of 16 sequences, with layers on so many constant
+    rows."""
+    b = TraceBuilder(gpu)
+    tokens = 16
+
+    def run(name: str, shapes: list[list[int]], us: float) -> None:
+        with b.op(name, shapes, host_us=5 if gpu else us):
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", us)
+
+    for _ in b.steps(steps):
+        for _ in range(passes):
+            run(EMBEDDING, [[6000, 256], [tokens, 1]], 5)
+            if encoder:
+                run("aten::linear", [[tokens, rows // 16, 256], [256, 256]], 900)
+                run(encoder, [[tokens, rows // 16, 256]] * 3, 100)
+                run("aten::linear", [[tokens, rows // 16, 256], [256, 256]], 900)
+            for _ in range(layers):
+                run("aten::linear", [[tokens, 1, 256], [256, 256]], 20)
+                if rows:
+                    for _ in range(2):
+                        run("aten::linear", [[tokens, rows // 16, 256], [256, 256]], 300)
+                run(scores, [[tokens, 4, 1, 64], [tokens, 4, max(rows, 16) // 16, 64]], 20)
+            run("aten::linear", [[tokens, 256], [classes, 256]], 100)
+            run(chooses, [[tokens, classes]], 5)
+            b.on_host("aten::copy_", rest)
+            tokens += 16 * grows
+        if trains:
+            with b.range("Optimizer.step#SGD.step"), b.op("aten::add_"):
+                b.host(5)
+        if gpu:
+            b.sync()
+    return b

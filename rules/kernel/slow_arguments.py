@@ -135,6 +135,9 @@ class SlowArguments(Rule):
     even_factor = Threshold(40, "largest prime factor of an even length", SLOW_ARGUMENTS)
     other_factor = Threshold(13, "largest prime factor of other lengths", SLOW_ARGUMENTS, MKL_FFT)
     gpu_factor = Threshold(127, "largest prime factor of a length on a GPU", CUFFT)
+    min_length = Threshold(
+        128, "elements of an FFT: shorter ones were not measured", SLOW_ARGUMENTS
+    )
     min_slowdown = Threshold(8.0, "times the time of elementwise operators, per byte", CHOSEN)
     max_left = Threshold(0.5, "of the time remains: with more, the gain is uncertain", CHOSEN)
 
@@ -248,6 +251,8 @@ class SlowArguments(Rule):
     def _left_of(self, length: int, real: bool, on_gpu: bool) -> Left:
         """Return what remains of an FFT at the next good length."""
         factor = arguments.largest_factor(length)
+        if length < self.min_length:
+            return UNCHANGED
         if on_gpu or length % 2 == 0:
             return EVEN if factor > (self.gpu_factor if on_gpu else self.even_factor) else UNCHANGED
         if factor > self.other_factor:
@@ -312,6 +317,7 @@ class SlowArguments(Rule):
             "the factor 37": (_fft(1184), "even_factor"),
             "complex, 11^3": (_fft(1331, OF_COMPLEX), "other_factor"),
             "the factor 97 on a GPU": (_fft(1940, gpu="A100"), "gpu_factor"),
+            "short ones": (_fft(125), "min_length"),
             "little of the step": (_fft(2999, rest=200_000), "min_share"),
             "the first of a sort": _sort("0", "16"),
             "the last of an argsort": _sort("-16", str(2**63 - 1), SORTS[1]),

@@ -240,6 +240,8 @@ def _passes(a: Analysis) -> list[Pass]:
     """Split the operators of the window into passes; none where no vocabulary is embedded and
     chosen from. The first and the last may be parts of a pass."""
     table = outermost_in_steps(a).drop_nulls("inputs").sort("ts").head(MAX_CALLS)
+    if not table["name"].is_in([EMBEDDING]).any():
+        return []
     given = {index: inputs_at(a, index) for index in table["inputs"].unique().to_list()}
     calls = [(row, name, given[at]) for row, name, at in table["row", "name", "inputs"].iter_rows()]
     embedded = {_first(x)[0] for _, name, x in calls if name == EMBEDDING and len(_first(x)) == 2}

@@ -22,9 +22,15 @@ def test_a_length_that_no_fft_has_is_left_alone(length: int) -> None:
     assert arguments.largest_factor(length) <= 1
 
 
-@pytest.mark.parametrize(("length", "good"), [(2999, 3000), (2025, 2048), (1009, 1024), (7, 8)])
-def test_a_good_length_is_the_next_even_product_of_2_3_5_and_7(length: int, good: int) -> None:
-    assert arguments.good_length(length) == good
+def test_a_good_length_is_the_next_even_product_of_2_3_5_and_7() -> None:
+    good = {2**a * 3**b * 5**c * 7**d for a in range(1, 14) for b in range(9) for c in range(6)
+            for d in range(5)}  # fmt: skip
+    for length in range(2, 3000):
+        assert arguments.good_length(length) == min(each for each in good if each >= length)
+
+
+def test_the_good_length_of_a_damaged_trace_takes_no_time() -> None:
+    assert arguments.good_length((1 << 32) - 5) == 1 << 32
 
 
 def test_a_real_fft_back_has_the_length_that_was_asked_for() -> None:

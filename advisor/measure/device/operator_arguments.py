@@ -51,10 +51,11 @@ def largest_factor(length: int) -> int:
 @lru_cache(maxsize=256)
 def good_length(length: int) -> int:
     """Return the next even length without a prime factor above 7."""
-    length += length % 2
-    while largest_factor(length) > 7:
-        length += 2
-    return length
+    good: int = min(
+        product << max(1, (-(-length // product) - 1).bit_length())
+        for product in (3**b * 5**c * 7**d for b in range(21) for c in range(15) for d in range(13))
+    )
+    return good
 
 
 def inputs_at(a: Analysis, index: int) -> OpInputs:

@@ -376,7 +376,7 @@ class TimedSampler(StackSampler):
         super().work()
         self.cpu = time.thread_time()
         for _ in range(IN_A_ROW):
-            self._sample()
+            self._sample(1)
         self.in_a_row = (time.thread_time() - self.cpu) / IN_A_ROW
 
     def _count(self, _: str, fields: dict[str, Any]) -> None:

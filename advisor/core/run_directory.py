@@ -326,12 +326,13 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     the end of its epoch before, ``null``: not recorded), evaluation · ``shapes``: index, shapes,
     dtypes · ``padding`` (of the token ids
     that a forward was called with, one in five): padding (share), beyond (share in positions that
-    hold a token in no row), rows, columns · ``window``: window, reason, steps, state (``open``,
-    ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it lay before the training), file,
-    why · ``collect``: file, line, function, times (asked for a full garbage collection for the
-    first, second, fourth, eighth … time) · ``stacks``: frames (``file(line): function``), stacks
-    (of each: samples since the event before, and its frames as places in ``frames``, the outermost
-    first) ·
+    hold a token in no row), rows, columns · ``labels`` (of a forward, or of a loss that a sample of
+    the stack met): ignored (share), rows, columns, classes (of a loss) · ``window``: window,
+    reason, steps, state (``open``, ``done``, ``stopped``, ``failed``, ``never``, ``dropped``: it
+    lay before the training), file, why · ``collect``: file, line, function, times (asked for a full
+    garbage collection for the first, second, fourth, eighth … time) · ``stacks``: frames
+    (``file(line): function``, the innermost perhaps ``<built-in function …>``), stacks (of each:
+    samples since the event before, and its frames as places in ``frames``, the outermost first) ·
     ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``:
     steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more could be
     written), exception, message

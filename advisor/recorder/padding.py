@@ -1,15 +1,18 @@
-"""Padding in the token ids, and ignored labels, that a model is called with, wherever they come
-from.
+"""Padding in the token ids, and ignored labels, that a model or a loss is called with, wherever
+they come from.
 
 One forward in ``EVERY`` is looked at. Ids on the CPU are read where they are; ids on a GPU never
 are: their copy on the CPU is, as ``Tensor.to`` uploads it. Reading is by NumPy, so that no operator
 of ours is in a trace, and no mode of the program sees it.
+
+Labels that a loss is called with are looked at where a sample of the stack meets the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import ref
 
 from advisor.recorder.loaders import MASKS, MAX_DEPTH, MAX_TENSORS, is_mapping
 from advisor.recorder.watchers import is_intercepted
@@ -17,7 +20,7 @@ from advisor.recorder.watchers import is_intercepted
 EVERY = 5
 """Interval, in outermost forwards, at which their inputs are looked at."""
 MAX_SAMPLES = 256
-"""Most forwards looked at in a run."""
+"""Most forwards, and most losses, looked at in a run."""
 MAX_IDS = 1 << 20
 """Largest matrix of ids that is looked at, elements: about 1 ms."""
 MIN_LENGTH = 8
@@ -39,6 +42,9 @@ class TokenPadding:
         self._write_event = write_event
         self._forwards = 0
         self._samples = 0
+        self._losses = 0
+        self._labels: Callable[[], Any] = lambda: None
+        """Reference to the labels that a loss was last met with."""
         self._uploads: dict[tuple[int, ...], dict[str, Any]] = {}
         self._vocabularies: dict[int, int] = {}
         """Largest number of ids that a module embeds, by its id; 0: it embeds none."""
@@ -87,6 +93,31 @@ class TokenPadding:
         if found is not None:
             del found["largest"]
             self._write_event("padding", found)
+
+    def on_loss(self, given: Mapping[str, Any]) -> None:
+        """Look at the labels among a loss's arguments, once for each call. Any thread may call
+        this."""
+        scores: Any = given.get("input")
+        labels: Any = given.get("target")
+        ignored = given.get("ignore_index", IGNORED)
+        if self._losses >= MAX_SAMPLES or labels is self._labels() or type(ignored) is not int:
+            return
+        import torch
+
+        if type(labels) is not torch.Tensor or type(scores) is not torch.Tensor:
+            return
+        with torch._C.DisableTorchFunction():
+            if labels.dtype is not torch.int64 or not _is_near(labels) or scores.dim() < 2:
+                return
+            ids = _as_array(labels)
+            classes = int(scores.shape[1])
+        if ids is None:
+            return
+        self._losses += 1
+        self._labels = ref(labels)
+        share = float((ids == ignored).mean())
+        found = {"ignored": share, "rows": 1, "columns": ids.size, "classes": classes}
+        self._write_event("labels", found)
 
     def _measure(
         self,
@@ -147,10 +178,19 @@ def _may_be_ids(tensor: Any) -> bool:
 def _readable(tensor: Any) -> Any:
     """Return a matrix of integers or booleans on the CPU as an array, without a copy; else
     ``None``."""
-    if tensor.device.type != "cpu" or tensor.dim() != 2 or not 0 < tensor.numel() <= MAX_IDS:
+    if tensor.dim() != 2 or not _is_near(tensor):
         return None
     if not (_may_be_ids(tensor) or str(tensor.dtype) == "torch.bool"):
         return None
+    return _as_array(tensor)
+
+
+def _is_near(tensor: Any) -> bool:
+    """Return whether a tensor is on the CPU, and small enough to be looked at."""
+    return bool(tensor.device.type == "cpu" and 0 < tensor.numel() <= MAX_IDS)
+
+
+def _as_array(tensor: Any) -> Any:
     try:
         return tensor.numpy()
     except Exception:  # a tensor of functorch, or no NumPy

@@ -789,7 +789,10 @@ class RecordingSession(Listener):
         if self.options.stack_samples and not self.finished:
             watched = self.tape.hook_state
             self._stack_sampler = StackSampler(
-                lambda: watched[THREAD], lambda: self.windows.profiling, self.write_event
+                lambda: watched[THREAD],
+                lambda: self.windows.profiling,
+                self.write_event,
+                self.padding.on_loss,
             )
             self._stack_sampler.start()
 

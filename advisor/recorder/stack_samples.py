@@ -1,11 +1,17 @@
 """Sampler of the training thread's Python call stack, without a profiler.
 
-Waking for a sample takes the interpreter from the training thread for some 50 µs. So samples are
+Waking for a sample takes the interpreter from the training thread for some 100 µs. So samples are
 frequent in the first seconds only, of which a short run consists, and end after some thousand.
 
 A thread that wakes gets the interpreter when the other one gives it up: at once where that waits or
-computes in C, after 5 ms where it runs Python. In between it gets it where short Python code ends
-and the next call into C begins, which had no part in the time; such samples do not count.
+computes in C, after the switch interval where it runs Python. Python code shorter than that would
+never be met, and the call into C after it would in its place. So the interval is lowered for a few
+milliseconds before a sample. The sampler wakes for that, and the time of the sample does not depend
+on when it does. A call into C that keeps the interpreter for longer than the time between samples
+counts once for each of them.
+
+What the innermost frame calls in C is written as a frame below it. Arguments of losses that it
+meets are handed to ``on_loss``, at once.
 """
 
 from __future__ import annotations
@@ -14,12 +20,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, ClassVar
 
 from advisor.recorder.background import BackgroundThread
+from advisor.recorder.built_in_calls import called_function
 
 FAST_SECONDS, FAST_SAMPLES = 0.02, 300
 """Interval of the first samples, s, and their number."""
@@ -27,9 +34,13 @@ SLOW_SECONDS, MAX_SAMPLES = 0.1, 1_500
 """Interval of the later samples, s, and the most samples in all."""
 WRITE_EVERY = 150
 """Samples written together: the most that is lost if a run is killed."""
-AT_ONCE, FORCED = 0.0005, 0.9
-"""Delays of a valid sample: below the first, s, it interrupted a call into C; above the second, a
-share of the interpreter's switch interval, it made the thread give up the interpreter."""
+BEFORE, BRIEF = 0.006, 0.00002
+"""Time before a sample, s, at which the sampler wakes, longer than the interpreter's usual switch
+interval; and the switch interval from then until the sample, s."""
+_GOLDEN = 0.6180339887498949
+"""Step of a sequence that fills 0 to 1 evenly: times of samples follow no rhythm of the program."""
+MAX_WEIGHT = 50
+"""Most intervals that one sample counts for."""
 MAX_WAKES = 2 * MAX_SAMPLES
 MAX_DEPTH = 100
 """Most frames of a sample, the innermost ones."""
@@ -41,8 +52,41 @@ _OWN = str(Path(__file__).absolute().parents[1]) + os.sep
 _PARTS_OF_FUNCTIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
 """Code names that are shown as the function around them."""
 
-Stack = tuple[tuple[CodeType, int], ...]
-"""Call stack: code and line of each frame, the innermost first."""
+_LOSSES = ("cross_entropy", "nll_loss")
+_FUNCTIONAL = "torch.nn.functional"
+
+Stack = tuple[str, tuple[tuple[CodeType, int], ...]]
+"""Call stack: what the innermost frame calls in C; code and line of each frame, the innermost
+first."""
+
+
+class _BriefInterval:
+    """Context in which the switch interval is ``BRIEF``, if the program does not set it meanwhile;
+    a child that is forked meanwhile has the program's."""
+
+    usual: ClassVar[float | None] = None
+    """The program's interval, s; ``None``: nothing is lowered."""
+    lowered: ClassVar[float] = 0.0
+    registered: ClassVar[bool] = False
+
+    def __enter__(self) -> None:
+        own = _BriefInterval
+        if not own.registered and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=own.restore)
+            own.registered = True
+        own.usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(own.usual, BRIEF))
+        own.lowered = sys.getswitchinterval()
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    @classmethod
+    def restore(cls) -> None:
+        """Set the program's interval again."""
+        usual, cls.usual = cls.usual, None
+        if usual is not None and sys.getswitchinterval() == cls.lowered:
+            sys.setswitchinterval(usual)
 
 
 class StackSampler(BackgroundThread):
@@ -57,13 +101,16 @@ class StackSampler(BackgroundThread):
         thread: Callable[[], int],
         busy: Callable[[], bool],
         write_event: Callable[[str, dict[str, Any]], None],
+        on_loss: Callable[[Mapping[str, Any]], None] = lambda given: None,
     ) -> None:
         super().__init__()
         self._watched = thread
         self._busy = busy
         self._write_event = write_event
+        self._on_loss = on_loss
         self._stacks: Counter[Stack] = Counter()
         self._texts: dict[tuple[CodeType, int], str] = {}
+        self._calls: dict[tuple[CodeType, int], str] = {}
 
     def work(self) -> None:
         """Sample until the end, then write the remaining samples."""
@@ -72,31 +119,47 @@ class StackSampler(BackgroundThread):
 
     def _loop(self) -> None:
         taken = written = 0
-        for _ in range(MAX_WAKES):
+        for wake in range(MAX_WAKES):
             pause = FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS
-            due = time.monotonic() + pause
-            if self.stop_event.wait(pause) or taken >= MAX_SAMPLES:
+            due = time.monotonic() + pause * (0.5 + wake * _GOLDEN % 1)
+            early = max(0.0, due - BEFORE - time.monotonic())
+            if taken >= MAX_SAMPLES or self.stop_event.wait(early):
                 return
-            late = time.monotonic() - due
-            if AT_ONCE < late < FORCED * sys.getswitchinterval() or self._busy():
-                continue
-            taken += self._sample()
+            with _BriefInterval():
+                left = due - time.monotonic()
+                if left > 0:  # else the thread is still where it was at that time
+                    time.sleep(left)
+                if not self._busy():
+                    late = time.monotonic() - due
+                    taken += self._sample(min(MAX_WEIGHT, 1 + int(late / pause)))
             if taken - written >= WRITE_EVERY:
                 written = taken
                 self._write()
 
-    def _sample(self) -> int:
-        """Take a sample; return how many were taken, 0 or 1."""
+    def _sample(self, weight: int) -> int:
+        """Take a sample that counts ``weight`` times; return how many were taken, 0 or 1."""
         frame = sys._current_frames().get(self._watched())
         stack: list[tuple[CodeType, int]] = []
+        called = ""
         while frame is not None and len(stack) < MAX_DEPTH:
             if not _is_own(frame.f_code):
+                if not stack:
+                    called = self._called(frame)
+                    if _is_loss(frame):
+                        self._on_loss(frame.f_locals)
                 stack.append((frame.f_code, frame.f_lineno or 0))
             frame = frame.f_back
         if not stack:
             return 0
-        self._stacks[tuple(stack)] += 1
+        self._stacks[called, tuple(stack)] += weight
         return 1
+
+    def _called(self, frame: FrameType) -> str:
+        place = frame.f_code, frame.f_lasti
+        known = self._calls.get(place)
+        if known is None:
+            known = self._calls[place] = called_function(frame)[:MAX_NAME]
+        return known
 
     def _write(self) -> None:
         stacks, self._stacks = self._stacks, Counter()
@@ -104,8 +167,10 @@ class StackSampler(BackgroundThread):
             return
         index: dict[str, int] = {}
         lines: list[list[Any]] = []
-        for stack, count in stacks.most_common(MAX_STACKS):
+        for (called, stack), count in stacks.most_common(MAX_STACKS):
             names = [self._text(*place) for place in reversed(stack)]
+            if called:
+                names.append(f"<built-in function {called}>")
             lines.append([count, [index.setdefault(name, len(index)) for name in names]])
         self._write_event("stacks", {"frames": list(index), "stacks": lines})
 
@@ -124,6 +189,15 @@ class StackSampler(BackgroundThread):
 def _is_own(code: CodeType) -> bool:
     """Return whether code is the recorder's or started the program: no line of the program's."""
     return code.co_filename.startswith((_OWN, "<frozen runpy>"))
+
+
+def _is_loss(frame: FrameType) -> bool:
+    """Return whether a frame is a loss of PyTorch's over numbers of classes, and can be read: the
+    thread that runs it waits for the interpreter, as all but this one do."""
+    waits = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return (
+        waits and frame.f_code.co_name in _LOSSES and frame.f_globals.get("__name__") == _FUNCTIONAL
+    )
 
 
 def without_search_path(file: str) -> str:

@@ -12,6 +12,7 @@ from advisor.core.intervals import union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.stacks import line_of_function
 from advisor.rules.citations import CHOSEN
 from advisor.rules.common import (
     MAX_CORRELATIONS,
@@ -48,9 +49,10 @@ class IgnoredLabels(Rule):
     have it. The last layer multiplies each position with the whole vocabulary, forward and
     backward, for nothing.
 
-    The recorder looks at the labels among the inputs of one forward in five. The work counted has a
-    shape of positions x vocabulary, or multiplies with the vocabulary. Logits of fewer positions
-    than there are labels are selected already, and nothing is reported.
+    The recorder looks at the labels among the inputs of one forward in five, and at those of the
+    losses that its stack samples meet. The work counted has a shape of positions x vocabulary, or
+    multiplies with the vocabulary. Logits of fewer positions than there are labels are selected
+    already, and nothing is reported.
 
     The gain is the ignored share of that work. Selecting the positions costs little. On the CPU it
     may be more: large tensors are also freed outside of operators.
@@ -60,8 +62,9 @@ class IgnoredLabels(Rule):
     title = "Logits are computed for labels that the loss ignores"
     reads_record = True
     validation_note = (
-        "a CPU recording of instruction tuning, 76% of the labels ignored; in no test: 38.9 ms "
-        "predicted, 49.5 ms measured"
+        "CPU recordings, in no test. Instruction tuning, 76% of the labels ignored: 38.9 ms "
+        "predicted, 49.5 ms measured. Masked items of a recommender, 86% ignored: 43.7 ms "
+        "predicted, 33 ms measured"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html",
@@ -69,7 +72,7 @@ class IgnoredLabels(Rule):
     )
 
     min_ignored = Threshold(0.20, "of the labels", CHOSEN)
-    min_samples = Threshold(3, "forwards sampled", CHOSEN)
+    min_samples = Threshold(3, "forwards or losses sampled", CHOSEN)
     min_share = Threshold(0.05, "of the step in work on the logits", CHOSEN)
     min_vocabulary = Threshold(1000, "classes: a language model's", CHOSEN)
     min_positions = Threshold(0.8, "of the labels' number, else they are selected", CHOSEN)
@@ -79,8 +82,8 @@ class IgnoredLabels(Rule):
         "same."
     )
     code = (
-        "hidden, labels = hidden[:, :-1], labels[:, 1:]\n"
-        "keep = labels != -100\n"
+        "# a causal model: first hidden, labels = hidden[:, :-1], labels[:, 1:]\n"
+        "keep = labels != -100                  # or your ignore_index\n"
         "loss = F.cross_entropy(lm_head(hidden[keep]), labels[keep])"
     )
     verify = "Record again: the products with the vocabulary have fewer rows; the loss is the same."
@@ -90,7 +93,7 @@ class IgnoredLabels(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the labels that are ignored with the positions that logits are made of."""
-        shares, size = _sampled(a)
+        shares, size = _sampled(a, self.min_vocabulary)
         if len(shares) < self.min_samples:
             return
         ignored = float(np.mean(shares))
@@ -103,6 +106,7 @@ class IgnoredLabels(Rule):
         ns = _device_ns(a, edits) if edits else work.ns
         if ns < self.min_share * a.span_ns:
             return
+        line = line_of_function(recorded_steps(a).stacks, "cross_entropy")
         yield Finding(
             summary=(
                 f"The loss ignores {ignored:.0%} of the labels, and logits over "
@@ -114,6 +118,7 @@ class IgnoredLabels(Rule):
                 amount_per_step(a, "time of the logits, their loss and gradients", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
+            where=[] if line is None else [line.location],
             edits=edits,
             impact=impact,
         )
@@ -149,14 +154,16 @@ class IgnoredLabels(Rule):
         }
 
 
-def _sampled(a: Analysis) -> tuple[list[float], float]:
-    """Return the ignored share of each sample, and the median number of labels."""
+def _sampled(a: Analysis, classes: float) -> tuple[list[float], float]:
+    """Return the ignored share of each sample, without those of losses over fewer classes, and the
+    median number of labels."""
     valid = [
         (share, rows * columns)
         for event in recorded_steps(a).record.events_of("labels")
         if is_share(share := event.get("ignored"))
         if isinstance(rows := event.get("rows"), int)
         if isinstance(columns := event.get("columns"), int)
+        if (over := event.get("classes")) is None or (isinstance(over, int) and over >= classes)
     ]
     return [share for share, _ in valid], float(np.median([n for _, n in valid] or [0]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -135,3 +136,63 @@ def test_the_share_of_ignored_labels_is_recorded(recorded: Recorded, device: str
     assert len(found) >= 3
     assert all(each == {"ignored": 0.75, "rows": ROWS, "columns": LENGTH} for each in found)
     assert recorded(forwards(Model(), ids_of(), labels=ids_of())).events_of("labels") == []
+
+
+def losses(seconds: float, labels: Any, **options: Any) -> Callable[[], None]:
+    """A loss over many classes, outside any module, on labels of its own for each call."""
+    scores = torch.randn(labels.numel(), 20_000)
+
+    def run() -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            torch.nn.functional.cross_entropy(scores, labels.flatten(), **options)
+
+    return run
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_labels_are_read_where_a_sample_meets_the_loss(recorded: Recorded, ignored: int) -> None:
+    """Three in four labels are ignored, by whatever number; others have none."""
+    labels = torch.arange(400).reshape(4, 100) % 5
+    labels[:, 25:] = ignored
+    events = recorded(losses(2, labels, ignore_index=ignored)).events_of("labels")
+    assert len(events) >= 3
+    found = {"ignored": 0.75, "rows": 1, "columns": 400, "classes": 20_000}
+    assert all(event == found for event in events)
+
+
+@pytest.mark.timed
+def test_a_loss_that_ignores_nothing_is_recorded_so(recorded: Recorded) -> None:
+    events = recorded(losses(1, torch.arange(400))).events_of("labels")
+    assert {event["ignored"] for event in events} == {0.0}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"input": torch.zeros(4, 9), "target": torch.zeros(4, 9)},  # shares of classes
+        {"input": torch.zeros(9), "target": torch.tensor(3)},
+        {"input": torch.zeros(4, 9), "target": torch.zeros(4, dtype=torch.long, device="meta")},
+        {"input": None, "target": 5},
+    ],
+)
+def test_what_are_no_labels_is_left_alone(given: dict[str, Any]) -> None:
+    from advisor.recorder.padding import TokenPadding
+
+    written: list[Any] = []
+    TokenPadding(lambda *event: written.append(event)).on_loss(given)
+    assert written == []
+
+
+def test_labels_of_one_call_count_once() -> None:
+    from advisor.recorder.padding import TokenPadding
+
+    written: list[Any] = []
+    padding = TokenPadding(lambda *event: written.append(event))
+    given = {"input": torch.zeros(4, 9), "target": torch.full((4,), -100)}
+    for _ in range(3):
+        padding.on_loss(given)
+    padding.on_loss({**given, "target": torch.zeros(4, dtype=torch.long)})
+    assert [data["ignored"] for _, data in written] == [1.0, 0.0]

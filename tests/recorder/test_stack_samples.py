@@ -107,6 +107,105 @@ def test_pure_python_that_never_gives_up_the_interpreter_is_seen() -> None:
     assert sum(s.samples for s in stacks if any("busy" in f for f in s.frames)) >= 0.9 * total(told)
 
 
+class Clock:
+    sleep = staticmethod(time.sleep)
+
+
+def slept() -> None:
+    for _ in range(30):
+        time.sleep(0.01)
+
+
+def slept_by_a_method() -> None:
+    clock = [Clock()]
+    for _ in range(30):
+        clock[0].sleep(0.01)
+
+
+def slept_by_its_name() -> None:
+    from time import sleep as pause
+
+    def rest() -> None:
+        pause(0.01)
+
+    for _ in range(30):
+        rest()
+
+
+@pytest.mark.parametrize(
+    ("run", "called"),
+    [(slept, {"time.sleep"}), (slept_by_a_method, {".sleep"}), (slept_by_its_name, {"", "pause"})],
+)
+def test_what_is_called_in_c_is_named(run: Any, called: set[str]) -> None:
+    stacks = read_stacks(record_of(*sampled(run)))
+    assert total(sampled(run)) > 5
+    own = [stack for stack in stacks if any(run.__name__ in frame for frame in stack.frames)]
+    assert own and {stack.called for stack in own} <= called
+    assert not any("built-in" in frame for stack in stacks for frame in stack.frames)
+
+
+def test_a_call_that_keeps_the_interpreter_counts_for_as_long_as_it_lasts() -> None:
+    """Sorting holds the interpreter for some tenth of a second, and sleeping does not."""
+    numbers = [float(n * 7919 % 1_000_003) for n in range(400_000)]
+    spent = {"sort": 0.0, "sleep": 0.0}
+
+    def run() -> None:
+        for _ in range(4):
+            begin = time.monotonic()
+            sorted(numbers)
+            middle = time.monotonic()
+            time.sleep(middle - begin)
+            spent["sort"] += middle - begin
+            spent["sleep"] += time.monotonic() - middle
+
+    stacks = read_stacks(record_of(*sampled(run)))
+    share = sum(s.samples for s in stacks if s.called == "builtins.sorted") / total_of(stacks)
+    assert share == pytest.approx(spent["sort"] / sum(spent.values()), abs=0.2)
+
+
+def total_of(stacks: Any) -> int:
+    return sum(stack.samples for stack in stacks)
+
+
+@pytest.mark.timed
+def test_short_python_before_a_call_is_not_taken_for_the_call() -> None:
+    """Some milliseconds of Python, and then a call that gives up the interpreter for a moment."""
+
+    def compute() -> int:
+        result = 0
+        for n in range(40_000):
+            result += n & 3
+        return result
+
+    spent = {"compute": 0.0, "rest": 0.0}
+
+    def run() -> None:
+        until = time.monotonic() + 2
+        while (begin := time.monotonic()) < until:
+            compute()
+            middle = time.monotonic()
+            time.sleep(0)
+            spent["compute"] += middle - begin
+            spent["rest"] += time.monotonic() - middle
+
+    stacks = read_stacks(record_of(*sampled(run)))
+    inside = sum(s.samples for s in stacks if "compute" in s.frames[-1])
+    truth = spent["compute"] / sum(spent.values())
+    assert inside / total_of(stacks) == pytest.approx(truth, abs=0.2)
+
+
+def test_the_switch_interval_is_the_programs_again() -> None:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(0.003)
+    try:
+        sampled(slept)
+        assert sys.getswitchinterval() == pytest.approx(0.003)
+        sampled(lambda: (slept(), sys.setswitchinterval(0.002), slept()))
+        assert sys.getswitchinterval() == pytest.approx(0.002)
+    finally:
+        sys.setswitchinterval(usual)
+
+
 def test_nothing_is_sampled_while_a_profiler_works_or_no_thread_trains() -> None:
     assert not sampled(lambda: busy(0.2), busy=lambda: True)
     assert not sampled(lambda: busy(0.2), thread=lambda: -1)
@@ -156,6 +255,24 @@ def test_in_a_forked_child_stop_returns() -> None:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     sampler.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_has_the_programs_switch_interval() -> None:
+    usual = sys.getswitchinterval()
+    codes: list[int] = []
+
+    def run() -> None:
+        for _ in range(25):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(int(sys.getswitchinterval() != usual))
+            codes.append(os.waitpid(pid, 0)[1])
+            time.sleep(0.013)
+
+    sampled(run)
+    assert codes == [0] * 25
 
 
 def record_of(*told: dict[str, Any]) -> RankRecord:

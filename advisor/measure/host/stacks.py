@@ -1,9 +1,9 @@
 """Call stacks, of the profiler and sampled by the recorder: ancestors over whole columns, and the
 line of the user's own code.
 
-A sample falls where the interpreter changes threads. Stretches of pure Python of less than 5 ms are
-rarely hit, and the call after them is instead. So shares of samples name lines; time is that of the
-recorded phases.
+A sample falls where the interpreter changes threads. Stretches of pure Python of less than 0.1 ms
+(of 5 ms in recordings of earlier versions) are rarely hit, and the call after them is instead. So
+shares of samples name lines; time is that of the recorded phases.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,15 +40,20 @@ _MERGE_LEVELS, _MANY = 8, 1_000
 TORCH = frozenset({"torch", "advisor", "numpy", "triton"})
 """Packages of PyTorch, and what stands for it in a stack."""
 LIBRARIES = frozenset(
-    """accelerate aiohttp apex bitsandbytes composer cv2 cupy dask datasets deepspeed diffusers
-    einops evaluate fairscale fastai flash_attn flashinfer flax fsspec hydra huggingface_hub
-    ignite jax keras kornia lightning lightning_fabric lightning_utilities lightly llvmlite
-    matplotlib megatron mlflow mmcv mmengine monai numba omegaconf onnx onnxruntime open_clip
-    optree optuna packaging pandas peft PIL polars psutil pyarrow pydantic pytest pytorch_lightning
-    ray requests rich safetensors scipy sentence_transformers skimage sklearn sympy tensorboard
-    tensorboardX tensordict tensorflow timm tokenizers torch_geometric torch_scatter torch_sparse
-    torchao torchaudio torchdata torcheval torchmetrics torchrec torchtext torchvision tqdm
-    transformer_engine transformers trl ultralytics wandb webdataset xformers yaml""".split()
+    """accelerate aiobotocore aiohttp albumentations apex audioread bitsandbytes blosc blosc2 boto3
+    botocore bs4 cloudpickle composer cupy cv2 dask datasets decord deepspeed diffusers dill duckdb
+    einops evaluate fairscale fastai fastparquet flash_attn flashinfer flax fsspec gcsfs grpc h5py
+    httpcore httpx huggingface_hub hydra ignite ijson imageio jax jieba joblib keras kornia librosa
+    lightly lightning lightning_fabric lightning_utilities llvmlite lmdb loguru lxml lz4 matplotlib
+    megatron mlflow mmcv mmengine monai msgpack netCDF4 nibabel nltk numba numcodecs omegaconf onnx
+    onnxruntime open_clip optree optuna orjson packaging pandas peft PIL polars psutil psycopg
+    psycopg2 pyarrow pydantic pydicom pydub pymongo pytest pytorch_lightning pyvips rasterio ray
+    requests resampy rich s3fs safetensors scipy sentence_transformers sentencepiece SimpleITK
+    skimage sklearn smart_open soundfile soxr spacy sqlalchemy sympy tensorboard tensorboardX
+    tensordict tensorflow tifffile tiktoken timm tokenizers torch_geometric torch_scatter
+    torch_sparse torchao torchaudio torchcodec torchdata torcheval torchmetrics torchrec torchtext
+    torchvision tqdm transformer_engine transformers trl ultralytics urllib3 wandb webdataset xarray
+    xformers yaml zarr zstandard""".split()
 )
 """Packages of libraries that a user installed."""
 JAX_FILES = frozenset(
@@ -178,6 +184,7 @@ def parse_frame(name: str) -> Frame | None:
     return Frame(result[1], int(result[2]), result[3])
 
 
+@lru_cache(maxsize=1 << 16)
 def frame_rank(name: str) -> int:
     """Return whose code a frame is: 2 the user's own, 1 a library the user installed, 0 PyTorch,
     the standard library, generated code, a built-in, or no frame at all."""
@@ -346,12 +353,18 @@ _AFFIXES = re.compile(r"^_+|(?:_impl)?[\d_]*$")
 """Affixes of the names of operators and functions that :func:`plain_name` leaves out."""
 
 
+_CALLED = re.compile(r"^<built-in function (.+)>$")
+
+
 class SampledStack(NamedTuple):
     """A sampled stack: its number of samples, and its frames (``file(line): function``), the
     outermost first."""
 
     samples: int
     frames: tuple[str, ...]
+    called: str = ""
+    """Function without Python code that the innermost frame calls: ``numpy.array``, or ``.read``
+    for a method of an object; empty: none, or not recorded."""
 
     @property
     def part(self) -> str:
@@ -410,7 +423,10 @@ def _stack(line: Any, names: list[Any]) -> SampledStack | None:
     if not index or not all(type(i) is int and 0 <= i < len(names) for i in index):
         return None
     frames = tuple(names[i] for i in index)
-    return SampledStack(count, frames) if all(isinstance(f, str) for f in frames) else None
+    if not all(isinstance(frame, str) for frame in frames):
+        return None
+    called = _CALLED.match(frames[-1]) if len(frames) > 1 else None
+    return SampledStack(count, frames[:-1], called[1]) if called else SampledStack(count, frames)
 
 
 def share_in(stacks: Sequence[SampledStack], pattern: str) -> tuple[float, list[SampledStack]]:
@@ -444,7 +460,7 @@ class _Lines(NamedTuple):
 def _lines_of(stacks: Sequence[SampledStack]) -> _Lines:
     lines: Counter[Frame] = Counter()
     below: dict[Frame, Counter[tuple[str, str]]] = {}
-    for count, frames in stacks:
+    for count, frames, _ in stacks:
         name = next((name for name in reversed(frames) if frame_rank(name) == 2), None)
         frame = None if name is None else parse_frame(name)
         if frame is not None:
@@ -553,7 +569,7 @@ def hottest_in_modules(stacks: Sequence[SampledStack]) -> HottestLine | None:
     the call of the model."""
     forward = [stack for stack in stacks if stack.part == "forward"]
     line = hottest_line(forward)
-    for _, frames in forward if line is not None else ():
+    for _, frames, _ in forward if line is not None else ():
         in_module = False
         for name in frames:
             in_module = in_module or _MODULE_CALL.search(name) is not None
@@ -581,7 +597,7 @@ def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:
     depth: dict[tuple[str, str], int] = {}
     lines: dict[tuple[str, str], Counter[Frame]] = {}
     leaves: dict[tuple[str, str], Counter[str]] = {}
-    for count, frames in stacks:
+    for count, frames, _ in stacks:
         own = {}
         for place, name in enumerate(frames):
             frame = parse_frame(name)

@@ -11,7 +11,7 @@ from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.intervals import Intervals, intersect, subtract, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import frame_rank, parse_frame
+from advisor.measure.host.stacks import SampledStack, frame_rank, parse_frame
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
 from advisor.rules.common import (
     amount_per_step,
@@ -20,6 +20,7 @@ from advisor.rules.common import (
     recorded_steps,
     steps_seen,
 )
+from advisor.rules.library_functions import find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 FORWARD = "advisor::forward"
@@ -35,7 +36,8 @@ class ForwardCode(Rule):
     millisecond or more. Python around operators takes some microseconds each and has its own
     rules. Waits for collectives do not count, such as those for buffers that
     DistributedDataParallel broadcasts. The function is the one in which the recorder sampled most
-    Python stacks, outside methods named ``forward``.
+    Python stacks, outside methods named ``forward``. Where half of these are in one kind of library
+    function, such as one that makes a window, the advice is about that.
     """
 
     id = "forward-code"
@@ -82,6 +84,7 @@ class ForwardCode(Rule):
         if ns < self.min_share * a.span_ns:
             return
         place = self._function(a)
+        use = find_library_use(self._samples(a))
         each = ns / a.step_count
         where = f"{place.function} ({place.file}:{place.line})" if place is not None else ""
         yield Finding(
@@ -92,6 +95,7 @@ class ForwardCode(Rule):
                     if where
                     else "advisor record --deep shows its lines."
                 )
+                + ("" if use is None else use.sentence("that time"))
             ),
             evidence=[
                 amount_per_step(a, "forward without an operator", ns),
@@ -109,7 +113,17 @@ class ForwardCode(Rule):
                 method="recorded time without an operator",
                 of_median=True,
             ),
+            **({} if use is None else use.advice("the forward pass")),
         )
+
+    @staticmethod
+    def _samples(a: Analysis) -> list[SampledStack]:
+        """Return the stacks sampled in forward that are in no function of PyTorch."""
+        return [
+            stack
+            for stack in recorded_steps(a).stacks
+            if stack.part == "forward" and not stack.frames[-1].startswith("torch/")
+        ]
 
     @staticmethod
     def _without_operators(a: Analysis) -> Intervals:
@@ -128,10 +142,10 @@ class ForwardCode(Rule):
         a library's that is not PyTorch's. In methods named ``forward`` operators run."""
         functions: Counter[tuple[str, str]] = Counter()
         lines: Counter[tuple[str, str, int]] = Counter()
-        for stack in recorded_steps(a).stacks:
+        for stack in self._samples(a):
             own = next((name for name in reversed(stack.frames) if frame_rank(name) == 2), None)
             frame = None if own is None else parse_frame(own)
-            if stack.part != "forward" or frame is None or stack.frames[-1].startswith("torch/"):
+            if frame is None:
                 continue
             if frame.function.rpartition(".")[2] != "forward":
                 functions[frame.file, frame.function] += stack.samples

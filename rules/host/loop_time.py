@@ -17,6 +17,7 @@ from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
+from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import LOOP, HottestLine, SampledStack, parse_frame
 from advisor.measure.steps.step_records import StepRecords
@@ -28,6 +29,7 @@ from advisor.rules.common import (
     amount_per_step,
     impact_over_run,
     impact_per_step,
+    impact_without_gain,
     locate_row,
     of_step,
     own_phases,
@@ -37,7 +39,19 @@ from advisor.rules.common import (
     scale_edit,
     steps_seen,
 )
+from advisor.rules.host.loop_operators import (
+    TRAINS,
+    WholeOperators,
+    backward_of,
+    differentiated_operators,
+    largest_operators,
+    name_operators,
+    operator_time,
+    operators_beside_training,
+    whole_operators,
+)
 from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.rules.library_functions import find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -122,6 +136,7 @@ class LoopCode(Rule):
         inside = None if alone else place.largest_part
         location = locate_row(a, place.row, op=inside, count=place.calls)
         runs = amount_per_step(a, "operators in it", place.operators, "count")
+        use = None if many else find_library_use(place.stacks, timed=True)
         yield Finding(
             summary=(
                 f"{location.function} ({location.file}:{location.line}) takes {of_step(a, ns)} on "
@@ -142,7 +157,7 @@ class LoopCode(Rule):
                 )
             ],
             confidence_notes=["recording Python stacks lengthens Python time"],
-            **(self.case("many operators") if many else {}),
+            **(self.case("many operators") if many else use.advice("the step") if use else {}),
         )
 
     @staticmethod
@@ -206,20 +221,10 @@ class LoopCode(Rule):
         }
 
 
-_TRAINS = (
-    r"^nn\.Module: |^(?:Optimizer\.|enumerate\(DataLoader\)|advisor::|autograd::engine)"
-    r"|(?:^|/)torch/(?:nn/modules/module\.py\(\d+\): _(?:wrapped_)?call_impl"
-    r"|distributed/distributed_c10d\.py\("
-    r"|autograd/\w+\.py\(\d+\): (?:backward|grad)|_tensor\.py\(\d+\): backward|optim/|utils/data/)"
-)
-"""Rows that load, run a module, go backward, update or wait for other ranks."""
 _RECORDS = r"(?:^|/)advisor/recorder/|<built-in function collect>"
 """The recorder's own code; collections of garbage, which another rule looks at."""
 _PYTORCH = r"(?:^|/)torch/.*\.py\("
 _SORTS = r"^aten::(?:arg|m)?sort$"
-MAX_OPERATORS, MIN_OPERATOR_SHARE = 3, 0.10
-"""Most operators of the loop's own code that are named, and their smallest share of its operators'
-time; the largest is named in any case."""
 _OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
 """Files of PyTorch that are the loop's own code; no loop can do without its Python elsewhere."""
 _NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>"
@@ -245,6 +250,8 @@ class FunctionTime(NamedTuple):
     """The Python or operator with most of the time."""
     of_tensors: bool
     """Whether that is an operator, a method of PyTorch or the function itself, no other library."""
+    stacks: list[SampledStack]
+    """Python stacks of its time; samples are µs."""
 
 
 class LoopTime:
@@ -261,7 +268,7 @@ class LoopTime:
         own &= ~name_matches(names, _NESTED).to_numpy()
         self._function = stacks.innermost_ancestor(self._parent, own)
         """The user's function around each row, -1: none; aligned with ``trace.cpu``."""
-        trains = name_matches(names, _TRAINS).to_numpy()
+        trains = name_matches(names, TRAINS).to_numpy()
         graph = np.zeros(trace.cpu.height, dtype=bool)
         graph[a.forward_op[a.forward_op >= 0]] = True
         unwanted = trains | graph | name_matches(names, _RECORDS).to_numpy()
@@ -386,6 +393,7 @@ class LoopTime:
             operators=operators,
             largest_part=labels.clean(top),
             of_tensors=top == name or not library,
+            stacks=stacks_of_rows(self._a, rows["row"].to_numpy(), rows["ns"].to_numpy()),
         )
 
     def _operators(self, here: NDArray[np.bool_]) -> int:
@@ -411,6 +419,12 @@ class LoopPhases(LoopCode):
     recorder samples outside its windows name the function. Where they show that one function takes
     the time, half as much is reported. Those in calls of torch.distributed are
     no code of the loop but a wait for other ranks. Their share is left out too.
+
+    Where half of these stacks are in one kind of library function, such as ``json.dumps``, the
+    advice is about that. Products of matrices, and losses that are one function of PyTorch already,
+    have no replacement. They gain nothing, and are named where they are most of this time. If their
+    loss is over many classes, the labels that it ignores may save much: ignored-labels reports that
+    where the recorder met the loss.
     """
 
     id = "loop-phases"
@@ -433,6 +447,24 @@ class LoopPhases(LoopCode):
             "# not (a[:, :, None] - b[:, None]).square().sum(-1).sqrt()",
             "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
             "falsified_by": "the same step time with that function",
+        },
+        "scores": {
+            "title": "Scores of many classes, for a loss, take much of the step",
+            "fix": "Check how many labels the loss ignores: the recording does not show it. If it "
+            "ignores many, compute scores only where there is a label. Loss and gradients stay the "
+            "same.",
+            "code": "keep = labels != -100                  # or your ignore_index\n"
+            "loss = F.cross_entropy(head(hidden[keep]), labels[keep])",
+            "assumptions": ("the loss ignores many labels", "only the loss uses the scores"),
+            "falsified_by": "few labels that are ignored",
+        },
+        "products": {
+            "title": "{operator} beside the model takes much of the step",
+            "fix": "This is one call of PyTorch already: only a smaller input or fewer calls take "
+            "less time. Check whether all of its result is used, and whether it is the same "
+            "in several steps.",
+            "assumptions": ("part of its result is not used, or is known from a step before",),
+            "falsified_by": "a result that is used as a whole, and differs in each step",
         },
         "a sort": {
             "title": "Sorting beside the model takes much of the step",
@@ -459,6 +491,10 @@ class LoopPhases(LoopCode):
         "of this time in operators: otherwise a loop over tensors is not what takes it",
         CHOSEN,
     )
+    of_products = Threshold(
+        0.5, "of the operators' time in products and in losses that are one function", CHOSEN
+    )
+    min_classes = Threshold(1000, "classes: scores of fewer are seldom what takes time", CHOSEN)
     of_loss = Threshold(
         1 / 3, "of this time the backward pass goes through: it is the loss", CHOSEN
     )
@@ -497,9 +533,9 @@ class LoopPhases(LoopCode):
         limit = self._limit(recorded, line)
         if not step or ns < limit * step or ns < self.min_ms * 1e6:
             return
-        rows = _operators_beside_training(a)
-        differentiated = _differentiated(a, rows)
-        learnt = min(ns, _time(a, differentiated) * step / max(a.step_ns, 1))
+        rows = operators_beside_training(a)
+        differentiated = differentiated_operators(a, rows)
+        learnt = min(ns, operator_time(a, differentiated) * step / max(a.step_ns, 1))
         loss = learnt >= self.of_loss * ns
         ns -= 0 if loss else learnt
         limit = self.min_share if loss else limit
@@ -509,16 +545,26 @@ class LoopPhases(LoopCode):
         many = (
             line is not None and line.library_function is None and operators >= self.many_operators
         )
-        spent_in_them = _time(a, rows)
+        spent_in_them = operator_time(a, rows)
         of_window = step / max(a.step_ns, 1)
         computes = spent_in_them * of_window >= self.of_operators * ns
         many = many and computes
         many = many and spent_in_them <= self.max_small_us * 1e3 * operators
-        gain = impact_per_step(a, ns, of_median=not recorded.varies)
+        whole = whole_operators(a, rows) if loss else None
+        fixed = 0.0 if whole is None else operator_time(a, whole.rows)
+        by_hand = ns - fixed * of_window
+        replaceable = by_hand >= self.min_share * step
+        if whole is not None and fixed >= self.of_products * spent_in_them and not replaceable:
+            yield from self._whole(a, whole, line, fixed * of_window / step)
+            return
+        gain = impact_per_step(a, by_hand, of_median=not recorded.varies)
         if line is not None:
-            own = line.share * ns
+            own = line.share * by_hand
             if loss:
-                own += _backward_of(a, differentiated) * of_window
+                parts = differentiated[
+                    ~np.isin(differentiated, [] if whole is None else whole.rows)
+                ]
+                own += backward_of(a, parts) * of_window
             gain = impact_per_step(
                 a,
                 (0.4 if loss else 0.9) * own,
@@ -528,7 +574,10 @@ class LoopPhases(LoopCode):
                 of_median=not recorded.varies,
             )
         case = "the loss" if loss else "many operators" if many else ""
-        largest = _largest_operators(a, rows) if computes else {}
+        use = None
+        if not case:
+            use = find_library_use([each for each in recorded.stacks if each.part == LOOP])
+        largest = largest_operators(a, rows) if computes else {}
         sorts = sum(own for name, own in largest.items() if re.search(_SORTS, name))
         if sorts and (sorts == max(largest.values()) if not case else sorts >= self.of_sort * ns):
             samples = name_matches(a.trace.cpu["name"].gather(rows), r"^aten::multinomial$").any()
@@ -543,14 +592,26 @@ class LoopPhases(LoopCode):
                     of_median=not recorded.varies,
                 )
             case = "a sort before sampling" if samples else "a sort"
+        known = {} if use is None or case else use.advice("the step")
+        place = None if line is None else line.location
+        if use is not None and known:
+            own, place = use.time.share * ns, use.time.location or place
+            gain = impact_per_step(
+                a,
+                0.9 * own,
+                low=0.5 * own,
+                high=own,
+                method="recorded host time of this library function",
+                of_median=not recorded.varies,
+            )
         yield Finding(
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of the "
                 f"{'mean' if recorded.varies else 'median'} step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
                 + "The backward pass goes through much of it. " * loss
-                + _most_of_it(line)
-                + _name_operators(largest, spent_in_them)
+                + (use.sentence("it").strip() if use is not None and known else _most_of_it(line))
+                + name_operators(largest, spent_in_them)
             ),
             evidence=[
                 Evidence("the loop's own code", ns, "ns", per="step"),
@@ -573,9 +634,40 @@ class LoopPhases(LoopCode):
                 *([Evidence("operators in it", operators, "count", per="step")] if many else []),
                 steps_seen(recorded),
             ],
-            where=[] if line is None else [line.location],
+            where=[] if place is None else [place],
             impact=gain,
-            **(self.case(case) if case else {}),
+            **(self.case(case) if case else known),
+        )
+
+    def _whole(
+        self, a: Analysis, whole: WholeOperators, line: HottestLine | None, share: float
+    ) -> Outcomes:
+        """Report products and the like, which nothing can replace: what they are, and for a loss
+        over many classes what may be left out of them."""
+        scores = whole.classes >= self.min_classes
+        if scores and recorded_steps(a).record.events_of("labels"):
+            return  # what the loss ignores is known: ignored-labels reports it
+        ns, name = operator_time(a, whole.rows), str(a.trace.cpu["name"][whole.row])
+        place = None if line is None else line.location
+        yield Finding(
+            summary=(
+                f"Products and losses outside the model's call take {share:.0%} of the step, "
+                f"without their backward pass. Most of it is {whole.name(a)}"
+                + ("." if place is None else f", at {place.function} ({place.file}:{place.line}).")
+            ),
+            evidence=[
+                Evidence("products and losses beside the model", ns, "ns", per="step"),
+                self.compare("share", share, "min_share", per="step"),
+                *([Evidence("classes", whole.classes, "count")] if scores else []),
+                steps_seen(recorded_steps(a)),
+            ],
+            where=[place or Location(op=name)],
+            impact=impact_without_gain(
+                "how many labels the loss ignores was not recorded"
+                if scores
+                else "the recording does not show that part of this work is not needed"
+            ),
+            **self.case("scores" if scores else "products", operator=labels.clean(name)),
         )
 
     def _limit(self, recorded: StepRecords, line: HottestLine | None) -> float:
@@ -641,66 +733,12 @@ class LoopPhases(LoopCode):
         }
 
 
-def _operators_beside_training(a: Analysis) -> Rows:
-    """Operators in the analysed steps on the main thread outside modules, loading, the backward
-    pass and the optimizer; none: nothing tells them apart."""
-    trains = name_matches(a.trace.cpu["name"], _TRAINS).to_numpy()
-    if a.trace.main_thread is None or not trains.any():
-        return np.empty(0, dtype=np.int64)
-    left_out = stacks.innermost_ancestor(stacks.parent_rows(a.trace), trains) >= 0
-    left_out |= (a.trace.cpu["thread"] != a.trace.main_thread).to_numpy()
-    rows = rows_in_steps(a, stacks.outermost_rows(a.trace))
-    return rows[~left_out[rows]]
-
-
-def _largest_operators(a: Analysis, rows: Rows) -> dict[str, float]:
-    """Return the operators with most time among these, and their time per profiled step, ns."""
-    cpu = a.trace.cpu
-    names = cpu["name"].gather(rows).cast(pl.String)
-    table = pl.DataFrame({"name": names, "ns": cpu["dur"].gather(rows)})
-    top = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name", descending=True)
-    return {name: ns / max(a.step_count, 1) for name, ns in top.head(MAX_OPERATORS).iter_rows()}
-
-
-def _name_operators(largest: Mapping[str, float], total: float) -> str:
-    """Name the operators that take most of this code's time; empty: its time is not theirs."""
-    named = [
-        f"{labels.clean(name)} takes {ns / total:.0%}"
-        for number, (name, ns) in enumerate(largest.items())
-        if not number or ns >= MIN_OPERATOR_SHARE * total
-    ]
-    return f" Of its operators, {', '.join(named)}." if named else ""
-
-
-def _differentiated(a: Analysis, rows: Rows) -> Rows:
-    """Return operators that the backward pass goes through, such as a loss computed by hand."""
-    operator = stacks.is_operator(a.trace)
-    graph = a.forward_op[a.forward_op >= 0]
-    outermost = stacks.climb_stack(stacks.parent_rows(a.trace), operator, graph, top=True)
-    return rows[np.isin(rows, outermost)]
-
-
-def _backward_of(a: Analysis, rows: Rows) -> float:
-    """Return time per profiled step of the backward pass of these operators, ns."""
-    operator = stacks.is_operator(a.trace)
-    nodes = np.flatnonzero(a.forward_op >= 0)
-    parent = stacks.parent_rows(a.trace)
-    forward = stacks.climb_stack(parent, operator, a.forward_op[nodes], top=True)
-    own = stacks.climb_stack(parent, operator, nodes[np.isin(forward, rows)], top=True)
-    return _time(a, np.unique(own))
-
-
-def _time(a: Analysis, rows: Rows) -> float:
-    """Return time per profiled step of operators, ns."""
-    return float(a.trace.cpu["dur"].gather(rows).sum()) / max(a.step_count, 1)
-
-
 def _waits(a: Analysis, step: float) -> float:
     """Waits per step for collectives that the loop itself calls, by the window, ns of the run."""
     table = a.collectives
     if a.device_id is not None or table.is_empty() or not a.step_ns:
         return 0.0
-    trains = name_matches(a.trace.cpu["name"], _TRAINS).to_numpy()
+    trains = name_matches(a.trace.cpu["name"], TRAINS).to_numpy()
     of_loop = stacks.climb_stack(stacks.parent_rows(a.trace), trains, row_numbers(table["op"])) < 0
     waits = table.filter(pl.Series(of_loop))["exposed"].to_numpy().sum()
     return float(waits) / a.step_count * step / a.step_ns

@@ -15,6 +15,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import python_gaps, python_hot_spots
+from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.sampled_code import COMPUTING, code_outside
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
@@ -30,6 +31,7 @@ from advisor.rules.common import (
     stacks_option,
 )
 from advisor.rules.host.launch_gaps import library_of
+from advisor.rules.library_functions import LibraryUse, find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20
@@ -222,9 +224,12 @@ class PythonHotSpot(Rule):
         gaps = python_gaps(a).drop_nulls("frame")
         gaps = gaps.with_columns(name=a.trace.cpu["name"].gather(gaps["frame"]))
         gaps = gaps.filter(pl.col("name").is_in(spots["name"].cast(pl.Categorical).implode()))
+        stacks = stacks_of_rows(a, row_numbers(gaps["host"]), int_column(gaps, "dur"))
+        use = find_library_use(stacks, timed=True)
+        known = "" if use is None or use.cure is None else use.sentence("this time")
         yield Finding(
             title=self._title(named),
-            summary=self._summary(a, named),
+            summary=self._summary(a, named) + known,
             evidence=[
                 amount_per_step(a, "GPU idle in these functions", total),
                 self.compare("share", total / a.span_ns, "min_share", per=a.per),
@@ -247,12 +252,15 @@ class PythonHotSpot(Rule):
             ],
             where=[_location(a, spot) for spot in named],
             edits=[self._edit(a, gaps, spot) for spot in named],
-            **self._advice(a, named),
+            **self._advice(a, named, use),
             confidence_notes=["recording Python stacks lengthens Python time"],
         )
 
-    def _advice(self, a: Analysis, spots: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return advice for each kind of function: only what makes inputs can run ahead."""
+    def _advice(
+        self, a: Analysis, spots: list[dict[str, Any]], use: LibraryUse | None
+    ) -> dict[str, Any]:
+        """Return advice for each kind of function: only what makes inputs can run ahead. What is
+        known of the library function in them comes first."""
         fix = []
         kinds = [spot["kind"] for spot in spots]
         for kind in dict.fromkeys(kinds):
@@ -261,7 +269,12 @@ class PythonHotSpot(Rule):
             values = {"names": names, "library": _libraries(own), "workers": "{workers}"}
             fix.append(self.case(kind, **values)["fix"])
         ahead = [spot["name"] for spot in spots if spot["kind"] == AHEAD]
+        cure = None if use is None else use.cure
+        if cure is not None:
+            fix.insert(0, cure.fix)
         result = {**self.case(AHEAD if ahead else kinds[0]), "fix": " ".join(fix)}
+        if cure is not None and cure.code:
+            result["code"] = cure.code
         if ahead:
             result["moved_ns"] = self._time(a, pl.Series(ahead)) / a.step_count
         return result

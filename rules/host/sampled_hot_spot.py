@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,11 +11,16 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import HOST_CODE, Finding, Outcomes
+from advisor.core.finding import HOST_CODE, Finding, Location, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.sampled_code import COMPUTING, SampledCode, code_outside
-from advisor.measure.host.stacks import MIN_SAMPLES, outermost_operator
+from advisor.measure.host.stacks import (
+    MIN_SAMPLES,
+    SampledStack,
+    outermost_operator,
+    parse_frame,
+)
 from advisor.measure.steps.periodic import find_periodic_work
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
 from advisor.rules.common import (
@@ -27,6 +32,7 @@ from advisor.rules.common import (
     steps_seen,
     sum_column,
 )
+from advisor.rules.library_functions import find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 IMAGES = re.compile(r"torchvision/|PIL/|cv2/|albumentations/")
@@ -112,12 +118,15 @@ class SampledHotSpot(Rule):
         place = code.location
         line = place.function if place.line is None else f"line {place.line}"
         images = IMAGES.search(code.library_function or "")
+        use = find_library_use(_stacks_of(recorded.stacks, place))
+        cure = None if images or use is None else use.cure
         elsewhere = "in another thread or process"
         if find_loader(a) is not None:
             elsewhere = "in workers of the DataLoader"
+        fix = self.fix.format(line=line, elsewhere=elsewhere)
         yield Finding(
             title=f"{_named(code)} leaves the GPU idle",
-            fix=self.fix.format(line=line, elsewhere=elsewhere),
+            fix=f"{cure.fix} {fix}" if cure is not None else fix,
             summary=(
                 f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}: "
                 f"{t.format_duration(code.share * mean)} of the mean step. The GPU idles for "
@@ -141,7 +150,7 @@ class SampledHotSpot(Rule):
                 high=gain,
                 method="share of the sampled stacks, of the mean step",
             ),
-            **(self.case("images") if images else {}),
+            **(self.case("images") if images else {"code": cure.code if cure else ""}),
         )
 
     def _operators(self, a: Analysis, gaps: pl.DataFrame) -> str:
@@ -188,6 +197,18 @@ class SampledHotSpot(Rule):
             "every few steps": (_served(every=8), "find_periodic_work(recorded) is not None"),
             "the CPU computes": (_served(gpu=None), "a.device_id is None"),
         }
+
+
+def _stacks_of(stacks: Sequence[SampledStack], place: Location) -> list[SampledStack]:
+    """Return the stacks that a line is in."""
+    own = []
+    for stack in stacks:
+        frames = [frame for name in stack.frames if (frame := parse_frame(name)) is not None]
+        if (place.file, place.line, place.function) in [
+            (f.file, f.line, f.function) for f in frames
+        ]:
+            own.append(stack)
+    return own
 
 
 def _named(code: SampledCode) -> str:

@@ -33,10 +33,13 @@ from advisor.rules.input.loader_waits import (
     SINGLE_PROCESS,
     WORKERS,
     LoaderWaits,
+    LoadingRule,
     find_loading_calls,
     find_waits,
     in_one_step,
     is_recurring,
+    library_of_loading,
+    lines_of,
     move_loading,
     prepares_images,
     sample_loading,
@@ -239,7 +242,7 @@ class DataLoaderWait(LoaderWaitRule):
         }
 
 
-class SingleProcessLoader(LoaderWaitRule):
+class SingleProcessLoader(LoadingRule, LoaderWaitRule):
     """The DataLoader has no workers (``num_workers=0``), so the training process prepares each
     batch itself while the GPU idles. Workers would prepare it during the previous step.
 
@@ -248,6 +251,10 @@ class SingleProcessLoader(LoaderWaitRule):
     not need a worker. Taking a ready batch over from one (queue, shared memory, wake-up) took 1.5
     ms for 8 KiB and 4 ms for 2 MiB. That was measured with torch 2.13 and two busy cores. If the
     data is in memory already, slice whole tensors instead.
+
+    Half of the stacks sampled in the loading may be in one kind of library function. Examples are
+    an .npz file read again for each sample, a parser, ``copy.deepcopy``. Its own cure comes first,
+    as it needs no free core, and the gain is of its share of the samples. Workers come second.
     """
 
     id = "single-process-loader"
@@ -388,13 +395,16 @@ class SingleProcessLoader(LoaderWaitRule):
             texts = self.case("a table in memory", function=table)
             select = Select(on="host", name=SINGLE_PROCESS)
             texts["edits"] = [scale_edit(select, *(1 - moves * (1 - each) for each in left))]
+        use = library_of_loading(a, waits)
+        if use is not None and use.cure is not None and table is None:
+            texts |= self.advise_library(use, use.cure, texts["fix"], moves, workers)
         idle = "nothing else runs" if a.device_id is None else "the GPU idles"
         return Finding(
             summary=(
                 f"The main process loads data itself (num_workers=0), and {idle} for "
-                f"{of_step(a, exposed)}.{calls.summary}"
-                + " Its sampler is not counted: it stays in this process."
-                * (moves < 1)
+                f"{of_step(a, exposed)}."
+                + (calls.summary if use is None else use.sentence("the loading"))
+                + " Its sampler is not counted: it stays in this process." * (moves < 1)
             ),
             evidence=[
                 amount_per_step(a, "exposed loading", exposed),
@@ -409,7 +419,7 @@ class SingleProcessLoader(LoaderWaitRule):
                 *calls.evidence,
             ],
             where=[
-                *([] if line is None else [line.location]),
+                *(lines_of(use) or ([] if line is None else [line.location])),
                 *calls.where,
                 *costliest_places(a, waits.host, waits.exposed_ns),
             ],

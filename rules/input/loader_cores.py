@@ -33,14 +33,22 @@ from advisor.rules.common import (
     workers_needed,
     workers_of,
 )
-from advisor.rules.input.loader_waits import SINGLE_PROCESS, WORKERS, move_loading, sample_loading
+from advisor.rules.input.loader_waits import (
+    SINGLE_PROCESS,
+    WORKERS,
+    LoadingRule,
+    library_of_loading,
+    lines_of,
+    move_loading,
+    sample_loading,
+)
 from advisor.testing import Examples, TraceBuilder
 
 MIN_CPU_SAMPLES = 3
 """Samples of CPU use, at least."""
 
 
-class LoaderWorkers(Rule):
+class LoaderWorkers(LoadingRule):
     """The training loop waits for batches while cores are free for more DataLoader workers. Or
     there are so many workers that they and the training process take the cores from each other.
 
@@ -173,20 +181,29 @@ class LoaderWorkers(Rule):
         batch = wait if workers == 0 else workers * step
         after = max(rest, batch / best)
         gain = max(0.0, step - after)
-        edits = []
+        texts: dict[str, Any] = {
+            "title": "The main process loads data itself (num_workers=0)"
+            if workers == 0
+            else "Fewer DataLoader workers than the cores allow",
+            "fix": self.fix.format(workers=t.count_noun(best, "worker")),
+            "code": self.code.format(best=best),
+            "edits": [],
+        }
         if not a.record_only:
             times = best if workers == 0 else max(2, round(best / workers))
             name = SINGLE_PROCESS if workers == 0 else WORKERS
-            edits = [move_loading(samples.moves, times, name)]
+            texts["edits"] = [move_loading(samples.moves, times, name)]
+        use = None if workers else library_of_loading(a)
+        if use is not None and use.cure is not None:
+            texts |= self.advise_library(use, use.cure, texts["fix"], samples.moves, best)
+        if a.record_only:
+            texts["edits"] = []
+            texts["impact"] = impact_per_step(a, gain, low=0.5 * gain)
         return Finding(
-            title=(
-                "The main process loads data itself (num_workers=0)"
-                if workers == 0
-                else "Fewer DataLoader workers than the cores allow"
-            ),
             summary=(
                 f"Waiting for data takes {t.format_duration(wait)} of each step ({share:.0%}) with "
                 f"num_workers={workers}. This process may use {t.count_noun(int(cores), 'core')}."
+                + ("" if use is None else use.sentence("the loading"))
             ),
             evidence=[
                 Evidence("wait for data", wait, "ns", per="step"),
@@ -196,12 +213,9 @@ class LoaderWorkers(Rule):
                 self.compare("workers per core", workers / cores, "min_workers_per_core", ""),
                 steps_seen(recorded),
             ],
-            where=[] if line is None else [line.location],
-            edits=edits,
-            impact=None if edits else impact_per_step(a, gain, low=0.5 * gain),
-            fix=self.fix.format(workers=t.count_noun(best, "worker")),
-            code=self.code.format(best=best),
+            where=lines_of(use) or ([] if line is None else [line.location]),
             alternatives="loader",
+            **texts,
         )
 
     def _too_many(self, a: Analysis, workers: int, cores: float, busy: float) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select, SkippedCheck
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.rule import Evidence
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.host.library_time import stacks_under
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
@@ -24,6 +25,7 @@ from advisor.measure.host.stacks import (
     share_in,
 )
 from advisor.measure.steps.named_intervals import measure_contents
+from advisor.rules.citations import CHOSEN
 from advisor.rules.common import (
     amount_per_step,
     is_pytorch,
@@ -32,6 +34,7 @@ from advisor.rules.common import (
     scale_edit,
     stacks_option,
 )
+from advisor.rules.library_functions import Cure, LibraryUse, find_library_use
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""
@@ -148,6 +151,18 @@ MIN_SAMPLER_SHARE = 0.15
 """Part of the loading from which the sampler's is separated, as calls are assigned to lines."""
 
 
+def library_of_loading(a: Analysis, waits: LoaderWaits | None = None) -> LibraryUse | None:
+    """Find the library function that takes most of the loading in the loop's process, without its
+    sampler: by the stacks sampled outside windows, else by those of the window's ``waits``;
+    ``None``: there is none, or no stacks."""
+    stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
+    timed = waits is not None and sum(each.samples for each in stacks) < MIN_SAMPLES
+    if waits is not None and timed:
+        stacks = stacks_under(a, waits.host)
+    _, sampler = share_in(stacks, _NEXT_INDEX)
+    return find_library_use([each for each in stacks if each not in sampler], timed=timed)
+
+
 class LoadingSamples(NamedTuple):
     """Parts of the loading in the loop's process, by Python stacks."""
 
@@ -180,6 +195,43 @@ def sample_loading(a: Analysis, waits: LoaderWaits | None = None) -> LoadingSamp
     elif sum(each.samples for each in stacks) < MIN_SAMPLES:
         share = 0.0
     return LoadingSamples(share if share >= MIN_SAMPLER_SHARE else 0.0, *lines)
+
+
+class LoadingRule(Rule):
+    """A rule about loading in the loop's own process, of which a library function may take most."""
+
+    once_left = Threshold(0.1, "of a library function's time is left, with its cure", CHOSEN)
+    once_left_worst = Threshold(0.4, "of it is left, at worst", CHOSEN)
+    rest_saved = Threshold(
+        0.5, "of the rest goes too, at best: samples fall on the code after a call", CHOSEN
+    )
+
+    def advise_library(
+        self, use: LibraryUse, cure: Cure, fix: str, moves: float, workers: int
+    ) -> dict[str, Any]:
+        """Return the fields of a finding about a library function. Workers, the ``fix`` so far,
+        come first where it only waits. ``moves``: share of the loading without the sampler."""
+        if cure.waits:
+            return {"fix": f"{fix} {cure.fix}"}
+        second = f"Workers come second, for the rest: num_workers={workers}."
+        share = use.time.share
+        gone = (
+            share * (1 - self.once_left),
+            share + (1 - share) * self.rest_saved,
+            share * (1 - self.once_left_worst),
+        )
+        select = Select(on="host", name=SINGLE_PROCESS)
+        return {
+            **use.advice("the loading"),
+            "fix": f"{cure.fix} {second} {cure.workers}".strip(),
+            "verify": "Record again: the phase 'data' shrinks.",
+            "edits": [scale_edit(select, *(1 - moves * each for each in gone))],
+        }
+
+
+def lines_of(use: LibraryUse | None) -> list[Location]:
+    """Return the user's line that calls a library function, if it is known."""
+    return [] if use is None or use.time.location is None else [use.time.location]
 
 
 def move_loading(moves: float, workers: int, name: str, taken: float | None = None) -> Edit:

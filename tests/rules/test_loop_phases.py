@@ -47,3 +47,57 @@ def test_a_sort_in_the_loss_is_named_and_gains_its_own_time() -> None:
     sorts = 3e6 / 13e6 * 10e6
     assert finding.impact is not None
     assert finding.impact.gain_ns == pytest.approx(0.9 * sorts, rel=0.05)
+
+
+def with_a_loss(*operators: tuple[str, list[list[int]], float]) -> TraceBuilder:
+    """Steps of 10 ms, 6 of them in these operators beside the model, which have a gradient."""
+    b = TraceBuilder(gpu=None)
+    b.record_of_run().steps(60, 10, forward=2, backward=2)
+    for number in b.steps():
+        with b.range("advisor::forward"), b.op("aten::linear", host_us=2000):
+            pass
+        for place, (name, shapes, us) in enumerate(operators):
+            with b.op(name, shapes, sequence=10 * number + place, host_us=us):
+                pass
+        for place, (name, _, _) in enumerate(operators):
+            node = f"autograd::engine::evaluate_function: {name}"
+            with b.op(node, sequence=10 * number + place):
+                b.host(500)
+    return b
+
+
+SCORES = ("aten::linear", [[20, 50, 96], [4001, 96]], 4500.0)
+LOSS = ("aten::cross_entropy_loss", [[1000, 4001], [1000]], 1500.0)
+
+
+def test_scores_of_many_classes_are_told_from_a_loss_written_by_hand() -> None:
+    (finding,) = (f for f in LoopPhases().check(with_a_loss(SCORES, LOSS).analysis()))
+    assert isinstance(finding, Finding)
+    assert "aten::linear on 20×50×96 and 4001×96" in finding.summary
+    assert "Scores of many classes" in str(finding.title)
+    assert "one_hot" not in str(finding.code)
+    assert finding.impact is not None and finding.impact.currency == "unpriced"
+
+
+def test_they_are_left_to_another_rule_where_the_ignored_labels_are_known() -> None:
+    b = with_a_loss(SCORES, LOSS)
+    b.record_of_run().event("labels", ignored=0.0, rows=1, columns=1000, classes=4001)
+    assert list(LoopPhases().check(b.analysis())) == []
+
+
+def test_a_product_beside_the_model_is_named_and_no_function_is_advised() -> None:
+    b = with_a_loss(("aten::mm", [[512, 512], [512, 512]], 6000.0))
+    (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
+    assert finding.title == "aten::mm beside the model takes much of the step"
+    assert "512×512 and 512×512" in finding.summary
+    assert not any(word in str(finding.fix) for word in ("cross_entropy", "compile", "cdist"))
+
+
+def test_a_loss_by_hand_beside_a_product_gains_its_own_part_only() -> None:
+    """4.5 of 6 ms are written by hand: 40% of these and of their backward, at most all."""
+    product = ("aten::mm", [[512, 512], [512, 512]], 1500.0)
+    b = with_a_loss(product, ("aten::log", [[512, 512]], 4500.0))
+    (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
+    assert "cross_entropy" in str(finding.fix)
+    assert finding.impact is not None and finding.impact.high_ns is not None
+    assert finding.impact.high_ns < 5.5 * MS

@@ -54,6 +54,7 @@ OF_TRAINED_STATE = (
 )
 OF_OPTIMIZERS = {
     ("implicit-sync", "inside the optimizer"),
+    ("loop-phases", "scores"),
     ("loop-phases", "the loss"),
     *(("out-of-memory", case) for case in OF_TRAINED_STATE),
 }

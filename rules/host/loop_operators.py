@@ -1,0 +1,133 @@
+"""Operators of the loop's own code, outside modules, loading, backward pass and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core import labels
+from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.host import stacks
+from advisor.measure.host.names import name_matches
+from advisor.rules.common import Rows, rows_in_steps
+
+TRAINS = (
+    r"^nn\.Module: |^(?:Optimizer\.|enumerate\(DataLoader\)|advisor::|autograd::engine)"
+    r"|(?:^|/)torch/(?:nn/modules/module\.py\(\d+\): _(?:wrapped_)?call_impl"
+    r"|distributed/distributed_c10d\.py\("
+    r"|autograd/\w+\.py\(\d+\): (?:backward|grad)|_tensor\.py\(\d+\): backward|optim/|utils/data/)"
+)
+"""Rows that load, run a module, go backward, update or wait for other ranks."""
+_WHOLE = (
+    r"^aten::(?:linear|matmul|mm|addmm|bmm|baddbmm|einsum|\w*conv\w*"
+    r"|\w*_loss|nll_loss\w*|_?log_softmax|binary_cross_entropy\w*|kl_div|_?cdist\w*"
+    r"|scaled_dot_product_attention|\w*_norm|embedding)$"
+)
+"""Products and convolutions, and functions of PyTorch for what programs also write in several
+operators: there is no other function to call in their place."""
+_SCORED = r"^aten::(?:cross_entropy_loss|nll_loss\w*|_?log_softmax)$"
+"""Losses over the scores of classes; the last or second dimension counts the classes."""
+MAX_OPERATORS, MIN_OPERATOR_SHARE = 3, 0.10
+"""Most operators of the loop's own code that are named, and their smallest share of its operators'
+time; the largest is named in any case."""
+
+
+def operators_beside_training(a: Analysis) -> Rows:
+    """Operators in the analysed steps on the main thread outside modules, loading, the backward
+    pass and the optimizer; none: nothing tells them apart."""
+    trains = name_matches(a.trace.cpu["name"], TRAINS).to_numpy()
+    if a.trace.main_thread is None or not trains.any():
+        return np.empty(0, dtype=np.int64)
+    left_out = stacks.innermost_ancestor(stacks.parent_rows(a.trace), trains) >= 0
+    left_out |= (a.trace.cpu["thread"] != a.trace.main_thread).to_numpy()
+    rows = rows_in_steps(a, stacks.outermost_rows(a.trace))
+    return rows[~left_out[rows]]
+
+
+def largest_operators(a: Analysis, rows: Rows) -> dict[str, float]:
+    """Return the operators with most time among these, and their time per profiled step, ns."""
+    cpu = a.trace.cpu
+    names = cpu["name"].gather(rows).cast(pl.String)
+    table = pl.DataFrame({"name": names, "ns": cpu["dur"].gather(rows)})
+    top = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name", descending=True)
+    return {name: ns / max(a.step_count, 1) for name, ns in top.head(MAX_OPERATORS).iter_rows()}
+
+
+def name_operators(largest: Mapping[str, float], total: float) -> str:
+    """Name the operators that take most of this code's time; empty: its time is not theirs."""
+    named = [
+        f"{labels.clean(name)} takes {ns / total:.0%}"
+        for number, (name, ns) in enumerate(largest.items())
+        if not number or ns >= MIN_OPERATOR_SHARE * total
+    ]
+    return f" Of its operators, {', '.join(named)}." if named else ""
+
+
+def differentiated_operators(a: Analysis, rows: Rows) -> Rows:
+    """Return operators that the backward pass goes through, such as a loss computed by hand."""
+    operator = stacks.is_operator(a.trace)
+    graph = a.forward_op[a.forward_op >= 0]
+    outermost = stacks.climb_stack(stacks.parent_rows(a.trace), operator, graph, top=True)
+    return rows[np.isin(rows, outermost)]
+
+
+def backward_of(a: Analysis, rows: Rows) -> float:
+    """Return time per profiled step of the backward pass of these operators, ns."""
+    operator = stacks.is_operator(a.trace)
+    nodes = np.flatnonzero(a.forward_op >= 0)
+    parent = stacks.parent_rows(a.trace)
+    forward = stacks.climb_stack(parent, operator, a.forward_op[nodes], top=True)
+    own = stacks.climb_stack(parent, operator, nodes[np.isin(forward, rows)], top=True)
+    return operator_time(a, np.unique(own))
+
+
+def operator_time(a: Analysis, rows: Rows) -> float:
+    """Return time per profiled step of operators, ns."""
+    return float(a.trace.cpu["dur"].gather(rows).sum()) / max(a.step_count, 1)
+
+
+class WholeOperators(NamedTuple):
+    """Operators for which PyTorch has no other function."""
+
+    rows: Rows
+    row: int
+    """Row of the longest of the operator and inputs with most time."""
+    shapes: str
+    """Shapes of its tensors, ``20×50×96 and 4001×96``; empty: not recorded."""
+    classes: int
+    """Most classes whose scores a loss among them is computed from; 0: no such loss."""
+
+    def name(self, a: Analysis) -> str:
+        """``aten::linear on 20×50×96 and 4001×96``."""
+        name = labels.clean(str(a.trace.cpu["name"][self.row]))
+        return f"{name} on {self.shapes}" if self.shapes else name
+
+
+def whole_operators(a: Analysis, rows: Rows) -> WholeOperators | None:
+    """Find products, and what is one function of PyTorch already, among these operators."""
+    cpu = a.trace.cpu
+    own = rows[name_matches(cpu["name"].gather(rows), _WHOLE).to_numpy()]
+    if not len(own):
+        return None
+    table = cpu.select("name", "inputs", "dur")[own].with_columns(row=own)
+    calls = table.group_by("name", "inputs").agg(
+        pl.col("dur").sum().alias("ns"), pl.col("row").sort_by("dur").last()
+    )
+    row = int(calls.sort("ns", "row")["row"][-1])
+    losses = own[name_matches(cpu["name"].gather(own), _SCORED).to_numpy()]
+    scores = [sizes[0] for each in losses if (sizes := _shapes(a, int(each)))]
+    classes = [shape[1] for shape in scores if len(shape) > 1]
+    named = ["×".join(map(str, shape)) for shape in _shapes(a, row)[:2]]
+    return WholeOperators(own, row, " and ".join(named), max(classes, default=0))
+
+
+def _shapes(a: Analysis, row: int) -> list[tuple[int, ...]]:
+    """Return the shapes of an operator's tensors, without those of single numbers."""
+    inputs = a.trace.cpu["inputs"][row]
+    if inputs is None or a.trace.inputs.is_empty():
+        return []
+    return [shape for each in inputs_at(a, inputs).tensors if (shape := tuple(each.shape))]

@@ -1,0 +1,342 @@
+"""Functions of libraries that take much of a step's Python time, what they cost and how to save
+it: the one table for the loading, the loop's own code and the forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from advisor.measure.host.library_time import LibraryTime, most_in_library
+from advisor.measure.host.stacks import SampledStack
+
+ONCE = ("the result is the same each time, and fits in memory",)
+
+
+class Cure:
+    """A kind of library function, and what to write in its place."""
+
+    def __init__(
+        self,
+        work: str,
+        fix: str,
+        code: str = "",
+        *,
+        frames: str = "",
+        calls: str = "",
+        workers: str = "",
+        waits: bool = False,
+        assumptions: tuple[str, ...] = ONCE,
+    ) -> None:
+        self.work = work
+        """Name of what it does, the subject of a title: ``Parsing text``."""
+        self.fix = fix
+        self.code = code
+        self.workers = workers
+        """Warning where DataLoader workers run it; empty: none."""
+        self.waits = waits
+        """Whether it waits and does not compute: other threads or processes go on meanwhile."""
+        self.assumptions = assumptions
+        self._frames, self._calls = frames, calls
+
+    @cached_property
+    def frames(self) -> re.Pattern[str] | None:
+        """Pattern of its frames, ``file(line): function``; ``None``: it has none."""
+        return re.compile(rf"(?:^|/)(?:{self._frames})") if self._frames else None
+
+    @cached_property
+    def calls(self) -> re.Pattern[str] | None:
+        """Pattern of what has no Python code: ``numpy.array``, ``.read`` of an object."""
+        return re.compile(rf"^(?:{self._calls})$") if self._calls else None
+
+
+_AT = r"\(\d+\): (?:\w+\.)*"
+"""Text of a frame between its file and its function."""
+
+CURES = (
+    Cure(
+        "Reading an .npz archive again at each access",
+        "Read the arrays of an .npz archive once and keep them. np.load keeps none, so each access "
+        "reads and inflates a whole array. Arrays too large for memory belong in uncompressed .npy "
+        "files, opened with mmap_mode='r'.",
+        "arrays = dict(np.load(file))             # once, in __init__\n"
+        "# or, uncompressed: rows = np.load('rows.npy', mmap_mode='r')",
+        frames=rf"numpy/lib/_?npyio\w*\.py{_AT}__getitem__",
+        workers="An .npz file that is open before the workers start is shared: reads of it may "
+        "return garbage.",
+    ),
+    Cure(
+        "Making windows, filters or modules anew",
+        "Make it once, in __init__ or beside the function, and keep it: equal arguments give equal "
+        "values.",
+        "self.window = torch.hann_window(n_fft)   # in __init__, not for each sample",
+        frames=r"torchaudio/functional/\w+\.py"
+        rf"{_AT}(?:_get_sinc_resample_kernel|\w*_?fbanks|create_dct)"
+        rf"|torchaudio/transforms/\w+\.py{_AT}__init__|librosa/filters\.py"
+        r"|scipy/signal/(?:windows/|_?fir_filter|_?filter_design)"
+        rf"|numpy/lib/\w+\.py{_AT}(?:hanning|hamming|blackman|bartlett|kaiser|i0|meshgrid)"
+        rf"|numpy/lib/\w*index_tricks\w*\.py{_AT}__getitem__"
+        rf"|torch/nn/(?:init\.py|modules/\w+\.py{_AT}__init__|modules/\w+\.py{_AT}reset_parameters)"
+        rf"|torch/signal/windows/|torch/functional\.py{_AT}meshgrid"
+        r"|(?:re/_(?:compiler|parser)|sre_(?:compile|parse))\.py"
+        r"|(?:transformers|tokenizers|diffusers|timm)/\S+\.py"
+        rf"{_AT}(?:from_pretrained|from_file|create_model)",
+        calls=r"(?:torch\.)?(?:bartlett|blackman|hamming|hann|kaiser)_window"
+        r"|numpy\.(?:bartlett|blackman|hamming|hanning|kaiser|indices|meshgrid)",
+        assumptions=("its arguments do not change",),
+    ),
+    Cure(
+        "Parsing text",
+        "Parse the text once, and store the values as a binary array: .npy, safetensors or "
+        "Parquet. Or keep them in memory.",
+        "table = np.loadtxt(file); np.save('table.npy', table)   # once\n"
+        "rows = np.load('table.npy', mmap_mode='r')",
+        frames=rf"numpy/lib/_?npyio\w*\.py{_AT}(?:loadtxt|genfromtxt|fromregex|_read)"
+        rf"|json/(?:(?:decoder|scanner)\.py|__init__\.py{_AT}loads?)|csv\.py|pandas/io/|yaml/|xml/"
+        rf"|html/|bs4/|configparser\.py|ast\.py{_AT}(?:literal_eval|parse)"
+        r"|polars/io/(?:csv|json|ndjson)",
+        calls=r"(?:\w+\.)?(?:fromstring|literal_eval)|_?csv\.reader"
+        r"|(?:_?json|orjson|ujson|simdjson|rapidjson|msgspec\.json|yaml)\.(?:loads?|decode)",
+    ),
+    Cure(
+        "Reading the samples with pickle",
+        "Store all samples in a few arrays or tensors, without pickle, and open them once. "
+        "torch.load(mmap=True) and np.load(mmap_mode='r') then read single rows.",
+        "rows = np.load('rows.npy', mmap_mode='r')   # in __init__\n"
+        "sample = torch.from_numpy(np.array(rows[index]))",
+        frames=rf"torch/(?:serialization|_weights_only_unpickler)\.py{_AT}_*(?:\w*load\w*|persist\w*)"
+        r"|joblib/numpy_pickle|pickle\.py|shelve\.py|dill/|cloudpickle/",
+        calls=r"_?pickle\.\w+|marshal\.loads?",
+    ),
+    Cure(
+        "Loading an array file",
+        "Load each file once and keep its array. Or store all samples in one uncompressed .npy "
+        "file, and open that once with mmap_mode='r'.",
+        "rows = np.load('rows.npy', mmap_mode='r')   # in __init__\n"
+        "sample = torch.from_numpy(np.array(rows[index]))",
+        frames=rf"numpy/lib/_?npyio\w*\.py{_AT}load|numpy/lib/_?format\w*\.py|numpy/_core/_?memmap"
+        r"|safetensors/",
+        calls=r"numpy\.(?:load|fromfile)|(?:safetensors\.)?(?:deserialize|safe_open)",
+    ),
+    Cure(
+        "Reading rows of an HDF5 or Zarr file",
+        "Read many rows in one call: consecutive ones, or sorted indices in __getitems__. Choose "
+        "chunks as large as what you read, and open the file once. What fits in memory, read once.",
+        "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
+        "    rows = self.file['x'][sorted(indices)]",
+        frames=r"h5py/|zarr/|netCDF4/|xarray/",
+        workers="Each worker must open the file itself.",
+        assumptions=("rows are read together, or kept",),
+    ),
+    Cure(
+        "Querying a database",
+        "Open the database once in each process. Read a batch with one query or transaction, in "
+        "__getitems__. What fits in memory, read once.",
+        "marks = ','.join('?' * len(indices))\n"
+        "rows = db.execute(f'SELECT x FROM t WHERE id IN ({marks})', indices)",
+        frames=r"sqlite3/|sqlalchemy/|psycopg2?/|pymongo/|lmdb/|duckdb/",
+        calls=r"sqlite3\.\w+|lmdb\.\w+|duckdb\.\w+"
+        r"|\.(?:execute|executemany|fetchone|fetchmany|fetchall)",
+        workers="Each worker must open the database itself.",
+        assumptions=("a batch can be read with one query",),
+    ),
+    Cure(
+        "Reading from the network",
+        "Copy the data to a local disk before the run. Or read ahead: whole shards, several "
+        "requests at once, in threads.",
+        "with ThreadPoolExecutor(16) as pool:   # a batch's requests at once\n"
+        "    samples = list(pool.map(read, indices))",
+        frames=r"requests/|urllib3?/|http/client\.py|socket\.py|ssl\.py|aiohttp/|httpx/|httpcore/"
+        r"|boto3/|botocore/|s3fs/|gcsfs/|fsspec/|smart_open/|grpc/"
+        r"|huggingface_hub/",
+        calls=r"_?socket\.\w+|\.(?:recv|recv_into|sendall)",
+        waits=True,
+        assumptions=("several requests can wait at once, or a local disk holds the data",),
+    ),
+    Cure(
+        "Starting other programs",
+        "Call a library in this process in place of another program, or do its work for all data "
+        "once, before the run.",
+        frames=r"subprocess\.py",
+        calls=r"(?:_posixsubprocess|posix|nt|os)\.(?:fork_exec|system|popen|posix_spawn)",
+    ),
+    Cure(
+        "Decompressing data",
+        "Decompress the data once. Keep it in memory, or store it uncompressed, so that "
+        "np.memmap reads only the rows that are used.",
+        "rows = np.load('rows.npy', mmap_mode='r')   # uncompressed, in __init__\n"
+        "sample = np.array(rows[index])",
+        frames=r"gzip\.py|bz2\.py|lzma\.py|_compression\.py|compression/|zipfile(?:/__init__)?\.py"
+        r"|tarfile\.py|zstandard/|lz4/|blosc2?/|numcodecs/",
+        calls=r"(?:zlib|gzip|bz2|lzma|lz4|lz4\.\w+|zstd|zstandard|snappy|blosc2?|brotli)\.\w+"
+        r"|\.decompress",
+        assumptions=("the uncompressed data fits in memory or on the disk",),
+    ),
+    Cure(
+        "Decoding and transforming images",
+        "Store images at the size that is used, decoded where they fit. Image.draft decodes a JPEG "
+        "at a smaller size. Transform whole batches of tensors with torchvision.transforms.v2.",
+        "image.draft('RGB', (size, size))      # before PIL decodes a JPEG\n"
+        "batch = augment(torch.stack(images))  # v2 transforms, once per batch",
+        frames=r"PIL/|torchvision/(?:transforms|io|datasets)|cv2/|albumentations/|imageio/|skimage/"
+        r"|kornia/",
+        calls=r"(?:cv2|turbojpeg|pyvips)(?:\.\w+)*",
+        assumptions=("smaller images give the same training",),
+    ),
+    Cure(
+        "Decoding and resampling audio",
+        "Decode and resample each file once, and store it at the rate that is used. Make filters "
+        "and transforms once, and compute features for whole batches.",
+        "self.resample = torchaudio.transforms.Resample(rate, 16_000)   # once",
+        frames=r"torchaudio/|librosa/|soundfile\.py|audioread/|resampy/|soxr/|pydub/|torchcodec/",
+    ),
+    Cure(
+        "Reading single rows of a table",
+        "Convert the columns to arrays once, and index these: df[columns].to_numpy() in __init__. "
+        "Each .loc, .iloc, iterrows or apply makes new objects in Python.",
+        "self.x = torch.from_numpy(df[columns].to_numpy(np.float32))   # in __init__",
+        frames=r"pandas/|polars/",
+        assumptions=("the table does not change during the run",),
+    ),
+    Cure(
+        "Converting rows of a dataset",
+        "Convert the columns once: dataset.with_format('torch') or 'numpy' returns arrays. Read a "
+        "batch with one slice or list of indices, in __getitems__.",
+        "data = dataset.with_format('numpy')\nx = data['x'][:]   # once, where it fits in memory",
+        frames=r"datasets/|pyarrow/",
+        calls=r"\.(?:as_py|to_pylist)",
+        assumptions=("the rows are needed as arrays",),
+    ),
+    Cure(
+        "Fitting or applying a scikit-learn transform",
+        "Transform the whole table once, before the loop: one call for all rows costs hardly more "
+        "than one for a single row.",
+        "x = torch.from_numpy(scaler.transform(table)).float()   # once",
+        frames=r"sklearn/",
+    ),
+    Cure(
+        "Tokenizing and searching text",
+        "Tokenize the texts once, before the loop, in batches and with a fast tokenizer. Store the "
+        "ids as arrays.",
+        "ids = tokenizer(texts, truncation=True)['input_ids']   # once, all texts",
+        frames=r"re/__init__\.py|re\.py|sre_\w+\.py|string\.py|unicodedata|nltk/|spacy/|jieba/"
+        r"|transformers/(?:tokenization|models/\w+/tokenization)|tokenizers/|sentencepiece/"
+        r"|tiktoken/",
+        calls=r"re\.\w+|regex\.\w+"
+        r"|\.(?:findall|finditer|subn|fullmatch|split|lower|translate|encode|encode_batch)",
+    ),
+    Cure(
+        "Copying objects with copy.deepcopy",
+        "Copy only what changes: dict(sample), list(sample), tensor.clone(), array.copy(). "
+        "copy.deepcopy visits each object in Python.",
+        "sample = dict(self.samples[index])   # its tensors are shared until one is replaced",
+        frames=rf"copy\.py{_AT}(?:deepcopy|_deepcopy\w*|_reconstruct|copy)",
+        assumptions=("the rest of the object stays as it is",),
+    ),
+    Cure(
+        "Drawing random numbers one by one",
+        "Draw many numbers in one call. With weights, add them up once: np.searchsorted then "
+        "draws from the sums.",
+        "rng = np.random.default_rng()\n"
+        "sums = np.cumsum(weights); sums /= sums[-1]   # once\n"
+        "ids = np.searchsorted(sums, rng.random(count))",
+        frames=r"random\.py",
+        calls=r"_?random\.\w+|numpy\.random\.\w+"
+        r"|\.(?:choice|choices|integers|randint|permutation|shuffle|getrandbits)",
+        assumptions=("the numbers can be drawn together",),
+    ),
+    Cure(
+        "Calling torch.tensor or np.array",
+        "Join arrays with np.stack and torch.from_numpy, and tensors with torch.stack: given a "
+        "list, torch.tensor and np.array visit each element. Keep numbers in arrays, not in lists.",
+        "x = torch.from_numpy(np.stack(arrays))   # not torch.tensor(arrays)",
+        calls=r"(?:torch\.)?(?:tensor|as_tensor|asarray|\w*Tensor)"
+        r"|(?:numpy\.)?(?:array|asarray|asanyarray|fromiter)|\.tolist",
+        assumptions=("it is given lists",),
+    ),
+    Cure(
+        "Writing logs and records",
+        "Log every N steps and print less, or write from another thread.",
+        "if step % 100 == 0:\n    log(metrics)",
+        frames=r"logging/|loguru/|tqdm/|rich/|wandb/|mlflow/|tensorboardX?/"
+        rf"|json/(?:encoder\.py|__init__\.py{_AT}dumps?)|numpy/lib/\w+\.py{_AT}savetxt"
+        r"|torch/utils/tensorboard/|traceback\.py|warnings\.py|pprint\.py",
+        calls=r"builtins\.print|\.(?:write|writelines|flush)",
+        assumptions=("fewer lines are enough",),
+    ),
+    Cure(
+        "Looking for files and opening them",
+        "List the folder once, in __init__. Store the samples in a few large files, and keep these "
+        "open.",
+        "files = sorted(os.listdir(root))   # once, in __init__",
+        frames=r"glob\.py|fnmatch\.py|pathlib\.py|pathlib/|genericpath\.py|posixpath\.py|ntpath\.py"
+        rf"|os\.py{_AT}(?:walk|fwalk|makedirs)|tempfile\.py|shutil\.py",
+        calls=r"(?:os|posix|nt)\.\w+|_?io\.open|builtins\.open|\.(?:read|readline|readinto)",
+        assumptions=("the files do not change during the run",),
+    ),
+    Cure(
+        "Waiting (a sleep, a lock, a queue)",
+        "Remove the wait, or wait in another thread: the step goes on, and takes the result when "
+        "it is there.",
+        "answer = pool.submit(ask, batch)   # a ThreadPoolExecutor; answer.result() later",
+        frames=rf"threading\.py{_AT}(?:wait|acquire|join|wait_for|_wait_for_tstate_lock|__enter__)"
+        rf"|queue\.py{_AT}(?:get|put)|multiprocessing/|concurrent/futures/|asyncio/|selectors\.py",
+        calls=r"(?:time\.)?sleep|select\.\w+|\.(?:acquire|poll)|_thread\.\w+",
+        waits=True,
+        assumptions=("the step can go on meanwhile",),
+    ),
+    Cure(
+        "Joining samples to a batch",
+        "Keep all samples in one tensor, and take a batch by its indices: loader(dataset, "
+        "batch_size=None, sampler=BatchSampler(…)). Then nothing has to be joined.",
+        "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
+        "    return list(zip(self.x[indices], self.y[indices]))",
+        frames=r"torch/utils/data/_utils/(?:collate|pin_memory)\.py",
+        assumptions=("the samples have one size",),
+    ),
+)
+"""Known kinds, the more special first: the first that a stack shows is the stack's."""
+
+
+class LibraryUse(NamedTuple):
+    """The library function that takes most of a part of the step."""
+
+    time: LibraryTime
+    cure: Cure | None
+    """``None``: nothing is known of this function."""
+    timed: bool
+    """Whether the stacks are of a window, with their times; sampled ones only count."""
+
+    def sentence(self, part: str) -> str:
+        """Say how much of the part it takes; ``part``: ``the loading``."""
+        of = f"{part} is" if self.timed else f"the sampled stacks of {part} are"
+        return f" {self.time.share:.0%} of {of} in {self.time.text}."
+
+    def advice(self, part: str) -> dict[str, Any]:
+        """Texts of a finding about it; none: nothing is known of it."""
+        if self.cure is None:
+            return {}
+        return {
+            "title": f"{self.cure.work} takes much of {part}",
+            "fix": self.cure.fix,
+            "code": self.cure.code,
+            "assumptions": self.cure.assumptions,
+        }
+
+
+def find_library_use(stacks: Sequence[SampledStack], *, timed: bool = False) -> LibraryUse | None:
+    """Find the library function with most of these samples, or time; ``None``: there is none."""
+    found = most_in_library(stacks, _cure_of)
+    return None if found is None else LibraryUse(*found, timed=timed)
+
+
+def _cure_of(frames: Sequence[str], called: str) -> tuple[Cure, int] | None:
+    for cure in CURES:
+        if cure.frames is not None:
+            for place, frame in enumerate(frames):
+                if cure.frames.search(frame):
+                    return cure, place
+        if called and cure.calls is not None and cure.calls.match(called):
+            return cure, len(frames)
+    return None

@@ -1,0 +1,358 @@
+"""Library functions behind the loading, the loop and the forward pass have their own cures."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import csv
+import gzip
+import io
+import json
+import os
+import pickle
+import queue
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from advisor.core.finding import Finding
+from advisor.measure.host.stacks import SampledStack
+from advisor.recorder.built_in_calls import called_function
+from advisor.recorder.stack_samples import without_search_path
+from advisor.rules.host.forward_code import ForwardCode
+from advisor.rules.host.loop_time import LoopCode, LoopPhases
+from advisor.rules.host.python_hot_spot import PythonHotSpot
+from advisor.rules.host.sampled_hot_spot import SampledHotSpot
+from advisor.rules.input.dataloader_wait import SingleProcessLoader
+from advisor.rules.input.loader_cores import LoaderWorkers
+from advisor.rules.library_functions import CURES, find_library_use
+from advisor.testing import TraceBuilder
+
+torch = pytest.importorskip("torch")
+
+NPZ = "Reading an .npz archive again at each access"
+MADE = "Making windows, filters or modules anew"
+TEXT, PICKLE, ARRAY = "Parsing text", "Reading the samples with pickle", "Loading an array file"
+HDF5, QUERY = "Reading rows of an HDF5 or Zarr file", "Querying a database"
+NETWORK, PROGRAMS = "Reading from the network", "Starting other programs"
+INFLATE, IMAGES = "Decompressing data", "Decoding and transforming images"
+AUDIO, TABLE = "Decoding and resampling audio", "Reading single rows of a table"
+ROWS, SKLEARN = (
+    "Converting rows of a dataset",
+    "Fitting or applying a scikit-learn transform",
+)
+WORDS, COPIES = "Tokenizing and searching text", "Copying objects with copy.deepcopy"
+RANDOM, TENSORS = "Drawing random numbers one by one", "Calling torch.tensor or np.array"
+RECORDS, FILES = "Writing logs and records", "Looking for files and opening them"
+WAITS, JOINS = "Waiting (a sleep, a lock, a queue)", "Joining samples to a batch"
+
+
+def stacks_of(call: Callable[[], object]) -> list[SampledStack]:
+    """The stacks in which a call calls functions of C, as the recorder writes them."""
+    seen: dict[tuple[tuple[str, ...], str], int] = {}
+    here = sys._getframe()
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        if event != "c_call" or frame is here:
+            return
+        names, at = [], frame
+        while at is not None and at is not here:
+            file = without_search_path(at.f_code.co_filename)
+            names.append(f"{file}({at.f_lineno}): {at.f_code.co_qualname}")
+            at = at.f_back  # type: ignore[assignment]
+        names.append("train.py(12): Rows.__getitem__")
+        # the test's own frame stands for the program's
+        own = [name for name in reversed(names) if "test_library_functions" not in name]
+        key = tuple(own), called_function(frame)
+        seen[key] = seen.get(key, 0) + 1
+
+    call()  # once before: caches are filled
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [SampledStack(20 * count, *key) for key, count in seen.items()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    np.savez_compressed(root / "x.npz", images=np.zeros((50, 100)))
+    np.save(root / "x.npy", np.zeros(50))
+    np.savetxt(root / "x.csv", np.zeros((20, 4)), delimiter=",")
+    torch.save({"x": torch.zeros(5)}, root / "x.pt")
+    (root / "x.gz").write_bytes(gzip.compress(bytes(100_000)))
+    return root
+
+
+LISTS = [list(range(50)) for _ in range(50)]
+DATABASE = sqlite3.connect(":memory:")
+EVENTS: queue.Queue[int] = queue.Queue()
+
+
+def from_npz(root: Path) -> Callable[[], object]:
+    archive = np.load(root / "x.npz")
+    return lambda: archive["images"][3]
+
+
+MET: dict[str, tuple[str, Callable[[Path], Callable[[], object]]]] = {
+    "np.load of .npz": (NPZ, from_npz),
+    "np.kaiser": (MADE, lambda _: lambda: np.kaiser(64, 8.0)),
+    "torch.hann_window": (MADE, lambda _: lambda: torch.hann_window(64)),
+    "np.mgrid": (MADE, lambda _: lambda: np.mgrid[0:8, 0:8]),
+    "nn.Linear": (MADE, lambda _: lambda: torch.nn.Linear(4, 4)),
+    "genfromtxt": (TEXT, lambda root: lambda: np.genfromtxt(root / "x.csv", delimiter=",")),
+    "loadtxt": (TEXT, lambda root: lambda: np.loadtxt(root / "x.csv", delimiter=",")),
+    "json.loads": (TEXT, lambda _: lambda: json.loads(json.dumps(LISTS[0]), parse_int=float)),
+    "csv": (TEXT, lambda _: lambda: csv.reader(io.StringIO("1,2"))),
+    "torch.load": (PICKLE, lambda root: lambda: torch.load(root / "x.pt")),
+    "pickle.loads": (PICKLE, lambda _: lambda: pickle.loads(b"\x80\x04K\x05.")),
+    "np.load": (ARRAY, lambda root: lambda: np.load(root / "x.npy")),
+    "sqlite3": (QUERY, lambda _: lambda: DATABASE.execute("SELECT 1")),
+    "subprocess": (PROGRAMS, lambda _: lambda: subprocess.run(["true"], check=True)),
+    "gzip": (INFLATE, lambda root: lambda: gzip.GzipFile(root / "x.gz").read()),
+    "re": (WORDS, lambda _: lambda: re.findall(r"\w", "some words")),
+    "deepcopy": (COPIES, lambda _: lambda: copy.deepcopy(LISTS)),
+    "random.choice": (RANDOM, lambda _: lambda: [random.choice(LISTS) for _ in range(30)]),
+    "torch.tensor": (TENSORS, lambda _: lambda: torch.tensor(LISTS)),
+    "np.array": (TENSORS, lambda _: lambda: np.array(LISTS)),
+    "json.dumps": (RECORDS, lambda _: lambda: json.dumps(LISTS, indent=1)),
+    "glob": (FILES, lambda root: lambda: list(root.glob("*.csv"))),
+    "os.stat": (FILES, lambda root: lambda: [os.stat(root) for _ in range(9)]),  # noqa: PTH116
+    "sleep": (WAITS, lambda _: lambda: time.sleep(0.001)),
+    "queue": (WAITS, lambda _: lambda: EVENTS.put(1) or EVENTS.get()),  # type: ignore[func-returns-value]
+    "collate": (
+        JOINS,
+        lambda _: lambda: torch.utils.data.default_collate([(torch.zeros(3), 1)] * 9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MET)
+def test_functions_of_installed_libraries_are_known_by_their_frames(
+    name: str, folder: Path
+) -> None:
+    work, make = MET[name]
+    use = find_library_use(stacks_of(make(folder)))
+    assert use is not None and use.cure is not None, use
+    assert use.cure.work == work
+    assert use.time.location is not None and use.time.location.line == 12
+
+
+WRITTEN = {
+    HDF5: "h5py/_hl/dataset.py(840): Dataset.__getitem__",
+    NETWORK: "requests/sessions.py(589): Session.request",
+    IMAGES: "/opt/env/lib/python3.12/site-packages/PIL/Image.py(2260): Image.resize",
+    AUDIO: "librosa/core/audio.py(200): load",
+    TABLE: "pandas/core/indexing.py(1190): _LocationIndexer.__getitem__",
+    ROWS: "datasets/arrow_dataset.py(2840): Dataset._getitem",
+    SKLEARN: "sklearn/preprocessing/_data.py(1060): StandardScaler.transform",
+}
+"""Frames of libraries that are not installed here."""
+
+
+@pytest.mark.parametrize("work", WRITTEN)
+def test_functions_of_other_libraries_are_known_too(work: str) -> None:
+    stack = SampledStack(20, ("train.py(9): main", WRITTEN[work]))
+    use = find_library_use([stack])
+    assert use is not None and use.cure is not None and use.cure.work == work
+    assert "/opt" not in use.time.text
+
+
+def test_each_kind_is_met_by_a_test() -> None:
+    assert {cure.work for cure in CURES} == {work for work, _ in MET.values()} | set(WRITTEN)
+
+
+OTHERS = {
+    "a model": lambda: torch.nn.functional.linear(torch.zeros(2, 2), torch.zeros(2, 2)),
+    "tensors": lambda: torch.zeros(4).flip(0).add(1).sum(),
+    "arrays": lambda: np.zeros(5).astype(np.float32).sum(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_work_on_tensors_and_arrays_has_no_cure(name: str) -> None:
+    use = find_library_use(stacks_of(OTHERS[name]))
+    assert use is None or use.cure is None
+
+
+def test_half_of_the_samples_have_to_be_of_one_kind() -> None:
+    deep = ("train.py(9): main", "copy.py(128): deepcopy")
+    own = ("train.py(9): main", "train.py(20): augment")
+    few = [SampledStack(9, deep), SampledStack(11, own)]
+    assert find_library_use(few) is None
+    use = find_library_use([SampledStack(6, deep), SampledStack(5, (*deep, "copy.py(9): x")), *few])
+    assert use is not None and use.time.share == pytest.approx(20 / 31)
+    assert find_library_use([SampledStack(7, deep)]) is None  # too few
+
+
+def test_an_unknown_library_function_is_named_without_a_cure() -> None:
+    frames = ("train.py(9): main", "scipy/ndimage/_interpolation.py(700): zoom")
+    use = find_library_use([SampledStack(20, frames)])
+    assert use is not None and use.cure is None
+    assert use.time.text == "zoom (scipy/ndimage/_interpolation.py), called by main (train.py:9)"
+
+
+@pytest.mark.parametrize("cure", CURES, ids=lambda cure: cure.work)
+def test_cures_are_short_sentences_and_code_that_parses(cure: Any) -> None:
+    for sentence in re.split(r"(?<=[.:?]) ", f"{cure.fix} {cure.workers}"):
+        assert len(sentence.split()) <= 25
+    for line in cure.code.splitlines():
+        body, mark, _ = line.rpartition("  # ")
+        assert len(body if mark else line) <= 74
+    code = cure.code
+    if code.rstrip().endswith(":"):
+        code += "\n    pass"
+    ast.parse(code)
+    assert cure.work[0].isupper() and not cure.work.endswith(".")
+
+
+# -- findings ----------------------------------------------------------------------------------
+
+FETCH = "torch/utils/data/_utils/fetch.py(54): _MapDatasetFetcher.fetch"
+ITEM = "data.py(30): Parts.__getitem__"
+NPZ_FRAME = "numpy/lib/_npyio_impl.py(257): NpzFile.__getitem__"
+ZIP = "zipfile.py(955): ZipExtFile.read"
+SLEEP = "<built-in function time.sleep>"
+
+
+def sampled(b: TraceBuilder, inside: list[str], *, of: int = 80) -> TraceBuilder:
+    """``of`` in 100 samples end in these frames, the others in those without the last one."""
+    run = b.record_of_run()
+    stacks = [[of, list(range(len(inside)))], [100 - of, list(range(len(inside) - 1))]]
+    run.event("stacks", frames=inside, stacks=stacks)
+    return b
+
+
+def loading(*below: str, workers: int = 0) -> TraceBuilder:
+    """Steps of 5 ms of loading and 4 ms of training."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.loader_wait(5000, workers=workers)
+        b.on_host("aten::mm", 4000)
+    b.record_of_run().steps(60, 9, data=5, forward=4)
+    return sampled(b, ["train.py(70): main", FETCH, ITEM, *below])
+
+
+def finding_of(rule: Any, b: TraceBuilder) -> Finding:
+    (finding,) = (f for f in rule.check(b.analysis()) if isinstance(f, Finding))
+    return rule.complete(finding)  # type: ignore[no-any-return]
+
+
+def test_the_exact_cure_of_slow_loading_comes_first_and_workers_second() -> None:
+    found = finding_of(SingleProcessLoader(), loading(NPZ_FRAME))
+    assert found.title == f"{NPZ} takes much of the loading"
+    assert found.fix.index("np.load keeps none") < found.fix.index("Workers come second")
+    assert "may return garbage" in found.fix and "np.load" in found.code
+    assert (found.where[0].file, found.where[0].line) == ("data.py", 30)
+    assert "80% of the sampled stacks of the loading are in NpzFile.__getitem__" in found.summary
+    # 80% of it goes but a tenth; at best half of the rest too; at worst 0.4 of it stay
+    (edit,) = found.edits
+    assert edit.factor == pytest.approx(1 - 0.8 * 0.9)
+    assert edit.factor_low == pytest.approx(1 - 0.9)
+    assert edit.factor_high == pytest.approx(1 - 0.8 * 0.6)
+
+
+def test_workers_come_first_where_the_loading_only_waits() -> None:
+    found = finding_of(SingleProcessLoader(), loading(SLEEP))
+    assert found.title == SingleProcessLoader.title
+    assert found.fix.index("num_workers=") < found.fix.index("Remove the wait")
+    assert [edit.op for edit in found.edits] == ["parallelize"]
+
+
+def test_loading_in_the_programs_own_code_keeps_the_advice_of_workers() -> None:
+    found = finding_of(SingleProcessLoader(), loading("data.py(40): Parts.augment"))
+    assert found.title == SingleProcessLoader.title and "Workers come second" not in found.fix
+
+
+def test_stacks_of_a_window_name_the_function_where_none_were_sampled() -> None:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        with (
+            b.python("train.py(70): main"),
+            b.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"),
+        ):
+            with (
+                b.python("data.py(30): __getitem__"),
+                b.python("numpy/lib/_npyio_impl.py(257): __getitem__"),
+                b.python(ZIP.replace("ZipExtFile.", "")),
+            ):
+                b.host(4000)
+            with b.python("data.py(31): __getitem__"):
+                b.host(1000)
+        b.on_host("aten::mm", 4000)
+    found = finding_of(SingleProcessLoader(), b)
+    assert found.title == f"{NPZ} takes much of the loading"
+    assert "80% of the loading is in __getitem__ (numpy/lib/_npyio_impl.py)" in found.summary
+
+
+def test_the_rule_about_cores_names_the_function_too() -> None:
+    """On eight cores, without a profiled window."""
+    b = TraceBuilder()
+    r = b.record_of_run(cpus=8)
+    r.event("loader", id=1, workers=0)
+    r.event("loader_iter", id=1)
+    r.steps(60, 10, data=6, forward=2)
+    found = finding_of(LoaderWorkers(), sampled(b, ["train.py(7): main", FETCH, ITEM, NPZ_FRAME]))
+    assert found.title == f"{NPZ} takes much of the loading"
+
+
+def test_the_loops_own_code_is_named_by_its_library_function() -> None:
+    b = TraceBuilder(gpu=None)
+    b.record_of_run().steps(60, 10, forward=2, backward=2)
+    b = sampled(b, ["train.py(50): main", "train.py(12): log", "json/__init__.py(231): dumps"])
+    found = finding_of(LoopPhases(), b)
+    assert found.title == f"{RECORDS} takes much of the step"
+    assert found.impact is not None and found.impact.gain_ns is not None
+    assert found.impact.gain_ns == pytest.approx(0.9 * 0.8 * 6e6, rel=0.02)
+
+
+def test_so_is_a_function_in_a_window_with_stacks() -> None:
+    b = TraceBuilder(gpu=None)
+    for _ in range(4):
+        with b.step(), b.python("train.py(30): main"):
+            b.on_host("aten::mm", 4000)
+            with b.python("train.py(12): ask_server"), b.python("<built-in function sleep>"):
+                b.host(3000)
+    assert finding_of(LoopCode(), b).title == f"{WAITS} takes much of the step"
+
+
+def test_a_table_made_in_forward_is_named_by_its_library_function() -> None:
+    example = ForwardCode.examples()["without samples"]
+    assert isinstance(example, TraceBuilder)
+    call = "torch/nn/modules/module.py(1789): Module._call_impl"
+    place = ["train.py(3): main", call, "model.py(9): Net.forward"]
+    kaiser = "numpy/lib/_function_base_impl.py(3660): kaiser"
+    found = finding_of(ForwardCode(), sampled(example, [*place, kaiser]))
+    assert found.title == f"{MADE} takes much of the forward pass"
+
+
+def test_code_that_leaves_the_gpu_idle_has_its_cure_first() -> None:
+    example = SampledHotSpot.examples()["operators on the CPU"]
+    assert isinstance(example, TraceBuilder)
+    frames = ["serve.py(9): main", "serve.py(12): prepare", "copy.py(128): deepcopy"]
+    example.record_of_run().event("stacks", frames=frames, stacks=[[900, [0, 1, 2]]])
+    assert finding_of(SampledHotSpot(), example).fix.startswith("Copy only what changes")
+
+
+def test_so_has_a_function_in_a_window_with_a_gpu() -> None:
+    b = TraceBuilder()
+    for _ in range(4):
+        with b.step(), b.python("train.py(30): train_step"):
+            with b.python("text.py(12): words"), b.python("re/__init__.py(214): findall"):
+                b.host(3000)
+            b.product(4000, wait=True)
+    found = finding_of(PythonHotSpot(), b)
+    assert found.fix.startswith("Tokenize the texts once")
+    assert "100% of this time is in findall (re/__init__.py), called by words" in found.summary

@@ -4,11 +4,10 @@ Waking for a sample takes the interpreter from the training thread for some 100 
 frequent in the first seconds only, of which a short run consists, and end after some thousand.
 
 A thread that wakes gets the interpreter when the other one gives it up: at once where that waits or
-computes in C, after the switch interval where it runs Python. Python code shorter than that would
-never be met, and the call into C after it would in its place. So the interval is lowered for a few
-milliseconds before a sample. The sampler wakes for that, and the time of the sample does not depend
-on when it does. A call into C that keeps the interpreter for longer than the time between samples
-counts once for each of them.
+computes in C, after 5 ms where it runs Python. In between it gets it where short Python code ends
+and the next call into C begins, which had no part in the time; such samples do not count. A call
+into C that keeps the interpreter for longer than the time between samples counts once for each of
+them.
 
 What the innermost frame calls in C is written as a frame below it. Arguments of losses that it
 meets are handed to ``on_loss``, at once.
@@ -23,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from advisor.recorder.background import BackgroundThread
 from advisor.recorder.built_in_calls import called_function
@@ -34,9 +33,9 @@ SLOW_SECONDS, MAX_SAMPLES = 0.1, 1_500
 """Interval of the later samples, s, and the most samples in all."""
 WRITE_EVERY = 150
 """Samples written together: the most that is lost if a run is killed."""
-BEFORE, BRIEF = 0.006, 0.00002
-"""Time before a sample, s, at which the sampler wakes, longer than the interpreter's usual switch
-interval; and the switch interval from then until the sample, s."""
+AT_ONCE, FORCED = 0.0005, 0.9
+"""Delays of a valid sample: below the first, s, it interrupted a call into C; above the second, a
+share of the interpreter's switch interval, it made the thread give up the interpreter."""
 _GOLDEN = 0.6180339887498949
 """Step of a sequence that fills 0 to 1 evenly: times of samples follow no rhythm of the program."""
 MAX_WEIGHT = 50
@@ -58,35 +57,6 @@ _FUNCTIONAL = "torch.nn.functional"
 Stack = tuple[str, tuple[tuple[CodeType, int], ...]]
 """Call stack: what the innermost frame calls in C; code and line of each frame, the innermost
 first."""
-
-
-class _BriefInterval:
-    """Context in which the switch interval is ``BRIEF``, if the program does not set it meanwhile;
-    a child that is forked meanwhile has the program's."""
-
-    usual: ClassVar[float | None] = None
-    """The program's interval, s; ``None``: nothing is lowered."""
-    lowered: ClassVar[float] = 0.0
-    registered: ClassVar[bool] = False
-
-    def __enter__(self) -> None:
-        own = _BriefInterval
-        if not own.registered and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=own.restore)
-            own.registered = True
-        own.usual = sys.getswitchinterval()
-        sys.setswitchinterval(min(own.usual, BRIEF))
-        own.lowered = sys.getswitchinterval()
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-
-    @classmethod
-    def restore(cls) -> None:
-        """Set the program's interval again."""
-        usual, cls.usual = cls.usual, None
-        if usual is not None and sys.getswitchinterval() == cls.lowered:
-            sys.setswitchinterval(usual)
 
 
 class StackSampler(BackgroundThread):
@@ -122,16 +92,12 @@ class StackSampler(BackgroundThread):
         for wake in range(MAX_WAKES):
             pause = FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS
             due = time.monotonic() + pause * (0.5 + wake * _GOLDEN % 1)
-            early = max(0.0, due - BEFORE - time.monotonic())
-            if taken >= MAX_SAMPLES or self.stop_event.wait(early):
+            if self.stop_event.wait(max(0.0, due - time.monotonic())) or taken >= MAX_SAMPLES:
                 return
-            with _BriefInterval():
-                left = due - time.monotonic()
-                if left > 0:  # else the thread is still where it was at that time
-                    time.sleep(left)
-                if not self._busy():
-                    late = time.monotonic() - due
-                    taken += self._sample(min(MAX_WEIGHT, 1 + int(late / pause)))
+            late = time.monotonic() - due
+            if AT_ONCE < late < FORCED * sys.getswitchinterval() or self._busy():
+                continue
+            taken += self._sample(min(MAX_WEIGHT, 1 + int(late / pause)))
             if taken - written >= WRITE_EVERY:
                 written = taken
                 self._write()

@@ -167,43 +167,16 @@ def total_of(stacks: Any) -> int:
     return sum(stack.samples for stack in stacks)
 
 
-@pytest.mark.timed
-def test_short_python_before_a_call_is_not_taken_for_the_call() -> None:
-    """Some milliseconds of Python, and then a call that gives up the interpreter for a moment."""
-
-    def compute() -> int:
-        result = 0
-        for n in range(40_000):
-            result += n & 3
-        return result
-
-    spent = {"compute": 0.0, "rest": 0.0}
+def test_the_interpreters_switch_interval_is_the_programs() -> None:
+    seen: set[float] = set()
 
     def run() -> None:
-        until = time.monotonic() + 2
-        while (begin := time.monotonic()) < until:
-            compute()
-            middle = time.monotonic()
-            time.sleep(0)
-            spent["compute"] += middle - begin
-            spent["rest"] += time.monotonic() - middle
+        for _ in range(3000):
+            seen.add(sys.getswitchinterval())
+            time.sleep(0.0001)
 
-    stacks = read_stacks(record_of(*sampled(run)))
-    inside = sum(s.samples for s in stacks if "compute" in s.frames[-1])
-    truth = spent["compute"] / sum(spent.values())
-    assert inside / total_of(stacks) == pytest.approx(truth, abs=0.2)
-
-
-def test_the_switch_interval_is_the_programs_again() -> None:
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(0.003)
-    try:
-        sampled(slept)
-        assert sys.getswitchinterval() == pytest.approx(0.003)
-        sampled(lambda: (slept(), sys.setswitchinterval(0.002), slept()))
-        assert sys.getswitchinterval() == pytest.approx(0.002)
-    finally:
-        sys.setswitchinterval(usual)
+    sampled(run)
+    assert seen == {sys.getswitchinterval()}
 
 
 def test_nothing_is_sampled_while_a_profiler_works_or_no_thread_trains() -> None:
@@ -255,24 +228,6 @@ def test_in_a_forked_child_stop_returns() -> None:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     sampler.stop()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_child_has_the_programs_switch_interval() -> None:
-    usual = sys.getswitchinterval()
-    codes: list[int] = []
-
-    def run() -> None:
-        for _ in range(25):
-            pid = os.fork()
-            if pid == 0:
-                os._exit(int(sys.getswitchinterval() != usual))
-            codes.append(os.waitpid(pid, 0)[1])
-            time.sleep(0.013)
-
-    sampled(run)
-    assert codes == [0] * 25
 
 
 def record_of(*told: dict[str, Any]) -> RankRecord:

@@ -674,7 +674,8 @@ def test_evaluation_in_memory_is_no_part_of_a_step(
         5: 4, 10: 4, 15: 4,
     }  # fmt: skip
     if trained == "memory":
-        assert {step.n for step in steps if step.evaluation >= 150_000_000} == {5, 10, 15}
+        # before the first step lies what else the program does, however long
+        assert {s.n for s in steps if s.n and s.evaluation >= 150_000_000} == {5, 10, 15}
         assert sum(step.dur > 150_000_000 for step in steps) == 0
 
 

@@ -153,14 +153,17 @@ MIN_SAMPLER_SHARE = 0.15
 
 def library_of_loading(a: Analysis, waits: LoaderWaits | None = None) -> LibraryUse | None:
     """Find the library function that takes most of the loading in the loop's process, without its
-    sampler: by the stacks sampled outside windows, else by those of the window's ``waits``;
-    ``None``: there is none, or no stacks."""
-    stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
-    timed = waits is not None and sum(each.samples for each in stacks) < MIN_SAMPLES
-    if waits is not None and timed:
-        stacks = stacks_under(a, waits.host)
-    _, sampler = share_in(stacks, _NEXT_INDEX)
-    return find_library_use([each for each in stacks if each not in sampler], timed=timed)
+    sampler: by the Python stacks of the window's ``waits``, which have times, else by those sampled
+    outside windows; ``None``: there is none, or no stacks."""
+    timed = [] if waits is None else stacks_under(a, waits.host)
+    sampled = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
+    for stacks in (timed, sampled):
+        _, sampler = share_in(stacks, _NEXT_INDEX)
+        rest = [each for each in stacks if each not in sampler]
+        use = find_library_use(rest, timed=stacks is timed)
+        if use is not None:
+            return use
+    return None
 
 
 class LoadingSamples(NamedTuple):

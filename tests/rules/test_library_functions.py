@@ -35,6 +35,7 @@ from advisor.rules.host.python_hot_spot import PythonHotSpot
 from advisor.rules.host.sampled_hot_spot import SampledHotSpot
 from advisor.rules.input.dataloader_wait import SingleProcessLoader
 from advisor.rules.input.loader_cores import LoaderWorkers
+from advisor.rules.input.loader_waits import SINGLE_PROCESS, find_waits, library_of_loading
 from advisor.rules.library_functions import CURES, find_library_use
 from advisor.testing import TraceBuilder
 
@@ -295,6 +296,50 @@ def test_stacks_of_a_window_name_the_function_where_none_were_sampled() -> None:
     found = finding_of(SingleProcessLoader(), b)
     assert found.title == f"{NPZ} takes much of the loading"
     assert "80% of the loading is in __getitem__ (numpy/lib/_npyio_impl.py)" in found.summary
+
+
+def test_a_call_in_each_of_many_rows_counts_with_all_its_time() -> None:
+    """Three thousand short calls, each a row of its own, beside 2 ms in one row."""
+    b = TraceBuilder(gpu=None)
+    with (
+        b.step(),
+        b.python("train.py(70): main"),
+        b.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"),
+        b.python("data.py(30): __getitem__"),
+        b.python("data.py(30): <listcomp>"),
+    ):
+        for _ in range(3000):
+            with b.python("copy.py(128): deepcopy"):
+                b.host(1)
+        with b.python("data.py(40): augment"):
+            b.host(2000)
+    a = b.analysis()
+    waits = find_waits(a, SINGLE_PROCESS)
+    assert waits is not None
+    use = library_of_loading(a, waits)
+    assert use is not None and use.cure is not None and use.cure.work == COPIES
+    cpu = a.trace.cpu
+    copies = cpu["dur"].filter(cpu["name"].cast(str) == "copy.py(128): deepcopy").sum()
+    assert use.time.share == pytest.approx(copies / waits.total, abs=0.01)
+    assert use.time.text == "deepcopy (copy.py), called by __getitem__ (data.py:30)"
+
+
+def test_times_of_a_window_go_before_samples() -> None:
+    """Samples miss short Python; the window has it."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        with (
+            b.python("train.py(70): main"),
+            b.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"),
+            b.python("data.py(30): __getitem__"),
+        ):
+            with b.python("copy.py(128): deepcopy"):
+                b.host(4000)
+            b.host(1000)
+        b.on_host("aten::mm", 4000)
+    b.record_of_run().steps(60, 9, data=5, forward=4)
+    found = finding_of(SingleProcessLoader(), sampled(b, [FETCH, ITEM, "random.py(3): choice"]))
+    assert found.title == f"{COPIES} takes much of the loading"
 
 
 def test_the_rule_about_cores_names_the_function_too() -> None:

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
@@ -17,6 +17,7 @@ from advisor.core.finding import Location
 from advisor.measure.host.stacks import (
     MIN_COVERED,
     MIN_SAMPLES,
+    Rows,
     SampledStack,
     describe_function,
     frame_rank,
@@ -28,9 +29,11 @@ from advisor.measure.host.stacks import (
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
-MAX_ROWS = 2_000
-"""Rows of a window whose stacks are read, those with most time."""
+MAX_STACKS = 2_000
+"""Most different stacks of a window that are read, those with most time."""
 _PYTORCH = re.compile(r"(?:^|/)torch/")
+_NESTED = re.compile(r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>$")
+"""A comprehension or lambda: a part of the function around it."""
 _BUILT_IN = re.compile(r"^<built-in (?:function|method) (\S+?)(?: of (\S+) object.*)?>$")
 
 _T = TypeVar("_T")
@@ -72,8 +75,8 @@ def most_in_library(
         below = frames[depth + 1 :]
         known = kind_of(below, called)
         if known is not None:
-            kind, place = known
-            name = _name(below[place]) if place < len(below) else called
+            kind, level = known
+            name = _name(below[level]) if level < len(below) else called
             key: tuple[_T | None, str] = (kind, "")
         else:
             outer = next((each for each in below if not _PYTORCH.search(each)), None)
@@ -83,7 +86,9 @@ def most_in_library(
             continue
         counts[key] += samples
         names.setdefault(key, Counter())[name] += samples
-        frame = parse_frame(frames[depth]) if depth >= 0 else None
+        around = (each for each in reversed(frames[: depth + 1]) if frame_rank(each) == 2)
+        place = next((each for each in around if not _NESTED.search(each)), "")
+        frame = parse_frame(place)
         if frame is not None:
             own = Location(file=frame.file, line=frame.line, function=frame.function)
             lines.setdefault(key, Counter())[own] += samples
@@ -102,7 +107,7 @@ def _name(frame: str) -> str:
     return "" if parsed is None else describe_function((parsed.function, parsed.file)) or ""
 
 
-def stacks_under(a: Analysis, rows: NDArray[Any]) -> list[SampledStack]:
+def stacks_under(a: Analysis, rows: Rows) -> list[SampledStack]:
     """Return the Python stacks of a window inside these rows of ``trace.cpu``, as
     :func:`stacks_of_rows` does."""
     if not (a.trace.cpu["kind"] == "python").any():
@@ -116,16 +121,16 @@ def stacks_under(a: Analysis, rows: NDArray[Any]) -> list[SampledStack]:
     return stacks_of_rows(a, inside, (dur - called.astype(np.int64))[inside])
 
 
-def stacks_of_rows(a: Analysis, rows: NDArray[Any], ns: NDArray[np.int64]) -> list[SampledStack]:
+def stacks_of_rows(a: Analysis, rows: Rows, ns: NDArray[np.int64]) -> list[SampledStack]:
     """Return the Python stacks of rows of ``trace.cpu`` that take these times; samples are µs.
     Empty: the window has none."""
     cpu = a.trace.cpu
     if not (cpu["kind"] == "python").any():
         return []
-    table = pl.DataFrame({"row": rows.astype(np.int64), "ns": ns})
-    table = table.group_by("row").agg(pl.col("ns").sum()).sort("ns", "row", descending=True)
     parent, result = parent_rows(a.trace), []
-    for row, spent in table.head(MAX_ROWS).iter_rows():  # few rows, each with a stack of its own
+    table = pl.DataFrame({"row": _first_of_stack(cpu, parent, rows), "ns": ns})
+    table = table.group_by("row").agg(pl.col("ns").sum()).sort("ns", "row", descending=True)
+    for row, spent in table.head(MAX_STACKS).iter_rows():  # few, each with a stack of its own
         frames: list[str] = []
         called, at = "", row
         while at >= 0:
@@ -137,6 +142,28 @@ def stacks_of_rows(a: Analysis, rows: NDArray[Any], ns: NDArray[np.int64]) -> li
             at = int(parent[at])
         result.append(SampledStack(round(spent / 1000), tuple(reversed(frames)), called))
     return result
+
+
+def _first_of_stack(cpu: pl.DataFrame, parent: Rows, rows: Rows) -> NDArray[np.int64]:
+    """Return for each of these rows the first row that has the same names around it, and its own.
+    By depth, as rows of one stack have parents of one stack."""
+    needed, around = np.zeros(len(parent), dtype=bool), np.unique(rows)
+    while len(around):
+        needed[around] = True
+        above = parent[around]
+        around = np.unique(above[above >= 0])
+    name = cpu["name"].to_physical().to_numpy().astype(np.int64)
+    first = np.arange(len(parent), dtype=np.int64)
+    inside = np.flatnonzero(needed)
+    depth = cpu["depth"].to_numpy()[inside]
+    for level in np.unique(depth):
+        own = inside[depth == level]
+        above = np.where(parent[own] < 0, -1, first[parent[own]])
+        _, index, place = np.unique(
+            (above + 1) * (int(name.max()) + 1) + name[own], return_index=True, return_inverse=True
+        )
+        first[own] = own[index][place]
+    return first[rows]
 
 
 def _called(name: str) -> str:

@@ -1,9 +1,9 @@
 """Call stacks, of the profiler and sampled by the recorder: ancestors over whole columns, and the
 line of the user's own code.
 
-A sample falls where the interpreter changes threads. Stretches of pure Python of less than 0.1 ms
-(of 5 ms in recordings of earlier versions) are rarely hit, and the call after them is instead. So
-shares of samples name lines; time is that of the recorded phases.
+A sample falls where the interpreter changes threads. Stretches of pure Python of less than 5 ms are
+rarely hit, and the call after them is instead. So shares of samples name lines; time is that of the
+recorded phases.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def test_a_computed_threshold_has_three_digits(advisor: Run) -> None:
 def test_placeholders_of_a_rule_are_explained(advisor: Run) -> None:
     shown = " ".join(advisor("rules", "show", "straggler-rank")[1].split())
     assert "A report fills in words such as <ranks> from your trace." in shown
-    assert "A report fills in" not in advisor("rules", "show", "loop-phases")[1]
+    assert "A report fills in" not in advisor("rules", "show", "recompilation")[1]
 
 
 def test_every_page_of_a_rule_stands_by_itself() -> None:

@@ -164,7 +164,7 @@ def test_labels_are_read_where_a_sample_meets_the_loss(recorded: Recorded, ignor
 
 @pytest.mark.timed
 def test_a_loss_that_ignores_nothing_is_recorded_so(recorded: Recorded) -> None:
-    events = recorded(losses(1, torch.arange(400))).events_of("labels")
+    events = recorded(losses(4, torch.arange(400))).events_of("labels")
     assert {event["ignored"] for event in events} == {0.0}
 
 

@@ -163,9 +163,9 @@ def test_cores_of_other_programs_are_not_the_trainings_own() -> None:
     assert "computes on all cores" not in finding.fix
 
 
-def _busy_loader(below: str, batch_size: int | None) -> str:
+def _busy_loader(below: str, batch_size: int | None, beside: str = "train.py(12): crop") -> str:
     """Write title, fix and code for a training on both of two cores whose loading is in ``below``,
-    called by ``encode`` of the Dataset."""
+    called by ``encode`` of the Dataset, and a tenth of it in ``beside``."""
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.loader_wait(5000, workers=0)
@@ -180,8 +180,9 @@ def _busy_loader(below: str, batch_size: int | None) -> str:
         "train.py(5): Rows.__getitem__",
         "train.py(9): Rows.encode",
         below,
+        beside,
     ]
-    r.event("stacks", frames=frames, stacks=[[60, [0, 1, 2, 3, 4]]])
+    r.event("stacks", frames=frames, stacks=[[54, [0, 1, 2, 3, 4]], [6, [0, 1, 2, 3, 5]]])
     r.watch(host=lambda share: Host(process_cpu=200, cpu=100))
     a = b.analysis()
     (finding,) = (one for one in SingleProcessLoader().check(a) if isinstance(one, Finding))
@@ -196,15 +197,21 @@ def test_rows_of_a_table_in_memory_are_prepared_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("below", "batch_size", "images", "one_by_one"),
+    ("beside", "batch_size", "images", "one_by_one"),
     [("PIL/Image.py(9): Image.resize", 32, True, True), ("train.py(12): crop", None, False, False)],
 )
 def test_cheaper_loading_is_said_in_words_of_what_is_loaded(
-    below: str, batch_size: int | None, *, images: bool, one_by_one: bool
+    beside: str, batch_size: int | None, *, images: bool, one_by_one: bool
 ) -> None:
     """A Dataset that makes whole batches (batch_size=None) has no __getitems__ that is called."""
-    text = _busy_loader(below, batch_size)
+    text = _busy_loader("train.py(12): crop", batch_size, beside)
     assert ("resized" in text) == images
     assert ("__getitems__" in text) == ("work on whole batches" in text) == one_by_one
     assert ("batch_size=None" in text) != one_by_one
     assert "GPU" not in text
+
+
+def test_images_that_take_the_loading_are_its_title() -> None:
+    text = _busy_loader("PIL/Image.py(9): Image.resize", 32)
+    assert text.startswith("Decoding and transforming images takes much of the loading\n")
+    assert "v2 transforms, once per batch" in text

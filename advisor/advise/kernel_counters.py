@@ -168,7 +168,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         views = own
         short = label_kernels(view.short for view in report.kernel_counters)
         names = " and ".join(dict.fromkeys(short[view.short] for view in checks))
-        text += f". {names}, a reference for results, is left out below"
+        text += f". {names}, a reference for results, is left out of what follows"
     text += f". {_longest(views)}"
     keys = {labels.clean(kernel_key(view.name)) for view in views}
     notes = [each for each in report.notes if _kernel_of(each) in keys]
@@ -513,6 +513,6 @@ def base_name(kernel: str) -> str:
             rest = rest[end:]
         return parts[-1] if parts else text
     text = re.sub(r"\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N__\w+::", "", text)
-    text = re.sub(r"^std::enable_if<.*?>::type\s+", "", text)
+    text = re.sub(r"^(?:std::)?enable_if<.*?>::type\s+", "", text)
     text = re.sub(r"^\s*(?:(?:void|static|__global__)\s+)*", "", text)
     return re.split(r"[<(\s]", text)[0].rpartition("::")[2]

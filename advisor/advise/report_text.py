@@ -571,16 +571,39 @@ def _reasons(
             return [f"no gain unless: {decides}"]
         if ranged:
             return [f"range: {decides}"]
+        if parts := _parts_removed(finding):
+            return [f"range: {parts}"]
+    if any(edit.factor == 1 != (edit.factor_low or 1) for edit in finding.edits):
+        ends = [(end, BESIDE if (end, by) == ("high end", "assumption") else by)
+                for end, by in ends]  # fmt: skip
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
         reasons.setdefault(DECIDED_BY[by].format(**ENDS_DIFFER[end]), []).append(end)
     return [f"{' and '.join(which)}: {why}" for why, which in reasons.items() if why]
 
 
+def _parts_removed(finding: Finding) -> str:
+    """Say which parts of the time the fix removes at worst and at best; empty: it does not have one
+    such range."""
+    ranges = {
+        (edit.factor, edit.factor_low, edit.factor_high)
+        for edit in finding.edits
+        if edit.factor_low is not None or edit.factor_high is not None
+    }
+    factors = [1.0 if each is None else each for each in next(iter(ranges), ())]
+    usual, least, most = (t.format_share(1 - factor) for factor in factors or (1.0, 1.0, 1.0))
+    if len(ranges) != 1 or not factors[0] < 1:
+        return ""
+    return f"the fix removes {most} to {least} of this time, {usual} is expected"
+
+
 RANGED: Final = re.compile(r"[\d%] to \d|at worst|at best")
 """Assumptions that say how far what they assume may be off."""
+BESIDE: Final = "beside"
+"""Cause of a high end where an edit expects no change, and some at best."""
 DECIDED_BY: Final = {
     "": "",
+    BESIDE: "at best the fix shortens other work too",
     "assumption": "the fix removes {removes} of this time than expected",
     "faster host": "the host runs faster without the profiler, and {faster}",
     "slower host": "the host may be slower than estimated, and {slower}",
@@ -741,7 +764,7 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     """Name a folded finding, its gain and its fix: (``or``, …) for an alternative, (``also``, …)
     for a symptom."""
     alternative = are_alternatives(finding, other)
-    how = "instead of this fix" if alternative else "on its own"
+    how = "instead of this fix" if alternative else "of the same time"
     title, fix = labels.clean(other.title), t.split_sentences(other.fix, 0)[0]
     names = t.location_names(other.where[0])[:1] if other.where and not alternative else []
     place = "".join(f" ({name})" for name in names if not title.startswith("Line "))

@@ -706,8 +706,8 @@ def _below_rate(report: Report) -> str:
         rate = sum(part * reached for part, reached in parts) / max(share, 1e-9)
         if share >= MIN_FAMILY_SHARE and rate < LOW_RATE:
             return (
-                f"{family} reaches {t.format_share(rate)} of its attainable rate "
-                f"in {t.format_share(share)} of kernel time"
+                f"{family} ({t.format_share(share)} of kernel time) reaches {t.format_share(rate)} "
+                "of its attainable rate, for no known reason"
             )
     return ""
 

@@ -9,6 +9,9 @@ and the next call into C begins, which had no part in the time; such samples do 
 into C that keeps the interpreter for longer than the time between samples counts once for each of
 them.
 
+Frames are read while their thread waits for the interpreter. Without that lock (a free-threaded
+Python) they may end meanwhile, so nothing is sampled there.
+
 What the innermost frame calls in C is written as a frame below it. Arguments of losses that it
 meets are handed to ``on_loss``, at once.
 """
@@ -88,6 +91,8 @@ class StackSampler(BackgroundThread):
         self._write()
 
     def _loop(self) -> None:
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            return
         taken = written = 0
         for wake in range(MAX_WAKES):
             pause = FAST_SECONDS if taken < FAST_SAMPLES else SLOW_SECONDS
@@ -158,12 +163,8 @@ def _is_own(code: CodeType) -> bool:
 
 
 def _is_loss(frame: FrameType) -> bool:
-    """Return whether a frame is a loss of PyTorch's over numbers of classes, and can be read: the
-    thread that runs it waits for the interpreter, as all but this one do."""
-    waits = getattr(sys, "_is_gil_enabled", lambda: True)()
-    return (
-        waits and frame.f_code.co_name in _LOSSES and frame.f_globals.get("__name__") == _FUNCTIONAL
-    )
+    """Return whether a frame is a loss of PyTorch's over numbers of classes."""
+    return frame.f_code.co_name in _LOSSES and frame.f_globals.get("__name__") == _FUNCTIONAL
 
 
 def without_search_path(file: str) -> str:

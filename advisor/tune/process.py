@@ -13,9 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,27 @@ class TrialProgram:
         return env
 
 
+@contextmanager
+def _signals_held(trial: RunningTrial) -> Iterator[None]:
+    """Interrupt after the program was started, and end it: within a fork, Python drops what a
+    signal raises."""
+    seen: list[int] = []
+    held: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                held[number] = signal.signal(number, lambda number, frame: seen.append(number))
+    try:
+        yield
+    finally:
+        for number, own in held.items():
+            signal.signal(number, own)
+        if seen:
+            if hasattr(trial, "process"):
+                _end(trial.process)
+            signal.raise_signal(seen[0])
+
+
 class RunningTrial:
     """A started program of a trial."""
 
@@ -150,7 +172,7 @@ class RunningTrial:
         self.late = self.paused = False
         self.spent = 0.0
         """Seconds that it ran, without those in which it stood still."""
-        with (home / "output").open("wb") as output:
+        with (home / "output").open("wb") as output, _signals_held(self):
             try:
                 self.process = subprocess.Popen(
                     words,
@@ -164,7 +186,7 @@ class RunningTrial:
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 raise AdvisorError(f"{words[0]}: cannot be started ({error})") from None
-        (home / GROUP).write_text(str(self.process.pid))
+            (home / GROUP).write_text(str(self.process.pid))
 
     def run_turn(self, steps: int = 0) -> bool:
         """Run until the program stops for its next turn (True) or has ended. ``steps``: number of

@@ -114,8 +114,8 @@ LAUNCHING = Select(on="gap", cause=CAUSES, max_ns=MAX_PIECE_NS)
 REMOVE_LAUNCH_COST = Edit(op="drop_launch", select=LAUNCHING, host_ns=1000)
 """Edit after which launches cost next to nothing."""
 _ANY_CODE = (*CAUSES, "unknown")
-AT_BEST = scale_edit(Select(on="gap", cause=_ANY_CODE), 1.0, 0.0, 1.0)
-"""Edit of the best case: the graphs hold all the code that keeps the GPU from going on."""
+AT_BEST = scale_edit(Select(on="gap", cause=_ANY_CODE, max_ns=MAX_PIECE_NS), 1.0, 0.0, 1.0)
+"""Edit of the best case: the graphs hold all the code between launches, recorded or not."""
 CAPTURE_STEP = (
     Edit(
         op="drop_launch",

@@ -70,7 +70,6 @@ class NewInputShapes(Rule):
     )
     references = (
         "https://docs.pytorch.org/docs/stable/backends.html#torch.backends.cudnn.benchmark",
-        "https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html",
     )
     sources = (
         Citation(

@@ -55,10 +55,7 @@ class PeriodicLoopWork(Rule):
         "16 updates: 33% of the run predicted, 37% measured. A confusion matrix on the host every "
         "8 steps: 31% predicted, 27% measured"
     )
-    references = (
-        "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.index_add_.html",
-        "https://docs.pytorch.org/docs/stable/generated/torch.cumsum.html",
-    )
+    references = ("https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",)
 
     min_share = Threshold(0.05, "of the run with what lies between steps", XPROF)
     min_kept = Threshold(

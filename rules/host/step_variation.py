@@ -127,7 +127,7 @@ class RegularStalls(Rule):
     reads_record = True
     silent_in = CURED_RECORDINGS
     sources = (STEP_SERIES,)
-    references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
+    references = ("https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",)
 
     min_steps = Threshold(40, "steps", CHOSEN)
     min_share = Threshold(0.02, "of the steps' time", CHOSEN)

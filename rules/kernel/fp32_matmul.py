@@ -76,8 +76,8 @@ _REACHED_BLIND = (
     "({worst_blind_derating:.0%} to {best_blind_derating:.0%})"
 )
 _HAS_TENSOR_CORES = (
-    "the GPU has tensor cores, {usual_peak:.0f} times as fast in FP16 as V100 and T4 have; at "
-    "worst it has none: no gain"
+    "the GPU has tensor cores, as V100 and T4 do: {usual_peak:.0f} times as fast in FP16 as "
+    "without them; at worst it has none: no gain"
 )
 _TRAINS = "the model trains as well with the shorter mantissa"
 _ANSWERS = "the model's outputs are as good with the shorter mantissa"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -64,6 +65,12 @@ _ATTENTION = LibraryAdvice(
     "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
     "with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):\n    output = model(batch)",
 )
+_VECTORS = LibraryAdvice(
+    "A product with a vector reads each weight for one result: use a larger batch, or weights of "
+    "fewer bits.",
+    "",
+)
+_OF_VECTORS = re.compile(r"gemv|gevm", re.IGNORECASE)
 LIBRARY_ADVICE = {
     "": LibraryAdvice(
         "Call another function or algorithm of the library, with larger or merged inputs.", ""
@@ -175,6 +182,8 @@ class CounterRule(Rule):
         if library is None:
             return {}
         advice = LIBRARY_ADVICE.get(library, LIBRARY_ADVICE[""])
+        if _OF_VECTORS.search(worst.profile.signature or worst.profile.name):
+            advice = _VECTORS
         fix = [
             f"{worst.label} is a kernel of {library}, whose source is not yours: choose another. "
             f"{advice.fix}"

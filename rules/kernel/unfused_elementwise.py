@@ -101,15 +101,15 @@ class UnfusedElementwise(Rule):
     confidence = 0.7
     alternatives = "fuse"
     assumptions = (
-        "fusion saves {kept_share:.0%} of the memory traffic between these kernels ({kept_low:.0%} "
-        "at worst)",
+        "merged kernels neither write nor reread {kept_share:.0%} of what they pass on "
+        "({kept_low:.0%} at worst)",
     )
     cases = {
         "shapes are not recorded": {
             "confidence": 0.5,
             "assumptions": (
                 *assumptions,
-                "that is {blind_saving:.0%} of their bytes",
+                "what they pass on is {blind_saving:.0%} of their bytes",
             ),
         }
     }
@@ -167,7 +167,7 @@ class UnfusedElementwise(Rule):
                 ),
                 amount_per_step(a, "kernels in chains", int(in_chain.sum()), "count"),
                 amount_per_step(a, "chains", chains.height, "count"),
-                amount_per_step(a, "saving if all links merge", saved),
+                amount_per_step(a, "writing and rereading in between", saved),
             ],
             where=kernel_common.kernel_locations(a, in_chain),
             edits=changes,

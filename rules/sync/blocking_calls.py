@@ -229,10 +229,7 @@ class DataDependentShapes(BlockingRule):
     host_worst = Threshold(
         0.6, "of it remains, at worst: without the search, the copy and the wait for the size", OURS
     )
-    references = (
-        "https://pytorch.org/docs/stable/generated/torch.nonzero.html",
-        "https://pytorch.org/docs/stable/generated/torch.repeat_interleave.html",
-    )
+    references = ("https://pytorch.org/docs/stable/generated/torch.nonzero.html",)
 
     fix = (
         "Keep shapes fixed. Use torch.where(mask, a, b) or multiply by the mask instead of "

@@ -56,10 +56,7 @@ class DeviceCopies(Rule):
         "v100_train_copy_heavy: 774 copies per step, 12% of it, nearly all at the border of "
         "CUDA graphs; silent on A100 training (0.6%) and b200_eager (0.9%)"
     )
-    references = (
-        "https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",
-        "https://pytorch.org/docs/stable/generated/torch.Tensor.contiguous.html",
-    )
+    references = ("https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",)
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
 

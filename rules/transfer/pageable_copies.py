@@ -62,7 +62,7 @@ class PageableCopies(Rule):
     """
 
     id = "pageable-copies"
-    title = "Copies from pageable memory leave the GPU waiting"
+    title = "Compute waits for copies from pageable memory"
     knobs = ("loader-pinning",)
     found_in = public_traces(
         "pairs/loader_autograd_workers0 pairs/loader_autograd_workers4 "
@@ -132,7 +132,8 @@ class PageableCopies(Rule):
             "code": "batches = [batch.pin_memory() for batch in batches]   # what stays the same\n"
             "uploads = torch.cuda.Stream()\n"
             "with torch.cuda.stream(uploads):   # before the compute of this step\n"
-            "    following = batches[step + 1].to(device, non_blocking=True)\n"
+            "    following = batches[(step + 1) % len(batches)]\n"
+            "    following = following.to(device, non_blocking=True)\n"
             "torch.cuda.current_stream().wait_stream(uploads)   # before it is used\n"
             "following.record_stream(torch.cuda.current_stream())\n\n"
             "# made anew: written into one pinned buffer\n"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -194,6 +196,13 @@ def test_a_full_disk_behind_stdout_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def _unread(pipe: IO[bytes]) -> int:
+    """Number of bytes in a pipe that nobody has read."""
+    left = bytearray(4)
+    fcntl.ioctl(pipe, termios.FIONREAD, left)
+    return int.from_bytes(left, sys.byteorder)
+
+
 def test_an_interrupt_is_exit_code_130_and_no_traceback() -> None:
     command = [sys.executable, "-m", "advisor", "analyze", "-"]
     with subprocess.Popen(
@@ -202,7 +211,9 @@ def test_an_interrupt_is_exit_code_130_and_no_traceback() -> None:
         assert process.stdin is not None
         process.stdin.write(b'{"traceEvents": [')  # and then it waits for more
         process.stdin.flush()
-        time.sleep(3)  # past the imports, which are interrupted anyhow
+        deadline = time.monotonic() + 300
+        while _unread(process.stdin) and time.monotonic() < deadline:  # past the imports
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
         assert process.stderr is not None

@@ -216,10 +216,10 @@ NEEDS = {
 }
 ORDERS = [
     ("import transformers", ("trainer", "own_loss")),
-    ("helper", ("own_loss", "timm")),
     ("import torch", ("trainer", "accelerate", "lightning", "timm")),
 ]
 FURTHER = [
+    ("helper", ("own_loss", "timm")),
     ("from accelerate.utils import is_xpu_available", ("accelerate",)),
     ("import lightning", ("lightning",)),
     ("from transformers import Trainer, is_torch_available", ("trainer",)),

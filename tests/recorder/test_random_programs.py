@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-COUNT = int(os.environ.get("ADVISOR_TEST_PROGRAMS", "48"))
+COUNT = int(os.environ.get("ADVISOR_TEST_PROGRAMS", "36"))
 """Programs in all; more of them by this variable, as ``ADVISOR_TEST_PROGRAMS=5000``."""
 PARTS = 4
 

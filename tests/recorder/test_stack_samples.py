@@ -179,6 +179,14 @@ def test_the_interpreters_switch_interval_is_the_programs() -> None:
     assert seen == {sys.getswitchinterval()}
 
 
+def test_nothing_is_sampled_where_threads_run_without_the_interpreters_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert total(sampled(lambda: busy(0.3))) > 0
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert sampled(lambda: busy(0.3)) == []
+
+
 def test_nothing_is_sampled_while_a_profiler_works_or_no_thread_trains() -> None:
     assert not sampled(lambda: busy(0.2), busy=lambda: True)
     assert not sampled(lambda: busy(0.2), thread=lambda: -1)

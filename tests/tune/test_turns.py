@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -269,3 +270,22 @@ def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None
         widths.append((found.high - found.low) / 2)
     assert held >= 180
     assert np.median(widths) < 0.05, "of steps that differ by e times and more"
+
+
+def test_an_interrupt_while_the_program_starts_is_not_lost_and_ends_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Python drops what a signal raises in its hooks around a fork."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        RunningTrial(["sleep", "100"], tmp_path, {}, [tmp_path], 10)
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

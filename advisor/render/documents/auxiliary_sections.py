@@ -202,7 +202,8 @@ def build_profiler_advice(report: Report) -> list[Section]:
     views = report.kernel_counters
     traced = any(view.step_ns is not None for view in views)
     views = [view for view in views if view.step_ns is not None] if traced else views
-    advice = _own_advice(views, label_kernels(view.short for view in report.kernel_counters))
+    short = label_kernels(view.short for view in report.kernel_counters)
+    advice = _own_advice(without_references(views), short)
     if not advice:
         return []
     count = t.count_noun(len(advice), "note") + " of the profiler"

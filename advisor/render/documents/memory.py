@@ -261,12 +261,11 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
 
 
 def _bases(view: MemoryView) -> list[str]:
-    """List the share of memory by what its categories rest on, and the share without one."""
+    """List the share of memory by what its categories rest on."""
     return [
-        f"{'not attributed' if each.category == 'none' else each.category} "
-        f"{t.format_share(each.bytes / max(view.allocated, 1))}"
+        f"{each.category} {t.format_share(each.bytes / max(view.allocated, 1))}"
         for each in sorted(view.bases, key=lambda each: -each.bytes)
-        if each.bytes >= MIN_LISTED * 5 * max(view.allocated, 1)
+        if each.category != "none" and each.bytes >= MIN_LISTED * 5 * max(view.allocated, 1)
     ]
 
 
@@ -351,7 +350,7 @@ def _has_lines(view: MemoryView) -> bool:
 def _savings(view: MemoryView) -> list[list[str]]:
     rows = []
     for each in view.savings[:MAX_SAVINGS]:
-        place = "" if each.file is None else f"{t.shorten_path(each.file, 24)}:{each.line}"
+        place = "" if each.file is None else f"{t.shorten_path(each.file, 16)}:{each.line}"
         row = [_named(each.change), t.format_bytes(each.bytes), each.cost]
         rows.append([*row, place] if _has_lines(view) else row)
     return rows

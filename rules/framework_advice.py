@@ -67,7 +67,8 @@ TF_PREFETCH = (
     "                  .prefetch(tf.data.AUTOTUNE))"
 )
 TF_COMPILE = (
-    "@tf.function(jit_compile=True)\ndef train_step(x, y): ...\n\n"
+    "@tf.function(jit_compile=True)  # in tf.distribute: what strategy.run calls\n"
+    "def train_step(x, y): ...\n\n"
     "model.compile(..., jit_compile=True, steps_per_execution=10)  # Keras"
 )
 JAX_JIT = (

@@ -27,6 +27,7 @@ class Cure:
         calls: str = "",
         workers: str = "",
         waits: bool = False,
+        for_workers: bool = False,
         assumptions: tuple[str, ...] = ONCE,
     ) -> None:
         self.work = work
@@ -37,6 +38,8 @@ class Cure:
         """Warning where DataLoader workers run it; empty: none."""
         self.waits = waits
         """Whether it waits and does not compute: other threads or processes go on meanwhile."""
+        self.for_workers = for_workers
+        """Whether loader workers are the first cure: the work is needed for each batch."""
         self.assumptions = assumptions
         self._frames, self._calls = frames, calls
 
@@ -174,13 +177,20 @@ CURES = (
         assumptions=("the uncompressed data fits in memory or on the disk",),
     ),
     Cure(
+        "Transforming images",
+        "Transform whole batches of tensors with torchvision.transforms.v2. Keep what is the same "
+        "each time, such as resizing.",
+        "batch = augment(torch.stack(images))  # v2 transforms, once per batch",
+        frames=r"torchvision/transforms|kornia/",
+        assumptions=("the batch's images have one size",),
+    ),
+    Cure(
         "Decoding and transforming images",
         "Store images at the size that is used, decoded where they fit. Image.draft decodes a JPEG "
         "at a smaller size. Transform whole batches of tensors with torchvision.transforms.v2.",
         "image.draft('RGB', (size, size))      # before PIL decodes a JPEG\n"
         "batch = augment(torch.stack(images))  # v2 transforms, once per batch",
-        frames=r"PIL/|torchvision/(?:transforms|io|datasets)|cv2/|albumentations/|imageio/|skimage/"
-        r"|kornia/",
+        frames=r"PIL/|torchvision/(?:io|datasets)|cv2/|albumentations/|imageio/|skimage/",
         calls=r"(?:cv2|turbojpeg|pyvips)(?:\.\w+)*",
         assumptions=("smaller images give the same training",),
     ),
@@ -288,12 +298,14 @@ CURES = (
     ),
     Cure(
         "Joining samples to a batch",
-        "Keep all samples in one tensor, and take a batch by its indices: loader(dataset, "
-        "batch_size=None, sampler=BatchSampler(…)). Then nothing has to be joined.",
-        "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
-        "    return list(zip(self.x[indices], self.y[indices]))",
+        "Samples that fit into memory can be one tensor, from which a batch is taken by its "
+        "indices: DataLoader(dataset, batch_size=None, sampler=BatchSampler(…)). Then nothing has "
+        "to be joined.",
+        "def __getitem__(self, indices):   # of the Dataset: a batch at once\n"
+        "    return self.x[indices], self.y[indices]",
         frames=r"torch/utils/data/_utils/(?:collate|pin_memory)\.py",
-        assumptions=("the samples have one size",),
+        for_workers=True,
+        assumptions=("the samples have one size, and fit into memory",),
     ),
 )
 """Known kinds, the more special first: the first that a stack shows is the stack's."""

@@ -293,7 +293,7 @@ def _after(
     applied = [edit for each in before if estimator.overlaps(each) for edit in each.edits]
     if not applied or not estimator.overlaps(finding):
         return ""
-    if estimator.gain_range(finding.edits, applied).high < WARNING_SHARE * a.step_ns:
+    if estimator.marginal(finding.edits, applied) < WARNING_SHARE * a.step_ns:
         return ""
     return "; after the fixes above it may gain more: measure again then"
 

@@ -764,7 +764,7 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     """Name a folded finding, its gain and its fix: (``or``, …) for an alternative, (``also``, …)
     for a symptom."""
     alternative = are_alternatives(finding, other)
-    how = "instead of this fix" if alternative else "of the same time"
+    how = "instead of this fix" if alternative else "alone"
     title, fix = labels.clean(other.title), t.split_sentences(other.fix, 0)[0]
     names = t.location_names(other.where[0])[:1] if other.where and not alternative else []
     place = "".join(f" ({name})" for name in names if not title.startswith("Line "))

@@ -213,8 +213,9 @@ class LoadingRule(Rule):
         self, use: LibraryUse, cure: Cure, fix: str, moves: float, workers: int
     ) -> dict[str, Any]:
         """Return the fields of a finding about a library function. Workers, the ``fix`` so far,
-        come first where it only waits. ``moves``: share of the loading without the sampler."""
-        if cure.waits:
+        come first where it only waits or is needed for each batch. ``moves``: share of the loading
+        without the sampler."""
+        if cure.waits or cure.for_workers:
             return {"fix": f"{fix} {cure.fix}"}
         second = f"Workers come second, for the rest: num_workers={workers}."
         share = use.time.share

@@ -535,7 +535,8 @@ class MixedPrecisionOff(Fp32Matmul):
     falsified_by = "mathematics that needs FP32, or an autocast region that these products leave"
     assumptions = (
         _REACHED,
-        "casts move {casts:.0%} of the products' bytes ({least_casts:.0%} to {most_casts:.0%})",
+        "bytes of casts are {casts:.0%} of those of the products ({least_casts:.0%} to "
+        "{most_casts:.0%})",
         _TRAINS,
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {

@@ -96,7 +96,7 @@ class LayoutTransposes(Rule):
         "every op between the convolutions keeps channels-last order",
         "batch norm reaches {attainable_share:.0%} of the memory's rate ({worst_reach:.0%} to "
         "{best_reach:.0%})",
-        "at best, slow convolutions reach {best_convolution:.0%} of their rate too",
+        "at best, slow convolutions then reach {best_convolution:.0%} of the attainable rate",
     )
     confidence = 0.85
     cases = {

@@ -143,9 +143,10 @@ class UnfusedAttention(Rule):
             "fix": "The attention is transformers' own code: load the model with "
             "attn_implementation='sdpa'. It calls F.scaled_dot_product_attention, which picks a "
             "fused kernel. Run it in FP16 or BF16, which fused kernels take.",
-            "code": 'model = AutoModel.from_pretrained(name, attn_implementation="sdpa")\n'
-            "# a model made from a configuration: AutoModel.from_config(\n"
-            '#     config, attn_implementation="sdpa")',
+            "code": "# or the class that you use now\n"
+            "model = AutoModelForCausalLM.from_pretrained(\n"
+            '    name, attn_implementation="sdpa")\n'
+            '# from a configuration: from_config(config, attn_implementation="sdpa")',
         },
         "inputs of 32 bits": {
             "assumptions": (

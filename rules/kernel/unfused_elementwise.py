@@ -101,8 +101,8 @@ class UnfusedElementwise(Rule):
     confidence = 0.7
     alternatives = "fuse"
     assumptions = (
-        "merged kernels neither write nor reread {kept_share:.0%} of what they pass on "
-        "({kept_low:.0%} at worst)",
+        "merged kernels keep {kept_share:.0%} of what they pass on in registers ({kept_low:.0%} at "
+        "worst)",
     )
     cases = {
         "shapes are not recorded": {

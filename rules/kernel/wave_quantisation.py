@@ -208,7 +208,10 @@ def _product(blocks: int, kernel: str = _KERNEL, us: float = 900) -> TraceBuilde
     return example_steps(body)
 
 
-_WON_BACK = "{recovered_share:.0%} of the empty time is won back ({worst_part:.0%} to 100%)"
+_WON_BACK = (
+    "{recovered_share:.0%} of the time with empty multiprocessors is won back ({worst_part:.0%} to "
+    "100%)"
+)
 
 
 BY_CHANNEL = ("normalisation", "reduction")

@@ -68,18 +68,21 @@ class ManyParameterGroups(Rule):
     code = (
         "merged = {{}}\n"
         "for group in groups:  # as they are now\n"
-        '    settings = [item for item in group.items() if item[0] != "params"]\n'
+        "    settings = [each for each in group.items()\n"
+        '                if each[0] not in ("params", "fused", "foreach")]\n'
         '    merged.setdefault(tuple(settings), []).extend(group["params"])\n'
         "groups = []\n"
         "for settings, own in merged.items():\n"
         '    groups.append({{"params": own, **dict(settings)}})\n'
+        "# and its other arguments as they are now\n"
         "optimizer = torch.optim.{optimizer}(groups{arguments})"
     )
     cases: ClassVar[dict[str, dict[str, Any]]] = {
         "the settings differ": {
             "fix": "Use the fused implementation: one operator for each of the {groups} groups, "
             "in place of some ten. Merge groups whose settings are the same.",
-            "code": "optimizer = torch.optim.{optimizer}(groups, fused=True)",
+            "code": "# and its other arguments as they are now\n"
+            "optimizer = torch.optim.{optimizer}(groups, fused=True)",
             "falsified_by": "parameters that are sparse, complex or on different devices",
             "assumptions": ("all parameters are on the GPU",),
         },

@@ -211,6 +211,13 @@ def test_cheaper_loading_is_said_in_words_of_what_is_loaded(
     assert "GPU" not in text
 
 
+def test_workers_come_before_another_way_to_join_samples() -> None:
+    """Joining is needed for each batch, and samples need not fit into memory."""
+    text = _busy_loader("torch/utils/data/_utils/collate.py(212): default_collate", 32)
+    assert not text.startswith("Joining")
+    assert text.index("num_workers") < text.index("can be one tensor")
+
+
 def test_images_that_take_the_loading_are_its_title() -> None:
     text = _busy_loader("PIL/Image.py(9): Image.resize", 32)
     assert text.startswith("Decoding and transforming images takes much of the loading\n")

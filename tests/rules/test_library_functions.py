@@ -155,6 +155,7 @@ WRITTEN = {
     HDF5: "h5py/_hl/dataset.py(840): Dataset.__getitem__",
     NETWORK: "requests/sessions.py(589): Session.request",
     IMAGES: "/opt/env/lib/python3.12/site-packages/PIL/Image.py(2260): Image.resize",
+    "Transforming images": "torchvision/transforms/transforms.py(137): ToTensor.__call__",
     AUDIO: "librosa/core/audio.py(200): load",
     TABLE: "pandas/core/indexing.py(1190): _LocationIndexer.__getitem__",
     ROWS: "datasets/arrow_dataset.py(2840): Dataset._getitem",

@@ -420,6 +420,15 @@ def _device_work_left(a: Analysis, fixed: Sequence[Finding], step_ns: float) -> 
     return left * step_ns / a.step_ns if busy > step_ns else left
 
 
+def _unselected(a: Analysis) -> float:
+    """Return the device work launched before the recording, ns per step: no edit selects it, though
+    steps without it may follow."""
+    if a.device_id is None:
+        return 0.0
+    unselected = a.breakdown.busy.total - a.device_busy(a.in_window).total
+    return max(0.0, unselected) / max(a.step_count, 1)
+
+
 def limit_together(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
     """Limit what each ranked finding saves after those before it, in the run's step: all together
     leave the device work that none of their edits selects. What then saves next to nothing is
@@ -436,7 +445,8 @@ def limit_together(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
             continue
         if saved is not None and not finding.other_rank:
             fixed.append(finding)
-            most = max(0, round(left - _device_work_left(a, fixed, whole)))
+            stays = _device_work_left(a, fixed, whole) + (_unselected(a) if ranked else 0.0)
+            most = max(0, round(left - stays))
             if ranked and most < MIN_GAIN_SHARE * whole <= saved:
                 fixed.pop()
                 folded.append(replace(finding, priority=None, folded_under=ranked[0].rule))

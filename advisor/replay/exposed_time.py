@@ -228,9 +228,7 @@ def remaining_device_time(
     for edit in edits:
         if edit.select.on == "gpu" and edit.op != "drop_launch":
             rest &= ~selected_gpu(a, edit.select)
-    # work launched before the recording is in no table: nothing selects it
-    unseen = max(0, a.breakdown.busy.total - a.device_busy(a.in_window).total)
-    return (a.device_busy(rest).total + unseen) / a.step_count
+    return a.device_busy(rest).total / a.step_count
 
 
 # -- the estimate where there is no replay ---------------------------------------------------------

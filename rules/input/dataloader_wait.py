@@ -303,7 +303,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         "a batch that takes more workers than there are cores": {
             "fix": "Set num_workers={workers}. {needed} workers would have to keep up, and there "
             "are not as many cores. So make a batch cheaper too: it takes {batch}, the most that "
-            "this saves. Do work once that repeats for every sample: {ahead} ahead, cache, store "
+            "this saves. Do work once that repeats for every sample: {prepare} ahead, cache, store "
             "in a few large files. Work on whole batches{to_gpu}."
         },
         "the training computes on the same cores": {
@@ -379,7 +379,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
                 workers=workers,
                 batch=t.format_duration(batch),
                 loading=f"{t.format_share(share)} {t.format_of(a.per)}",
-                ahead="decode and resize" if images else "prepare it",
+                prepare="decode and resize" if images else "prepare it",
                 images=" (decoded, resized)" * images,
                 cheaper="" if whole else "work on whole batches, and ",
                 on_gpu=", or keep them on the GPU" * gpu,

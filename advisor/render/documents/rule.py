@@ -168,11 +168,14 @@ def _inference(rule: Rule, texts: Mapping[str, Any]) -> dict[str, Any]:
 MAX_DIGITS = 10
 """Characters of a number that was chosen; one that was computed has more."""
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_OPTIONAL = re.compile(r"(?<=\w)\{[a-z_]+\}|(?<= )\{[a-z_]+\}(?=\w)")
 
 
 def _opened(texts: Any) -> Any:
-    """Show placeholders in texts as what a trace would fill in: ``<workers>``."""
+    """Show placeholders in texts as what a trace would fill in: ``<workers>``. One that touches a
+    word holds an optional part of the sentence, which is left out."""
     if isinstance(texts, str):
+        texts = _OPTIONAL.sub("", texts)
         return _PLACEHOLDER.sub(lambda match: f"<{match[1].replace('_', ' ')}>", texts)
     if isinstance(texts, Mapping):
         return {name: _opened(text) for name, text in texts.items()}

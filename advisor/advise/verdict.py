@@ -133,7 +133,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if a.lost_records.truncated:
         return (
             f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
-            "time and gains are unknown."
+            "time and gains are unknown. Copy or record it again."
         )
     if a.lost_records.reported:
         return (

@@ -152,7 +152,8 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
         return [read.memory], o.read_options(options, memory=None)
     if read.kernels is None:
         raise AdvisorError(
-            "give a trace, a folder of traces, a run, --memory FILE or --kernels FILE"
+            "give a trace, a folder of traces, a run, --memory FILE or --kernels FILE; "
+            "'advisor demo' shows a report"
         )
     from advisor.read.directory import profile_files
 

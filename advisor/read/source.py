@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
-from itertools import chain
+from itertools import chain, islice
 from typing import BinaryIO, cast
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
+from advisor.core.labels import clean
 from advisor.read.plain_pickle import looks_like_pickle
 
 BLOCK = 1 << 20
@@ -44,6 +45,25 @@ _OTHER_PACKINGS = (
     (b"\x04\x22\x4d\x18", "packed with lz4; unpack it first (lz4 -d)"),
     (b"7z\xbc\xaf", "a 7z archive; unpack it and give the file or folder in it"),
 )
+
+
+MAX_NEIGHBOURS = 1000
+"""Most files of a folder among which a mistyped name is looked for."""
+
+
+def _near(path: str) -> str:
+    """Name the file beside a missing one whose name is nearest."""
+    from difflib import get_close_matches
+
+    folder, name = os.path.split(path)
+    try:
+        with os.scandir(folder or ".") as entries:
+            listed = [each.name for each in islice(entries, MAX_NEIGHBOURS)]
+    except OSError:
+        return "check the path"
+    names = {other.partition(".")[0]: other for other in listed}
+    near = get_close_matches(name.partition(".")[0], names, 1, 0.8)
+    return f"did you mean {clean(names[near[0]])}?" if near else "check the path"
 
 
 @dataclass
@@ -163,7 +183,7 @@ class ByteSource:
         try:
             return open_regular(self.path)
         except FileNotFoundError:
-            raise AdvisorError(f"{self.path}: no such file; check the path") from None
+            raise AdvisorError(f"{self.path}: no such file; {_near(self.path)}") from None
         except IsADirectoryError:
             raise AdvisorError(
                 f"{self.path}: a directory, not a file; give a trace in it"

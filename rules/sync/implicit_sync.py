@@ -61,8 +61,8 @@ _READ_LATER = (
 )
 _KEEP_ON_GPU = (
     "Keep the value on the GPU: add up {what} as tensors and read them every N steps. Replace "
-    "branches on tensors with torch.where. Copy what the host does need with non_blocking=True into "
-    "pinned memory, and read it one step later. torch.cuda.set_sync_debug_mode('warn') lists "
+    "branches on tensors with torch.where. Copy what the host does need with non_blocking=True "
+    "into pinned memory, and read it one step later. torch.cuda.set_sync_debug_mode('warn') lists "
     "the other places."
 )
 
@@ -435,8 +435,8 @@ class HostReads(Rule):
 
     fix = (
         "Work on whole batches instead of single items, so that one read serves them all. Replace "
-        "boolean indexing with torch.where or a multiplication with the mask, branches on tensors with "
-        "arithmetic, and lists of GPU tensors with one padded tensor. Read what the host needs "
+        "boolean indexing with torch.where or a multiplication with the mask, branches on tensors "
+        "with arithmetic, and lists of GPU tensors with one padded tensor. Read what the host needs "
         "once, at the end: one read per item costs nearly as much as several. "
         "torch.cuda.set_sync_debug_mode('warn') names each line."
     )

@@ -420,7 +420,7 @@ def test_what_copies_save_beyond_their_own_time_is_late_launches(report: Report)
 
 
 def test_fixes_of_the_host_leave_work_that_was_launched_before_the_recording() -> None:
-    """An H100 that trains a radiance field: 27.7 ms of work per step, 1.03 of it launched before."""
+    """An H100 trains a radiance field: 27.7 ms of work per step, 1.03 of it launched before."""
     result = examined(str(CORPUS / "h100" / "nerf_scene"))
     (a,) = result.analyses.values()
     busy = a.breakdown.busy.total / a.step_count

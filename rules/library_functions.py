@@ -26,8 +26,7 @@ class Cure:
         frames: str = "",
         calls: str = "",
         workers: str = "",
-        waits: bool = False,
-        for_workers: bool = False,
+        workers_first: bool = False,
         assumptions: tuple[str, ...] = ONCE,
     ) -> None:
         self.work = work
@@ -36,10 +35,8 @@ class Cure:
         self.code = code
         self.workers = workers
         """Warning where DataLoader workers run it; empty: none."""
-        self.waits = waits
-        """Whether it waits and does not compute: other threads or processes go on meanwhile."""
-        self.for_workers = for_workers
-        """Whether loader workers are the first cure: the work is needed for each batch."""
+        self.workers_first = workers_first
+        """Whether loader workers are the first cure: it waits, or is needed for each batch."""
         self.assumptions = assumptions
         self._frames, self._calls = frames, calls
 
@@ -154,7 +151,7 @@ CURES = (
         r"|boto3/|botocore/|s3fs/|gcsfs/|fsspec/|smart_open/|grpc/"
         r"|huggingface_hub/",
         calls=r"_?socket\.\w+|\.(?:recv|recv_into|sendall)",
-        waits=True,
+        workers_first=True,
         assumptions=("several requests can wait at once, or a local disk holds the data",),
     ),
     Cure(
@@ -293,7 +290,7 @@ CURES = (
         frames=rf"threading\.py{_AT}(?:wait|acquire|join|wait_for|_wait_for_tstate_lock|__enter__)"
         rf"|queue\.py{_AT}(?:get|put)|multiprocessing/|concurrent/futures/|asyncio/|selectors\.py",
         calls=r"(?:time\.)?sleep|select\.\w+|\.(?:acquire|poll)|_thread\.\w+",
-        waits=True,
+        workers_first=True,
         assumptions=("the step can go on meanwhile",),
     ),
     Cure(
@@ -304,7 +301,7 @@ CURES = (
         "def __getitem__(self, indices):   # of the Dataset: a batch at once\n"
         "    return self.x[indices], self.y[indices]",
         frames=r"torch/utils/data/_utils/(?:collate|pin_memory)\.py",
-        for_workers=True,
+        workers_first=True,
         assumptions=("the samples have one size, and fit into memory",),
     ),
 )

@@ -407,8 +407,11 @@ def _leave_device_work(finding: Finding, a: Analysis, step: StepTime | None) -> 
     return finding
 
 
-def _device_work_left(a: Analysis, fixed: Sequence[Finding], step_ns: float) -> float:
-    """Return the device work that the fixes leave in a step of ``step_ns``, ns."""
+def _device_work_left(
+    a: Analysis, fixed: Sequence[Finding], step_ns: float, *, earlier: bool = False
+) -> float:
+    """Return the device work that the fixes leave in a step of ``step_ns``, ns. ``earlier``: with
+    that launched before the recording, which no edit selects."""
     if a.device_id is None:
         return 0.0
     edits = [edit for finding in fixed for edit in finding.edits]
@@ -416,17 +419,10 @@ def _device_work_left(a: Analysis, fixed: Sequence[Finding], step_ns: float) -> 
     own = all(edit.rank is None for edit in edits) and not of_job
     left = remaining_device_time(a, edits, communication=own)
     busy = a.breakdown.busy.total / max(a.step_count, 1)
+    if earlier:
+        left += max(0.0, busy - a.device_busy(a.in_window).total / max(a.step_count, 1))
     # if the run's steps are other ones than the window's, the share is the same
     return left * step_ns / a.step_ns if busy > step_ns else left
-
-
-def _unselected(a: Analysis) -> float:
-    """Return the device work launched before the recording, ns per step: no edit selects it, though
-    steps without it may follow."""
-    if a.device_id is None:
-        return 0.0
-    unselected = a.breakdown.busy.total - a.device_busy(a.in_window).total
-    return max(0.0, unselected) / max(a.step_count, 1)
 
 
 def limit_together(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
@@ -445,7 +441,7 @@ def limit_together(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
             continue
         if saved is not None and not finding.other_rank:
             fixed.append(finding)
-            stays = _device_work_left(a, fixed, whole) + (_unselected(a) if ranked else 0.0)
+            stays = _device_work_left(a, fixed, whole, earlier=bool(ranked))
             most = max(0, round(left - stays))
             if ranked and most < MIN_GAIN_SHARE * whole <= saved:
                 fixed.pop()

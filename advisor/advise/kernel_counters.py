@@ -513,6 +513,6 @@ def base_name(kernel: str) -> str:
             rest = rest[end:]
         return parts[-1] if parts else text
     text = re.sub(r"\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N__\w+::", "", text)
-    text = re.sub(r"^(?:std::)?enable_if<.*?>::type\s+", "", text)
+    text = labels.RETURN_TYPE.sub("", text)
     text = re.sub(r"^\s*(?:(?:void|static|__global__)\s+)*", "", text)
     return re.split(r"[<(\s]", text)[0].rpartition("::")[2]

@@ -573,7 +573,7 @@ def _reasons(
             return [f"range: {decides}"]
         if parts := _parts_removed(finding):
             return [f"range: {parts}"]
-    if any(edit.factor == 1 != (edit.factor_low or 1) for edit in finding.edits):
+    if any(edit.factor == 1 and edit.factor_low not in (None, 1) for edit in finding.edits):
         ends = [(end, BESIDE if (end, by) == ("high end", "assumption") else by)
                 for end, by in ends]  # fmt: skip
     reasons: dict[str, list[str]] = {}
@@ -590,11 +590,13 @@ def _parts_removed(finding: Finding) -> str:
         for edit in finding.edits
         if edit.factor_low is not None or edit.factor_high is not None
     }
-    factors = [1.0 if each is None else each for each in next(iter(ranges), ())]
-    usual, least, most = (t.format_share(1 - factor) for factor in factors or (1.0, 1.0, 1.0))
-    if len(ranges) != 1 or not factors[0] < 1:
+    if len(ranges) != 1:
         return ""
-    return f"the fix removes {most} to {least} of this time, {usual} is expected"
+    usual, best, worst = (1.0 if factor is None else factor for factor in ranges.pop())
+    if usual == 1:
+        return ""
+    removed, most, least = (t.format_share(1 - factor) for factor in (usual, best, worst))
+    return f"the fix removes {least} to {most} of this time, {removed} is expected"
 
 
 RANGED: Final = re.compile(r"[\d%] to \d|at worst|at best")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 NEAR = 0.6
 """Similarity, 0 to 1, from which a known name may be meant."""
@@ -25,9 +25,11 @@ class AdvisorError(Exception):
         return " ".join(super().__str__().split())
 
 
-def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+def suggest(
+    name: str, known: Iterable[str], otherwise: str, *, part: Callable[[str], str] = str
+) -> str:
     """Return ``did you mean …?`` with the up to three known names nearest to an unknown one, as a
-    whole or word by word; ``otherwise`` where none is near."""
+    whole or word by word; ``otherwise`` where none is near. ``part``: what is compared of each."""
     from difflib import SequenceMatcher
 
     def likeness(given: str, other: str) -> float:
@@ -39,8 +41,9 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
         by_words = sum(ratio for ratio in best if ratio >= NEAR_WORD)
         return max(likeness(name.casefold(), other.casefold()), by_words / max(1, len(wanted)))
 
+    name = part(name)
     wanted = re.findall(r"[^\W_]+", name[:MAX_NAME].casefold())
-    scored = sorted(((nearness(other), other) for other in known), key=lambda pair: -pair[0])
+    scored = sorted(((nearness(part(other)), other) for other in known), key=lambda pair: -pair[0])
     enough = max([NEAR, *(0.85 * score for score, _ in scored[:1])])
     *first, last = [other for score, other in scored[:3] if score >= enough] or [""]
     return f"did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if last else otherwise

@@ -80,7 +80,8 @@ def shorten(text: str, width: int) -> str:
 _FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
 _PREFIXES = (("autograd::engine::evaluate_function: ", "evaluate: "), ("nn.Module: ", ""))
 _LEADING = re.compile(r"^(?:void|static|inline|__global__)\s+")
-_ENABLE_IF = re.compile(r"^std::enable_if<.{0,300}?>::type\s+")
+RETURN_TYPE = re.compile(r"^(?:std::)?enable_if<.{0,300}?>::type\s+")
+"""Return type at the beginning of a C++ name that is a template."""
 _NAMESPACES = re.compile(r"(?:\b[A-Za-z_]\w{0,60}::)+(?=[A-Za-z_~{])")
 _CAST = re.compile(r"\((?:bool|char|short|int|long|unsigned(?: \w+)?|[\w:]{1,60})\)(?=-?\w)")
 _CALLED = re.compile(r"::operator\(\)\s?\([^()]{0,400}\)(?: const)?")
@@ -101,7 +102,7 @@ def tidy(name: str) -> str:
     if frame is not None:
         file = re.split(r"[/\\]", frame[1])[-1]
         return f"{frame[3]} · {file}:{frame[2]}"
-    text = _ENABLE_IF.sub("", _LEADING.sub("", name)).removesuffix(" [clone .kd]")
+    text = RETURN_TYPE.sub("", _LEADING.sub("", name)).removesuffix(" [clone .kd]")
     text = text.removesuffix(".kd").replace("(anonymous namespace)::", "")
     # The parameter list of a demangled C++ name says nothing that the template arguments do not.
     if text.endswith(")") and (start := _matching(text)) > 0 and text[start - 1] != " ":

@@ -12,7 +12,7 @@ from io import BytesIO
 from itertools import chain, islice
 from typing import BinaryIO, cast
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, suggest
 from advisor.core.files import open_regular
 from advisor.core.labels import clean
 from advisor.read.plain_pickle import looks_like_pickle
@@ -52,18 +52,15 @@ MAX_NEIGHBOURS = 1000
 
 
 def _near(path: str) -> str:
-    """Name the file beside a missing one whose name is nearest."""
-    from difflib import get_close_matches
-
+    """Name the files beside a missing one whose names are nearest."""
     folder, name = os.path.split(path)
     try:
         with os.scandir(folder or ".") as entries:
             listed = [each.name for each in islice(entries, MAX_NEIGHBOURS)]
     except OSError:
         return "check the path"
-    names = {other.partition(".")[0]: other for other in listed}
-    near = get_close_matches(name.partition(".")[0], names, 1, 0.8)
-    return f"did you mean {clean(names[near[0]])}?" if near else "check the path"
+    # suffixes say nothing: most files have the same
+    return clean(suggest(name, listed, "check the path", part=lambda each: each.partition(".")[0]))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import LOOP, HottestLine, SampledStack, parse_frame
+from advisor.measure.host.stacks import LOOP, NESTED, HottestLine, SampledStack, parse_frame
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
@@ -227,8 +227,6 @@ _PYTORCH = r"(?:^|/)torch/.*\.py\("
 _SORTS = r"^aten::(?:arg|m)?sort$"
 _OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
 """Files of PyTorch that are the loop's own code; no loop can do without its Python elsewhere."""
-_NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>"
-"""A comprehension or lambda: a part of the function around it."""
 
 
 class FunctionTime(NamedTuple):
@@ -265,7 +263,7 @@ class LoopTime:
         self._names = names
         self._parent = stacks.parent_rows(trace)
         own = (stacks.frame_ranks(trace) == 2) & ~name_matches(names, _RECORDS).to_numpy()
-        own &= ~name_matches(names, _NESTED).to_numpy()
+        own &= ~name_matches(names, NESTED).to_numpy()
         self._function = stacks.innermost_ancestor(self._parent, own)
         """The user's function around each row, -1: none; aligned with ``trace.cpu``."""
         trains = name_matches(names, TRAINS).to_numpy()

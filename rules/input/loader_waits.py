@@ -213,9 +213,8 @@ class LoadingRule(Rule):
         self, use: LibraryUse, cure: Cure, fix: str, moves: float, workers: int
     ) -> dict[str, Any]:
         """Return the fields of a finding about a library function. Workers, the ``fix`` so far,
-        come first where it only waits or is needed for each batch. ``moves``: share of the loading
-        without the sampler."""
-        if cure.waits or cure.for_workers:
+        come first for some. ``moves``: share of the loading without the sampler."""
+        if cure.workers_first:
             return {"fix": f"{fix} {cure.fix}"}
         second = f"Workers come second, for the rest: num_workers={workers}."
         share = use.time.share

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
+from advisor.core import labels
 from advisor.measure.device.families import MATRIX, Family
 from advisor.measure.device.shapes import Format
 from advisor.measure.host.names import cache_by_name
@@ -349,7 +350,7 @@ def function_name(name: pl.Expr) -> pl.Expr:
         .str.replace_all("<unnamed>::", "", literal=True)  # as Nsight Systems writes it
         .str.replace_all(r"_GLOBAL__N__\w+::", "")  # the same, with the name of a file in it
         .str.replace_all("fbgemm_gpu::", "", literal=True)  # its name is not what it does
-        .str.replace(r"^std::enable_if<.*?>::type\s+", "")
+        .str.replace(labels.RETURN_TYPE.pattern, "")
         .str.extract(r"^(?:void\s+|static\s+|__global__\s+)*([^<(]*)", 1)
         .str.strip_chars()
         .str.replace(r"(\.kd|_0d?e?1[\dcde]*)$", "")  # ROCm's and Triton's endings

@@ -398,8 +398,8 @@ def kernel_key(name: str) -> str:
     text = re.sub(
         r"\((?:unsigned )?(?:int|long|bool|short|char|long long)\)(?=[\w-])", "", name[:4096]
     )
-    text = re.sub(r"^(?:std::)?enable_if<.*?>::type\s+", "", text)  # a return type
-    text = _LAMBDA.sub(r"#\2{\1}", _UNNAMED.sub("unnamed", text))
+    text = _UNNAMED.sub("unnamed", labels.RETURN_TYPE.sub("", text))
+    text = _LAMBDA.sub(r"#\2{\1}", text)
     text = _without_arguments(text).removesuffix(".kd")
     text = re.sub(r"(?<![\w:])(?:void|static)\s+(?=[\w<])", "", text)
     text = re.sub(r"(?:\b[A-Za-z_]\w*)?::", "", text)

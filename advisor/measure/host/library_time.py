@@ -17,6 +17,7 @@ from advisor.core.finding import Location
 from advisor.measure.host.stacks import (
     MIN_COVERED,
     MIN_SAMPLES,
+    NESTED,
     Rows,
     SampledStack,
     describe_function,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 MAX_STACKS = 2_000
 """Most different stacks of a window that are read, those with most time."""
 _PYTORCH = re.compile(r"(?:^|/)torch/")
-_NESTED = re.compile(r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>$")
-"""A comprehension or lambda: a part of the function around it."""
 _BUILT_IN = re.compile(r"^<built-in (?:function|method) (\S+?)(?: of (\S+) object.*)?>$")
 
 _T = TypeVar("_T")
@@ -87,7 +86,7 @@ def most_in_library(
         counts[key] += samples
         names.setdefault(key, Counter())[name] += samples
         around = (each for each in reversed(frames[: depth + 1]) if frame_rank(each) == 2)
-        place = next((each for each in around if not _NESTED.search(each)), "")
+        place = next((each for each in around if not re.search(NESTED, each)), "")
         frame = parse_frame(place)
         if frame is not None:
             own = Location(file=frame.file, line=frame.line, function=frame.function)

@@ -320,6 +320,8 @@ def forward_frames(a: Analysis) -> Rows:
     return np.where(owner >= 0, a.user_frame[np.maximum(owner, 0)], np.int32(-1))
 
 
+NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>$"
+"""Pattern of a comprehension's or lambda's frame: a part of the function around it."""
 MIN_SAMPLES = 8
 """Samples of a part from which its lines are named."""
 MIN_SHARE = 0.15

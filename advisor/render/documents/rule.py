@@ -185,7 +185,7 @@ def _opened(texts: Any) -> Any:
 def _explained(cls: type[Rule]) -> Iterator[str]:
     """Yield a sentence on the placeholders of a rule's texts, if there are any."""
     texts = (cls.fix, cls.code, cls.verify, cls.falsified_by, cls.cases, cls.inference)
-    if match := _PLACEHOLDER.search(repr(texts)):
+    if match := _PLACEHOLDER.search(_OPTIONAL.sub("", repr(texts))):
         yield f"A report fills in words such as {_opened(match[0])} from your trace."
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from advisor.advise.kernel_counters import compiled_verdict, counters_verdict
@@ -20,6 +20,7 @@ from advisor.core.report import Report, Scope, Status
 from advisor.measure.comm.flight_recorder import UNENDED, describe_problem, of_ranks
 
 if TYPE_CHECKING:
+    from advisor.core.rule import VerdictRole
     from advisor.measure import Analysis
 
 Verdict = tuple[Status, str]
@@ -44,8 +45,12 @@ def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
     )
 
 
-def source_verdict(report: Report, kind: AuxiliaryInput) -> Verdict:
+def source_verdict(
+    report: Report, kind: AuxiliaryInput, roles: Mapping[str, VerdictRole]
+) -> Verdict:
     """Return status and verdict of an auxiliary input; without an own one, the first finding."""
+    if kind.name == SNAPSHOT.name:
+        return memory_verdict(report, roles)
     if kind.name in VERDICTS:
         return VERDICTS[kind.name](report)
     found = [note.title for note in report.notes]
@@ -89,7 +94,6 @@ def flight_verdict(report: Report) -> Verdict:
 
 
 VERDICTS: Final[dict[str, Callable[[Report], Verdict]]] = {
-    SNAPSHOT.name: memory_verdict,
     COUNTERS.name: counters_verdict,
     TRITON_CACHE.name: compiled_verdict,
     FLIGHT_RECORDER.name: flight_verdict,

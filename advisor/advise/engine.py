@@ -171,10 +171,6 @@ def _advise(
     return report, estimator
 
 
-EXPOSED_COMMUNICATION = "exposed-communication"
-"""Identifier of the rule whose finding gets the exposed communication of all ranks."""
-
-
 def _own_estimator(
     analyses: dict[int, Analysis],
     results: dict[int, RankFindings],
@@ -207,10 +203,9 @@ def _of_all_ranks(
     findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
     seen = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
     findings = note_rank_counts(findings, seen, len(study.numbers))
+    citing = {rule.id for rule in rules if rule.cites_all_ranks}
     findings = [
-        structs.replace(f, evidence=[*f.evidence, *study.exposed()])
-        if f.rule == EXPOSED_COMMUNICATION
-        else f
+        structs.replace(f, evidence=[*f.evidence, *study.exposed()]) if f.rule in citing else f
         for f in findings
     ]
     used: GainEstimator = own if study.replay.reason else estimator

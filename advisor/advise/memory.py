@@ -22,6 +22,9 @@ from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.post_mortem import PostMortem, fullest_devices, growing_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from advisor.core.rule import VerdictRole
     from advisor.measure import Analysis
 
 MAX_DEVICES = 16
@@ -207,9 +210,9 @@ def why_not_placed(placed: Placement) -> str:
 
 
 def memory_verdict(
-    report: Report,
+    report: Report, roles: Mapping[str, VerdictRole]
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    """Return status and verdict on a snapshot alone."""
+    """Return status and verdict on a snapshot alone. ``roles``: ``Rule.verdict_role`` by rule."""
     view = report.memory[0]
     known = [
         f"{t.format_bytes(each.bytes)} of {each.category}"
@@ -238,9 +241,10 @@ def memory_verdict(
         text = f"GPU {view.device} {'at its peak' if view.at == 'peak' else 'in the snapshot'}: "
     text += f"{filled}{most}."
     if report.risks:
-        leads = next((each for each in report.risks if each.rule in LEADING), None)
+        by_role = {roles.get(each.rule, ""): each for each in reversed(report.risks)}
+        leads = by_role.get("memory growth") or by_role.get("memory state")
         if view.request is not None:
-            failed = next((each for each in report.risks if each.rule == "out-of-memory"), None)
+            failed = by_role.get("out of memory")
             rest = "" if failed is None else failed.summary.partition("). ")[2]
             fix = "" if failed is None else t.split_sentences(failed.fix, 0)[0]
             first = f"First: {fix[0].lower()}{fix[1:]}" if fix else ""
@@ -282,8 +286,6 @@ COSTS = {
 }
 """Costs per step of changes to memory, in up to 16 characters, and in a sentence; others add no
 work."""
-LEADING = ("memory-leak", "memory-fragmentation")
-"""Rules whose finding explains the figures of a snapshot, and so leads the verdict."""
 
 
 NEXT_TO_NONE = 0.05

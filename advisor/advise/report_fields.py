@@ -464,8 +464,8 @@ def _rank_line(number: int, a: Analysis) -> RankLine:
 
 
 MIN_APART_SHARE = 0.10
-"""Relative difference of two step times beyond the profiler's usual cost: the bound of the rule
-``observer-effect``."""
+"""Relative difference of two step times beyond the profiler's usual cost: the bound of
+``rules/host/profiling_cost.py``."""
 MAX_SIMILAR_SHARE = 0.25
 """Share of the run's steps as far from its median as those around the window, below which these are
 not typical: the quarter at either end."""

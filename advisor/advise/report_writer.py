@@ -118,7 +118,7 @@ def write_report(
     left = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
     edits = [edit for finding in ranked.advice for edit in finding.edits]
     report = replace(report, replay=estimator.describe_replay(edits, left))
-    status, text = write_verdict(report, a)
+    status, text = write_verdict(report, a, rules)
     report = replace(report, status=status, verdict=text)
     return replace(report, views=build_views(report))
 

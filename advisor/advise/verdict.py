@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -30,6 +30,7 @@ from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
 from advisor.core.intervals import covered_length
 from advisor.core.report import IdleCause, Report
+from advisor.core.rule import HostCheck
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.roofline import in_spans
 from advisor.measure.host.gaps import queued_idle_ns
@@ -39,7 +40,10 @@ from advisor.measure.steps.step_differences import CAPTURE
 from advisor.replay.selection import selected_gpu
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from advisor.core.report import HostShare
+    from advisor.core.rule import Rule, VerdictRole
     from advisor.measure import Analysis
 
 
@@ -73,26 +77,27 @@ MAX_HEALTHY_STEP_RATIO = 2.0
 
 
 def write_verdict(
-    report: Report, a: Analysis
+    report: Report, a: Analysis, rules: Sequence[Rule]
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Return status and verdict, a sentence or two; a crash comes before anything else."""
+    roles: dict[str, VerdictRole] = {rule.id: rule.verdict_role for rule in rules}
     if a.only_input is not None:
-        return source_verdict(report, a.only_input)
-    status, text = _verdict(report, a)
+        return source_verdict(report, a.only_input, roles)
+    status, text = _verdict(report, a, rules)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short
     if report.flight is not None and report.flight.problems:
         status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
     elif status != "healthy":
         text += _largest_operator(report, a)
-    if leak := _memory_runs_out(report):
+    if leak := _memory_runs_out(report, roles):
         vague = bool(report.findings) and is_vague(report.findings[0])
         after = status == "bottlenecks" and not vague
         text = f"{text} {leak}" if after else f"{leak} {text}"
         status = "limited" if status == "healthy" else status
     if part := part_of_step(a):
         status, text = "limited", f"{part} {text}"
-    if between := _time_between_steps(report):
+    if between := _time_between_steps(report, roles):
         status, text = "limited" if status == "healthy" else status, f"{between} {text}"
     crash = t.describe_crashes(report.crashes)
     if not crash:
@@ -100,19 +105,20 @@ def write_verdict(
     return "limited" if status == "healthy" else status, f"{crash} {text}"
 
 
-def _memory_runs_out(report: Report) -> str:
+def _memory_runs_out(report: Report, roles: Mapping[str, VerdictRole]) -> str:
     """Say that memory grows, and when none is left; empty if it does not, or that is unknown."""
     for risk in report.risks:
-        if risk.rule == "memory-leak" and risk.impact is not None and risk.impact.reason:
+        grows = roles.get(risk.rule) == "memory growth"
+        if grows and risk.impact is not None and risk.impact.reason:
             return f"{risk.title}: {risk.impact.reason}."
     return ""
 
 
-def _time_between_steps(report: Report) -> str:
+def _time_between_steps(report: Report, roles: Mapping[str, VerdictRole]) -> str:
     """Say how much of the run lies between its steps, if it is more than the first fix gains."""
     share = None if report.recorded is None else report.recorded.outside_share
     said = (*report.risks, *report.findings)
-    if share is None or all(each.rule != "time-between-steps" for each in said):
+    if share is None or all(roles.get(each.rule) != "time between steps" for each in said):
         return ""
     first = report.findings[0].impact if report.findings else None
     if first is not None and (first.share or 0.0) * (1 - share) >= share:
@@ -155,13 +161,13 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
 
 
 def _verdict(
-    report: Report, a: Analysis
+    report: Report, a: Analysis, rules: Sequence[Rule]
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     of_step = _name_step(report)
     if report.scope.step_source == LAYER_TIMES:
         return _of_layers(report)
     if report.busy_share is None:
-        return _without_gpu(report, a, of_step)
+        return _without_gpu(report, a, of_step, rules)
     busy_share, own = report.busy_share, a.own_busy_share
     busy_of = f"busy {_name_busy(report, own)}"
     if own is not None and own >= busy_share + MIN_BUSY_APART and report.step is not None:
@@ -256,7 +262,7 @@ given."""
 
 
 def _without_gpu(
-    report: Report, a: Analysis, of_step: str
+    report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]
 ) -> tuple[Literal["bottlenecks", "limited"], str]:
     """Return status and verdict without recorded GPU work: what to record, and what the host does
     longest. ``of_step``: ``a 131 ms step``."""
@@ -289,23 +295,11 @@ def _without_gpu(
         return "bottlenecks", f"{why} {host} {_lead(report)}."
     small = _largest_of_small(report)
     if on_host:
-        return "limited", f"{_nothing_on_host(report, a, of_step)}{small}"
+        return "limited", f"{_nothing_on_host(report, a, of_step, rules)}{small}"
     return "limited", " ".join(part for part in (why, action, host) if part) + small
 
 
 NO_STEP = "No step was seen, and most checks are of steps: end each iteration with advisor.step()."
-CHECKED_ON_HOST = {
-    "loading data": ("dataloader-wait", "single-process-loader", "loader-workers"),
-    "the loop's own code": ("loop-phases", "loop-code"),
-    "Python inside forward": ("forward-code",),
-    "saving": ("saving-time",),
-    "garbage collection": ("gc-pauses",),
-    "debug settings": ("debug-switches",),
-    "threads": ("thread-oversubscription",),
-    "CPU limits": ("cpu-quota",),
-    "slow steps": ("periodic-stalls", "regular-stalls", "step-jitter"),
-}
-"""Checks of steps that the host computes, and the rules that do them."""
 
 
 def _does(report: Report) -> str:
@@ -314,7 +308,7 @@ def _does(report: Report) -> str:
     return "trains" if trains else "runs"
 
 
-def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
+def _nothing_on_host(report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]) -> str:
     """Write the verdict on steps that the host computes, without a large gain: what takes the time,
     and what was checked."""
     top = report.host[0]
@@ -352,7 +346,8 @@ def _nothing_on_host(report: Report, a: Analysis, of_step: str) -> str:
     if report.recorded is not None and not report.recorded.steps:
         return f"{text} {NO_STEP}"
     skipped = {rule for each in report.not_checked for rule in each.rule.split(", ")}
-    looked = [what for what, rules in CHECKED_ON_HOST.items() if not skipped.issuperset(rules)]
+    done = {rule.host_check for rule in rules if rule.id not in skipped}
+    looked = [check for check in get_args(HostCheck) if check and check in done]
     return f"{text} Looked at: {', '.join(looked)}." if looked else text
 
 

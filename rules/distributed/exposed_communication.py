@@ -57,6 +57,7 @@ class ExposedCommunication(Rule):
 
     id = "exposed-communication"
     title = "The GPU waits for collectives (exposed communication)"
+    cites_all_ranks = True
     knobs = ("ddp-bucket-size", "ddp-static-graph")
     alternatives = "exposed communication"
     found_in = public_traces(

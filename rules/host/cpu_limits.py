@@ -30,6 +30,7 @@ class CpuQuota(Rule):
 
     id = "cpu-quota"
     title = "The container's CPU quota throttles the process"
+    host_check = "CPU limits"
     reads_record = True
     sources = (
         Citation(
@@ -183,6 +184,7 @@ class ThreadOversubscription(Rule):
 
     id = "thread-oversubscription"
     title = "More threads compute than there are cores"
+    host_check = "threads"
     knobs = ("threads",)
     reads_record = True
     found_in = ("recorded/threads.slow",)

@@ -198,6 +198,7 @@ class DebugSwitches(Rule):
 
     id = "debug-switches"
     title = "Debug settings are on"
+    host_check = "debug settings"
     knobs = ("debug-switches-off",)
     reads_record = True
     found_in = ("recorded/anomaly.slow",)

@@ -42,6 +42,7 @@ class ForwardCode(Rule):
 
     id = "forward-code"
     title = "The forward pass spends much of the step in Python"
+    host_check = "Python inside forward"
     is_python_time = True
     reads_record = True
     found_in: ClassVar[tuple[str, ...]] = ("recorded/table_in_forward.slow",)

@@ -53,6 +53,7 @@ class GcPauses(Rule):
 
     id = "gc-pauses"
     title = "Garbage collection pauses the loop"
+    host_check = "garbage collection"
     knobs = ("gc-freeze",)
     is_python_time = True
     reads_record = True

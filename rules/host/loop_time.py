@@ -70,6 +70,7 @@ class LoopCode(Rule):
 
     id = "loop-code"
     title = "The loop's own code takes much of the step"
+    host_check = "the loop's own code"
     is_python_time = True
     found_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
     silent_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
@@ -784,6 +785,7 @@ class TimeBetweenSteps(Rule):
 
     id = "time-between-steps"
     title = "Much of the run is spent between the training steps"
+    verdict_role = "time between steps"
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
     silent_in = ("recorded/waiting_loop.cured", *CURED_RECORDINGS)

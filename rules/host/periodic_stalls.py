@@ -13,7 +13,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Outcomes
 from advisor.core.intervals import covered_length, union
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, HostCheck, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import hottest_line, share_in
@@ -58,6 +58,7 @@ class PeriodicStalls(Rule):
 
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
+    host_check: ClassVar[HostCheck] = "slow steps"
     alternatives = "saving"
     found_in: ClassVar[tuple[str, ...]] = ("workloads/periodic_checkpoint",)
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/periodic_checkpoint")
@@ -183,6 +184,7 @@ class SavingTime(PeriodicStalls):
 
     id = "saving-time"
     title = "Training stops while the loop saves or logs"
+    host_check = "saving"
     reads_record = True
     found_in = ("recorded/saving.slow",)
     silent_in = ("recorded/saving.cured", *CURED_RECORDINGS)

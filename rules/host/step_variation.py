@@ -124,6 +124,7 @@ class RegularStalls(Rule):
 
     id = "regular-stalls"
     title = "Every n-th step stalls"
+    host_check = "slow steps"
     reads_record = True
     silent_in = CURED_RECORDINGS
     sources = (STEP_SERIES,)
@@ -217,6 +218,7 @@ class StepJitter(Rule):
 
     id = "step-jitter"
     title = "Some steps take much longer than most"
+    host_check = "slow steps"
     reads_record = True
     silent_in = (
         "recorded/anomaly.cured",

@@ -109,6 +109,7 @@ class DataLoaderWait(LoaderWaitRule):
 
     id = "dataloader-wait"
     title = "The step waits for the DataLoader"
+    host_check = "loading data"
     knobs = ("workers", "loader-prefetch")
     found_in = ("workloads/cpu_transforms",)
     silent_in = (*SILENT_TRACES, "workloads/cpu_transforms")
@@ -259,6 +260,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
 
     id = "single-process-loader"
     title = "The DataLoader has no workers and the step waits for it"
+    host_check = "loading data"
     sampled_part = "data"
     knobs = ("workers",)
     found_in = (

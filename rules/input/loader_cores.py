@@ -69,6 +69,7 @@ class LoaderWorkers(LoadingRule):
 
     id = "loader-workers"
     title = "The number of DataLoader workers does not match the cores"
+    host_check = "loading data"
     sampled_part = "data"
     knobs = ("workers",)
     reads_record = True

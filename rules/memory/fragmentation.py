@@ -57,6 +57,7 @@ class Fragmentation(Rule):
 
     id = "memory-fragmentation"
     title = "GPU memory is fragmented"
+    verdict_role = "memory state"
     knobs = ("expandable-segments",)
     reads_record = True
     auxiliary_inputs = (SNAPSHOT,)

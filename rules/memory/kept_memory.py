@@ -140,6 +140,7 @@ class MemoryLeak(Rule):
 
     id = "memory-leak"
     title = "Memory grows from step to step"
+    verdict_role = "memory growth"
     reads_record = True
     auxiliary_inputs = (SNAPSHOT,)
     found_in = ("recorded/leak.slow", *public_traces("memory/h100_leak"))

@@ -61,6 +61,7 @@ class OutOfMemory(Rule):
 
     id = "out-of-memory"
     title = "The run ran out of GPU memory"
+    verdict_role = "out of memory"
     reads_record = True
     auxiliary_inputs = (SNAPSHOT,)
     found_in = public_traces("memory/h100_full")

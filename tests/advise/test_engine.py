@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+import advisor
 from advisor.advise import report_text
-from advisor.advise.engine import EXPOSED_COMMUNICATION, Options, analyze, examine
-from advisor.advise.memory import LEADING
+from advisor.advise.engine import Options, analyze, examine
 from advisor.advise.report_charts import build_stairs
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules, read_config
-from advisor.advise.verdict import CHECKED_ON_HOST
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Finding, Outcome, Select, SkippedCheck
-from advisor.core.rule import Evidence, Rule
+from advisor.core.rule import Evidence, HostCheck, Rule, VerdictRole
 from advisor.core.trace import Run
 from advisor.read.registry import read_bytes
 from advisor.render.formats import REPORTS
@@ -276,8 +277,15 @@ def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_
         assert any("too few to tell" in line for line in limits) is told
 
 
-def test_rules_that_reports_name_exist() -> None:
-    """Texts beside the findings name rules by their identifiers."""
-    known = {each.id for each in load_rules(config={})}
-    named = {rule for rules in CHECKED_ON_HOST.values() for rule in rules}
-    assert {*named, *LEADING, EXPOSED_COMMUNICATION, "time-between-steps"} <= known
+def test_what_the_verdict_takes_from_rules_is_declared_by_them() -> None:
+    """Nothing above the rules names one: each part that the verdict takes has a rule."""
+    rules = load_rules(config={})
+    assert {each.verdict_role for each in rules} == {*get_args(VerdictRole)}
+    assert {each.host_check for each in rules} == {*get_args(HostCheck)}
+    assert [each.id for each in rules if each.cites_all_ranks] == ["exposed-communication"]
+    known = {each.id for each in rules if "-" in each.id}
+    package = Path(advisor.__file__).parent
+    for folder in ("advise", "compare", "tune", "render", "export", "dashboard", "mcp", "cli"):
+        for path in (package / folder).rglob("*.py"):
+            named = known & set(re.findall(r"[\"'`]([a-z0-9-]+)[\"'`]", path.read_text()))
+            assert not named, f"{path} names {named}"

@@ -417,7 +417,7 @@ def _aliases(module: object) -> dict[str, str]:
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
-    """Name, annotation and docstring of each field; the string below a field is its docstring."""
+    """Name in JSON, annotation and docstring of each field; the string below it is the last."""
     body = node.body
     for index, item in enumerate(body):
         if not isinstance(item, ast.AnnAssign):
@@ -426,7 +426,9 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
         doc = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             doc = str(after.value.value)
-        yield ast.unparse(item.target), ast.unparse(item.annotation), doc
+        renamed = re.match(r"field\(name='(\w+)'", ast.unparse(item.value) if item.value else "")
+        name = renamed[1] if renamed else ast.unparse(item.target)
+        yield name, ast.unparse(item.annotation), doc
 
 
 def _reachable(start: str, structures: dict[str, ast.ClassDef]) -> list[str]:

@@ -38,7 +38,6 @@ from advisor.measure.device.energy import step_energy
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
-from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
 from advisor.measure.steps.steps import recorded_extent
 from advisor.rules.memory.device_memory import measure_held
 
@@ -303,8 +302,8 @@ def recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | No
         mean_ns=recorded.mean,
         p99_ns=recorded.quantile(0.99) if recorded.count >= 100 else None,
         profiled_steps=int(recorded.profiled.sum()),
-        profiled_median_ns=recorded.profiled_median,
-        observer_effect=recorded.observer_effect,
+        profiled_median_ns=recorded.median_of(recorded.active),
+        profiler_overhead=recorded.profiler_overhead(recorded.active),
         phases=phases,
         samples_per_second=recorded.samples_per_second,
         samples_per_step=recorded.samples_per_step,
@@ -485,19 +484,12 @@ def step_time(a: Analysis) -> StepTime | None:
     result.window_ns = a.step_ns
     result.window_slowdown = a.step_ns / run - 1
     kept = recorded.kept_by_window(a.trace.meta.window)
-    inside, around = (
-        recorded.durations[kept & ~np.isnan(recorded.durations)],
-        recorded.durations_around(kept),
-    )
     result.in_warm_up = bool(kept.any()) and not recorded.after_warmup[kept].any()
-    if len(around) < MIN_AROUND:
-        return result
-    beside = float(np.median(around))
+    beside = recorded.median_around(kept)
     if not beside:
         return result
     result.nearby_ns = beside
-    if len(inside) >= MIN_PROFILED:
-        result.profiler_overhead = recorded.certain_excess(float(np.median(inside)) / beside - 1)
+    result.profiler_overhead = recorded.profiler_overhead(kept)
     used = recorded.timed_durations
     result.share_beyond = float((used >= beside if beside > run else used <= beside).mean())
     result.atypical = (

@@ -478,9 +478,9 @@ class RecordedSteps(Struct, kw_only=True):
     """Number of steps while a window was open."""
     profiled_median_ns: float | None
     """Median of the steps that windows kept, ns; ``null``: fewer than two."""
-    observer_effect: float | None
-    """Excess of the profiled steps over the unprofiled ones around them, as a share of the latter;
-    ``null``: one kind is missing, or the latter vary as much."""
+    profiler_overhead: float | None = field(name="observer_effect")
+    """Overhead of the profiler, as ``StepTime.profiler_overhead``, but over the steps of all
+    windows."""
     phases: list[Phase]
     """Host time by phase, largest first; adds up to the mean step on the host."""
     samples_per_second: float | None

@@ -237,7 +237,7 @@ class WindowReplayer:
         recorded = self.a.recorded
         if self.a.device_id is None or recorded is None:
             return False
-        return recorded.host_is_ahead or recorded.unprofiled_median is not None
+        return recorded.host_is_ahead or recorded.median_around(recorded.active) is not None
 
     def _central(self, edits: Sequence[Edit]) -> str:
         """Return the assumption of the estimate itself. Dropped launches are the very time that the

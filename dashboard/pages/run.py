@@ -76,7 +76,7 @@ def _figures(view: PageView) -> Any:
     recorded = view.loaded.report.recorded
     if recorded is None or view.rank is not None:
         return None
-    effect = recorded.observer_effect
+    overhead = recorded.profiler_overhead
     rate = recorded.samples_per_second
     ended = labels.clean(recorded.ended) if recorded.ended else "killed or still running"
     return tiles(
@@ -95,11 +95,11 @@ def _figures(view: PageView) -> Any:
             (
                 "Profiler overhead",
                 t.NOT_MEASURED
-                if effect is None
+                if overhead is None
                 else "none measured"
-                if effect <= 0
-                else f"{effect:+.0%}",
-                "all windows, compared with the steps around them" if effect is not None else "",
+                if overhead <= 0
+                else f"{overhead:+.0%}",
+                "all windows, compared with the steps around them" if overhead is not None else "",
             ),
             (
                 "Throughput",

@@ -23,7 +23,7 @@ RECORDED = "recorded by advisor"
 _NO_GAIN = "it slows the recording, not the program"
 
 
-class ObserverEffect(Rule):
+class SlowProfiledSteps(Rule):
     """Steps in the profiled window take longer than those before and after it. Host times of the
     trace are too long by that much, most where operators are small. GPU times are not.
 
@@ -34,7 +34,7 @@ class ObserverEffect(Rule):
     many right before it, and right after it.
     """
 
-    id = "observer-effect"
+    id = "slow-profiled-steps"
     title = "Profiled steps take longer than the others"
     reads_record = True
     found_in = ("recorded/anomaly.cured", "recorded/gc_pauses.cured")
@@ -69,10 +69,11 @@ class ObserverEffect(Rule):
     def check(self, a: Analysis) -> Outcomes:
         """Compare the two medians."""
         recorded = recorded_steps(a)
-        effect = recorded.observer_effect
-        if effect is None or effect < self.min_effect or recorded.count < self.min_steps:
+        kept = recorded.active
+        overhead = recorded.profiler_overhead(kept)
+        if overhead is None or overhead < self.min_effect or recorded.count < self.min_steps:
             return
-        around, profiled = recorded.unprofiled_median, recorded.profiled_median
+        around, profiled = recorded.median_around(kept), recorded.median_of(kept)
         assert around is not None and profiled is not None
         plain = a.trace.memory.is_empty() and not (a.trace.cpu["kind"] == "python").any()
         case = "without stacks and memory events" if plain and a.trace.cpu.height else ""
@@ -80,14 +81,14 @@ class ObserverEffect(Rule):
         yield Finding(
             summary=(
                 f"A step takes {t.format_duration(profiled)} while it is profiled, and "
-                f"{t.format_duration(around)} around the window ({effect:+.0%}). Host times "
+                f"{t.format_duration(around)} around the window ({overhead:+.0%}). Host times "
                 + ("" if a.trains_on_host else "and idle time ")
                 + "in this report are longer than in an unprofiled step."
             ),
             evidence=[
                 Evidence("median step around the window", around, "ns"),
                 Evidence("median profiled step", profiled, "ns"),
-                self.compare("longer by", effect, "min_effect"),
+                self.compare("longer by", overhead, "min_effect"),
                 Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
                 steps_seen(recorded),
             ],
@@ -100,13 +101,13 @@ class ObserverEffect(Rule):
     def examples() -> Examples:
         return {
             "half as long again": _run(15),
-            "a slow stretch begins with it": (_run(15, 16), "effect is None"),
+            "a slow stretch begins with it": (_run(15, 16), "overhead is None"),
             "hardly longer": (_run(10.5), "min_effect"),
-            "no window": (_run(None), "effect is None"),
+            "no window": (_run(None), "overhead is None"),
         }
 
 
-class ProfilerOverhead(Rule):
+class ProfilerEvents(Rule):
     """The recording itself took a notable part of the analyzed window, so host times are longer
     than without the profiler and idle gaps are wider. Read gains in host time as upper bounds.
 
@@ -119,7 +120,7 @@ class ProfilerOverhead(Rule):
     A note, not a finding: an unprofiled run gains nothing from it.
     """
 
-    id = "profiler-overhead"
+    id = "profiler-events"
     title = "Profiling took a notable part of the window"
     found_in = ("traces/b200_eager",)
     silent_in = public_traces(

@@ -218,7 +218,7 @@ def test_slow_steps_that_come_without_the_profiler_too_are_not_its_cost(tmp_path
     """Of the 6 ms more in the window, 5 ms last on after it for a while."""
     report = report_of(tmp_path / "run", run_of((40, 6), profiled=12, rest=(8, 11)))
     assert report.step is not None and report.step.profiler_overhead is None
-    assert report.recorded is not None and report.recorded.observer_effect is None
+    assert report.recorded is not None and report.recorded.profiler_overhead is None
     text = " ".join(texts(report)["terminal"].split())
     assert "steps vary too much to tell the profiler's cost" in text
     assert "the profiler adds" not in text

@@ -121,13 +121,13 @@ def test_a_run_whose_window_was_never_reached_still_gives_a_report(tmp_path: Pat
     assert Report.from_json(report.to_json()).recorded == report.recorded
 
 
-def test_the_observer_effect_is_profiled_against_unprofiled_steps(tmp_path: Path) -> None:
+def test_the_profilers_overhead_is_profiled_against_unprofiled_steps(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training()})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(window()))
     report = report_of(folder)
     assert report.recorded is not None
     assert report.recorded.profiled_median_ns == 15 * MS
-    assert report.recorded.observer_effect == pytest.approx(0.5)
+    assert report.recorded.profiler_overhead == pytest.approx(0.5)
     assert report.scope.step_source == "ProfilerStep" and report.time
     assert report.recorded.windows == ["window 0: done"]
     text = " ".join(REPORTS.render("terminal", report).split())
@@ -281,7 +281,7 @@ def test_a_step_takes_what_the_device_takes_where_the_host_runs_ahead(tmp_path: 
     assert [set(each.durations_ns) for each in report.step_durations[:1]] == [{20 * MS}]
     assert "unprofiled" not in report.verdict and "vary" not in report.verdict
     said = {finding.rule for finding in (*report.findings, *report.risks, *report.notes)}
-    assert not said & {"gc-pauses", "step-jitter", "regular-stalls", "observer-effect"}
+    assert not said & {"gc-pauses", "step-jitter", "regular-stalls", "slow-profiled-steps"}
 
 
 def test_a_host_that_runs_ahead_does_not_say_what_a_step_takes(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ MINE = {
     "cuda-graphs-unused",
     "python-hot-spot",
     "cpu-before-first-kernel",
-    "profiler-overhead",
+    "profiler-events",
     "implicit-sync",
     "data-dependent-shapes",
     "explicit-synchronize",

@@ -257,17 +257,15 @@ class StepRecords:
                 result[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
         return result
 
-    @cached_property
-    def profiled_median(self) -> float | None:
-        """Median length of the steps that windows kept; ``None``: fewer than two."""
-        inside = _known(self.durations[self.active])
+    def median_of(self, steps: Mask) -> float | None:
+        """Return the median length of steps that windows kept; ``None``: fewer than two."""
+        inside = _known(self.durations[steps])
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
-    @cached_property
-    def unprofiled_median(self) -> float | None:
-        """Median length of the unprofiled steps within 20 of a kept one, so that a run whose speed
-        drifts is compared with itself; ``None``: fewer than five."""
-        result = self.durations_around(self.active)
+    def median_around(self, steps: Mask) -> float | None:
+        """Return the median length of the unprofiled steps within 20 of these, so that a run whose
+        speed drifts is compared with itself; ``None``: fewer than five."""
+        result = self.durations_around(steps)
         return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
     def kept_by_window(self, window: int) -> Mask:
@@ -293,17 +291,14 @@ class StepRecords:
         result: Mask = plain & (np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR)
         return result
 
-    @cached_property
-    def observer_effect(self) -> float | None:
-        """Excess length of profiled steps, as a share of those around them; ``None``: one kind is
-        missing, or unprofiled steps vary as much. Negative where variation outweighs it."""
-        if self.profiled_median is None or not self.unprofiled_median:
+    def profiler_overhead(self, steps: Mask) -> float | None:
+        """Return the excess length of profiled steps, as a share of the unprofiled ones around
+        them. ``None``: too few of either, or the variation of unprofiled steps explains more than
+        half of it in one of the windows. Negative where variation outweighs it."""
+        profiled, unprofiled = self.median_of(steps), self.median_around(steps)
+        if profiled is None or not unprofiled:
             return None
-        return self.certain_excess(self.profiled_median / self.unprofiled_median - 1)
-
-    def certain_excess(self, excess: float) -> float | None:
-        """Return an excess length of profiled steps, as a share of those around them; ``None``: the
-        variation of unprofiled steps explains more than half of it in one of the windows."""
+        excess = profiled / unprofiled - 1
         return excess if excess <= 0 or self._min_excess >= MIN_CERTAIN * excess else None
 
     @cached_property

@@ -36,8 +36,8 @@ R = TypeVar("R", bound="Rule")
 Per = Literal["step", "repetition", "inference", "recording", "window", "run"]
 """Unit that an amount of time, or a number of things, is of."""
 VerdictRole = Literal["", "memory growth", "memory state", "out of memory", "time between steps"]
-"""What a finding says in the verdict though no gain ranks it: that memory grows, or what explains
-the memory in a snapshot, or why a request failed, or how much of the run no step takes."""
+"""Part of a finding in the verdict though no gain ranks it: that memory grows, what explains the
+memory in a snapshot, why a request failed, or how much of the run no step takes."""
 HostCheck = Literal[
     "",
     "loading data",
@@ -50,7 +50,7 @@ HostCheck = Literal[
     "CPU limits",
     "slow steps",
 ]
-"""What was looked at, as the verdict lists it on steps that the host computes; in this order."""
+"""Checks that the verdict lists on steps that the host computes, in its order."""
 
 
 class Evidence(Struct, frozen=True):
@@ -224,9 +224,9 @@ class Rule:
     is_python_time: ClassVar[bool] = False
     """Whether its time is spent by Python in the loop: hot lines of a Scalene pass explain it."""
     verdict_role: ClassVar[VerdictRole] = ""
-    """What its finding says in the verdict, beside the gains; empty: nothing."""
+    """Part of its finding in the verdict, beside the gains; empty: none."""
     host_check: ClassVar[HostCheck] = ""
-    """What it checks in steps that the host computes; empty: nothing that the verdict lists."""
+    """Check that it does on steps that the host computes; empty: none that the verdict lists."""
     cites_all_ranks: ClassVar[bool] = False
     """Whether its finding gets the exposed communication of each rank of a job as evidence."""
     across_ranks: ClassVar[bool] = False

@@ -59,7 +59,7 @@ def find(rule: str, played: Played, network: float | None, folder: Path) -> Find
     """What a rule finds on the first rank of a job."""
     path = folder / "rank0.json"
     path.write_bytes(trace(played, 0))
-    report = advisor.analyze(path, Options(node_size=RANKS_PER_HOST, network=network))
+    report = advisor.analyze(path, Options(node_size=RANKS_PER_HOST, node_bandwidth=network))
     return next((each for each in report.findings if each.rule == rule), None)
 
 

@@ -135,7 +135,7 @@ def examine(
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(
         report,
-        cost=cost_per_step(run, report, prices, options.gpus),
+        cost=cost_per_step(run, report, prices, options.paid_gpus),
         mesh=_mesh(analyses[main], main, compared),
     )
     return AnalysisResult(run, report, analyses, estimator)
@@ -225,7 +225,7 @@ def _tell_machine(analyses: dict[int, Analysis], options: Options) -> None:
     names = {number: host_of(a.trace.meta.path) for number, a in analyses.items()}
     hosts = {number: name for number, name in names.items() if name} if len(names) > 1 else {}
     for a in analyses.values():
-        a.machine = NodeLinks(options.node_size, options.network, hosts)
+        a.machine = NodeLinks(options.node_size, options.node_bandwidth, hosts)
 
 
 def _mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:

@@ -177,7 +177,10 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     if limits:
         text += _raise_occupancy(views) or _relieve(views)
     elif all(view.duration_ns is None for view in views):
-        text += "Give the file of their times with it (--kernels FILE): the bandwidth needs both."
+        text += (
+            "Give the file of their times with it (--kernel-profile FILE): "
+            "the bandwidth needs both."
+        )
     else:
         text += f"What limits it is not recorded: collect it with {_collector(report)}."
     return ("bottlenecks" if report.findings else "limited"), text.rstrip()
@@ -467,7 +470,7 @@ def profiling_command(
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
         f"  -o kernels {program}",
         f"{t.count_noun(count, 'launch')}{after}, each repeated some ten times with "
-        "memory saved and restored. Then: advisor analyze TRACE --kernels kernels.ncu-rep"
+        "memory saved and restored. Then: advisor analyze TRACE --kernel-profile kernels.ncu-rep"
         f"{'.' * bool(hint)}{hint}",
     )
 

@@ -56,12 +56,12 @@ class Options:
     """Callback at the start of that measurement and after each rank."""
     prices: Prices | None = None
     """Prices of a GPU hour; ``None``: from the nearest pyproject.toml."""
-    gpus: int | None = None
+    paid_gpus: int | None = None
     """Number of GPUs that are paid for; ``None``: one per rank."""
 
     node_size: int | None = None
     """Number of GPUs per node; ``None``: from the ranks' hosts, or a trace's list of devices."""
-    network: float | None = None
+    node_bandwidth: float | None = None
     """Bandwidth of a GPU across nodes in one direction, GB/s; ``None``: unknown."""
 
     capture: str | None = None

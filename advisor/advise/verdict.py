@@ -585,7 +585,7 @@ def _caveat(report: Report, a: Analysis) -> str:
         which = (
             "the GPU model is not recorded" if name is None else f"the rates of {name} are unknown"
         )
-        return f"{which}, so slow kernels are not recognised: --gpu NAME gives the model"
+        return f"{which}, so slow kernels are not recognised: --recorded-gpu NAME gives the model"
     if scope.steps_used > 1 and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * max(
         scope.step_min_ns, 1
     ):

@@ -65,8 +65,6 @@ COMMANDS = {
     "workloads": ("workloads", "app", ""),
 }
 """Subcommands: module, attribute to run (``app``: a group with its own commands), help line."""
-RETIRED = {("analyze", "--operators"): ("--by", "operator")}
-"""Options of an earlier version, with their subcommand, and what they are called now."""
 
 ANALYSING = ("analyze", "compare", "export", "fit", "gate", "project", "report", "whatif")
 """Commands that read, say what they found, and end. They run no program of the user's."""
@@ -94,7 +92,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
     command = arguments[0] if arguments else ""
-    arguments = [now for each in arguments for now in RETIRED.get((command, each), (each,))]
+    arguments = [_renamed(command, each) for each in arguments]
     try:
         code = _command(command).main(args=arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
@@ -116,6 +114,12 @@ def run(arguments: list[str]) -> int:
     except MemoryError:
         return _complain("out of memory; analyse one rank or fewer steps at a time", BAD_INPUT)
     return code if isinstance(code, int) else 0
+
+
+def _renamed(command: str, argument: str) -> str:
+    """Return an argument with its option's name of today."""
+    option, equals, value = argument.partition("=")
+    return f"{FORMER.get(command, {}).get(option, option)}{equals}{value}"
 
 
 @cache
@@ -187,15 +191,15 @@ GROUPS: Final = {
 """Headings of the help of ``advisor``, with their subcommands."""
 
 HARDWARE: Final = {
-    "GPU and network": ("--gpu", "--node-size", "--network"),
-    "Cost": ("--price", "--prices", "--gpus"),
+    "GPU and network": ("--recorded-gpu", "--node-size", "--node-bandwidth"),
+    "Cost": ("--price", "--prices", "--paid-gpus"),
 }
 READ: Final = ("--steps", "--rank", "--window", "--max-size")
 OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "analyze": {
         "Output": ("--output", "--format", "--csv", "--redact"),
         "What to show": ("--details", "--brief", "--top", "--by", "--rules"),
-        "Input": (*READ, "--memory", "--kernels", "--compile-log", "--capture"),
+        "Input": (*READ, "--memory", "--kernel-profile", "--compile-log", "--capture"),
         "CI and terminal": ("--fail-on", "--progress"),
         "Ranks and workers": ("--ranks", "--workers", "--cluster"),
         **HARDWARE,
@@ -228,10 +232,10 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "Where to": ("--gpu", "--all", "--gpus", "--nodes", "--instance", "--same-host"),
         "Cost": ("--prices", "--epoch-steps", "--epoch-samples"),
         "Output": ("--output", "--format"),
-        "Input": (*READ, "--from", "--from-mesh", "--node-size", "--network"),
+        "Input": (*READ, "--recorded-gpu", "--from-mesh", "--node-size", "--node-bandwidth"),
     },
     "fit": {
-        "Where to": ("--gpu", "--capacity", "--batch", "--batch-now", "--ranks"),
+        "Where to": ("--gpu", "--capacity", "--batch", "--batch-now", "--gpus"),
         "Output": ("--output", "--format"),
         "Input": ("--memory", *READ),
     },
@@ -258,6 +262,20 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
 }
 """Headings of the options of each subcommand, in order."""
+_FORMER_HARDWARE: Final = {
+    "--gpu": "--recorded-gpu", "--gpus": "--paid-gpus", "--network": "--node-bandwidth",
+}  # fmt: skip
+FORMER: Final[dict[str, dict[str, str]]] = {
+    **dict.fromkeys(("report", "compare", "gate", "whatif", "dashboard"), _FORMER_HARDWARE),
+    "analyze": {
+        **_FORMER_HARDWARE,
+        "--kernels": "--kernel-profile",
+        "--operators": "--by=operator",
+    },
+    "project": {"--from": "--recorded-gpu", "--network": "--node-bandwidth"},
+    "fit": {"--ranks": "--gpus"},
+}
+"""Options by subcommand that had another name in an earlier version, and their name now."""
 OTHER: Final = "Other"
 _AT_LEAST = re.compile(r"  \[x>=[\d.]+\]$|; x>=[\d.]+(?=\]$)")
 """Pattern of typer's note on a number without an upper end (``x>=0``), removed from the help."""

@@ -150,14 +150,14 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
         return [read.compile_log], o.read_options(options, compile_log=None)
     if read.memory is not None:
         return [read.memory], o.read_options(options, memory=None)
-    if read.kernels is None:
+    if read.kernel_profile is None:
         raise AdvisorError(
-            "give a trace, a folder of traces, a run, --memory FILE or --kernels FILE; "
+            "give a trace, a folder of traces, a run, --memory FILE or --kernel-profile FILE; "
             "'advisor demo' shows a report"
         )
     from advisor.read.directory import profile_files
 
-    return profile_files(read.kernels), o.read_options(options, kernels=None)
+    return profile_files(read.kernel_profile), o.read_options(options, kernel_profile=None)
 
 
 def check_ranks(paths: list[str], options: Options) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from advisor.render.renderer import Renderer
 
 
-@o.with_options("rank", "window", "steps", "price", "prices", "gpus")
+@o.with_options("rank", "window", "steps", "price", "prices", "paid_gpus")
 def command(
     before: Annotated[
         str,

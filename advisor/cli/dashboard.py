@@ -68,7 +68,16 @@ Memory = Annotated[
 
 
 @o.with_options(
-    "rank", "window", "steps", "rules", "price", "prices", "gpus", "gpu", "max_size", memory=Memory
+    "rank",
+    "window",
+    "steps",
+    "rules",
+    "price",
+    "prices",
+    "paid_gpus",
+    "recorded_gpu",
+    "max_size",
+    memory=Memory,
 )
 def command(
     paths: Paths,

@@ -45,7 +45,7 @@ def command(
         float | None,
         typer.Option(metavar="N", min=0, help="Samples per step of the snapshot, if not recorded."),
     ] = None,
-    ranks: Annotated[
+    gpus: Annotated[
         int, typer.Option(metavar="N", min=1, help="GPUs that can share the states (ZeRO, FSDP).")
     ] = 1,
     *,
@@ -68,7 +68,7 @@ def command(
         device = analysis.trace.working_device(analysis.device_id)
     known = target or lookup(None if device is None else device.name)
     kept = DRIVER_SHARE if target is not None and target.vendor == "nvidia" else 0.0
-    result = find_fit(post, analysis, size, gpu=known, ranks=ranks, scale=scale, driver_share=kept)
+    result = find_fit(post, analysis, size, gpu=known, ranks=gpus, scale=scale, driver_share=kept)
     from advisor.render.documents.project import build_fit
 
     asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"

@@ -49,7 +49,7 @@ Strict = Annotated[
 ]
 
 
-@o.with_options("rank", "window", "steps", "price", "prices", "gpus", "gpu")
+@o.with_options("rank", "window", "steps", "price", "prices", "paid_gpus", "recorded_gpu")
 def command(
     paths: Paths,
     save: Save = None,

@@ -112,9 +112,9 @@ PriceTable = Annotated[
         help="Prices by the GPU's name, as TOML (else [tool.advisor.prices] of pyproject.toml).",
     ),
 ]
-Gpus = Annotated[
+PaidGpus = Annotated[
     int | None,
-    typer.Option("--gpus", metavar="N", min=1, help="GPUs that are paid for; default: one a rank."),
+    typer.Option(metavar="N", min=1, help="GPUs that are paid for; default: one a rank."),
 ]
 
 
@@ -122,16 +122,15 @@ NodeSize = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="GPUs per node, if the recording does not say."),
 ]
-Network = Annotated[
+NodeBandwidth = Annotated[
     float | None,
     typer.Option(
         metavar="GB/S", min=0.001, help="Bandwidth per GPU between nodes, in one direction."
     ),
 ]
-Gpu = Annotated[
+RecordedGpu = Annotated[
     str | None,
     typer.Option(
-        "--gpu",
         metavar="NAME",
         help="The GPU that ran the work, such as 'a100 sxm4 80gb', where the file does not say.",
     ),
@@ -170,7 +169,7 @@ SnapshotFile = Annotated[
         "it can be a PATH.",
     ),
 ]
-KernelReport = Annotated[
+KernelProfile = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
@@ -257,7 +256,7 @@ ANALYSIS: Final[dict[str, Any]] = {
     "steps": Steps,
     "rules": Rules,
     "memory": SnapshotFile,
-    "kernels": KernelReport,
+    "kernel_profile": KernelProfile,
     "capture": CaptureFile,
     "compile_log": CompileLogs,
     "max_size": MaxSize,
@@ -266,10 +265,10 @@ ANALYSIS: Final[dict[str, Any]] = {
     "cluster": Cluster,
     "price": Price,
     "prices": PriceTable,
-    "gpus": Gpus,
-    "gpu": Gpu,
+    "paid_gpus": PaidGpus,
+    "recorded_gpu": RecordedGpu,
     "node_size": NodeSize,
-    "network": Network,
+    "node_bandwidth": NodeBandwidth,
 }
 """Analysis options and their declarations. Each is a field of ``Options`` or ``ReadOptions`` of
 that name, except those that :func:`analysis` translates."""
@@ -317,8 +316,8 @@ def analysis(
     from advisor.core.gpus import find_gpu
 
     chosen, limit = parse_steps(steps), parse_size(max_size)
-    if others.get("gpu"):
-        find_gpu(others["gpu"])  # an unknown one ends here, not in one of several files
+    if others.get("recorded_gpu"):
+        find_gpu(others["recorded_gpu"])  # an unknown one ends here, not in one of several files
     paid = chosen_prices(price, prices)
     from advisor.advise.options import Options
     from advisor.read import ReadOptions

@@ -26,7 +26,7 @@ MAX_NAMED = 4
 """Number of GPUs for which the median rank's step is listed."""
 
 
-@o.with_options("node_size", "network", "rank", "steps")
+@o.with_options("node_size", "node_bandwidth", "rank", "steps")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -42,9 +42,9 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money an hour."),
     ] = None,
-    source: Annotated[
+    recorded_gpu: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME", help="The recorded GPU, where the file names none."),
+        typer.Option(metavar="NAME", help="The recorded GPU, where the file names none."),
     ] = None,
     gpus: Annotated[
         list[int],
@@ -110,7 +110,7 @@ def command(
             machine = instance, read_instance(tables, instance)
         document = _splits(measured, gpus, nodes, from_mesh, machine, table, options, epoch, notes)
     else:
-        origin = None if source is None else find_gpu(source).gpu
+        origin = None if recorded_gpu is None else find_gpu(recorded_gpu).gpu
         projector = Projector(measured, same_host=same_host, source=origin)
         result = choose_gpus(projector, targets, epoch)
         median = None
@@ -219,7 +219,7 @@ def _splits(
     from advisor.replay.project.mesh import MeshProjector, parse_mesh
     from advisor.replay.project.splits import SAME_BATCH, compare_splits
 
-    network, found = options.network, a.hardware
+    network, found = options.node_bandwidth, a.hardware
     price = None if found is None else prices.price_of(found.name)
     hourly = None if price is None else price.per_hour
     if nodes is not None and any(count % nodes for count in gpus):

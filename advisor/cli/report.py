@@ -21,7 +21,9 @@ MAX_REPORT = 16 << 20
 times its size once decoded."""
 
 
-@o.with_options("rank", "window", "steps", "max_size", "price", "prices", "gpus", "gpu")
+@o.with_options(
+    "rank", "window", "steps", "max_size", "price", "prices", "paid_gpus", "recorded_gpu"
+)
 def command(
     paths: Annotated[
         list[str],

@@ -21,7 +21,7 @@ MAX_NAMES, LONGEST_NAME = 8, 60
 """Number of names listed in place of an unknown one, and the length of each, characters."""
 
 
-@o.with_options("node_size", "network", "rank", "steps", "gpu")
+@o.with_options("node_size", "node_bandwidth", "rank", "steps", "recorded_gpu")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -89,7 +89,7 @@ def command(
     elif mesh is not None:
         there = what_if(
             run, edits, steps=options.steps, mesh=mesh, from_mesh=from_mesh,
-            node_size=options.node_size, network=options.network,
+            node_size=options.node_size, node_bandwidth=options.node_bandwidth,
             same_batch=same_batch, micro_batches=micro_batches,
         )  # fmt: skip
         document = replace(documents.build_mesh(there), data={"schema": 1, **there._asdict()})

@@ -328,7 +328,8 @@ def counters_verdict(before: Report, after: Report) -> str:
     if not pairs:
         if before.triton_kernels and after.triton_kernels:
             return (
-                "Triton's caches have no times. Compare traces, each with its cache as --kernels."
+                "Triton's caches have no times. Compare traces, each with its cache as "
+                "--kernel-profile."
             )
         return "No kernel with a time is in both reports."
     _, first, second, old, new = max(pairs, key=lambda pair: pair[0])

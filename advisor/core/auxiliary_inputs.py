@@ -261,7 +261,7 @@ COUNTERS: Final = AuxiliaryInput(
     skipped=SkippedCheck(
         what="steps, idle time, and the gain per step",
         why="hardware counters of single kernels say nothing of the program around them",
-        record="a profiler trace of the program, and the report with --kernels",
+        record="a profiler trace of the program, and the report with --kernel-profile",
     ),
 )
 TRITON_CACHE: Final = AuxiliaryInput(
@@ -272,7 +272,7 @@ TRITON_CACHE: Final = AuxiliaryInput(
     skipped=SkippedCheck(
         what="steps, idle time, and the gain per step",
         why="a cache of compiled kernels says nothing of the program around them",
-        record="a profiler trace of the program, and the cache with --kernels",
+        record="a profiler trace of the program, and the cache with --kernel-profile",
     ),
 )
 FLIGHT_RECORDER: Final = AuxiliaryInput(

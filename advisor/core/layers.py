@@ -154,7 +154,8 @@ class MeshAxis(Struct, frozen=True, kw_only=True):
     link_name: str | None = None
     """Name of the link, ``NVLink 4``; ``null``: unknown."""
     link_gb_per_s: float | None = None
-    """Bandwidth of one GPU in one direction, GB/s, by its datasheet or as given (``--network``)."""
+    """Bandwidth of one GPU in one direction, GB/s, by its datasheet or as given
+    (``--node-bandwidth``)."""
     micro_batches: int | None = None
     """Passes through this rank's pipeline stage per step (times the stages of the rank); ``null``:
     not a pipeline, or sends do not say between which ranks."""

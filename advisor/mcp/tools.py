@@ -273,8 +273,8 @@ class Tools:
             Field(max_length=b.MAX_PROJECTED, description="Other GPUs, such as 'h200'."),
         ] = [],  # noqa: B006
         rank: Rank = None,
-        source: Annotated[
-            str, Field(max_length=100, description="--from: the recorded GPU, if unknown.")
+        recorded_gpu: Annotated[
+            str, Field(max_length=100, description="The recorded GPU, if unknown.")
         ] = "",
         from_mesh: Annotated[
             str, Field(max_length=100, description="The recorded mesh, as 'dp=8,tp=2', if unknown.")
@@ -282,7 +282,7 @@ class Tools:
         node_size: Annotated[int | None, Field(ge=1, le=65_536, description="GPUs of a node.")] = (
             None
         ),
-        network: Annotated[
+        node_bandwidth: Annotated[
             float | None, Field(gt=0, le=1e6, description="GB/s of a GPU to other nodes.")
         ] = None,
     ) -> Projected:
@@ -306,7 +306,7 @@ class Tools:
         matches = {name: find_gpu(name) for name in gpu}
         notes = [note for name, match in matches.items() if (note := match.note(name))]
         targets = {match.gpu.name: match.gpu for match in matches.values()}
-        origin = find_gpu(source).gpu if source else None
+        origin = find_gpu(recorded_gpu).gpu if recorded_gpu else None
         mesh = parse_mesh(from_mesh) if from_mesh else None
         where, read = self.allowed.path(path), ReadOptions(max_bytes=MAX_BYTES, urls=False)
         choices: tuple[Choice, ...] = ()
@@ -318,7 +318,7 @@ class Tools:
             pace = find_pacing_rank(run, rank)
             a = read_rank(run, pace.slowest, None)
             if gpus:
-                projector = MeshProjector(a, mesh, NodeLinks(node_size, network))
+                projector = MeshProjector(a, mesh, NodeLinks(node_size, node_bandwidth))
                 splits = compare_splits(projector, dict.fromkeys(gpus), None)
                 notes.append(SAME_BATCH)
             else:

@@ -170,8 +170,8 @@ def _recorded_logs(run: Run, options: ReadOptions | None) -> list[Trace | str]:
 
 
 def profile_files(path: str) -> list[str]:
-    """Return the files that ``--kernels PATH`` stands for: the file, or a folder's reports of a
-    kernel profiler, by their first bytes, and the folder if it is a cache of Triton. Raises
+    """Return the files that ``--kernel-profile PATH`` stands for: the file, or a folder's reports
+    of a kernel profiler, by their first bytes, and the folder if it is a cache of Triton. Raises
     AdvisorError if there is none, or it cannot be read."""
     folder = Path(path)
     if not folder.is_dir():
@@ -196,20 +196,20 @@ def profile_files(path: str) -> list[str]:
 
 
 def _given(options: ReadOptions | None) -> list[Trace]:
-    """Read the files named in ``ReadOptions.kernels`` and ``compile_log``. Raises AdvisorError if
-    one is something else."""
+    """Read the files named in ``ReadOptions.kernel_profile`` and ``compile_log``. Raises
+    AdvisorError if one is something else."""
     if options is None:
         return []
     result = []
     if options.compile_log is not None:
         path = Path(options.compile_log)
         result.append(blank_trace(str(path), compilation=read_logs(path, options)))
-    for file in [] if options.kernels is None else profile_files(options.kernels):
-        trace = _read(file, replace(options, kernels=None))
+    for file in [] if options.kernel_profile is None else profile_files(options.kernel_profile):
+        trace = _read(file, replace(options, kernel_profile=None))
         if trace.meta.kernel_profiles is None:
             raise AdvisorError(
-                f"--kernels {trace.meta.path}: give a report of Nsight Compute or rocprof, or a "
-                "cache of Triton"
+                f"--kernel-profile {trace.meta.path}: give a report of Nsight Compute or rocprof, "
+                "or a cache of Triton"
             )
         result.append(trace)
     return result
@@ -394,7 +394,7 @@ def _about_cache(kind: str, archive: str, compiled: dict[str, int]) -> str:
         f"{archive}: {t.with_article(kind)} archive of Triton's cache "
         f"({t.count_noun(sum(compiled.values()), 'compiled kernel')}), no trace; unpack it "
         f"({tool} {Path(archive).name}), then advisor analyze {top}, or beside a trace "
-        f"--kernels {top}"
+        f"--kernel-profile {top}"
     )
 
 

@@ -46,13 +46,14 @@ class ReadOptions:
     """Function called with each block of uncompressed text: for what the tables do not hold."""
     memory: str | None = None
     """Path of a memory snapshot that belongs to the trace (``--memory``)."""
-    kernels: str | None = None
-    """Path of the same program's kernel profiler report, or a folder of them (``--kernels``)."""
+    kernel_profile: str | None = None
+    """Path of the same program's kernel profiler report, or a folder of them
+    (``--kernel-profile``)."""
     compile_log: str | None = None
     """Path of the same program's torch.compile log, or a folder of them (``--compile-log``)."""
     step_ranges: str | None = None
     """Regular expression for the names of ranges that are steps."""
-    gpu: str | None = None
+    recorded_gpu: str | None = None
     """Name of the GPU that did the work (``a100 sxm4 80gb``), if the file names no known one."""
     ranks: str = ""
     """Ranks to keep, such as ``0-63,512``; empty: all."""

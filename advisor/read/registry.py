@@ -192,7 +192,7 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
     form = trace.meta.format if reader.name == KINETO else reader.name
     if form != reader.name and form not in {item.name for item in all_readers()}:
         form = reader.name  # it says that we wrote it, from a file of a format that nobody knows
-    gpu = None if options.gpu is None else find_gpu(options.gpu).gpu.name
+    gpu = None if options.recorded_gpu is None else find_gpu(options.recorded_gpu).gpu.name
     meta = replace(trace.meta, format=form, step_ranges=options.step_ranges, gpu=gpu)
     return replace(trace, meta=meta)
 

@@ -193,7 +193,7 @@ class Splitter:
         if "child_paths" in whole or {"num_warps", "num_stages"} <= whole.keys():
             return (
                 "a file of Triton's cache of compiled kernels, no trace; give the cache's folder, "
-                "alone or beside a trace with --kernels"
+                "alone or beside a trace with --kernel-profile"
             )
         keys = ", ".join(_shown(key) for key in sorted(whole)[:4]) or "no keys"
         return (

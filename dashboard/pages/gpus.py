@@ -84,7 +84,7 @@ def layout(**query: object) -> Any:
         reason = labels.clean(str(error)).removeprefix(
             f"{labels.clean(view.analysis.trace.meta.path)}: "
         )
-        reason = reason.replace("--from NAME", "advisor dashboard --gpu NAME")
+        reason = reason.replace("--recorded-gpu NAME", "advisor dashboard --recorded-gpu NAME")
         why = empty_state(
             "This step cannot be projected to another GPU", reason[:1].upper() + reason[1:]
         )

@@ -52,7 +52,7 @@ class SmallGathers(Rule):
     waits for it. Larger units send the same bytes in fewer collectives.
 
     A gather is small if less than half of its shortest time is transfer. Transfer is its bytes at
-    0.8 of the link's datasheet rate, or of ``--network`` across nodes. The rest counts as latency,
+    0.8 of the link's datasheet rate, or of ``--node-bandwidth`` across nodes. The rest is latency,
     up to what NCCL's own model gives for as many ranks. The rule abstains where no rate is known,
     or which ranks share a node. The gain is of units that are so large that latency is a fifth of a
     gather.

@@ -348,7 +348,7 @@ class Fp32Matmul(Rule):
             return Finding(
                 summary=f"Matrix work runs in FP32 {work}. Its kernels are cuBLAS' and cuDNN's "
                 "for Volta and Turing, which later GPUs run too. Most of these GPUs have tensor "
-                "cores. --gpu NAME narrows the range.",
+                "cores. --recorded-gpu NAME narrows the range.",
                 evidence=[
                     self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
                     amount_per_step(a, "FP32 matrix time", kernel_common.summed_duration(a, slow)),

@@ -370,6 +370,8 @@ def test_operators_are_listed_with_their_rates_instead_of_the_report(
     path = b.write(tmp_path / "trace.json")
     done = advisor("analyze", path, "--by", "operator")
     assert advisor("analyze", path, "--operators") == done, "the option of 0.2 still works"
+    for former in (("--gpu", "a100 sxm4 80gb"), ("--gpu=a100 sxm4 80gb",)):
+        assert advisor("analyze", path, "--operators", *former) == done
     assert done.code == 0
     # 3 x 134 MB in 0.5 ms are 805 GB/s; a triad reaches 1,725 on such an A100
     assert "805 GB/s 1,725 GB/s" in " ".join(done.out.split())

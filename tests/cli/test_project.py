@@ -119,8 +119,8 @@ def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(
 def test_a_recording_that_does_not_tell_its_gpu_can_be_told(advisor: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "bare.json", None)
     refused = advisor("project", path, "--gpu", "h100 sxm5")
-    assert refused.code == 2 and "--from NAME says what it was" in refused.err
-    told = ("--from", "a100 sxm4 80gb", "--gpu", "h100 sxm5", "--format", "json")
+    assert refused.code == 2 and "--recorded-gpu NAME says what it was" in refused.err
+    told = ("--recorded-gpu", "a100 sxm4 80gb", "--gpu", "h100 sxm5", "--format", "json")
     (gpu,) = json.loads(advisor("project", path, *told).out)["gpus"]
     assert gpu["speedup"] == pytest.approx(794.5 / 271.2, rel=0.01)
 
@@ -132,7 +132,10 @@ def test_a_recording_that_does_not_tell_its_gpu_can_be_told(advisor: Run, tmp_pa
         (("--gpu", "voodoo"), "no GPU 'voodoo' is known"),
         (("--gpu", "h2000"), "did you mean NVIDIA H200 SXM, "),
         (("--gpu", "mi30"), "did you mean AMD Instinct MI300X, "),
-        (("--gpu", "l4", "--from", "h100 sxm5"), "recorded on NVIDIA A100 SXM4 80GB, not on"),
+        (
+            ("--gpu", "l4", "--recorded-gpu", "h100 sxm5"),
+            "recorded on NVIDIA A100 SXM4 80GB, not on",
+        ),
         (("--all", "--prices", "nowhere.toml"), "nowhere.toml: cannot be read"),
         (("--gpu", "l4", "--rank", "7"), "7"),
     ],

@@ -39,7 +39,16 @@ def test_whatif_replays_the_ranges_that_are_named(advisor: Run, trace: Path) -> 
 
 
 def test_project_takes_them(advisor: Run, trace: Path) -> None:
-    line = ("project", trace, "--gpu", "h100", "--from", "a100 sxm4 80gb", "--format", "json")
+    line = (
+        "project",
+        trace,
+        "--gpu",
+        "h100",
+        "--recorded-gpu",
+        "a100 sxm4 80gb",
+        "--format",
+        "json",
+    )
     every = json.loads(advisor(*line)[1])["measured_step_ns"]
     assert json.loads(advisor(*line, "--steps", "^evaluate$")[1])["measured_step_ns"] < 0.5 * every
 
@@ -68,7 +77,7 @@ def test_steps_that_are_not_there_are_one_line(
         "compare": [trace],
         "gate": [trace],
         "export": ["--perfetto", tmp_path / "out.json"],
-        "project": ["--gpu", "h100", "--from", "a100 sxm4 80gb"],
+        "project": ["--gpu", "h100", "--recorded-gpu", "a100 sxm4 80gb"],
     }
     code, _, err = advisor(command, trace, *more.get(command, []), "--steps", steps)
     assert code == 2

@@ -383,8 +383,8 @@ def test_the_user_names_the_gpu_that_a_file_does_not() -> None:
     )
     unnamed = Analysis(read_bytes(text))
     assert unnamed.hardware is None
-    named = Analysis(read_bytes(text, options=ReadOptions(gpu="a100 sxm4 80gb")))
+    named = Analysis(read_bytes(text, options=ReadOptions(recorded_gpu="a100 sxm4 80gb")))
     assert named.hardware is find("NVIDIA A100-SXM4-80GB")
     assert named.device is not None and named.device.name == "NVIDIA A100 SXM4 80GB"
     with pytest.raises(AdvisorError, match="no GPU 'z9' is known"):
-        read_bytes(text, options=ReadOptions(gpu="z9"))
+        read_bytes(text, options=ReadOptions(recorded_gpu="z9"))

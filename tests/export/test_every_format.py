@@ -168,7 +168,7 @@ def test_what_has_no_steps_is_told_how_to_mark_them_in_its_own_words(
     file = FORMATS[kind][0](tmp_path)
     assert run("compare", file, file) == 0
     assert run("gate", file, file) == 2
-    assert run("project", file, "--gpu", "h200", "--from", "a100-80gb") in (0, 2)
+    assert run("project", file, "--gpu", "h200", "--recorded-gpu", "a100-80gb") in (0, 2)
     told = capsys.readouterr()
     for text in map(" ".join, (told.out.split(), told.err.split())):
         assert "name a range with --steps" in text

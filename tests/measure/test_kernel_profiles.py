@@ -181,7 +181,7 @@ def test_times_alone_are_no_counters_and_counters_given_beside_them_join() -> No
     assert "(100%, 1,001 launches of 2.64 ms)" in alone.verdict
     assert "collect it with rocprof-compute profile" in alone.verdict
     assert "not measured" not in str(alone)
-    options = ReadOptions(kernels=str(LAPLACIAN / "kernel1_data_movement.csv.gz"))
+    options = ReadOptions(kernel_profile=str(LAPLACIAN / "kernel1_data_movement.csv.gz"))
     both = examine(open_run(str(times), options)).report
     assert "1,171 GB/s" in str(both) and "2.64 ms" in str(both)
 

@@ -97,7 +97,7 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
     played = simulate(job_of(wanted))
     job, talks = played.job, played.talks
     write(played, tmp_path)
-    report = advisor.analyze(tmp_path, Options(rank=None, network=25.0))
+    report = advisor.analyze(tmp_path, Options(rank=None, node_bandwidth=25.0))
     mesh = {axis.axis: axis for axis in report.mesh}
     own = report.scope.rank
     key = [talks[name] for name in ("row", "sequence", "step", "stream")]

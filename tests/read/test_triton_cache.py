@@ -146,11 +146,11 @@ def test_a_folder_without_a_sound_kernel_is_refused_in_a_line(
     trace = TraceBuilder().write(tmp_path / "trace.json")
     empty = tmp_path / "empty"
     empty.mkdir()
-    for arguments in ([str(cache)], [str(empty)], [str(trace), "--kernels", str(empty)]):
+    for arguments in ([str(cache)], [str(empty)], [str(trace), "--kernel-profile", str(empty)]):
         assert cli.run(["analyze", *arguments]) == 2
         text = capsys.readouterr().err.strip()
         assert text.count("\n") == 0 and "Traceback" not in text
-    assert cli.run(["analyze", "--kernels", str(cache)]) == 2
+    assert cli.run(["analyze", "--kernel-profile", str(cache)]) == 2
     assert "no kernel can be read" in capsys.readouterr().err
 
 
@@ -173,7 +173,7 @@ def test_a_cache_alone_is_a_report(cache: Path, capsys: pytest.CaptureFixture[st
 
 
 def beside(trace: Path, cache: Path) -> Report:
-    return analyze(str(trace), Options(read=ReadOptions(kernels=str(cache))))
+    return analyze(str(trace), Options(read=ReadOptions(kernel_profile=str(cache))))
 
 
 def steps(
@@ -206,7 +206,7 @@ def test_beside_a_trace_the_kernel_that_spills_and_takes_time_is_first(
     note = next(n for n in [*report.findings, *report.notes] if n.rule == "triton-register-spills")
     assert "616 B" in note.summary and "26%" in note.summary  # 0.9 of 3.4 ms
     assert note.where[0].file == "/tmp/example/kernels.py" and note.where[0].line == 34
-    assert cli.run(["analyze", str(trace), "--kernels", str(cache), "--details"]) == 0
+    assert cli.run(["analyze", str(trace), "--kernel-profile", str(cache), "--details"]) == 0
     assert "Kernels compiled by Triton · 7 more are not in this trace" in capsys.readouterr().out
 
 
@@ -224,7 +224,7 @@ def test_a_trace_of_another_program_has_none_of_the_kernels(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = str(path_of("triton_example.json.gz"))
-    assert cli.run(["analyze", trace, "--kernels", str(cache)]) == 0
+    assert cli.run(["analyze", trace, "--kernel-profile", str(cache)]) == 0
     text = capsys.readouterr().out
     assert "Kernels compiled by Triton · none is in this trace" in text
     assert "spills 616 B" not in text  # no advice on what the program does not run

@@ -121,7 +121,9 @@ def _links(report: Report) -> Iterator[str]:
         where = f"{axis.axis}: {'inside a node' if axis.link == 'node' else 'across nodes'}"
         reached = f"{_rate(axis)} GB/s"
         if axis.link_gb_per_s is None:
-            missing = "no link of this GPU is known" if axis.link == "node" else "needs --network"
+            missing = (
+                "no link of this GPU is known" if axis.link == "node" else "needs --node-bandwidth"
+            )
             yield f"{where}, {reached}; the rate of the link is unknown ({missing})."
             continue
         name = f" of {axis.link_name}" if axis.link_name else ""

@@ -263,8 +263,8 @@ class MeshProjector:
         given = self.machine.network_gb_per_s
         if given is None:
             raise AdvisorError(
-                "nothing recorded crosses nodes, and the new mesh does: --network GB/S says how "
-                "fast a GPU sends there"
+                "nothing recorded crosses nodes, and the new mesh does: --node-bandwidth GB/S says "
+                "how fast a GPU sends there"
             )
         return given * ATTAINED[0], given * ATTAINED[1], given
 

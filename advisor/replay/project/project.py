@@ -96,7 +96,8 @@ class Projector:
                 else "its GPU is not recorded"
             )
             raise AdvisorError(
-                f"{path}: {why}, so there is nothing to project from; --from NAME says what it was"
+                f"{path}: {why}, so there is nothing to project from; --recorded-gpu NAME says "
+                "what it was"
             )
         if a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: there is no step to project")

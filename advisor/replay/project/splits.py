@@ -216,7 +216,7 @@ def project_ranks(
     steps: tuple[int | None, int | None] | None = None,
     from_mesh: str | None = None,
     node_size: int | None = None,
-    network: float | None = None,
+    node_bandwidth: float | None = None,
     same_batch: bool = False,
     micro_batches: int | None = None,
 ) -> MeshResult:
@@ -226,7 +226,7 @@ def project_ranks(
     recorded = None if from_mesh is None else parse_mesh(from_mesh)
     names = {number: host_of(run.window(number).meta.path) for number in run.ranks}
     hosts = {number: host for number, host in names.items() if host}
-    links = NodeLinks(node_size, network, hosts)
+    links = NodeLinks(node_size, node_bandwidth, hosts)
     pace = find_pacing_rank(run, rank, steps)
 
     def project(number: int) -> MeshResult:

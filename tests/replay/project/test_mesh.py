@@ -107,7 +107,7 @@ def test_half_the_tensor_parallel_ranks_have_twice_the_products(projector: MeshP
 def test_what_was_not_recorded_is_said_and_not_guessed(analysis: Analysis) -> None:
     with pytest.raises(AdvisorError, match="--node-size"):
         MeshProjector(analysis).on(Mesh(dp=4, tp=2))
-    with pytest.raises(AdvisorError, match="--network"):
+    with pytest.raises(AdvisorError, match="--node-bandwidth"):
         MeshProjector(analysis, None, NodeLinks(NODE)).on(Mesh(dp=16, tp=4))
     with pytest.raises(AdvisorError, match="experts"):
         MeshProjector(analysis, None, NodeLinks(NODE)).on(Mesh(dp=4, tp=2, ep=2))

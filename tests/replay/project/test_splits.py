@@ -60,7 +60,7 @@ def test_cost_is_of_the_same_samples_by_hand(analysis: Analysis) -> None:
 
 def test_what_crosses_an_unknown_network_is_refused(analysis: Analysis) -> None:
     rows = compare_splits(MeshProjector(analysis, None, NodeLinks(8)), [16], None)
-    assert rows and all("--network" in row.refused for row in rows)
+    assert rows and all("--node-bandwidth" in row.refused for row in rows)
     (row,) = compare_splits(MeshProjector(analysis, Mesh(pp=8), NodeLinks(8)), [12], None)
     assert "does not divide" in row.refused
 

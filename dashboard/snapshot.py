@@ -31,7 +31,7 @@ from advisor.dashboard.page_view import PageView
 from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_kinds import CATEGORIES
-from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.render.documents import memory
 
 COLOURS = dict(
@@ -72,7 +72,7 @@ def memory_cards(view: PageView) -> list[Any]:
 
 
 def _device(
-    view: PageView, a: Analysis, post: PostMortem, device_view: MemoryView | None
+    view: PageView, a: Analysis, post: PeakMemory, device_view: MemoryView | None
 ) -> list[Any]:
     named = f"GPU {post.device}: " if len(shown_histories(a)) > 1 else ""
     parts = []
@@ -101,7 +101,7 @@ def _device(
     return parts
 
 
-def _picture(post: PostMortem, shown: MemoryView, table_: pl.DataFrame, named: str) -> Any:
+def _picture(post: PeakMemory, shown: MemoryView, table_: pl.DataFrame, named: str) -> Any:
     """Draw the categories over time with the peak marked, and what they hold there."""
     moment = {"peak": "the peak", "out of memory": "the failure"}.get(shown.at, "the snapshot")
     reserved = f"of {t.format_bytes(shown.reserved)} reserved" if shown.reserved else ""
@@ -155,12 +155,12 @@ def _tables(shown: MemoryView, named: str) -> list[Any]:
     return cards
 
 
-def _timeline_table(loaded: LoadedRun, rank: int | None, post: PostMortem) -> pl.DataFrame:
+def _timeline_table(loaded: LoadedRun, rank: int | None, post: PeakMemory) -> pl.DataFrame:
     key = ("memory_timeline", rank, post.device)
     return loaded.cached(key, lambda: post.timeline(POINTS))
 
 
-def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
+def _timeline(post: PeakMemory, table_: pl.DataFrame) -> Any:
     made = plotly_figures.empty_figure(320)
     timed = not table_["time_us"].is_null().any()
     x = (table_["time_us"] / 1e3).to_list() if timed else table_["event"].to_list()
@@ -215,7 +215,7 @@ def _timeline(post: PostMortem, table_: pl.DataFrame) -> Any:
     return made
 
 
-def _largest_blocks(post: PostMortem, category: str, events: Any) -> Any:
+def _largest_blocks(post: PeakMemory, category: str, events: Any) -> Any:
     """Return the row of a category's largest block at each event; -1: it holds none then."""
     lives = post.history.block_lifetimes
     rows = np.flatnonzero(post.category_codes == CATEGORIES.index(category))
@@ -229,7 +229,7 @@ def _largest_blocks(post: PostMortem, category: str, events: Any) -> Any:
     return largest
 
 
-def _block_line(post: PostMortem, row: int) -> str:
+def _block_line(post: PeakMemory, row: int) -> str:
     """Write size and line of a category's largest block, for a tooltip."""
     if row < 0:
         return ""
@@ -240,7 +240,7 @@ def _block_line(post: PostMortem, row: int) -> str:
     return plotly_figures.escape_markup(shown)
 
 
-def _block_stack(post: PostMortem, row: int) -> str:
+def _block_stack(post: PeakMemory, row: int) -> str:
     """Show the largest block of all, with the innermost frames of its stack that have a line."""
     if row < 0:
         return ""
@@ -253,7 +253,7 @@ def _block_stack(post: PostMortem, row: int) -> str:
     return "".join(f"<br>{plotly_figures.escape_markup(labels.clean(line))}" for line in lines)
 
 
-def _map_rows(post: PostMortem) -> pl.DataFrame:
+def _map_rows(post: PeakMemory) -> pl.DataFrame:
     """Return the segments that are drawn, the largest first."""
     return (
         post.snapshot.segments.with_row_index("row")
@@ -263,11 +263,11 @@ def _map_rows(post: PostMortem) -> pl.DataFrame:
     )
 
 
-def _map_height(post: PostMortem) -> int:
+def _map_height(post: PeakMemory) -> int:
     return 110 + 14 * _map_rows(post).height
 
 
-def _map_note(post: PostMortem) -> str:
+def _map_note(post: PeakMemory) -> str:
     shown, total = _map_rows(post).height, post.history.segments.height
     more = f" The {shown} largest of {total:,} segments are drawn." if shown < total else ""
     return (
@@ -275,7 +275,7 @@ def _map_note(post: PostMortem) -> str:
     )
 
 
-def _segments(post: PostMortem) -> Any:
+def _segments(post: PeakMemory) -> Any:
     """Draw a bar per segment with its blocks; the tooltip gives size, category, line and age."""
     h, lives = post.history, post.history.block_lifetimes
     alive = np.flatnonzero(lives.end_event == h.count)
@@ -330,7 +330,7 @@ def _segment_name(row: dict[str, Any]) -> str:
     return f"{kind}{stream}{pool} …{row['address'] & 0xFFFFFFFFFF:x}"
 
 
-def _block_words(post: PostMortem, block: dict[str, Any], life: int | None) -> tuple[str, str]:
+def _block_words(post: PeakMemory, block: dict[str, Any], life: int | None) -> tuple[str, str]:
     """Return the category of a block, and its tooltip: size, line, age."""
     if block["state"] == "inactive":
         return "free", f"free {t.format_bytes(block['size'])}"

@@ -426,7 +426,9 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
         doc = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             doc = str(after.value.value)
-        renamed = re.match(r"field\(name='(\w+)'", ast.unparse(item.value) if item.value else "")
+        renamed = re.search(
+            r"^field\(.*name='(\w+)'", ast.unparse(item.value) if item.value else ""
+        )
         name = renamed[1] if renamed else ast.unparse(item.target)
         yield name, ast.unparse(item.annotation), doc
 

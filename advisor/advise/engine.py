@@ -48,10 +48,10 @@ from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.host.launches import analysed_device
 from advisor.measure.host.stacks import frame_rank
+from advisor.measure.inference.graphs import attach_capture, captured_launches, find_replays
 from advisor.measure.memory.memory_origin import frame_owner
 from advisor.measure.ranks.join import collective_waits
 from advisor.measure.ranks.members import host_of
-from advisor.measure.serving.graphs import attach_capture, captured_launches, find_replays
 from advisor.read import open_run
 from advisor.replay.estimators import GainEstimator, estimator_for
 

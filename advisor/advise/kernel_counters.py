@@ -421,11 +421,11 @@ def _program(report: Report) -> str:
         return "trtexec --loadEngine=model.plan --warmUp=0 --duration=0 --iterations=3"
     if framework == CUDA:
         return "./program"
-    if form != KINETO and form is not None and report.serving is None:
+    if form != KINETO and form is not None and report.inference is None:
         return "PROGRAM" if framework is None else "python program.py"
-    if report.serving is None:
+    if report.inference is None:
         return ANY_PROGRAM
-    return ENGINE_BENCHMARKS.get(report.serving.engine or "", "python infer.py")
+    return ENGINE_BENCHMARKS.get(report.inference.engine or "", "python infer.py")
 
 
 def profiling_command(

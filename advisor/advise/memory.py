@@ -19,7 +19,7 @@ from advisor.measure.memory.allocator_replay import Placement, explain_placement
 from advisor.measure.memory.memory_kinds import CATEGORIES, NOT_ATTRIBUTED
 from advisor.measure.memory.memory_origin import held_by_module
 from advisor.measure.memory.memory_savings import find_savings
-from advisor.measure.memory.post_mortem import PostMortem, fullest_devices, growing_lines
+from advisor.measure.memory.peak_memory import PeakMemory, fullest_devices, growing_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ ROOMY_SHARE = 0.5
 """Share of the GPU's memory below which nothing has to be freed at the cost of smaller batches."""
 
 
-def shown_histories(a: Analysis) -> list[PostMortem]:
+def shown_histories(a: Analysis) -> list[PeakMemory]:
     """Return the memory histories of the GPUs; the host's only if no GPU's is recorded."""
     return [post for post in a.memory_histories if post.device >= 0] or a.memory_histories
 
@@ -67,7 +67,7 @@ def memory_views(a: Analysis) -> list[MemoryView]:
     return views
 
 
-def does_train(a: Analysis | None, post: PostMortem) -> bool | None:
+def does_train(a: Analysis | None, post: PeakMemory) -> bool | None:
     """Return whether the program of a history trains; ``None``: unknown."""
     if post.trains is None and a is not None and a.forward_only:
         return False
@@ -76,10 +76,10 @@ def does_train(a: Analysis | None, post: PostMortem) -> bool | None:
 
 def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
     """Return the memory of a rank's fullest device; ``None`` if it has no snapshot."""
-    return None if a.snapshot is None else sample_memory(a.post_mortems[0], f"rank {rank}")
+    return None if a.snapshot is None else sample_memory(a.peak_memories[0], f"rank {rank}")
 
 
-def sample_memory(post: PostMortem, name: str) -> MemorySample:
+def sample_memory(post: PeakMemory, name: str) -> MemorySample:
     """Return what one device holds at the time of its snapshot or peak."""
     return MemorySample(
         name=name, allocated=post.allocated, reserved=post.reserved, categories=_categories(post)
@@ -93,7 +93,7 @@ def _sums(held: dict[str, int]) -> list[MemoryHolder]:
     ]
 
 
-def _categories(post: PostMortem) -> list[MemoryHolder]:
+def _categories(post: PeakMemory) -> list[MemoryHolder]:
     return [
         MemoryHolder(category=name, file=None, line=None, function=None,
                      blocks=_blocks(post, name), bytes=held)
@@ -101,7 +101,7 @@ def _categories(post: PostMortem) -> list[MemoryHolder]:
     ]  # fmt: skip
 
 
-def _view(post: PostMortem) -> MemoryView:
+def _view(post: PeakMemory) -> MemoryView:
     h = post.history
     result = measure_fragments(post)
     at = "out of memory" if h.failed_event is not None else "snapshot" if h.is_too_short else "peak"
@@ -170,7 +170,7 @@ def _view(post: PostMortem) -> MemoryView:
     )  # fmt: skip
 
 
-def _blocks(post: PostMortem, category: str) -> int:
+def _blocks(post: PeakMemory, category: str) -> int:
     return int(post.by_line.filter(post.by_line["category"] == category)["blocks"].sum())
 
 
@@ -341,13 +341,13 @@ def memory_limits(a: Analysis) -> list[str]:
             "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
             f"on before the first allocation: {RECORD_HISTORY}."
         )
-    elif all(post.history.is_too_short for post in a.post_mortems):
+    elif all(post.history.is_too_short for post in a.peak_memories):
         count = a.snapshot.events.height
         result.append(
             f"The memory snapshot has a history of {t.count_noun(count, 'event')}: peak, churn and "
             "growth are unknown."
         )
-    elif any(post.history.began_before and post.history.count for post in a.post_mortems):
+    elif any(post.history.began_before and post.history.count for post in a.peak_memories):
         result.append(
             "The memory history starts in the middle: blocks that were there before have no line "
             "unless they are held to the end. Switch it on earlier, or raise max_entries."
@@ -362,7 +362,7 @@ def memory_limits(a: Analysis) -> list[str]:
             "The memory snapshot has no stacks: categories and lines are unknown "
             "(context='all' in _record_memory_history)."
         )
-    unmatched = sum(post.history.unmatched for post in a.post_mortems)
+    unmatched = sum(post.history.unmatched for post in a.peak_memories)
     if unmatched:
         result.append(
             f"Not in the memory history's state: {t.count_noun(unmatched, 'allocation')} without "

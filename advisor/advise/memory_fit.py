@@ -22,7 +22,7 @@ from advisor.measure.memory.memory_savings import (
     find_changes,
     shard_changes,
 )
-from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_rate
 from advisor.rules.kernel.kernel_common import rows_launched_under
 
@@ -132,7 +132,7 @@ class MemoryFit(NamedTuple):
 
 
 def find_fit(
-    post: PostMortem,
+    post: PeakMemory,
     a: Analysis | None,
     capacity: int,
     *,
@@ -241,7 +241,7 @@ def _checkpoint_fewest_calls(
     return partly(high)
 
 
-def _largest(post: PostMortem, chosen: Sequence[CostedChange], room: float) -> float:
+def _largest(post: PeakMemory, chosen: Sequence[CostedChange], room: float) -> float:
     """Return the largest batch that fits ``room`` bytes with the changes, over the recorded one."""
     made = [way.change for way in chosen]
     low, high = 0.0, LARGEST_SCALE
@@ -272,7 +272,7 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
     return PhaseTimes(per[0], per[1], per[2], busiest / a.step_count, a.step_ns)
 
 
-def _layers(each: Change, post: PostMortem, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
+def _layers(each: Change, post: PeakMemory, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
     """Return what each call of a checkpointed line holds, and how long it runs."""
     if each.forward_call is None:
         return ()
@@ -330,7 +330,7 @@ def module_times(a: Analysis, calls: int) -> list[float] | None:
 
 
 def _price(
-    each: Change, post: PostMortem, phases: PhaseTimes | None, gpu: GpuSpec | None, ranks: int,
+    each: Change, post: PeakMemory, phases: PhaseTimes | None, gpu: GpuSpec | None, ranks: int,
     scale: float,
 ) -> tuple[float | None, str]:  # fmt: skip
     """Return the time added per step, ns (``None``: unknown), and what it consists of."""

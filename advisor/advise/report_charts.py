@@ -16,14 +16,14 @@ from advisor.core import charts, labels
 from advisor.core import text as t
 from advisor.core.charts import (
     Appearance,
+    FixSequence,
     Kind,
     RankRow,
     RankTable,
+    ReportCharts,
     Segment,
-    Stair,
-    Stairs,
+    StepAfterFix,
     StepBar,
-    Views,
 )
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from advisor.replay.estimators import GainEstimator
 
 
-def build_views(report: Report) -> Views:
+def build_charts(report: Report) -> ReportCharts:
     """Return all charts of a report."""
-    return Views(build_step_bar(report), build_stairs(report), build_rank_table(report))
+    return ReportCharts(
+        build_step_bar(report), build_fix_sequence(report), build_rank_table(report)
+    )
 
 
 # -- where the time goes ------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def _ranked(
 # -- what the step could come down to ------------------------------------------------------------
 
 
-def build_stairs(report: Report) -> Stairs | None:
+def build_fix_sequence(report: Report) -> FixSequence | None:
     """Return the step time left after each fix of the step; ``None`` if none shortens it."""
     result = report_text.fixes_of_step(report)
     whole = report.step_ns
@@ -161,17 +163,17 @@ def build_stairs(report: Report) -> Stairs | None:
         saved = float(max(0, finding.marginal_gain_ns or 0))
         left = max(0.0, left - saved)
         named = (finding.priority, finding.severity, labels.clean(finding.title))
-        fixes.append(Stair(*named, saved, left, saved / whole, left / whole))
-    measured = Stair(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
-    return Stairs(report.per, report_text.has_upper_bound(report), measured, fixes)
+        fixes.append(StepAfterFix(*named, saved, left, saved / whole, left / whole))
+    measured = StepAfterFix(None, "info", "as measured", 0.0, whole, 0.0, 1.0)
+    return FixSequence(report.per, report_text.has_upper_bound(report), measured, fixes)
 
 
-def build_stairs_of_chosen(
+def build_chosen_fix_sequence(
     report: Report, kept: Container[int], estimator: GainEstimator
-) -> Stairs | None:
+) -> FixSequence | None:
     """Return the stairs with only the kept fixes, by priority: each saves what it does after the
     kept ones before it. A fix that is left out shows its saving after all kept ones."""
-    full = build_stairs(report)
+    full = build_fix_sequence(report)
     if full is None:
         return None
     result = report_text.fixes_of_step(report)

@@ -91,7 +91,7 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
         if a.steps.launched is None
         else a.steps.host_spans.total / a.step_count,
         "step_variation": steps_apart(a),
-        "serving": a.serving,
+        "inference": a.inference,
         "layers": report_layers(a),
     }
     if a.device_id is not None:

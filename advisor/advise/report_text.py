@@ -16,7 +16,7 @@ from advisor.core.report import EQUAL_STEP_SHARE
 from advisor.core.trace import KINETO
 
 if TYPE_CHECKING:
-    from advisor.core.charts import Stairs
+    from advisor.core.charts import FixSequence
     from advisor.core.report import Replay, Report
 
 MAX_NAMES = 6
@@ -850,7 +850,7 @@ def describe_all_fixes(report: Report) -> str:
     )
 
 
-def describe_chosen_fixes(stairs: Stairs) -> str:
+def describe_chosen_fixes(stairs: FixSequence) -> str:
     """Say what the step takes with the chosen fixes."""
     step, left = stairs.measured.left_ns, stairs.fixes[-1].left_ns
     if left >= step:

@@ -22,7 +22,7 @@ from advisor.advise.limits import (
 )
 from advisor.advise.memory import memory_of_rank, memory_views
 from advisor.advise.priority import MOSTLY_BUSY
-from advisor.advise.report_charts import build_views
+from advisor.advise.report_charts import build_charts
 from advisor.advise.report_fields import (
     energy_use,
     list_inputs,
@@ -111,7 +111,7 @@ def write_report(
     command = profiling_command(report, a, line)
     start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
     if start_up:
-        report = replace(report, serving=None)  # its passes stand for no others
+        report = replace(report, inference=None)  # its passes stand for no others
     waits = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
     if command is not None and not too_little(a) and not start_up and not waits:
         report = replace(report, profile_kernels=list(command))
@@ -120,7 +120,7 @@ def write_report(
     report = replace(report, replay=estimator.describe_replay(edits, left))
     status, text = write_verdict(report, a, rules)
     report = replace(report, status=status, verdict=text)
-    return replace(report, views=build_views(report))
+    return replace(report, views=build_charts(report))
 
 
 def _with_command(line: str, findings: Sequence[Finding]) -> list[Finding]:

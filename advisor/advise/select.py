@@ -24,7 +24,7 @@ from advisor.core.finding import Category
 from advisor.core.rule import Rule
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
-from advisor.measure.memory.post_mortem import order_snapshots
+from advisor.measure.memory.peak_memory import order_snapshots
 from advisor.measure.steps.steps import require_used_steps
 
 if TYPE_CHECKING:

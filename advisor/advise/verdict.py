@@ -596,11 +596,11 @@ def _caveat(report: Report, a: Analysis) -> str:
 def _phases_behind(report: Report) -> str:
     """Name a served model's phases in which the GPU mostly waits for the host; empty if they take a
     small share of the step."""
-    if report.serving is None:
+    if report.inference is None:
         return ""
     waits = {
         phase.name: (1 - phase.busy_share) * phase.ns * phase.steps
-        for phase in report.serving.phases
+        for phase in report.inference.phases
         if phase.limit == "host" and phase.busy_share is not None
     }
     total = sum(waits.values()) / report.scope.steps_used

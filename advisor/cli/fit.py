@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from advisor.advise.memory_fit import CostedChange, MemoryFit
     from advisor.core.run_directory import RankRecord
     from advisor.measure import Analysis
-    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.memory.peak_memory import PeakMemory
 
 
 Memory = Annotated[
@@ -85,12 +85,12 @@ def command(
 
 def _history(
     path: str, options: o.Options
-) -> tuple[PostMortem, Analysis | None, RankRecord | None]:
+) -> tuple[PeakMemory, Analysis | None, RankRecord | None]:
     """Return the memory history, the trace that times changes (or ``None``), and the rank's record.
     Raises AdvisorError if there is no history or its figures contradict each other."""
     from advisor.advise.engine import open_first_windows
     from advisor.measure import Analysis
-    from advisor.measure.memory.post_mortem import post_mortems
+    from advisor.measure.memory.peak_memory import peak_memories
 
     run = open_first_windows(path, options.read, options.rank)
     number = (
@@ -107,7 +107,7 @@ def _history(
     if analysis is not None:
         posts = [post for post in analysis.memory_histories if post.device >= 0]
     else:
-        posts = [] if snapshot is None else post_mortems(snapshot)
+        posts = [] if snapshot is None else peak_memories(snapshot)
     if not posts:
         raise AdvisorError(
             f"{path}: no memory snapshot and no memory events; give one with --memory FILE, or "

@@ -10,7 +10,7 @@ from operator import attrgetter
 from advisor.compare.comparison import Amount, Comparison
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.report import KernelCounters, MemoryHolder, Report, ServingPhase
+from advisor.core.report import InferencePhase, KernelCounters, MemoryHolder, Report
 
 HOUR_NS = 3.6e12
 
@@ -199,7 +199,7 @@ def phase_amounts(before: Report, after: Report) -> Iterator[Amount]:
     """Yield time per token and per step, and GPU busy share, of each phase that both have. Then
     comes device time by part of a layer, per token if both counts are known, else per step."""
     sides = [
-        {} if report.serving is None else {phase.name: phase for phase in report.serving.phases}
+        {} if report.inference is None else {phase.name: phase for phase in report.inference.phases}
         for report in (before, after)
     ]
     for name in [name for name in sides[0] if name in sides[1]]:
@@ -210,7 +210,7 @@ def phase_amounts(before: Report, after: Report) -> Iterator[Amount]:
         yield from _parts(name, pair)
 
 
-def _parts(name: str, pair: list[ServingPhase]) -> Iterator[Amount]:
+def _parts(name: str, pair: list[InferencePhase]) -> Iterator[Amount]:
     tokens = [phase.tokens for phase in pair]
     known = all(tokens)
     each = [count if known and count else 1.0 for count in tokens]

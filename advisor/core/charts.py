@@ -102,7 +102,7 @@ class StepBar(Struct, frozen=True):
         return ", ".join(f"{segment.label} {segment.share_text}" for segment in self.segments)
 
 
-class Stair(Struct, frozen=True):
+class StepAfterFix(Struct, frozen=True):
     """Step time once a finding and all before it are fixed."""
 
     priority: int | None
@@ -141,16 +141,16 @@ class Stair(Struct, frozen=True):
         return t.format_share(self.saved_share)
 
 
-class Stairs(Struct, frozen=True):
+class FixSequence(Struct, frozen=True):
     """Step times, fix by fix."""
 
     per: Per
     """Unit of the figures."""
     bounded: bool
     """Whether some gain is an upper bound, and with it what is saved."""
-    measured: Stair
+    measured: StepAfterFix
     """Step as measured, with nothing fixed."""
-    fixes: list[Stair]
+    fixes: list[StepAfterFix]
     """Steps after each fix, the most valuable fix first."""
 
     @property
@@ -159,7 +159,7 @@ class Stairs(Struct, frozen=True):
         return "up to " * self.bounded
 
     @property
-    def all(self) -> list[Stair]:
+    def all(self) -> list[StepAfterFix]:
         """The measured step, then each fix."""
         return [self.measured, *self.fixes]
 
@@ -196,12 +196,12 @@ class RankTable(Struct, frozen=True):
         return f"{t.count_noun(left, 'more rank')} wait{'s' * (left == 1)} less; the JSON has all."
 
 
-class Views(Struct, frozen=True):
+class ReportCharts(Struct, frozen=True):
     """Charts that every renderer and the dashboard draw, for others to draw the same."""
 
     bar: StepBar | None
     """Bar of the step's time; ``null``: it is not measured."""
-    stairs: Stairs | None
+    stairs: FixSequence | None
     """Step times that the fixes lead to; ``null``: nothing is ranked."""
     ranks: RankTable | None
     """Table of the ranks, by number; ``null``: one rank."""

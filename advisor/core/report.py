@@ -14,7 +14,7 @@ from advisor.core.auxiliary_inputs import (
     FlightRecord,
     NetworkLog,
 )
-from advisor.core.charts import Views
+from advisor.core.charts import ReportCharts
 from advisor.core.finding import Finding, HotLine, PassedCheck, SkippedCheck, unit_of
 from advisor.core.layers import Layers, MeshAxis
 from advisor.core.prices import Cost, EnergyUse
@@ -789,7 +789,7 @@ class Quantiles(Struct, frozen=True):
     """Longest duration, ns."""
 
 
-class ServingPhase(Struct, frozen=True, kw_only=True):
+class InferencePhase(Struct, frozen=True, kw_only=True):
     """Steps of one kind (prefill, decode …) of a model that is served."""
 
     name: str
@@ -848,7 +848,7 @@ class GraphReplays(Struct, frozen=True, kw_only=True):
     """Number of pieces of device work that must have run and are not in the recording."""
 
 
-class Serving(Struct, kw_only=True):
+class InferenceByPhase(Struct, kw_only=True):
     """Steps by phase of a model that is used and not trained."""
 
     engine: str | None
@@ -856,7 +856,7 @@ class Serving(Struct, kw_only=True):
     source: str
     """Marks of the steps: ``engine``, ``module calls``, ``ProfilerStep`` or ``vocabulary
     look-ups``."""
-    phases: list[ServingPhase]
+    phases: list[InferencePhase]
     """Phases by total time, the longest first."""
     between: Quantiles | None
     """Quantiles of the gaps between two steps; ``null``: there is one step, or none has a gap."""
@@ -973,7 +973,7 @@ class Report(Struct, kw_only=True):
     none is slow, or their counters are here."""
     rules: list[RuleText] = field(default_factory=list)
     """Rules of all findings, risks and notes, by id."""
-    serving: Serving | None = None
+    inference: InferenceByPhase | None = field(default=None, name="serving")
     """Inference by phase; ``null``: the program trains, or nothing marks its steps."""
     compilation: CompileLog | None = None
     """Logs of torch.compile; ``null``: none were given."""
@@ -981,7 +981,7 @@ class Report(Struct, kw_only=True):
     """Dumps of PyTorch's flight recorder; ``null``: none were given."""
     network: NetworkLog | None = None
     """Logs of NCCL and topologies; ``null``: none were given."""
-    views: Views | None = None
+    views: ReportCharts | None = None
     """Charts of the report as data; ``null``: written before there were any."""
 
     @property

@@ -239,7 +239,7 @@ class Rule:
             cls.validation = "real traces" if public else "recordings"
         package, _, folder = cls.__module__.rpartition(".")[0].rpartition(".")
         if package == "advisor.rules" and "category" not in vars(cls):
-            cls.category = cast("Category", {"serving": "inference"}.get(folder, folder))
+            cls.category = cast("Category", folder)
 
     def check(self, a: Analysis) -> Outcomes:
         """Yield findings, skipped checks and passed checks for one rank's window."""

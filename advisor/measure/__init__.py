@@ -49,16 +49,16 @@ from advisor.measure.host.unused_gradients import (
     recorded_gradients,
     unused_gradient_work,
 )
-from advisor.measure.memory.post_mortem import post_mortems
+from advisor.measure.inference.graphs import missing_records
+from advisor.measure.inference.passes import find_engine, find_passes, with_attention
+from advisor.measure.inference.phases import measure_inference
+from advisor.measure.memory.peak_memory import peak_memories
 from advisor.measure.memory.trace_memory import (
     find_allocations,
     memory_by_step,
     recompute_time,
     recorded_snapshot,
 )
-from advisor.measure.serving.graphs import missing_records
-from advisor.measure.serving.passes import find_engine, find_passes, with_attention
-from advisor.measure.serving.phases import measure_serving
 from advisor.measure.steps.step_differences import compare_halves, one_off
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import find_steps, forward_only
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
     from advisor.measure.host.launches import LostRecords
-    from advisor.measure.memory.post_mortem import PostMortem
-    from advisor.measure.serving.passes import ForwardPasses
+    from advisor.measure.inference.passes import ForwardPasses
+    from advisor.measure.memory.peak_memory import PeakMemory
     from advisor.measure.steps.steps import Steps
 
 
@@ -191,11 +191,11 @@ class Analysis:
 
     @cached_property
     def passes(self) -> ForwardPasses | None:
-        """Steps of inference (``serving/passes.py``); ``None``: the program trains, or nothing
+        """Steps of inference (``inference/passes.py``); ``None``: the program trains, or nothing
         marks them."""
         return find_passes(self.trace)
 
-    serving = cached_property(measure_serving)
+    inference = cached_property(measure_inference)
     """Steps of inference by phase; ``None``: there are none."""
 
     @cached_property
@@ -276,7 +276,7 @@ class Analysis:
     @cached_property
     def lost_records(self) -> LostRecords:
         """Launches whose device work the profiler lost (``host/launches.py``), and work of graph
-        replays that is not in the recording (``serving/graphs.py``)."""
+        replays that is not in the recording (``inference/graphs.py``)."""
         calls, graphs = lost_records(self.trace), missing_records(self.trace)
         both = calls.launches + graphs[0], calls.lost + graphs[1]
         cut = self.trace.meta.truncated and not self.trace.cpu.is_empty()
@@ -444,19 +444,19 @@ class Analysis:
     """Calls that allocate or free device or pinned memory."""
 
     @cached_property
-    def post_mortems(self) -> list[PostMortem]:
-        """Contents of the memory per device of the snapshot (``post_mortem.py``), the fullest
+    def peak_memories(self) -> list[PeakMemory]:
+        """Contents of the memory per device of the snapshot (``peak_memory.py``), the fullest
         first. Empty: no snapshot."""
-        return [] if self.snapshot is None else post_mortems(self.snapshot)
+        return [] if self.snapshot is None else peak_memories(self.snapshot)
 
     @cached_property
-    def memory_histories(self) -> list[PostMortem]:
-        """``post_mortems``; without a snapshot, those of the trace's own allocator events
+    def memory_histories(self) -> list[PeakMemory]:
+        """``peak_memories``; without a snapshot, those of the trace's own allocator events
         (``trace_memory.py``), the host's (device -1) last."""
         if self.snapshot is not None:
-            return self.post_mortems
+            return self.peak_memories
         recorded = recorded_snapshot(self)
-        made = [] if recorded is None else post_mortems(recorded)
+        made = [] if recorded is None else peak_memories(recorded)
         return sorted(made, key=lambda post: post.device < 0)
 
     profiled_kernels = cached_property(profiled_kernels)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from advisor.core.errors import AdvisorError
 
 MAX_SECONDS = 120.0
-"""Longest profile, s: a trace of two minutes of serving has hundreds of millions of events."""
+"""Longest profile, s: a trace of two minutes of a server has hundreds of millions of events."""
 ANSWER_SECONDS = 15.0
 """Timeout for an answer of a running server, s."""
 STOP_SECONDS = 1800.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from advisor.core import charts, labels
 from advisor.core import text as t
-from advisor.core.charts import Segment, Stairs, StepBar
+from advisor.core.charts import FixSequence, Segment, StepBar
 from advisor.render.document import Figure, Grid
 from advisor.render.html import (
     Markup,
@@ -199,7 +199,7 @@ def table_head(names: Sequence[str]) -> Markup:
 class Staircase(Figure):
     """Staircase of the step, fix by fix."""
 
-    stairs: Stairs
+    stairs: FixSequence
 
     def table(self) -> Grid:
         """Return a row a fix: what it saves after those above it, and the step that is left."""

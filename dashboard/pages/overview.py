@@ -11,7 +11,7 @@ from dash import ClientsideFunction, Input, Output, State
 from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.charts import Stair, Stairs, StepBar
+from advisor.core.charts import FixSequence, StepAfterFix, StepBar
 from advisor.core.finding import Finding, Impact
 from advisor.core.report import Report
 from advisor.dashboard import page_view, snapshot
@@ -32,7 +32,7 @@ from advisor.dashboard.components import (
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages import network
 from advisor.dashboard.session import DashboardSession, LoadedRun
-from advisor.render.documents import auxiliary_sections, serving
+from advisor.render.documents import auxiliary_sections, inference
 from advisor.render.documents.report import checks
 
 OUTLOOK = "outlook"
@@ -57,7 +57,7 @@ def layout(**query: object) -> Any:
         card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
         if bar is not None
         else None,
-        *map(draw_block, serving.sections(report)),
+        *map(draw_block, inference.sections(report)),
         _staircase(view),
         None if timeless else _top(view, report),
         *counter_command(report),
@@ -120,7 +120,7 @@ def _head(report: Report) -> Any:
 def _staircase(view: PageView) -> Any:
     """Draw the step as measured, then after fix 1, after fixes 1 and 2 and so on. Fixes are ticked
     to be in or out."""
-    full = report_charts.build_stairs(view.loaded.report)
+    full = report_charts.build_fix_sequence(view.loaded.report)
     if full is None:
         return None
     known = _fixes(full)
@@ -163,26 +163,26 @@ def _staircase(view: PageView) -> Any:
     )
 
 
-def _fixes(stairs: Stairs) -> set[int]:
+def _fixes(stairs: FixSequence) -> set[int]:
     return {stair.priority or 0 for stair in stairs.fixes}
 
 
-def _is_kept(stair: Stair, kept: set[int]) -> bool:
+def _is_kept(stair: StepAfterFix, kept: set[int]) -> bool:
     return stair.priority is None or stair.priority in kept
 
 
-def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[Stairs, str] | None:
+def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[FixSequence, str] | None:
     """Return the stairs of some fixes, and the sentence below them; ``None``: there are none."""
     shown = loaded.cached(
         ("stairs", frozenset(kept)),
-        lambda: report_charts.build_stairs_of_chosen(
+        lambda: report_charts.build_chosen_fix_sequence(
             loaded.report, kept, loaded.examined.estimator
         ),
     )
     return None if shown is None else (shown, report_text.describe_chosen_fixes(shown))
 
 
-def _parts(stairs: Stairs, stair: Stair, *, kept: bool) -> dict[str, Any]:
+def _parts(stairs: FixSequence, stair: StepAfterFix, *, kept: bool) -> dict[str, Any]:
     """Return a row's bar and its figures."""
     left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
     start = left if kept else f"{max(0.0, stair.left_share - stair.saved_share):.4%}"
@@ -213,7 +213,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
     )
     def tick(ticks: Any, fixes: Any, search: Any) -> tuple[list[Any], list[Any], str]:
         loaded = page_view.view(**page_view.parse_query(search)).loaded
-        full = report_charts.build_stairs(loaded.report)
+        full = report_charts.build_fix_sequence(loaded.report)
         known = _fixes(full) if full is not None else set()
         ticked = zip(fixes or (), ticks or (), strict=False)
         on = [fix.get("fix") for fix, is_on in ticked if is_on is True and isinstance(fix, dict)]

@@ -243,7 +243,7 @@ class ExposedCommunication(Rule):
         "cases": {
             "all_reduce": {
                 "fix": "Use one-shot or two-shot all-reduce in shared memory for small messages "
-                "(custom_all_reduce of serving engines, symmetric memory), merged with the "
+                "(custom_all_reduce of inference engines, symmetric memory), merged with the "
                 "addition and norm that follow. Run two halves of the batch in turns, so that one "
                 "computes while the other communicates.",
                 "code": "import torch.distributed._symmetric_memory as symm_mem\n"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from advisor.core.intervals import Floats
     from advisor.measure import Analysis
-    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.memory.peak_memory import PeakMemory
 
 GIB = 1 << 30
 
@@ -106,7 +106,7 @@ def skip_without_events(a: Analysis, what: str) -> SkippedCheck:
     return SkippedCheck(what=what, why=why, record="profile_memory=True")
 
 
-def locate_holders(post: PostMortem, count: int = 3) -> list[Location]:
+def locate_holders(post: PeakMemory, count: int = 3) -> list[Location]:
     """Find the user's lines that held most at the moment that the snapshot is read at."""
     held = post.by_line.filter(post.by_line["file"].is_not_null()).head(count)
     return [

@@ -32,7 +32,7 @@ from advisor.rules.memory.device_memory import (
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
-    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.memory.peak_memory import PeakMemory
 
 
 class Fragmentation(Rule):
@@ -150,7 +150,7 @@ class Fragmentation(Rule):
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
         """Free memory that a failed request could not use because it is in pieces; or, where none
         failed, what the peak had reserved in pieces that no request could use."""
-        for post in a.post_mortems:
+        for post in a.peak_memories:
             pieces, placed, packed = (
                 measure_fragments(post),
                 explain_placement(post),
@@ -206,7 +206,7 @@ class Fragmentation(Rule):
                 **case,
             )
 
-    def _at_end(self, post: PostMortem, pieces: Fragments) -> Iterator[Finding]:
+    def _at_end(self, post: PeakMemory, pieces: Fragments) -> Iterator[Finding]:
         """Report memory that is free in pieces between tensors when the snapshot was taken."""
         packed, reserved = measure_repacking_at_end(post), int(post.history.reserved[-1])
         if packed is None or packed.freed < max(self.min_freed * reserved, self.min_split * GIB):

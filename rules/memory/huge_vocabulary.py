@@ -31,7 +31,7 @@ from advisor.rules.memory.device_memory import (
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
-    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.memory.peak_memory import PeakMemory
 
 _FORWARD = r"^aten::_log_softmax$"
 _LOSS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"
@@ -121,10 +121,10 @@ class HugeVocabulary(Rule):
         """Compare the largest log-softmax with the peak; else read a snapshot."""
         outcomes = list(self._of_trace(a))
         in_trace = any(isinstance(outcome, Finding) for outcome in outcomes)
-        snapshots = [] if in_trace else [self._of_snapshot(post) for post in a.post_mortems]
+        snapshots = [] if in_trace else [self._of_snapshot(post) for post in a.peak_memories]
         yield from [finding for finding in snapshots if finding is not None] or outcomes
 
-    def _of_snapshot(self, post: PostMortem) -> Finding | None:
+    def _of_snapshot(self, post: PeakMemory) -> Finding | None:
         held = find_logits(post)
         saved = {each.name: each.bytes for each in find_savings(post)}.get("smaller logits")
         if held is None or not saved or held.largest < self.min_memory * max(post.allocated, 1):

@@ -13,7 +13,7 @@ from advisor.core.intervals import Floats, covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import find_savings
-from advisor.measure.memory.post_mortem import PostMortem, fullest_devices, growing_lines
+from advisor.measure.memory.peak_memory import PeakMemory, fullest_devices, growing_lines
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, TRACEML, public_traces
 from advisor.rules.common import impact_memory, impact_risk, recorded_steps
@@ -68,7 +68,7 @@ class KeptReferences(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Look for blocks of earlier steps at the peak."""
-        for post in a.post_mortems:
+        for post in a.peak_memories:
             if not post.growth.is_empty():
                 continue
             for saving in find_savings(post):
@@ -260,7 +260,7 @@ class MemoryLeak(Rule):
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
         """Lines that leave something behind in each step, where that adds up to enough within the
         history, or memory ran out."""
-        for post in a.post_mortems:
+        for post in a.peak_memories:
             table = post.growth
             if table.is_empty():
                 continue
@@ -374,7 +374,7 @@ class MemoryLeak(Rule):
         }
 
 
-def _moment(post: PostMortem) -> str:
+def _moment(post: PeakMemory) -> str:
     return "at the peak" if post.history.failed_event is None else "when memory ran out"
 
 

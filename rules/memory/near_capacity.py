@@ -11,7 +11,7 @@ from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.serving.annotations import SGLANG, TENSORRT_LLM, VLLM
+from advisor.measure.inference.annotations import SGLANG, TENSORRT_LLM, VLLM
 from advisor.rules.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.rules.common import impact_risk
 from advisor.rules.memory.device_memory import (
@@ -30,7 +30,7 @@ from advisor.rules.memory.device_memory import (
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
-    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.memory.peak_memory import PeakMemory
 
 
 class MemoryNearCapacity(Rule):
@@ -98,7 +98,7 @@ class MemoryNearCapacity(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the highest reserved memory with the GPU's capacity."""
-        post = _select_post_mortem(a)
+        post = _select_snapshot(a)
         if a.device_id is None and post is None:
             return
         reserved, allocated, capacity = measure_peaks(a)
@@ -200,9 +200,9 @@ FILLS_MEMORY: Final = (VLLM, SGLANG, TENSORRT_LLM)
 SGLang's ``mem_fraction_static``, TensorRT-LLM's ``free_gpu_memory_fraction``."""
 
 
-def _select_post_mortem(a: Analysis) -> PostMortem | None:
+def _select_snapshot(a: Analysis) -> PeakMemory | None:
     """Return the snapshot's part of the analysed GPU, else of the fullest."""
-    posts = a.post_mortems
+    posts = a.peak_memories
     of_this_gpu = [post for post in posts if post.device == a.device_id]
     return next(iter(of_this_gpu or posts), None)
 

@@ -29,7 +29,7 @@ from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.core.snapshot import OutOfMemoryText
-    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.memory.peak_memory import PeakMemory
 
 MIN_BATCHES = 5
 """Number of batches from which the last one is compared with the median."""
@@ -215,7 +215,7 @@ class OutOfMemory(Rule):
     def check(self, a: Analysis) -> Outcomes:
         """Read what the recorder saved when it happened."""
         post = next(
-            (post for post in a.post_mortems if post.history.failed_event is not None), None
+            (post for post in a.peak_memories if post.history.failed_event is not None), None
         )
         text = None if a.snapshot is None else a.snapshot.exception
         if text is None and post is not None and post.request is not None:
@@ -271,7 +271,7 @@ class OutOfMemory(Rule):
             ),
         )
 
-    def _of_snapshot(self, post: PostMortem, request: int) -> Finding:
+    def _of_snapshot(self, post: PeakMemory, request: int) -> Finding:
         """Report the request that failed, what was held then, and what would have freed enough."""
         placed, packed, ways = (
             explain_placement(post),
@@ -386,19 +386,19 @@ def describe_change(change: str, trains: bool | None) -> tuple[str, str]:
     return str(case["fix"]), str(case["code"])
 
 
-def _name(saving: Saving, post: PostMortem) -> str:
+def _name(saving: Saving, post: PeakMemory) -> str:
     fix = describe_change(saving.name, post.trains)[0]
     return f"{fix[0].lower()}{fix[1:]}"
 
 
-def _needed_after(way: Saving, post: PostMortem) -> int:
+def _needed_after(way: Saving, post: PeakMemory) -> int:
     """Return the bytes that the step needs after the failed request, as far as a change leaves
     them: pieces of logits need a piece, half the batch half of them."""
     left = {"smaller logits": 1 / LOSS_CHUNKS, "half the batch": 0.5}.get(way.name, 1.0)
     return round(post.needed_after * left)
 
 
-def _name_ways(ways: list[Saving], post: PostMortem, needed: int) -> str:
+def _name_ways(ways: list[Saving], post: PeakMemory, needed: int) -> str:
     """Write what would have freed memory, one sentence each. ``needed``: bytes that suffice."""
     sentences = []
     for way in ways[:MAX_SAVINGS]:
@@ -438,7 +438,7 @@ SHARDING = {
 }
 
 
-def _list_holders(post: PostMortem, count: int = 3) -> str:
+def _list_holders(post: PeakMemory, count: int = 3) -> str:
     """List categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
     named = [
         f"{name} {t.format_bytes(held)}" for name, held in list(post.by_category.items())[:count]

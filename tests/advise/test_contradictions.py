@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from advisor.advise.engine import AnalysisResult
-from advisor.advise.report_charts import build_stairs, build_stairs_of_chosen
+from advisor.advise.report_charts import build_chosen_fix_sequence, build_fix_sequence
 from advisor.advise.report_text import LATE_CAUSES, ranked_findings, step_after_fixes
 from advisor.core import text as t
-from advisor.core.charts import Stair
+from advisor.core.charts import StepAfterFix
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
@@ -171,7 +171,7 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
     """What the step takes with all fixes is the last of the steps after each, and no shorter than
     the work that is left."""
     report, a = result.report, next(iter(result.analyses.values()))
-    stairs = build_stairs(report)
+    stairs = build_fix_sequence(report)
     if stairs is None:
         return
     after = stairs.fixes[-1].left_ns
@@ -195,13 +195,13 @@ def test_one_set_of_fixes_saves_one_time_whatever_was_ticked_before(name: str) -
     """A fix that is offered saves what the step lacks to that of both; alone, its own gain."""
     result = examined(str(CORPUS / name))
     report = result.report
-    full = build_stairs(report)
+    full = build_fix_sequence(report)
     assert full is not None
     first, second, *_ = numbers = [stair.priority for stair in full.fixes]
     gain = {f.priority: f.impact.gain_ns for f in report.findings if f.impact is not None}
 
-    def chosen(*kept: int | None) -> dict[int | None, Stair]:
-        stairs = build_stairs_of_chosen(report, kept, result.estimator)
+    def chosen(*kept: int | None) -> dict[int | None, StepAfterFix]:
+        stairs = build_chosen_fix_sequence(report, kept, result.estimator)
         assert stairs is not None
         return {stair.priority: stair for stair in stairs.fixes}
 

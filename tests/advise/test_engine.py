@@ -12,7 +12,7 @@ import pytest
 import advisor
 from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze, examine
-from advisor.advise.report_charts import build_stairs
+from advisor.advise.report_charts import build_fix_sequence
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
@@ -135,7 +135,7 @@ def test_a_gain_between_the_steps_is_in_no_table_of_the_step_and_found_once() ->
     assert (first.rule, first.impact and first.impact.unit) == ("periodic-work", "run")
     (pauses,) = (f for f in made.findings if f.rule == "time-between-steps")
     assert (pauses.priority, pauses.folded_under) == (None, "periodic-work")
-    stairs = build_stairs(made)
+    stairs = build_fix_sequence(made)
     assert stairs is not None
     assert 1 not in [stair.priority for stair in stairs.fixes]
     said = report_text.describe_all_fixes(made)

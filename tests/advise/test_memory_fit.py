@@ -19,7 +19,7 @@ from advisor.cli import run
 from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import count_needed_bytes
-from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.read.snapshot import read_snapshot
 from advisor.render.documents.project import build_fit
 from advisor.testing import TraceBuilder
@@ -36,8 +36,8 @@ def program(**how: Any) -> FakeAllocator:
     return m
 
 
-def measured(m: FakeAllocator) -> PostMortem:
-    return PostMortem(read_snapshot([m.pickled()], "x"), 0)
+def measured(m: FakeAllocator) -> PeakMemory:
+    return PeakMemory(read_snapshot([m.pickled()], "x"), 0)
 
 
 def trace(device: str = "A100") -> TraceBuilder:

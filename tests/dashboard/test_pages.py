@@ -390,7 +390,7 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     session = DashboardSession([str(m.write(tmp_path / "memory.pickle"))]).load()
     loaded = session.entries[0].loaded
     assert loaded is not None, session.entries[0].failure_reason
-    (post,), (told,) = loaded.main.post_mortems, loaded.report.memory
+    (post,), (told,) = loaded.main.peak_memories, loaded.report.memory
     drawn = snapshot._timeline(post, post.timeline(50))
     at = int(post.timeline(50)["event"].index_of(post.event) or 0)
     assert drawn.layout.yaxis.title.text == "MiB"  # less than one GiB

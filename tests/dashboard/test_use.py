@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from advisor.advise import report_text
-from advisor.advise.report_charts import build_stairs_of_chosen
+from advisor.advise.report_charts import build_chosen_fix_sequence
 from advisor.core.text import format_duration
 from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
@@ -104,7 +104,7 @@ def test_a_fix_that_is_unticked_gives_its_time_back_and_the_others_are_estimated
     ticks.nth(0).uncheck()
     alone = second.impact.gain_ns
     stairs.nth(2).get_by_text(f"−{format_duration(alone)}").wait_for()
-    stairs_of = partial(build_stairs_of_chosen, result.report, estimator=result.estimator)
+    stairs_of = partial(build_chosen_fix_sequence, result.report, estimator=result.estimator)
     all_but_first, every = (stairs_of(n).fixes[-1].left_ns for n in (range(2, 99), range(99)))
     after = format_duration(all_but_first - every)
     assert stairs.nth(1).inner_text().split("\n")[1] == f"(−{after})"

@@ -14,7 +14,7 @@ import pytest
 import advisor
 from advisor.measure.memory.allocator_replay import replay_allocator
 from advisor.measure.memory.memory_savings import count_needed_bytes, find_changes, find_savings
-from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.read.snapshot import read_snapshot
 from advisor.render.formats import REPORTS
 from advisor.rules.memory.out_of_memory import describe_change
@@ -38,8 +38,8 @@ def content(name: str) -> bytes:
     return gzip.decompress((FOLDER / f"{name}.pickle.gz").read_bytes())
 
 
-def measured(name: str) -> PostMortem:
-    return PostMortem(read_snapshot([content(name)], name), 0)
+def measured(name: str) -> PeakMemory:
+    return PeakMemory(read_snapshot([content(name)], name), 0)
 
 
 def counted_back(snapshot: dict[str, Any]) -> tuple[int, set[int]]:

@@ -148,7 +148,7 @@ def test_a_trace_with_memory_events_has_the_tables_of_a_snapshot(
     changes = {saving.name for saving in find_savings(post)}
     assert {"half the batch", "offload optimizer state"} <= changes
     assert "expandable segments" not in changes  # a trace does not show segments
-    assert not a.post_mortems  # rules read snapshots
+    assert not a.peak_memories  # rules read snapshots
 
 
 def test_memory_of_an_nsight_export_is_counted_by_device_and_pinned_memory_apart(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from advisor.measure.memory.memory_savings import MIN_SAVING_SHARE, STATE_8_BIT, find_savings
-from advisor.measure.memory.post_mortem import PostMortem
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.read.snapshot import read_snapshot
 from advisor.testing.allocator import (
     CALLED,
@@ -154,7 +154,7 @@ CHANGED = {
 def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
     program = plan(seed)
     m, most = run(program)
-    post = PostMortem(read_snapshot([m.pickled()], "x"), 0)
+    post = PeakMemory(read_snapshot([m.pickled()], "x"), 0)
     assert post.allocated == most
     said = {each.name: each.bytes for each in find_savings(post)}
     for change, how in CHANGED.items():
@@ -189,8 +189,8 @@ def test_categories_hold_in_a_ring_that_was_switched_on_late(seed: int) -> None:
     for segment in state["segments"]:
         for block in segment["blocks"]:
             block["frames"] = []
-    late = PostMortem(read_snapshot([pickle.dumps(state)], "x"), 0).by_category
-    full = PostMortem(read_snapshot([whole.pickled()], "x"), 0).by_category
+    late = PeakMemory(read_snapshot([pickle.dumps(state)], "x"), 0).by_category
+    full = PeakMemory(read_snapshot([whole.pickled()], "x"), 0).by_category
     assert sum(late.values()) == sum(full.values())
     slack = 0.02 * sum(full.values())
     kept = ("activations", "earlier steps")

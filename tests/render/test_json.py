@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor import analyze
-from advisor.advise.report_charts import build_views
+from advisor.advise.report_charts import build_charts
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import Ranks
 from advisor.core.report import SCHEMA, Replay, Report
@@ -48,7 +48,7 @@ def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
             b.sync()
     found = analyze(b.write(tmp_path / "trace.json"))
     read = Report.from_json(REPORTS.render("json", found))
-    assert read.views == build_views(found)
+    assert read.views == build_charts(found)
     shown = standard.loads(found.to_json())["views"]
     bar, stairs = shown["bar"], shown["stairs"]
     assert shown["ranks"] is None

@@ -173,7 +173,7 @@ def test_every_view_has_the_same_stairs_and_the_same_ranks(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
     made = report(3, ranks=ranks(3))
-    stairs, table = report_charts.build_stairs(made), report_charts.build_rank_table(made)
+    stairs, table = report_charts.build_fix_sequence(made), report_charts.build_rank_table(made)
     assert stairs is not None
     assert table is not None
     texts = {

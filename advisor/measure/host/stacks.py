@@ -225,7 +225,7 @@ def user_frames(trace: Trace) -> Rows:
     """Compute ``Analysis.user_frame``.
 
     The innermost frame of the user's own code; where only installed libraries are around a row (a
-    trace of a serving engine, say), the innermost of theirs: never PyTorch's or Python's.
+    trace of an inference engine, say), the innermost of theirs: never PyTorch's or Python's.
     """
     rank = frame_ranks(trace)
     if not rank.any():

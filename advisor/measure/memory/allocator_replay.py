@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 
 from advisor.measure.memory.memory_history import Ints, MemoryHistory
-from advisor.measure.memory.post_mortem import PostMortem, cached_measurement
+from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
 ROUND, SMALL, SMALL_BUFFER = 512, 1 << 20, 2 << 20
 LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
@@ -366,7 +366,7 @@ class Repacking(NamedTuple):
 
 
 @cached_measurement
-def measure_repacking(post: PostMortem) -> Repacking | None:
+def measure_repacking(post: PeakMemory) -> Repacking | None:
     """Replay the history, with expandable segments and without, up to the analysed moment. Caches
     that a request could have back are no fragments. ``None``: no history, segments that are
     expandable, figures that contradict each other, or too little beside tensors."""
@@ -392,7 +392,7 @@ def measure_repacking(post: PostMortem) -> Repacking | None:
 
 
 @cached_measurement
-def measure_repacking_at_end(post: PostMortem) -> Repacking | None:
+def measure_repacking_at_end(post: PeakMemory) -> Repacking | None:
     """Replay the history to its end: memory that is free in segments with tensors when the snapshot
     was taken, and that expandable segments could have given back. ``None``: as above, or steps
     recur, whose next one fills the same pieces."""
@@ -409,7 +409,7 @@ def measure_repacking_at_end(post: PostMortem) -> Repacking | None:
     return Repacking(pieces.split, max(0, min(pieces.split, fixed - grown)), False, assumes)
 
 
-def measure_fragments(post: PostMortem) -> Fragments | None:
+def measure_fragments(post: PeakMemory) -> Fragments | None:
     """Measure free blocks when the snapshot was taken; ``None``: it has no segments."""
     h = post.history
     known = post.snapshot.exception is None and post.snapshot.source == "allocator"
@@ -459,7 +459,7 @@ def measure_fragments(post: PostMortem) -> Fragments | None:
     )
 
 
-def explain_placement(post: PostMortem) -> Placement | None:
+def explain_placement(post: PeakMemory) -> Placement | None:
     """Explain why the failed request could not be placed; ``None``: none failed, or the snapshot
     was taken so much later that its state is another."""
     h, result = post.history, measure_fragments(post)

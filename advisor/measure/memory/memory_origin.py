@@ -20,7 +20,7 @@ from advisor.measure.memory.trace_memory import find_running
 if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.measure.host.layers import LayerTable
-    from advisor.measure.memory.post_mortem import PostMortem
+    from advisor.measure.memory.peak_memory import PeakMemory
 
 
 ROLES = (
@@ -372,7 +372,7 @@ class ModuleCall(NamedTuple):
     """Bytes outside of these."""
 
 
-def held_by_module(post: PostMortem) -> list[ModuleCall]:
+def held_by_module(post: PeakMemory) -> list[ModuleCall]:
     """List module calls below the ones around them, the largest first among siblings. Modules
     called from one line (blocks in a loop) are one. Empty: no stack contains a ``forward``."""
     history, rows = post.history, post.allocated_rows

@@ -16,7 +16,7 @@ from advisor.measure.memory.allocator_replay import measure_repacking
 from advisor.measure.memory.memory_history import PHASES, Ints, Mask
 from advisor.measure.memory.memory_kinds import CATEGORIES
 from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, frame_owner
-from advisor.measure.memory.post_mortem import PostMortem, cached_measurement
+from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
 """Share of the peak below which a saving is not reported."""
@@ -88,7 +88,7 @@ class Saving(NamedTuple):
     function: str | None = None
 
 
-def count_needed_bytes(post: PostMortem, made: Sequence[Change] = (), scale: float = 1.0) -> int:
+def count_needed_bytes(post: PeakMemory, made: Sequence[Change] = (), scale: float = 1.0) -> int:
     """Count the most bytes in tensors at once, the failed request included, after changes.
 
     ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
@@ -127,7 +127,7 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
 
 
 @cached_measurement
-def find_savings(post: PostMortem) -> list[Saving]:
+def find_savings(post: PeakMemory) -> list[Saving]:
     """List what lowers the peak, the cheapest in time first, then the largest. Savings overlap: not
     to be added up."""
     before = count_needed_bytes(post)
@@ -155,7 +155,7 @@ MOVED_PEAK = 0.95
 """Share of what a change frees at the peak below which another moment is the peak after it."""
 
 
-def _saving(post: PostMortem, each: Change, freed: int) -> Saving:
+def _saving(post: PeakMemory, each: Change, freed: int) -> Saving:
     where = each.where
     place = (None, None, None) if where is None else (where.file, where.line, where.function)
     lives, assumes = post.history.block_lifetimes, each.assumes
@@ -172,7 +172,7 @@ def _saving(post: PostMortem, each: Change, freed: int) -> Saving:
 
 
 @cached_measurement
-def find_changes(post: PostMortem) -> list[Change]:
+def find_changes(post: PeakMemory) -> list[Change]:
     """List the changes whose blocks are in the history; one without any is left out."""
     if post.snapshot.exception is not None:
         return []
@@ -187,7 +187,7 @@ def find_changes(post: PostMortem) -> list[Change]:
     ]
 
 
-def _of(post: PostMortem, *categories: str) -> Mask:
+def _of(post: PeakMemory, *categories: str) -> Mask:
     mask: Mask = np.isin(post.category_codes, [CATEGORIES.index(name) for name in categories])
     return mask
 
@@ -195,7 +195,7 @@ def _of(post: PostMortem, *categories: str) -> Mask:
 # -- activations ----------------------------------------------------------------------------------
 
 
-def _checkpointing(post: PostMortem) -> Change | None:
+def _checkpointing(post: PeakMemory) -> Change | None:
     """Checkpoint the line that calls the same module again and again: each call keeps its output
     alone, and is whole again when its backward begins.
 
@@ -221,7 +221,7 @@ def _checkpointing(post: PostMortem) -> Change | None:
     return best
 
 
-def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> Change | None:
+def _checkpointed(post: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> Change | None:
     h, lives = post.history, post.history.block_lifetimes
     stacks, born = lives.stack[rows], lives.start_event[rows]
     first_stack = stacks == stacks[0]
@@ -274,7 +274,7 @@ def _checkpointed(post: PostMortem, rows: Ints, place: tuple[str, int, str]) -> 
     )
 
 
-def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
+def _callers(post: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
     """List the user's lines around a stack that call a module: those that could be checkpointed."""
     frames = post.snapshot.stacks[stack] if stack >= 0 else ()
     frames = tuple(f for f in frames if f.line > 0)
@@ -291,7 +291,7 @@ def _callers(post: PostMortem, stack: int) -> list[tuple[str, int, str]]:
     ]
 
 
-def _attention(post: PostMortem) -> Change | None:
+def _attention(post: PeakMemory) -> Change | None:
     """Compute attention in one fused kernel, which stores no scores: the softmax inside a function
     or file of attention made blocks of their size. Under autocast that function's next product
     keeps a copy of them in 16 bits: half as large, as no other of its blocks is, unless a head has
@@ -336,7 +336,7 @@ def _find_attention(stack: Stack) -> SnapshotFrame | None:
     return None
 
 
-def _offload(post: PostMortem) -> Change | None:
+def _offload(post: PeakMemory) -> Change | None:
     """Move activations to host memory while they wait for the backward pass."""
     h, lives = post.history, post.history.block_lifetimes
     rows = np.flatnonzero(
@@ -358,7 +358,7 @@ def _offload(post: PostMortem) -> Change | None:
     )
 
 
-def batch_rows(post: PostMortem) -> Ints:
+def batch_rows(post: PeakMemory) -> Ints:
     """Find blocks whose size is in proportion to the batch: activations, inputs, and the gradients
     of activations on their way. Never weights, states, copies of weights or caches."""
     lives = post.history.block_lifetimes
@@ -368,7 +368,7 @@ def batch_rows(post: PostMortem) -> Ints:
     return rows
 
 
-def _batch(post: PostMortem) -> Change:
+def _batch(post: PeakMemory) -> Change:
     return Change(
         "half the batch",
         batch_rows(post),
@@ -393,7 +393,7 @@ class Logits(NamedTuple):
     """Origin of the loss's first block: the line that called the loss."""
 
 
-def find_logits(post: PostMortem) -> Logits | None:
+def find_logits(post: PeakMemory) -> Logits | None:
     """Find the logits; ``None``: no loss held anything large at the analysed moment."""
     h, lives = post.history, post.history.block_lifetimes
     loss = np.array([o.loss for o in h.origins])[lives.stack]
@@ -418,7 +418,7 @@ def find_logits(post: PostMortem) -> Logits | None:
     return Logits(rows, int(lives.size[first].max()), len(now), total, where)
 
 
-def _logits(post: PostMortem) -> Change | None:
+def _logits(post: PeakMemory) -> Change | None:
     result = find_logits(post)
     asked = _asks_for_logits(post)
     if result is None and not asked:
@@ -436,7 +436,7 @@ def _logits(post: PostMortem) -> Change | None:
     )
 
 
-def _asks_for_logits(post: PostMortem) -> bool:
+def _asks_for_logits(post: PeakMemory) -> bool:
     """Tell whether the request that failed is for logits: where earlier steps made blocks of the
     same size as a loss did."""
     h, lives = post.history, post.history.block_lifetimes
@@ -447,7 +447,7 @@ def _asks_for_logits(post: PostMortem) -> bool:
     return bool(np.isin(lives.size[same], lives.size[loss]).any())
 
 
-def _autocast(post: PostMortem) -> Change | None:
+def _autocast(post: PeakMemory) -> Change | None:
     """Drop the copies of weights that autocast keeps. Where nothing trains, the weights can be of
     that type themselves."""
     lives = post.history.block_lifetimes
@@ -479,7 +479,7 @@ def _autocast(post: PostMortem) -> Change | None:
 # -- what outlives its use ------------------------------------------------------------------------
 
 
-def _references(post: PostMortem) -> Change | None:
+def _references(post: PeakMemory) -> Change | None:
     """Free what each step leaves behind, else blocks of earlier steps, from the end of their step
     on."""
     h, lives = post.history, post.history.block_lifetimes
@@ -506,7 +506,7 @@ def _references(post: PostMortem) -> Change | None:
                   None if where.file is None else where)  # fmt: skip
 
 
-def _set_to_none(post: PostMortem) -> Change | None:
+def _set_to_none(post: PeakMemory) -> Change | None:
     """Free gradients that are there during a forward pass although the optimizer has used them."""
     h, lives = post.history, post.history.block_lifetimes
     gradients = np.flatnonzero(_of(post, "gradients"))
@@ -540,7 +540,7 @@ def _set_to_none(post: PostMortem) -> Change | None:
 # -- the optimizer --------------------------------------------------------------------------------
 
 
-def _optimizer(post: PostMortem) -> list[Change]:
+def _optimizer(post: PeakMemory) -> list[Change]:
     state = np.flatnonzero(_of(post, "optimizer state"))
     large = state[post.history.block_lifetimes.size[state] >= MIN_8_BIT]
     return [
@@ -556,7 +556,7 @@ def _optimizer(post: PostMortem) -> list[Change]:
     ]  # fmt: skip
 
 
-def shard_changes(post: PostMortem, ranks: int) -> list[Change]:
+def shard_changes(post: PeakMemory, ranks: int) -> list[Change]:
     """Estimate ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the
     largest two weights gathered."""
     lives = post.history.block_lifetimes
@@ -576,7 +576,7 @@ def shard_changes(post: PostMortem, ranks: int) -> list[Change]:
     return [each for each in made if len(each.rows)]
 
 
-def _graphs(post: PostMortem) -> Change | None:
+def _graphs(post: PeakMemory) -> Change | None:
     """Merge private pools beyond the largest: graphs that never run at once can share one."""
     h, lives = post.history, post.history.block_lifetimes
     rows = np.flatnonzero(_of(post, "CUDA graph pools"))

@@ -25,7 +25,7 @@ from advisor.measure.host.stacks import (
     outermost_ancestor,
     parent_rows,
 )
-from advisor.measure.serving.passes import ENGINE
+from advisor.measure.inference.passes import ENGINE
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis

@@ -22,7 +22,7 @@ from advisor.measure.host.launches import (
     launched_before_recording,
 )
 from advisor.measure.host.names import name_matches
-from advisor.measure.serving.passes import ENGINE, ForwardPasses, find_passes, has_training_rows
+from advisor.measure.inference.passes import ENGINE, ForwardPasses, find_passes, has_training_rows
 from advisor.measure.steps.unmarked_steps import SIMILAR_TIME, find_repeats, without_fragments
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def step_of_call(steps: Steps, start: np.ndarray) -> pl.Series:
 def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None) -> Steps:
     """Find the steps: the ranges that were said to be steps, else the marks of an inference engine,
     else ProfilerStep ranges, else the recorder's ``advisor::step`` ranges, else the period of
-    ``Optimizer.step``, else the calls of a model that only infers (``serving/passes.py``); in
+    ``Optimizer.step``, else the calls of a model that only infers (``inference/passes.py``); in
     formats without marks of their own the range or the sequence of device work that repeats
     (``unmarked_steps.py``); else the whole trace.
 
@@ -443,7 +443,7 @@ def find_rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
 def forward_only(a: Analysis) -> bool:
     """Return whether the loop does not train, as far as is recorded: the recorder saw forwards and
     nothing learnt, or a trace has operators and neither a backward nor an optimizer's step. A trace
-    without operators does not tell; a snapshot alone does, by ``PostMortem.trains``."""
+    without operators does not tell; a snapshot alone does, by ``PeakMemory.trains``."""
     recorded = a.recorded
     if recorded is not None:
         if recorded.inference:
@@ -452,5 +452,5 @@ def forward_only(a: Analysis) -> bool:
             return False
     cpu = a.trace.cpu
     if not name_matches(cpu["name"], r"^aten::").any():
-        return a.record_only and {post.trains for post in a.post_mortems} == {False}
+        return a.record_only and {post.trains for post in a.peak_memories} == {False}
     return not has_training_rows(a.trace)

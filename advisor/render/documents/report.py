@@ -30,7 +30,7 @@ from advisor.render.document import (
     TextField,
     Tiles,
 )
-from advisor.render.documents import auxiliary_sections, memory, ranks, serving
+from advisor.render.documents import auxiliary_sections, inference, memory, ranks
 from advisor.render.figures import Bar, Staircase, StepTimeline
 
 MAX_RANKS: Final = 8
@@ -59,7 +59,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             ),
             *_tiles(report),
             *_time(report),
-            *serving.sections(report),
+            *inference.sections(report),
             *_timeline(report, options),
             *_ranks(report),
             *ranks.build_mesh_sections(report),
@@ -153,7 +153,7 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         each = "gain per step" if report.per == "step" else "gain"
         title = "What to change" if report_text.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
-    stairs = report_charts.build_stairs(report)
+    stairs = report_charts.build_fix_sequence(report)
     if stairs is not None and len(stairs.fixes) > 1:
         title = "Step time after each fix"
         yield Section(title, [Staircase(stairs)], detail=True, summary=title.lower())

@@ -11,8 +11,8 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.serving.annotations import DECODE
-from advisor.measure.serving.passes import NARROW, read_heads
+from advisor.measure.inference.annotations import DECODE
+from advisor.measure.inference.passes import NARROW, read_heads
 from advisor.rules.citations import CHOSEN, TENSORBOARD
 from advisor.rules.common import amount_per_step, of_step, scale_edit
 from advisor.rules.framework_advice import SGLANG_KV, VLLM_KV

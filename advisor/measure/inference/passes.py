@@ -23,7 +23,7 @@ from advisor.core.trace import Trace
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.launches import AHEAD_SHARE, analysed_device
 from advisor.measure.host.names import name_matches
-from advisor.measure.serving.annotations import (
+from advisor.measure.inference.annotations import (
     DECODE,
     FORWARD,
     IMAGE,

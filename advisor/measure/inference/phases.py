@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.intervals import covered_length, union
-from advisor.core.report import GraphReplays, Quantiles, Serving, ServingPhase
+from advisor.core.report import GraphReplays, InferenceByPhase, InferencePhase, Quantiles
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.shapes import FORMATS
 from advisor.measure.host.names import cache_by_name, map_names
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.measure.serving.annotations import FORWARD, StepMark
-from advisor.measure.serving.graphs import find_replays
+from advisor.measure.inference.annotations import FORWARD, StepMark
+from advisor.measure.inference.graphs import find_replays
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-    from advisor.measure.serving.passes import ForwardPasses
+    from advisor.measure.inference.passes import ForwardPasses
 
 MIN_P90, MIN_P99 = 10, 100
 """Durations below which these percentiles say no more than the longest does."""
@@ -39,8 +39,8 @@ MOVING = (
 Numbers = NDArray[np.int64]
 
 
-def measure_serving(a: Analysis) -> Serving | None:
-    """Measure ``Report.serving``: the passes that begin in the used steps."""
+def measure_inference(a: Analysis) -> InferenceByPhase | None:
+    """Measure ``Report.inference``: the passes that begin in the used steps."""
     passes = a.passes
     if passes is None:
         return None
@@ -59,7 +59,7 @@ def measure_serving(a: Analysis) -> Serving | None:
     span = float(end[order].max() - start[order][0])
     outputs = [passes.marks[index].outputs for index in order.tolist()]
     described = [tokens for tokens in outputs if tokens is not None]
-    return Serving(
+    return InferenceByPhase(
         engine=a.engine,
         source=passes.source,
         phases=phases,
@@ -95,7 +95,7 @@ def _mean(values: list[int | None]) -> float | None:
 
 def _phase(
     label: str, rows: Numbers, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool
-) -> ServingPhase:
+) -> InferencePhase:
     """Summarise one phase. ``whole``: the records of the device are complete."""
     start, end = (times[rows] for times in passes.pass_intervals)
     dur = end - start
@@ -107,7 +107,7 @@ def _phase(
     limit = max(limits, key=lambda name: limits[name]) if any(limits.values()) else None
     count = len(rows)
     judged = sums is not None and sums.known is not None and sums.known >= MIN_KNOWN
-    return ServingPhase(
+    return InferencePhase(
         name=label,
         steps=count,
         requests=_mean([mark.requests for mark in marks]),

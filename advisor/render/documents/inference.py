@@ -7,8 +7,8 @@ from typing import Final
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.report import Quantiles, Report, Serving, ServingPhase
-from advisor.measure.serving.annotations import NO_CACHE
+from advisor.core.report import InferenceByPhase, InferencePhase, Quantiles, Report
+from advisor.measure.inference.annotations import NO_CACHE
 from advisor.render.document import Block, FieldList, Grid, Section, TextField
 
 MAX_ROLES: Final = 6
@@ -37,21 +37,21 @@ ENGINE_NAMES: Final = {
 
 def sections(report: Report) -> Iterator[Block]:
     """Yield steps by phase; nothing where the program trains, or nothing marks its steps."""
-    serving = report.serving
-    if serving is None:
+    inference = report.inference
+    if inference is None:
         return
-    table = Grid(COLUMN_TITLES, [build_row(phase) for phase in serving.phases], optional=(3, 6))
+    table = Grid(COLUMN_TITLES, [build_row(phase) for phase in inference.phases], optional=(3, 6))
     rows = [
-        TextField(label, parts, detail=detail) for label, parts, detail in describe_lines(serving)
+        TextField(label, parts, detail=detail) for label, parts, detail in describe_lines(inference)
     ]
-    engine = ENGINE_NAMES.get(serving.engine or "", serving.engine or "")
-    source = "its own marks" if serving.source == "engine" else serving.source
+    engine = ENGINE_NAMES.get(inference.engine or "", inference.engine or "")
+    source = "its own marks" if inference.source == "engine" else inference.source
     profiled = "profiled steps" * (report.step is not None and report.step.window_differs)
     aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
     yield Section("Inference by phase", [table, FieldList(rows)], aside, short=True)
 
 
-def build_row(phase: ServingPhase) -> list[str]:
+def build_row(phase: InferencePhase) -> list[str]:
     """Return the cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
     limit = "–"
     if phase.limit is not None:
@@ -90,10 +90,10 @@ def _spread(quantiles: Quantiles) -> str:
     return ", ".join(parts)
 
 
-def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
+def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bool]]:
     """List (label, parts, whether it is a detail) of what stands below the table."""
     result: list[tuple[str, list[str], bool]] = []
-    for phase in serving.phases:
+    for phase in inference.phases:
         own = labels.shorten(labels.clean(phase.name), MAX_NAME)
         busy = (phase.busy_share or 0.0) * phase.ns
         if phase.attainable_ns is not None and phase.attainable_ns < busy:
@@ -117,16 +117,16 @@ def describe_lines(serving: Serving) -> list[tuple[str, list[str], bool]]:
             total = sum(phase.roles.values()) or 1.0
             shown = list(phase.roles.items())[:MAX_ROLES]
             parts = [f"{name} {t.format_share(ns / total)}" for name, ns in shown]
-            result.append(("parts", [f"{own}: {parts[0]}", *parts[1:]], len(serving.phases) > 1))
-    if serving.between is not None and serving.between_share is not None:
-        share = f"{t.format_share(serving.between_share)} of the time"
-        result.append(("between", [share, _spread(serving.between)], False))
-    again = any(phase.name == NO_CACHE for phase in serving.phases)
-    if serving.output_tokens_per_s is not None and (len(serving.phases) > 1 or again):
-        rate = f"{_count(serving.output_tokens_per_s)} tokens/s generated"
-        rate += ", over all phases" if len(serving.phases) > 1 else "; the others are recomputed"
+            result.append(("parts", [f"{own}: {parts[0]}", *parts[1:]], len(inference.phases) > 1))
+    if inference.between is not None and inference.between_share is not None:
+        share = f"{t.format_share(inference.between_share)} of the time"
+        result.append(("between", [share, _spread(inference.between)], False))
+    again = any(phase.name == NO_CACHE for phase in inference.phases)
+    if inference.output_tokens_per_s is not None and (len(inference.phases) > 1 or again):
+        rate = f"{_count(inference.output_tokens_per_s)} tokens/s generated"
+        rate += ", over all phases" if len(inference.phases) > 1 else "; the others are recomputed"
         result.append(("output", [rate], False))
-    graphs = serving.graphs
+    graphs = inference.graphs
     if graphs is not None:
         parts = [t.count_noun(graphs.launches, "graph launch", "graph launches")]
         parts.append(t.count_noun(graphs.kernels, "kernel"))

@@ -61,7 +61,7 @@ MIN_SHARE = 0.8
 """Share of the steps in which a line must have left something behind."""
 
 
-class PostMortem:
+class PeakMemory:
     """Memory of one device of a snapshot at the moment that matters: when memory ran out, else at
     the peak."""
 
@@ -429,12 +429,12 @@ def _of_line(held: pl.DataFrame, file: str | None, line: int | None, function: s
     return int(held.filter(*same)["bytes"].sum())
 
 
-def cached_measurement(measure: Callable[[PostMortem], T]) -> Callable[[PostMortem], T]:
-    """Cache a measurement of a PostMortem, for as long as that is kept."""
-    made: WeakKeyDictionary[PostMortem, T] = WeakKeyDictionary()
+def cached_measurement(measure: Callable[[PeakMemory], T]) -> Callable[[PeakMemory], T]:
+    """Cache a measurement of a PeakMemory, for as long as that is kept."""
+    made: WeakKeyDictionary[PeakMemory, T] = WeakKeyDictionary()
 
     @wraps(measure)
-    def measured(post: PostMortem) -> T:
+    def measured(post: PeakMemory) -> T:
         if post not in made:
             made[post] = measure(post)
         return made[post]
@@ -446,9 +446,9 @@ def _pairs(marks: Ints) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in pairwise(marks.tolist())]
 
 
-def post_mortems(snapshot: MemorySnapshot) -> list[PostMortem]:
+def peak_memories(snapshot: MemorySnapshot) -> list[PeakMemory]:
     """Measure each device of a snapshot, the one with most in segments first."""
-    made = [PostMortem(snapshot, device) for device in snapshot.devices]
+    made = [PeakMemory(snapshot, device) for device in snapshot.devices]
     return sorted(made, key=lambda each: (-each.reserved, each.device))
 
 
@@ -486,12 +486,12 @@ def _numbers(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
-def fullest_devices(snapshots: Sequence[MemorySnapshot]) -> list[PostMortem]:
+def fullest_devices(snapshots: Sequence[MemorySnapshot]) -> list[PeakMemory]:
     """Return the fullest device of each snapshot."""
-    return [post_mortems(each)[0] for each in snapshots]
+    return [peak_memories(each)[0] for each in snapshots]
 
 
-def growing_lines(posts: Sequence[PostMortem]) -> tuple[pl.DataFrame, str]:
+def growing_lines(posts: Sequence[PeakMemory]) -> tuple[pl.DataFrame, str]:
     """Find lines that hold more in every snapshot, fastest first: (GROWS_SCHEMA, ``step`` or
     ``snapshot``). Empty: none, or fewer than MIN_SNAPSHOTS."""
     blank = pl.DataFrame(schema=GROWS_SCHEMA)

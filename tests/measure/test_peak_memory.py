@@ -22,7 +22,7 @@ from advisor.measure.memory.allocator_replay import (
 )
 from advisor.measure.memory.memory_origin import ModuleCall, find_origin, held_by_module
 from advisor.measure.memory.memory_savings import find_savings
-from advisor.measure.memory.post_mortem import PostMortem, post_mortems
+from advisor.measure.memory.peak_memory import PeakMemory, peak_memories
 from advisor.read.snapshot import read_snapshot
 from advisor.testing.allocator import (
     CALLED,
@@ -39,11 +39,11 @@ from advisor.testing.allocator import (
 )
 
 
-def measured(m: FakeAllocator, device: int = 0) -> PostMortem:
-    return PostMortem(read_snapshot([m.pickled()], "x"), device)
+def measured(m: FakeAllocator, device: int = 0) -> PeakMemory:
+    return PeakMemory(read_snapshot([m.pickled()], "x"), device)
 
 
-def freed(post: PostMortem) -> dict[str, int]:
+def freed(post: PeakMemory) -> dict[str, int]:
     return {each.name: each.bytes for each in find_savings(post)}
 
 
@@ -219,7 +219,7 @@ def test_devices_do_not_mix() -> None:
     with other.at(*LOOP):
         other.alloc(5 * MIB)
     both = read_snapshot([pickle.dumps(merged([one, other]))], "x")
-    first, second = post_mortems(both)
+    first, second = peak_memories(both)
     assert (first.device, second.device) == (0, 1)
     assert_frame_equal(first.by_line, measured(one).by_line)
     assert second.allocated == 5 * MIB
@@ -444,7 +444,7 @@ def test_memory_by_module_of_public_snapshots_is_counted_from_their_stacks(
 ) -> None:
     """Each module against all blocks whose frames contain its ``forward``."""
     run = advisor.open(shared_file(f"memory/{name}.pickle"))
-    post = Analysis(next(iter(run.traces.values()))).post_mortems[0]
+    post = Analysis(next(iter(run.traces.values()))).peak_memories[0]
     found = held_by_module(post)
     lives = post.history.block_lifetimes
     by_file: Counter[str] = Counter()

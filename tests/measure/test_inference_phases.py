@@ -17,12 +17,12 @@ import pytest
 from advisor.advise.engine import analyze
 from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
-from advisor.core.report import Report, Serving
+from advisor.core.report import InferenceByPhase, Report
 from advisor.measure import Analysis
-from advisor.measure.serving.annotations import StepMark, Sums, parse_mark
-from advisor.measure.serving.graphs import attach_capture, missing_records
-from advisor.measure.serving.passes import Heads, attention_cost
-from advisor.measure.serving.phases import measure_serving
+from advisor.measure.inference.annotations import StepMark, Sums, parse_mark
+from advisor.measure.inference.graphs import attach_capture, missing_records
+from advisor.measure.inference.passes import Heads, attention_cost
+from advisor.measure.inference.phases import measure_inference
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
@@ -40,9 +40,9 @@ def _events(path: Path) -> dict[str, Any]:
     return result
 
 
-def _serving(report: Report) -> Serving:
-    assert report.serving is not None
-    return report.serving
+def _inference(report: Report) -> InferenceByPhase:
+    assert report.inference is not None
+    return report.inference
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_a_step_is_the_devices_own_span(path: Path) -> None:
         end = event["ts"] + event["dur"]
         covered += max(0.0, end - max(reached, event["ts"]))
         reached = max(reached, end)
-    serving = _serving(report := analyze(path))
-    (phase,) = serving.phases
+    inference = _inference(report := analyze(path))
+    (phase,) = inference.phases
     assert phase.ns == pytest.approx((last - first) * 1e3, rel=1e-3)
     assert phase.busy_share == pytest.approx(covered / (last - first), abs=0.01)
     assert report.busy_share == pytest.approx(phase.busy_share, abs=0.02)
@@ -146,24 +146,24 @@ def test_a_step_is_the_devices_own_span(path: Path) -> None:
 
 
 def test_the_phase_says_what_limits_it() -> None:
-    (decode,) = _serving(analyze(VLLM)).phases
+    (decode,) = _inference(analyze(VLLM)).phases
     assert (decode.name, decode.limit) == ("decode", "memory")
-    (prefill,) = _serving(analyze(SGLANG)).phases
+    (prefill,) = _inference(analyze(SGLANG)).phases
     assert (prefill.name, prefill.limit) == ("prefill", "compute")
     assert prefill.attainable_ns is not None
     assert prefill.attainable_ns < prefill.ns
-    (eager,) = _serving(analyze(CORPUS / "b200_eager.json.gz")).phases
+    (eager,) = _inference(analyze(CORPUS / "b200_eager.json.gz")).phases
     assert (eager.name, eager.limit, eager.tokens) == ("prefill", "host", 888)
 
 
 def test_an_inferred_limit_has_no_measured_share() -> None:
     """97% of the kernel time has neither FLOPs nor bytes: 100% memory would contradict that."""
     report = analyze(VLLM)
-    (decode,) = _serving(report).phases
+    (decode,) = _inference(report).phases
     assert decode.limit_inferred and decode.attainable_ns is None
     text = " ".join(REPORTS.render("terminal", report, width=120).split())
     assert "memory as the limit is inferred" in text and "memory 100%" not in text
-    assert not _serving(analyze(SGLANG)).phases[0].limit_inferred
+    assert not _inference(analyze(SGLANG)).phases[0].limit_inferred
 
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
@@ -173,18 +173,18 @@ def test_passes_that_compute_the_whole_sequence_again_are_counted_so() -> None:
     """The new token is embedded at the end of a step. Attention has 29, 30 and 31 tokens of 4
     sequences, in steps of 55.17, 75.28 and 94.67 ms: 120 tokens a step for 4 new ones."""
     path = RECORDED / "embedded_prefix.slow"
-    serving = _serving(analyze(path))
-    (phase,) = serving.phases
+    inference = _inference(analyze(path))
+    (phase,) = inference.phases
     assert (phase.name, phase.steps) == ("decode, no KV cache", 3)
     assert (phase.requests, phase.tokens) == (4, 120)
     assert phase.ns == pytest.approx((55.174234 + 75.281825 + 94.670423) / 3 * 1e6, rel=1e-3)
-    assert serving.output_tokens_per_s == pytest.approx(12 / 0.2251265, rel=0.01)
+    assert inference.output_tokens_per_s == pytest.approx(12 / 0.2251265, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["grown_cache.slow", "embedded_prefix.cured", "no_cache.cured"])
 def test_a_phase_has_the_time_of_the_steps_above_it(name: str) -> None:
     """Look-ups at the end of a step: what follows the last one, 60 µs, is no step."""
-    (phase,) = _serving(analyze(RECORDED / name)).phases
+    (phase,) = _inference(analyze(RECORDED / name)).phases
     assert phase.name == "decode"
     profiled = Analysis(open_run(RECORDED / name).window(0)).step_ns
     assert phase.ns == pytest.approx(profiled, rel=0.02)  # 1% lies between two marks
@@ -296,12 +296,12 @@ def test_a_capture_names_what_is_replayed() -> None:
 def test_of_a_folder_with_a_capture_the_replay_is_analysed() -> None:
     both = analyze(CAPTURE.parent)
     given = analyze(VLLM, Options(config={}, capture=str(CAPTURE)))
-    assert both.serving == given.serving is not None
+    assert both.inference == given.inference is not None
     assert both.scope == given.scope
     assert [f.title for f in both.findings] == [f.title for f in given.findings]
     text = " ".join(REPORTS.render("terminal", both, details=True).split())
     # experts have no recorded weights: what a step could take at best is not known
-    (decode,) = _serving(both).phases
+    (decode,) = _inference(both).phases
     assert decode.attainable_ns is None
     assert decode.known_share is not None
     unknown = 100 - round(100 * decode.known_share)
@@ -384,8 +384,8 @@ def test_a_loop_that_decodes_has_its_phases(loop: str, options: list[str], tmp_p
         pytest.importorskip("transformers")
     file = tmp_path / "loop.json"
     told = _recorded(loop, file, *options)
-    serving = _serving(report := analyze(file))
-    phases = {phase.name: phase for phase in serving.phases}
+    inference = _inference(report := analyze(file))
+    phases = {phase.name: phase for phase in inference.phases}
     assert set(phases) == {"prefill", "decode"}
     assert (phases["prefill"].steps, phases["decode"].steps) == (told["prefill"], told["decode"])
     assert phases["prefill"].tokens == told["prompt"]
@@ -400,29 +400,29 @@ def test_a_loop_that_decodes_has_its_phases(loop: str, options: list[str], tmp_p
         calls.append({"ts": max(e["ts"] + e["dur"] for e in events if e.get("cat") == "cpu_op")})
     ends = [e["ts"] + e["dur"] for e in calls] if options else [e["ts"] for e in calls[1:]]
     rate = told["batch"] * (told["prefill"] + told["decode"]) / (max(ends) - calls[0]["ts"]) * 1e6
-    assert serving.output_tokens_per_s == pytest.approx(rate, rel=0.01)
+    assert inference.output_tokens_per_s == pytest.approx(rate, rel=0.01)
 
 
 def test_continuous_batching_by_its_marks(tmp_path: Path) -> None:
     file = tmp_path / "engine.json"
     steps = _recorded("engine", file)["steps"]
-    serving = _serving(analyze(file))
+    inference = _inference(analyze(file))
     counted = {"prefill": 0, "decode": 0, "mixed": 0}
     for joined, _, running in steps:
         counted["mixed" if joined and running else "prefill" if joined else "decode"] += 1
-    assert {phase.name: phase.steps for phase in serving.phases} == counted
-    (decode,) = (phase for phase in serving.phases if phase.name == "decode")
+    assert {phase.name: phase.steps for phase in inference.phases} == counted
+    (decode,) = (phase for phase in inference.phases if phase.name == "decode")
     events = json.loads(file.read_text())["traceEvents"]
     marks = [e for e in events if str(e.get("name")).startswith("execute_context_0(")]
     total = sum(e["dur"] for e in marks)
     assert decode.ns * decode.steps == pytest.approx(total * 1e3, rel=1e-6)
     tokens = sum(running for joined, _, running in steps if not joined)
     assert decode.tokens_per_s == pytest.approx(tokens / total * 1e6, rel=1e-6)
-    assert serving.between is not None
+    assert inference.between is not None
 
 
 def test_training_has_no_phases() -> None:
-    assert analyze(CORPUS / "a100_train_6steps.json.gz").serving is None
+    assert analyze(CORPUS / "a100_train_6steps.json.gz").inference is None
 
 
 def test_ranges_called_decode_are_no_steps_unless_the_work_is_in_them() -> None:
@@ -432,4 +432,4 @@ def test_ranges_called_decode_are_no_steps_unless_the_work_is_in_them() -> None:
         with b.range("decode"):
             b.host(100)
         b.run("aten::mm", "sm80_xmma_gemm_f16", 50, times=4)
-    assert measure_serving(b.analysis()) is None
+    assert measure_inference(b.analysis()) is None

@@ -9,16 +9,16 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
-from advisor.core.report import Serving, ServingPhase
+from advisor.core.report import InferenceByPhase, InferencePhase
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.serving.annotations import DECODE, MIXED, PREFILL
+from advisor.measure.inference.annotations import DECODE, MIXED, PREFILL
 from advisor.rules.citations import CHOSEN
 from advisor.rules.common import impact_without_gain
 from advisor.rules.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
 from advisor.testing import Examples, TraceBuilder
 
-Phases = dict[str, ServingPhase]
+Phases = dict[str, InferencePhase]
 Occasions = Iterator[tuple[str, list[Evidence]]]
 
 
@@ -30,11 +30,11 @@ class _Suggestion(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Make the suggestion where an engine marks its steps."""
-        serving = a.serving
-        if serving is None or serving.source != "engine":
+        inference = a.inference
+        if inference is None or inference.source != "engine":
             return
-        phases = {phase.name: phase for phase in serving.phases}
-        for summary, evidence in self.find_occasion(a, serving, phases):
+        phases = {phase.name: phase for phase in inference.phases}
+        for summary, evidence in self.find_occasion(a, inference, phases):
             why = "the trace does not show how fast the other setting is"
             yield Finding(
                 summary=summary,
@@ -43,7 +43,7 @@ class _Suggestion(Rule):
                 informational=True,
             )
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Yield summary and evidence, if there is an occasion."""
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class PrefillStallsDecode(_Suggestion):
     verify = "The 99th percentile of the time between tokens falls under the same load."
     falsified_by = "the same percentile with chunks half as large"
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Find steps with prompts beside steps that decode."""
         decode = phases.get(DECODE)
         slow = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
@@ -131,7 +131,7 @@ class SmallDecodeBatch(_Suggestion):
     verify = "Tokens per second rise, and a decode step takes hardly longer."
     falsified_by = "a decode step that takes twice as long with twice the batch"
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Find decode steps of few requests that memory limits."""
         decode = phases.get(DECODE)
         if decode is None or decode.requests is None or decode.limit != "memory":
@@ -185,7 +185,7 @@ class PrefixCacheUnused(_Suggestion):
     verify = "The engine's log shows a prefix cache hit rate above zero."
     falsified_by = "prompts that have nothing in common"
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Find prompts whose keys are all new."""
         marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
         prompts = sum(mark.requests or 0 for mark in marks if mark.phase == PREFILL)
@@ -193,7 +193,7 @@ class PrefixCacheUnused(_Suggestion):
             return
         if any(mark.prefill.k != mark.prefill.q for mark in marks if mark.prefill is not None):
             return
-        total = sum(phase.ns * phase.steps for phase in serving.phases)
+        total = sum(phase.ns * phase.steps for phase in inference.phases)
         own = sum(p.ns * p.steps for n, p in phases.items() if n in (PREFILL, MIXED))
         if own < self.min_share * total:
             return
@@ -241,7 +241,7 @@ class CollectivesOfTensorParallel(_Suggestion):
     verify = "Tokens per second per GPU rise under the same load."
     falsified_by = "fewer tokens per second per GPU with fewer GPUs a copy"
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Find collectives among the roles of decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles:
@@ -296,9 +296,9 @@ class PiecewiseGraphs(_Suggestion):
     verify = "Profile again: one graph launch per decode step, and shorter steps."
     falsified_by = "steps that are as long with one graph"
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Compare launches of graphs per step with the idle time of decode steps."""
-        decode, graphs = phases.get(DECODE), serving.graphs
+        decode, graphs = phases.get(DECODE), inference.graphs
         if decode is None or graphs is None or decode.busy_share is None:
             return
         if graphs.per_step < self.min_graphs or decode.busy_share > self.max_busy:
@@ -349,7 +349,7 @@ class SlowDecodeAttention(_Suggestion):
     verify = "Compare the traces: attention per token takes less."
     falsified_by = "another backend that is as slow"
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Compare bytes and time of attention in decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles or a.passes is None or a.hardware is None:
@@ -413,7 +413,7 @@ class UnevenExperts(_Suggestion):
     verify = "The longest exchange comes close to the median one."
     falsified_by = "ranks whose experts get the same tokens"
 
-    def find_occasion(self, a: Analysis, serving: Serving, phases: Phases) -> Occasions:
+    def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         """Find exchanges of experts whose lengths vary."""
         roles: dict[str, float] = {}
         for phase in phases.values():
@@ -484,7 +484,7 @@ def _exchanging(lengths: tuple[float, ...]) -> TraceBuilder:
     return b
 
 
-def _ns(phase: ServingPhase) -> float:
+def _ns(phase: InferencePhase) -> float:
     return phase.ns
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from advisor.advise.engine import analyze
+    from advisor.advise.options import Options
     from advisor.core.errors import AdvisorError
     from advisor.core.finding import Edit, Finding, Impact, Select
     from advisor.core.rule import Rule
     from advisor.core.trace import Run, Trace
     from advisor.measure import Analysis
+    from advisor.read import ReadOptions
     from advisor.read import open_run as open  # noqa: A004
     from advisor.recorder.api import phase, profile, record, step
     from advisor.replay.result import what_if as whatif
@@ -27,6 +29,8 @@ _HOME = {
     "Analysis": ("advisor.measure", "Analysis"),
     "Edit": ("advisor.core.finding", "Edit"),
     "Finding": ("advisor.core.finding", "Finding"),
+    "Options": ("advisor.advise.options", "Options"),
+    "ReadOptions": ("advisor.read", "ReadOptions"),
     "Rule": ("advisor.core.rule", "Rule"),
     "Run": ("advisor.core.trace", "Run"),
     "Select": ("advisor.core.finding", "Select"),
@@ -47,6 +51,8 @@ __all__ = [
     "Edit",
     "Finding",
     "Impact",
+    "Options",
+    "ReadOptions",
     "Rule",
     "Run",
     "Select",

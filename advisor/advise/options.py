@@ -39,12 +39,17 @@ class Options:
     """Options of an analysis: what to analyse and how."""
 
     rank: int | None = None
+    """Rank to analyse; ``None``: all."""
     window: int | None = None
+    """Window of each rank; ``None``: the first."""
     steps: tuple[int | None, int | None] | None = None
+    """Steps from one index up to, not including, another; ``None``: all."""
     rules_folder: Path | None = None
+    """Folder of more rules, every ``*.py`` in it."""
     config: dict[str, dict[str, Any]] | None = None
     """Options of rules by id; ``None``: from the nearest pyproject.toml."""
     read: ReadOptions = field(default_factory=ReadOptions)
+    """Options of reading the files."""
     workers: int | None = None
     """Number of processes that measure a job rank by rank, one trace at a time each. ``None``: this
     process up to MAX_RANKS_IN_MEMORY ranks, beyond that a process per core."""

@@ -257,7 +257,7 @@ def without_gain(
     part, longest = max(path.items(), key=lambda item: item[1])
     share = t.format_share(longest / max(sum(path.values()), 1.0))
     who = t.path_label(part, a.trace.meta.framework)
-    who = f"{'other' if part in DEVICE_PARTS else 'the'} {who}"
+    who = f"other {who}" if part in DEVICE_PARTS else who
     for finding in findings:
         if finding.other_rank or not finding.edits:
             continue

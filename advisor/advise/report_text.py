@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ from advisor.core.trace import KINETO
 if TYPE_CHECKING:
     from advisor.core.charts import FixSequence
     from advisor.core.report import Replay, Report
+    from advisor.core.rule import Per
 
 MAX_NAMES = 6
 
@@ -265,8 +267,10 @@ def headline_numbers(report: Report) -> list[Line]:
         lines.append(("work", _families(report)))
     if report.replay is not None and report.time:
         critical = report.replay.critical
-        path = path_parts(critical, report.scope.framework, report.busy_share)
-        lines.append(("path", path))
+        path = path_parts(critical, report.scope.framework, report.per)
+        if path and _has_hidden_work(critical, report.busy_share):
+            path.append("next limit: GPU work")
+        lines.append(("path", ["critical path: " + path[0], *path[1:]] if path else []))
     if report.host and report.time:
         host = [
             f"{t.host_label(part.name, report.scope.framework)} {t.format_share(part.share)}"
@@ -372,21 +376,24 @@ def _families(report: Report) -> list[str]:
     return [*shown, f"{work} {t.format_per(report.per)}"]
 
 
-def path_parts(
-    critical: dict[str, float], framework: str | None = None, busy: float | None = None
-) -> list[str]:
-    """Describe the parts of the critical path; those of less than 1% are left out. ``busy``: share
-    of the time that the device works."""
+def _has_hidden_work(critical: Mapping[str, float], busy: float | None) -> bool:
+    """Tell whether the host limits the step and the device is mostly busy beside it."""
+    total = sum(critical.values()) or 1.0
+    return busy is not None and busy >= 0.5 and critical.get("host", 0.0) >= 0.5 * total
+
+
+def path_parts(critical: Mapping[str, float], framework: str | None, per: Per) -> list[str]:
+    """Say what a step depends on, by the parts of its critical path; those of less than 1% are left
+    out: ``68% of the step depends on the host``, ``4% on GPU compute``."""
     total = sum(critical.values()) or 1.0
     parts = [
-        f"{t.path_label(name, framework)} {t.format_share(ns / total)}"
+        f"{t.format_share(ns / total)} on {t.path_label(name, framework)}"
         for name, ns in critical.items()
         if ns >= 0.01 * total
     ]
-    if not parts:
-        return []
-    shown = ["critical path: " + parts[0], *parts[1:MAX_NAMES]]
-    return [*shown[:-1], shown[-1] + t.describe_hidden_work(critical, busy)]
+    return [part.replace(" on", f" {t.format_of(per)} depends on", 1) for part in parts[:1]] + (
+        parts[1:]
+    )
 
 
 def held_at_peak(report: Report) -> int | None:

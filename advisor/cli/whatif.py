@@ -26,6 +26,9 @@ def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
     ],
+    changes: Annotated[
+        list[str], typer.Argument(metavar="[EDIT]...", help="As --edit.", show_default=False)
+    ] = [],  # noqa: B006
     edit: Annotated[
         list[str],
         typer.Option(
@@ -71,11 +74,26 @@ def command(
     """Predict the step with edits applied, or on another device mesh, by replaying its dependency
     graph.
 
-    The edit language is described in docs/whatif.md.
+    \b
+    What an edit can do, each verb with an example:
+      remove sync:item              drop work, its host time and its wait
+      scale kernel:softmax 0.2      multiply its time
+      roofline family:gemm 0.75     bring kernels to a share of the GPU's limits
+      resize work 2                 make the batch so many times as large
+      overlap copy:HtoD             move GPU work to a stream of its own
+      async sync                    let a blocking call return at once
+      merge family:elementwise 0.5  merge neighbouring kernels
+      graph work                    launch from a CUDA graph
+      parallelize loader 4          load in so many worker processes
+      remove_skew comm rank:3       let a rank keep no other rank waiting
+
+    Targets, narrowed by a pattern after a colon: kernel, family, comm, copy, memset, work, layer,
+    op, python, range, host, sync, loader, gap. More: docs/whatif.md.
     """
     from advisor.replay.edit_language import parse_edit
     from advisor.replay.result import what_if
 
+    edit = [*changes, *edit]
     edits = [parse_edit(line) for line in edit]
     from advisor.advise.engine import open_first_windows
     from advisor.render.documents import whatif as documents

@@ -62,6 +62,15 @@ HOST_LABELS: Final = {
 }
 """Names of classes of host time (``measure.steps.timeline.CLASSES``)."""
 
+PATH_LABELS: Final = {
+    "host": "the host",
+    "compute": "GPU compute",
+    "copying": "copies",
+    "loader": "the data loader",
+    "latency": "launch latency",
+}
+"""Names of parts of the critical path (``replay.replay_quality.path_composition``)."""
+
 _INPUT: Final = {"loader": "input pipeline"}
 _ELSEWHERE: Final[Mapping[str | None, Mapping[str, str]]] = {"tensorflow": _INPUT, "jax": _INPUT}
 """Names that differ from those of PyTorch, by ``TraceMeta.framework``."""
@@ -408,16 +417,8 @@ def host_label(name: str, framework: str | None = None) -> str:
 
 def path_label(name: str, framework: str | None = None) -> str:
     """Return the name of a part of the critical path, in the words of the program's framework."""
-    return _own(name, framework) or clean(name)
-
-
-def describe_hidden_work(path: Mapping[str, float], busy: float | None) -> str:
-    """Say how busy the device is beside a critical path over the host: the next limit, close by
-    where the queue is full for most of the step. Empty: it is on the path, or mostly idle."""
-    total = sum(path.values()) or 1.0
-    if busy is None or path.get("host", 0.0) < 0.5 * total or busy < 0.5:
-        return ""
-    return f", GPU busy {format_share(busy)}"
+    own = _own(name, framework)
+    return f"the {own}" if own else PATH_LABELS.get(name, clean(name))
 
 
 def _own(name: str, framework: str | None) -> str | None:

@@ -244,7 +244,9 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     full = report(findings=[fixed], replay=replay())
     shown = REPORTS.render("terminal", full, details=True)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
-    assert "critical path: host 75% · compute 25%" in shown
+    assert "critical path: 75% of the step depends on the host · 25% on GPU compute" in " ".join(
+        shown.split()
+    )
     # 400 - 56.7 is 343.3, 400 / 343.3 is 1.165, 300 / 343.3 is 0.874
     after = "With this fix: 400 ms → 343 ms (1.17× faster); the GPU is then busy for 87% of it."
     assert after in " ".join(shown.split())

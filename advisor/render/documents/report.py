@@ -49,7 +49,20 @@ _ON_HOST: Final = ("GPU", "ops", "ranges", "path")
 
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
-    """Build the document; ``options`` bring the measurements for a timeline."""
+    """Build the document; ``options`` bring the measurements for a timeline. What is shown on
+    demand comes after the fixes."""
+    context = [
+        *inference.sections(report),
+        *_timeline(report, options),
+        *_ranks(report),
+        *ranks.build_mesh_sections(report),
+        *memory.sections(report),
+        *auxiliary_sections.build_kernel_sections(report),
+        *auxiliary_sections.build_compilation(report.compilation, report),
+        *auxiliary_sections.build_flight_record(report.flight),
+        *auxiliary_sections.build_network_path(report.network),
+    ]
+    on_demand = [block for block in context if isinstance(block, Section) and block.folded]
     return Document(
         report.verdict,
         [
@@ -59,17 +72,9 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             ),
             *_tiles(report),
             *_time(report),
-            *inference.sections(report),
-            *_timeline(report, options),
-            *_ranks(report),
-            *ranks.build_mesh_sections(report),
-            *memory.sections(report),
-            *auxiliary_sections.build_kernel_sections(report),
-            *auxiliary_sections.build_compilation(report.compilation, report),
-            *auxiliary_sections.build_flight_record(report.flight),
-            *auxiliary_sections.build_network_path(report.network),
+            *(block for block in context if block not in on_demand),
             *_findings(report, options.width),
-            *_rest(report),
+            *_rest(report, on_demand),
         ],
         name="report",
         status=report_text.status_class(report),
@@ -236,7 +241,7 @@ def _fact(item: Evidence) -> EvidenceRow:
 # -- what else there is -------------------------------------------------------------------------
 
 
-def _rest(report: Report) -> Iterator[Block]:
+def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.notes:
         notes = [_note(note) for note in report.notes[:MAX_NOTES]]
         counted = t.count_noun(len(report.notes), "possibility")
@@ -252,6 +257,7 @@ def _rest(report: Report) -> Iterator[Block]:
             yield Section(title, [Items(shown)], "the largest first" if len(shown) > 1 else "")
         else:
             yield Section("Notes", notes, folded=True, summary=counted)
+    yield from on_demand
     yield from auxiliary_sections.build_profiler_advice(report)
     if report.hot_lines:
         rows: list[Sequence[Inline]] = [

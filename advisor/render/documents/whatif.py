@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from advisor.advise.report_text import path_parts
 from advisor.core import text as t
 from advisor.core.ranks import format_ranks
 from advisor.core.report import StepTime
@@ -65,24 +66,25 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     edited = t.format_duration(result.edited_step_ns)
     least = "at least " * bool(result.reason)
     path = {} if result.reason else result.critical_path
-    total = sum(path.values()) or 1.0
-    parts = [
-        f"{t.path_label(name, result.framework)} {ns / total:.0%}"
-        for name, ns in path.items()
-        if ns > 0.005 * total
-    ]
+    parts = path_parts(path, result.framework, "step" if result.marked else "recording")
     fields = [
         TextField("measured", [f"{step} {per}", *_steps(result)]),
         *([TextField("run", _run(result.step))] if result.step is not None and apart else []),
         TextField("replayed", _replayed(result)),
         TextField("path", parts or ["the critical path is unknown: the steps are not replayed"]),
     ]
-    said = [*result.notes, *_without_gain(result, lines, ", ".join(parts))]
+    said = [*_without_gain(result, lines, ", ".join(parts)), *result.notes]
     if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:
         said.insert(0, UNSEEN_LOADER.rstrip("."))
+    share = 1 - result.edited_step_ns / max(result.measured_step_ns, 1)
+    change = f"{t.format_share(abs(share))} {'less' if share >= 0 else 'more'}"
     return Document(
-        f"{step} → {least}{edited} {per}." if lines else f"{step} {per}. {NO_EDIT}",
-        [FieldList(fields, indent=0), *_edits(result, lines), *([notes(said)] if said else [])],
+        f"{step} → {least}{edited} ({change}) {per}." if lines else f"{step} {per}. {NO_EDIT}",
+        [
+            *_edits(result, lines),
+            *([notes(said)] if said else []),
+            Section("How exact the replay is", [FieldList(fields)]),
+        ],
         name="whatif",
     )
 
@@ -112,17 +114,17 @@ def _replayed(result: WhatIfResult) -> list[str]:
         return ["no: gains are upper bounds", result.reason]
     explained = "no device work"
     if replay.explained is not None:
-        explained = f"{replay.explained:.1%} of {replay.starts:,} device starts explained"
+        explained = f"{replay.explained:.1%} of {replay.starts:,} starts of GPU work explained"
     error = f"error {replay.step_error:.2%}"
     return [
         t.format_duration(result.replayed_step_ns),
         error,
         explained,
         *(
-            f"{who} {of:.0%}, {share:.0%} of it explained"
+            f"{who} {of:.0%} of the time, {share:.0%} of it explained"
             for who, of, share in (
-                ("the host waits for the device", replay.waits, replay.waits_explained),
-                ("the device idles", replay.idle, replay.idle_explained),
+                ("the host waits for the GPU for", replay.waits, replay.waits_explained),
+                ("the GPU idles for", replay.idle, replay.idle_explained),
             )
             if share is not None and of >= 0.01
         ),
@@ -159,7 +161,7 @@ def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list
     names = " and ".join(f"'{line}'" for line in hidden)
     return [
         f"{names} {'gains' if len(hidden) == 1 else 'gain'} next to nothing: this time is not on "
-        f"the step's critical path, which is {path}"
+        f"the step's critical path: {path}"
     ]
 
 
@@ -184,11 +186,10 @@ def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
         f"{'' if short else f'{n}. '}{line}: {_selected(row, result)}"
         for n, (row, line) in enumerate(zip(result.edits, lines, strict=True), start=1)
     ]
-    listed = [Items(chosen, "", "Selected")]
     what = "step" if result.marked else "time"
     return [
-        *listed,
-        Grid(["edit", "saves", "range", "alone", f"{what} after it"], rows, "Saved by each edit"),
+        Grid(["edit", "saves", "range", "alone", f"{what} after it"], rows),
+        Items(chosen, "", "Selected"),
     ]
 
 

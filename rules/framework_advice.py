@@ -92,7 +92,7 @@ BATCHES_AHEAD = {
 READ_SELDOM = {
     TENSORFLOW: FrameworkAdvice(NO_READS, "if step % 100 == 0:\n    print(float(loss))"),
     JAX: FrameworkAdvice(
-        f"JAX dispatches asynchronously until you ask for a value. {NO_READS}",
+        f"{NO_READS} JAX dispatches asynchronously until you ask for a value.",
         "if step % 100 == 0:\n    print(float(loss))",
     ),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
@@ -619,7 +620,7 @@ DECIDED_BY: Final = {
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay without changes misses the measured step by as much",
     "shared cores": "collectives take cores from the work beside them",
-    "past": "measured gains of such fixes differed from their estimates by as much",
+    "past": "estimates of such fixes were off by as much when they were measured",
     "not proven": "this rule is not proven on real traces",
     "device work": "nothing but the GPU work stays",
 }
@@ -638,9 +639,9 @@ ENDS_DIFFER: Final = {
 """Words of DECIDED_BY that differ by end."""
 WHY_MORE: Final = {
     "make_async": "the host no longer waits in these calls and launches later work earlier{late}",
-    "round_trip": "the work of the CPU between these copies ends too",
-    "drop_launch": "idle time before the first launch and of other causes ends too",
-    "parallelize": "loading behind GPU work no longer delays the launches after it",
+    "round_trip": "the CPU's work between these copies disappears too",
+    "drop_launch": "idle time before the first launch, and of other causes, disappears too",
+    "parallelize": "loading that GPU work hides no longer delays the launches after it",
     "overlap": "what waits for these copies or collectives starts earlier too",
 }
 
@@ -658,14 +659,14 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     operations: list[str] = [edit.op for edit in finding.edits]
     little = (impact.high_ns or impact.gain_ns) < t.WIDE_LOW * float(shown.value or 0)
     if little and {*operations} == {"overlap"} and t.is_upper_bound(impact):
-        return [f"less than {time}: too little other GPU work is known to hide it under"]
+        return [f"the gain is less than {time}: too little other GPU work can hide it"]
     if impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):
         return []
     scale = max(1.0, report.gain_scale or 1.0)
     of_run = impact.gain_ns <= MAX_BEYOND_EVIDENCE * scale * float(shown.value or 0)
     if of_run or (report.scope.device is None and not impact.of_job):
-        return [f"more than {time}: a step of the run is longer than a profiled one"]
-    why = "the launches of this work, and the gaps in it, end too"
+        return [f"the gain is more than {time}: a step of the run is longer than a profiled one"]
+    why = "the launches of this work, and the gaps in it, disappear too"
     if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
         why = "other kernels become faster too"
     if any(edit.select.at == "round_trip" for edit in finding.edits):
@@ -674,7 +675,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     why = why.format(late=_late_launches(report))
     if impact.of_job:
         why = "other ranks gain too, and wait less for each other"
-    return [f"more than {time}: {why}"]
+    return [f"the gain is more than {time}: {why}"]
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:
@@ -689,8 +690,8 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
     elif own is None or left is None or finding.priority == 1:
         parts += _why_first(finding, report)
     elif abs(left - own) > 0.05 * own:
-        more = "gains more after" if left > own else "after"
-        parts.append(f"{more} the fixes above: {describe_marginal_gain(finding)}")
+        more = "more, " if left > own else ""
+        parts.append(f"after the fixes above it saves {more}{describe_marginal_gain(finding)}")
         if left > own:
             parts[-1] += _why_more_after(finding, report)
         if finding.marginal_low_ns is not None and finding.marginal_high_ns is not None:
@@ -739,12 +740,12 @@ def _why_first(finding: Finding, report: Report) -> list[str]:
     if finding.priority != 1 or gains[rule] <= CLEARLY_MORE * gains.get(finding.rule, 0):
         return []
     title = next(f.title for f in report.findings if f.rule == rule)
-    why = "it is a cause of the same idle time"
+    why = "it causes part of the same idle time"
     if any(edit.op == "make_async" for edit in finding.edits):
         why = "no CUDA graph can hold its waits"
     elif finding.edits and all(edit.op == "remove" for edit in finding.edits):
         why = "work that need not be done need not be launched faster"
-    return [f"comes before '{labels.clean(title)}' ({t.format_duration(gains[rule])}): {why}"]
+    return [f"ranked above '{labels.clean(title)}' ({t.format_duration(gains[rule])}): {why}"]
 
 
 def describe_marginal_gain(finding: Finding) -> str:
@@ -759,11 +760,22 @@ def describe_marginal_gain(finding: Finding) -> str:
     return f"{gain} ({ends.replace(' to ', '–')})"
 
 
-def describe_caveats(finding: Finding) -> list[str]:
-    """List why a finding may be wrong: what lowered its confidence, what it assumes."""
-    result = [*finding.confidence_notes]
-    if finding.assumptions:
-        result.append(f"assumes: {'; '.join(finding.assumptions)}")
+def shared_caveats(findings: Sequence[Finding]) -> list[str]:
+    """List what lowers the confidence of several findings, each once."""
+    counts = Counter(note for finding in findings for note in finding.confidence_notes)
+    return [labels.clean(note) for note, count in counts.items() if count > 1]
+
+
+def describe_caveats(finding: Finding, said: Sequence[str] = ()) -> list[str]:
+    """List why a finding may be wrong: what lowered its confidence, what it assumes. ``said``:
+    sentences above, which are not repeated."""
+
+    def new(caveats: Sequence[str]) -> list[str]:
+        return [each for each in caveats if not any(labels.clean(each) in text for text in said)]
+
+    result = new(finding.confidence_notes)
+    if assumptions := new(finding.assumptions):
+        result.append(f"assumes: {'; '.join(assumptions)}")
     if finding.falsified_by:
         result.append(f"wrong if you see: {finding.falsified_by}")
     return [labels.clean(caveat) for caveat in result]

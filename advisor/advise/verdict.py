@@ -199,7 +199,7 @@ def _verdict(
         if report.per == "recording":  # less than the file, which the report shows too
             of = f"of the analysed {t.format_duration(a.span_ns)}"
         return "limited", (
-            f"One-off costs take {t.format_share(once)} {of}, most of all "
+            f"One-off costs take {t.format_share(once)} {of}, mostly "
             f"{longest}. {action} {text}.{small}"
         )
     return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
@@ -290,7 +290,7 @@ def _without_gpu(
         unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
         if unseen:
             return "limited", f"{why} {unseen}"
-    host = f"Longest on the host: {_longest_on_host(report, top)}."
+    host = f"On the host, {_longest_on_host(report, top)}."
     if has_large_gain(report):
         return "bottlenecks", f"{why} {host} {_lead(report)}."
     small = _largest_of_small(report)
@@ -466,7 +466,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}, {t.format_share(queued)} with work queued. "
+        f"{idle}; for {t.format_share(queued)} work is queued for it. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
@@ -497,7 +497,7 @@ def _longest_operators(a: Analysis) -> str:
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
 UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
-UNFILTERED_WITH_STACKS = "Record all, with stacks, on an idle GPU."
+UNFILTERED_WITH_STACKS = "Record all activities, with stacks, on a GPU that nobody else uses."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:
@@ -525,7 +525,7 @@ def _longest_on_host(report: Report, top: HostShare) -> str:
         rest = f" ({stacks} shows what)"
         for part in report.host[1:2]:
             rest += f"; {t.host_label(part.name, own)} {t.format_share(part.share)}"
-    return f"{label}, {t.format_share(share)} of {of_step}{rest}"
+    return f"{label} takes longest: {t.format_share(share)} of {of_step}{rest}"
 
 
 def _phase_says_more(report: Report) -> bool:
@@ -552,10 +552,10 @@ def _name_phase(name: str) -> str:
 
 def _alone(report: Report) -> str:
     """Say how much of the step is communication alone, or copies alone; empty if it is little."""
-    for name, word in (("communication", "communication"), ("copies", "copies")):
+    for name, word in (("communication", "communicates"), ("copies", "copies")):
         share = sum(part.share for part in report.time if part.name == name)
         if share >= MIN_EXPOSED_SHARE:
-            return f", {t.format_share(share)} of the {report.per} in {word} alone"
+            return f"; for {t.format_share(share)} of the {report.per} it only {word}"
     return ""
 
 
@@ -652,13 +652,13 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     if any(2 * dur[mine & selected_gpu(a, edit.select)].sum() >= ns for edit in edits):
         return ""
     which = "the memory's rate" if (known["bound"] == "memory").all() else "its attainable rate"
-    at = f" at {t.format_share(rate)} of {which}" if rate else ""
+    at = f", at {t.format_share(rate)} of {which}" if rate else ""
     share = t.format_share(ns / a.span_ns)
     noted = any(place.op == name for note in report.notes for place in note.where)
-    known_fix = "a note has a fix (--details)" if noted else "no fix is known for it"
+    known_fix = "A note has a fix (--details)" if noted else "No fix is known for it"
     return (
-        f" Most device time: {labels.shorten(labels.clean(name), 40)}, {share} of the "
-        f"{report.per}{at}; {known_fix}."
+        f" {labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "
+        f"{report.per}{at}. {known_fix}."
     )
 
 

@@ -285,7 +285,7 @@ def location_figures(location: Location) -> list[str]:
             worst = "one takes "
         parts.append(f"{worst}{format_duration(location.dur_ns)}")
     if location.sampled_share is not None:
-        parts.append(f"line by {format_share(location.sampled_share)} of stack samples")
+        parts.append(f"line from {format_share(location.sampled_share)} of stack samples")
     return parts
 
 
@@ -368,7 +368,7 @@ _MAX_SENTENCE: Final = 200
 
 def split_sentences(text: str, room: int) -> tuple[str, str]:
     """Return as many of a text's sentences as have room, one at least, and the others."""
-    first, *others = re.split(r"(?<=[a-z)`%\d]\.)\s+(?=[A-Z])", clean(text))
+    first, *others = re.split(r"(?<=[a-z)`%\d_]\.)\s+(?=[A-Z])", clean(text))
     while others and len(first) + 1 + len(others[0]) <= room:
         first = f"{first} {others.pop(0)}"
     return first, " ".join(others)
@@ -377,13 +377,25 @@ def split_sentences(text: str, room: int) -> tuple[str, str]:
 def first_sentence(text: str) -> str:
     """Return a text's first sentence, or as many of its words as have room."""
     text = clean(text).strip()
-    first = re.split(r"(?<=[a-z)`%\d][.:;])\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".:;")
+    first = re.split(r"(?<=[a-z)`%\d_][.:;])\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".:;")
     if len(first) <= _MAX_SENTENCE:
         return first
     cut = first[:_MAX_SENTENCE].rsplit(" ", 1)[0]
     clause = max(cut.rfind(mark) for mark in (", ", "; ", ": "))
     return f"{(cut[:clause] if clause > _MAX_SENTENCE // 2 else cut).rstrip(',;:')} …"
 
+
+def first_clause(text: str) -> str:
+    """Return the part of a text's first sentence that says what to do, without the reason."""
+    first = first_sentence(text)
+    short = re.split(
+        r": (?=the |it |this |that |one |\d)|, (?:which|because|so that|and) |; ", first
+    )[0]
+    return short if len(short) >= _MIN_CLAUSE else first
+
+
+_MIN_CLAUSE: Final = 12
+"""Length below which a clause says too little alone, characters."""
 
 _PER: Final[Mapping[str, str]] = {
     "step": "per step",

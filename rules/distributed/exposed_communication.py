@@ -204,9 +204,9 @@ class ExposedCommunication(Rule):
             ),
         },
         "small messages": {
-            "fix": "Its messages are small (median {median}): latency and waits take the time, not "
-            "bytes. A larger batch per rank does more work with as many messages. Merge those that "
-            "are sent together.",
+            "fix": "Merge the messages that are sent together, or give each rank a larger batch, "
+            "which does more work with as many messages. They are small (median {median}): "
+            "latency and waits take the time, not bytes.",
         },
         "tensor": {
             "fix": "Merge the tensor-parallel collectives with the products beside them (async "
@@ -303,7 +303,7 @@ class ExposedCommunication(Rule):
             .agg(pl.col("exposed").sum(), pl.len())
             .sort("exposed", descending=True)
         )
-        subject = "The GPU only communicates for"
+        subject = "The GPU does nothing but communicate for"
         if a.device_id is None:
             subject = "The rank waits for collectives for"
         kinds = [
@@ -431,7 +431,7 @@ def _in_pipeline(a: Analysis) -> str | None:
     pipeline = name_matches(names, _PIPELINE).to_numpy()
     if not pipeline.any():
         return None
-    text = "TrainPipelineSparseDist is on already and overlaps what it can."
+    text = "Send fewer bytes: TrainPipelineSparseDist is on already and overlaps what it can."
     host = a.syncs["host"].to_numpy()
     inside = innermost_ancestor(parent, pipeline)[host] >= 0
     around = innermost_ancestor(parent, name_matches(names, r"^## .* ##$").to_numpy())[host]

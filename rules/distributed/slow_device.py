@@ -70,7 +70,7 @@ class SlowDevice(Rule):
     )
     cases = {
         "the ranks have different GPUs": {
-            "fix": "The ranks have different GPUs: give this one less work, or replace it."
+            "fix": "Give this GPU less work, or replace it: the ranks have different GPUs."
         }
     }
 

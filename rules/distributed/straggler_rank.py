@@ -103,9 +103,9 @@ class StragglerRank(Rule):
             "print(rank, cores, time.perf_counter() - start, 's')"
         },
         "compute": {
-            "fix": "The GPU of {ranks} computes longer. Compare its clocks, temperature and other "
-            "processes with the others' (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC); if they are "
-            "equal, give it less work."
+            "fix": "Compare clocks, temperature and other processes of the GPU of {ranks}, which "
+            "computes longer, with the others' (nvidia-smi -q -d PERFORMANCE,CLOCK,ECC). If they "
+            "are equal, give it less work."
         },
         "input": {
             "fix": "Check the input of {ranks}: loader workers, CPU cores bound to the process, "

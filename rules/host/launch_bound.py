@@ -145,8 +145,8 @@ class LaunchBound(Rule):
             "fix": "Otherwise give each launch more work: {ways}fewer small operators."
         },
         "the model is compiled already": {
-            "fix": "The model is compiled already. If shapes repeat, set "
-            'mode="reduce-overhead", which replays its kernels as CUDA graphs.'
+            "fix": 'Compile with mode="reduce-overhead" if shapes repeat: it replays the kernels '
+            "of the compiled model as CUDA graphs."
         },
     }
 

@@ -282,17 +282,17 @@ def _library_place(frame: str) -> str:
 
 
 def _of_others(owner: str, count: int) -> str:
-    waits, verb = t.count_noun(count, "wait"), "is" if count == 1 else "are"
+    waits, verb = t.count_noun(count, "wait"), "comes" if count == 1 else "come"
     if owner in (OWN, OUTSIDE):
         return ""
     if owner == TORCHREC:
         return (
-            f"{waits} per step {verb} torchrec's, for split sizes and indices that vary: capture "
-            "only the dense layers."
+            f"Capture only the dense layers: {waits} per step {verb} from torchrec, for split "
+            "sizes and indices that vary."
         )
     if owner == DDP_TIMERS:
         return (
-            f"{waits} per step {verb} of DDP's own timers, which run in the first iterations and "
-            "seldom later: run 11 iterations before a capture."
+            f"Run 11 iterations before a capture: {waits} per step {verb} from DDP's own timers, "
+            "which run in the first iterations and seldom later."
         )
-    return f"{waits} per step {verb} of {owner}: capture what lies before and after."
+    return f"Capture what lies before and after {owner}: {waits} per step {verb} from it."

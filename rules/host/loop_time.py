@@ -435,7 +435,7 @@ class LoopPhases(LoopCode):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         **LoopCode.cases,
         "the loss": {
-            "title": "Operators beside the model, such as the loss, take much of the step",
+            "title": "Operators outside the model, such as the loss, take much of the step",
             "fix": "Use PyTorch's own functions. cross_entropy takes logits and class numbers, in "
             "place of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
             "in place of sigmoid and logarithm. torch.cdist makes distances of all pairs without a "
@@ -458,15 +458,15 @@ class LoopPhases(LoopCode):
             "falsified_by": "few labels that are ignored",
         },
         "products": {
-            "title": "{operator} beside the model takes much of the step",
-            "fix": "This is one call of PyTorch already: only a smaller input or fewer calls take "
-            "less time. Check whether all of its result is used, and whether it is the same "
-            "in several steps.",
+            "title": "{operator} outside the model takes much of the step",
+            "fix": "Check whether all of its result is used, and whether it is the same in "
+            "several steps. This is one call of PyTorch already: only a smaller input or fewer "
+            "calls take less time.",
             "assumptions": ("part of its result is not used, or is known from a step before",),
             "falsified_by": "a result that is used as a whole, and differs in each step",
         },
         "a sort": {
-            "title": "Sorting beside the model takes much of the step",
+            "title": "Sorting outside the model takes much of the step",
             "fix": "Take the values that are used with torch.topk: it does not sort all. "
             "torch.kthvalue finds one value of an order.",
             "code": "values, ids = torch.topk(scores, k)     # not argsort or sort\n"
@@ -474,7 +474,7 @@ class LoopPhases(LoopCode):
             **_SOME_VALUES,
         },
         "a sort before sampling": {
-            "title": "Sorting beside the model takes much of the step",
+            "title": "Sorting outside the model takes much of the step",
             "fix": "Take the largest values with torch.topk first: it does not sort all. Then "
             "normalise, add up and sample only these.",
             "code": "values, ids = torch.topk(logits, k)     # not torch.sort(logits)\n"

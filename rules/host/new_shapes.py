@@ -92,7 +92,7 @@ class NewInputShapes(Rule):
     code = _PAD_CODE
     verify = "Profile again after some steps: no call of the operator takes milliseconds."
     falsified_by = "calls that take as long when their shapes repeat"
-    assumptions = ("new shapes go on coming",)
+    assumptions = ("new shapes keep coming",)
     confidence = 0.85
     cases = {
         SEARCH: {
@@ -106,8 +106,9 @@ class NewInputShapes(Rule):
             "code": _OFF_CODE,
         },
         ATTENTION: {
-            "fix": "Choose the flash or memory-efficient backend of attention, which plans "
-            "nothing. Or pad lengths to a few sizes; in decoding, use a cache of fixed size.",
+            "fix": "Choose the flash or memory-efficient backend of attention, which prepares "
+            "nothing for a shape. Or pad lengths to a few sizes. In decoding, use a cache of fixed "
+            "size.",
             "code": "from torch.nn.attention import SDPBackend, sdpa_kernel\n\n"
             "# EFFICIENT_ATTENTION where there is a mask\n"
             "with sdpa_kernel(SDPBackend.FLASH_ATTENTION):\n"

@@ -107,8 +107,8 @@ class PeriodicLoopWork(Rule):
             title=f"Code that runs every {work.period} steps takes much of the run",
             summary=(
                 f"Every {work.period} steps the loop spends {t.format_duration(work.each)} outside "
-                f"loading, forward, backward and optimizer: {where}, {work.share:.0%} of the "
-                f"{t.format_duration(work.step)} from one step to the next. " + self._name(code)
+                f"loading, forward, backward and optimizer. That is {where}, {work.share:.0%} of "
+                f"the {t.format_duration(work.step)} from one step to the next. " + self._name(code)
             ),
             evidence=[
                 Evidence("time of this work per step", work.per_step, "ns"),

@@ -181,9 +181,9 @@ class PythonHotSpot(Rule):
             "tensors or lists. Log and checkpoint every N steps only.",
         },
         LIBRARY: {
-            "fix": "{names}: host work of {library} itself. Make the call around it less often, "
-            "such as once at the start or for several inputs at once. Or switch off the feature "
-            "that needs it.",
+            "fix": "Make the call around {names} less often, such as once at the start or for "
+            "several inputs at once. Or switch off the feature that needs it: this is host work "
+            "of {library} itself.",
             "assumptions": ("this call, or the feature that needs it, can be left out",),
         },
     }

@@ -85,9 +85,9 @@ class RepeatedBackward(Rule):
     confidence = 0.85
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "an update between": {
-            "fix": "An optimizer steps between these passes, so their losses cannot be added. "
-            "Use detach() on what one network hands to another one's loss, and on the state that "
-            "one step hands to the next.",
+            "fix": "Use detach() on what one network hands to another one's loss, and on the "
+            "state that one step hands to the next. An optimizer steps between these passes, so "
+            "their losses cannot be added.",
             "code": "score = discriminator(fake.detach())    # GAN, discriminator's step\n"
             "d_loss.backward()                       # without retain_graph=True\n"
             "# a recurrent state, after each step: hidden = hidden.detach()",

@@ -59,9 +59,9 @@ class SliceGradients(Rule):
     worst_factor = Threshold(0.3, "of the time remains at most: adding up and launches", CHOSEN)
 
     fix = (
-        "Where the passes of the loop do not need each other (a loss per class), do them in one "
-        "operation on the whole tensor. Else take the slices with one call of unbind before the "
-        "loop, or split for parts of several entries."
+        "Compute the loop in one operation on the whole tensor, where its passes do not need each "
+        "other (a loss per class). Else take the slices with one call of unbind before the loop, "
+        "or split for parts of several entries."
     )
     code = (
         "loss = f(x, dims=(0, 2, 3)).mean()    # all entries of dim 1 at once\n\n"

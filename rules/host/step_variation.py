@@ -243,10 +243,10 @@ class StepJitter(Rule):
         "may compile": {
             "fix": f"{fix} A longer 'forward' with new shapes is recompilation or autotuning."
         },
-        "data": {"fix": "The phase 'data' is the loader: a slow sample, a full disk."},
+        "data": {"fix": "Look for a slow sample or a full disk: the phase 'data' is the loader."},
         "between steps": {
-            "fix": "The phase 'between steps' is the loop's own code, or a wait for a batch that "
-            "comes from no DataLoader."
+            "fix": "Look at the loop's own code, or at a wait for a batch that comes from no "
+            "DataLoader: they are the phase 'between steps'."
         },
         "garbage collection": {"fix": "Move garbage collection to fixed steps."},
     }

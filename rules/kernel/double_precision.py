@@ -90,7 +90,7 @@ class DoublePrecision(Rule):
     confidence = 0.85
     cases = {
         "tensors beside the model": {
-            "title": "Tensors beside the model are doubles (float64)",
+            "title": "Tensors outside the model are doubles (float64)",
             "fix": "Convert these tensors, such as those that {op} takes, to float32 where they "
             "are made. Leave the model as it is: its products are of another type. NumPy's arrays "
             "are float64 by default.",

@@ -542,8 +542,8 @@ class MixedPrecisionOff(Fp32Matmul):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         BF16: {},
         BESIDE: {
-            "title": "Some products run in FP32 beside others in {format}",
-            "fix": "Compute these products in {format}, as the others. Put them inside the "
+            "title": "Some matrix products run in FP32, others in {format}",
+            "fix": "Compute these products in {format}, like the others. Put them inside the "
             "autocast region too, and leave out a .float() before them.",
             "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
             "    loss = criterion(model(x), y)  # the whole model, with its head",

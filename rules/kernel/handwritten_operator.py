@@ -100,8 +100,8 @@ PATTERNS = (
         'y = F.gelu(x, approximate="tanh")',
         f"{FUNCTIONS}gelu.html",
         r"transformers/activations\.py\(\d+\): (?:New|Fast|Accurate)G[Ee][Ll][Uu]",
-        "The GELU is transformers' own code: name the fused one in the model's configuration "
-        "(activation_function, or hidden_act).",
+        "Name the fused GELU in the model's configuration (activation_function, or hidden_act): "
+        "this one is transformers' own code.",
         'config.activation_function = "gelu_pytorch_tanh"   # other models: hidden_act\n'
         "model = AutoModelForCausalLM.from_pretrained(name, config=config)",
     ),
@@ -113,8 +113,8 @@ PATTERNS = (
         "y = F.gelu(x)",
         f"{FUNCTIONS}gelu.html",
         r"transformers/activations\.py\(\d+\): GELUActivation\._gelu_python",
-        "The GELU is transformers' own code: name the fused one in the model's configuration "
-        "(activation_function, or hidden_act).",
+        "Name the fused GELU in the model's configuration (activation_function, or hidden_act): "
+        "this one is transformers' own code.",
         'config.activation_function = "gelu"   # other models: hidden_act\n'
         "model = AutoModelForCausalLM.from_pretrained(name, config=config)",
     ),

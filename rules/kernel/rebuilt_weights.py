@@ -67,7 +67,7 @@ class RebuiltWeights(Rule):
     """
 
     id = "rebuilt-weights"
-    title = "Tensors that do not change are made again in each forward pass"
+    title = "Tensors that do not change are recomputed in each forward pass"
     found_in: ClassVar[tuple[str, ...]] = (
         "traces/h100/doc_finder",
         "traces/h100/latent_sampler",
@@ -138,7 +138,8 @@ class RebuiltWeights(Rule):
         count = max(1, round(len(rows) / a.step_count))
         if kind == OPERAND:
             what = (
-                f"{t.count_noun(count, 'operator')} make the stored operand of a product {where}."
+                f"{t.count_noun(count, 'operator')} compute one side of a matrix product from "
+                f"stored tensors alone, {where}."
             )
         else:
             done = "cast to another type" if kind == CAST else "normalised"

@@ -158,8 +158,8 @@ class SlowArguments(Rule):
         },
         "spectrum": {
             "title": "The length of an FFT is slow",
-            "fix": "Where FFTs only compute a linear convolution or a correlation, pad to {good} "
-            "in place of {length}. Where the spectrum is the result, padding changes its "
+            "fix": "Pad to {good} in place of {length} where FFTs only compute a linear "
+            "convolution or a correlation. Where the spectrum is the result, padding changes its "
             "frequencies: choose a window of such a length if you can.",
             "code": "n = {good}   # not {length}: even, no prime factor above 7\n"
             "spectrum = torch.fft.rfft(x, n=n)   # not where its frequencies matter",

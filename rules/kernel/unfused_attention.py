@@ -140,9 +140,9 @@ class UnfusedAttention(Rule):
     )
     cases = {
         "transformers' own attention": {
-            "fix": "The attention is transformers' own code: load the model with "
-            "attn_implementation='sdpa'. It calls F.scaled_dot_product_attention, which picks a "
-            "fused kernel. Run it in FP16 or BF16, which fused kernels take.",
+            "fix": "Load the model with attn_implementation='sdpa': the attention is "
+            "transformers' own code. With 'sdpa' it calls F.scaled_dot_product_attention, which "
+            "picks a fused kernel. Run it in FP16 or BF16, which fused kernels take.",
             "code": "# or the class that you use now\n"
             "model = AutoModelForCausalLM.from_pretrained(\n"
             '    name, attn_implementation="sdpa")\n'

@@ -101,15 +101,15 @@ class UnfusedElementwise(Rule):
     confidence = 0.7
     alternatives = "fuse"
     assumptions = (
-        "merged kernels keep {kept_share:.0%} of what they pass on in registers ({kept_low:.0%} at "
-        "worst)",
+        "merged kernels keep {kept_share:.0%} of their intermediate results in registers "
+        "({kept_low:.0%} at worst)",
     )
     cases = {
         "shapes are not recorded": {
             "confidence": 0.5,
             "assumptions": (
                 *assumptions,
-                "what they pass on is {blind_saving:.0%} of their bytes",
+                "intermediate results are {blind_saving:.0%} of their bytes",
             ),
         }
     }

@@ -304,7 +304,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     pin_worst = Threshold(0.5, "of it remains, at worst: the copy into a buffer that stays", OURS)
     cases = {
         "pin_memory() in the loop": {
-            "title": "Each step pins its batch anew",
+            "title": "Each step pins its batch again",
             "verify": "Profile again: no aten::pin_memory on the thread of the loop.",
             "falsified_by": "the same step time with one pinned batch that is used in each step",
             "assumptions": ("the loader's thread has the time to pin the next batch",),

@@ -61,7 +61,8 @@ class RecomputeWithFreeMemory(Rule):
     max_reserved = Threshold(0.70, "of capacity: above it the memory may be needed", OURS)
 
     fix = (
-        "Turn checkpointing off, or checkpoint only every second block, and look at the peak. Or "
+        "Turn checkpointing off, or checkpoint only every second block, and check the peak of "
+        "memory. Or "
         "keep small outputs and recompute only large ones (selective checkpointing)."
     )
     code = (
@@ -75,13 +76,13 @@ class RecomputeWithFreeMemory(Rule):
     falsified_by = "a larger peak in another phase (evaluation, longer sequences)"
     assumptions = (
         "the activations fit into the free memory",
-        "hooks that pack and unpack saved tensors, which are not recorded, cost nothing (at best "
-        "all Python between operators is theirs)",
+        "hooks that pack and unpack saved tensors cost nothing: they are not recorded (at best "
+        "they take all Python time between operators)",
     )
     confidence = 0.75
     cases = {
         "transformers' own blocks": {
-            "fix": "Turn checkpointing off, and look at the peak. Where memory does not last, "
+            "fix": "Turn checkpointing off, and check the peak of memory. Where it does not last, "
             "recompute less: a smaller batch, or checkpoint blocks of your own choice.",
             "code": "model.gradient_checkpointing_disable()\n"
             "# or leave gradient_checkpointing=True out of TrainingArguments",

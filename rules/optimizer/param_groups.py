@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
 from advisor.rules.common import costliest_places, of_step, scale_edit
@@ -129,7 +130,8 @@ class ManyParameterGroups(Rule):
         yield Finding(
             summary=(
                 f"{optimizer}.step runs for each of {rounds.groups:,} parameter groups on its own, "
-                f"with {rounds.tensors:.1f} tensors each. It takes {of_step(a, ns)} on the host."
+                f"with {count_noun(round(rounds.tensors, 1), 'tensor')} each. It takes "
+                f"{of_step(a, ns)} on the host."
             ),
             evidence=[
                 self.compare("groups in a step", rounds.groups, "min_groups", "count"),

@@ -245,7 +245,7 @@ class DataDependentShapes(BlockingRule):
             "idx = torch.nonzero_static(mask, size=max_count, fill_value=0)"
         },
         "PyTorch Geometric normalises the graph": {
-            "fix": "The wait is in {library}: normalise a fixed graph once (cached=True). Graphs "
+            "fix": "Normalise a fixed graph once (cached=True): the wait is in {library}. Graphs "
             "that change can be normalised beforehand, for layers with normalize=False.",
             "assumptions": (
                 "the gain is of the waits alone: the kernels that normalise the graph go too",
@@ -273,8 +273,8 @@ class DataDependentShapes(BlockingRule):
             "code": "MulticlassAccuracy(num_classes=classes, validate_args=False)",
         },
         "in a library": {
-            "fix": "The wait is in {library}. Look for an argument of the library that keeps "
-            "shapes fixed or its result from step to step. Or call it once, before the loop.",
+            "fix": "Look for an argument of {library}, where the wait is, that keeps shapes fixed "
+            "or its result from step to step. Or call it once, before the loop.",
         },
     }
     verify = "Profile again: these operators no longer synchronize."

@@ -429,7 +429,7 @@ class HostReads(Rule):
         0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS
     )
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
-    launches_left = Threshold(0.3, "of the launches remain once items go in batches", SAM_LAUNCHES)
+    launches_left = Threshold(0.3, "of the launches remain with whole batches", SAM_LAUNCHES)
     longest_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
     fewest_left = Threshold(0.05, "of the launches remain, at best", OURS)
 
@@ -458,7 +458,7 @@ class HostReads(Rule):
             "alternatives": "launches",
             "assumptions": (
                 "the host can prepare the next work without these values",
-                "{launches_left:.0%} of the launches remain once items go in batches "
+                "with whole batches, {launches_left:.0%} of the launches remain "
                 "({fewest_left:.0%} to 100%)",
             ),
         }

@@ -77,7 +77,7 @@ class DeviceCopies(Rule):
     confidence = 0.6
     cases = {
         "at the border of CUDA graphs": {
-            "fix": "Let the graphs use tensors where they are. CUDA graph trees (PyTorch 2.1 and "
+            "fix": "Let CUDA graphs read tensors in place. CUDA graph trees (PyTorch 2.1 and "
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay, and compile a larger region, "
             "so that fewer tensors cross its border.",
@@ -86,7 +86,7 @@ class DeviceCopies(Rule):
             "confidence": 0.75,
         },
         "at the border of CUDA graphs, with collectives": {
-            "fix": "Let the graphs use tensors where they are. CUDA graph trees (PyTorch 2.1 and "
+            "fix": "Let CUDA graphs read tensors in place. CUDA graph trees (PyTorch 2.1 and "
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay. Collectives between the "
             "regions keep them apart: one graph of the whole step is not possible.",
@@ -125,7 +125,7 @@ class DeviceCopies(Rule):
         yield Finding(
             title=f"Copies within GPU memory take {t.format_share(share)} of the {a.per}",
             summary=(
-                f"The GPU only copies within its own memory for {of_step(a, exposed)}: "
+                f"The GPU does nothing but copy within its own memory for {of_step(a, exposed)}: "
                 f"{t.count_noun(copies_per_step, 'copy')}{per_step(a)}, "
                 f"{t.format_bytes(moved / a.step_count)} in all"
                 + (", most into and out of CUDA graph buffers." if of_graphs else ".")
@@ -285,7 +285,7 @@ class CopiesNotOverlapped(Rule):
         awaited = select_blocking_calls(a, TO_DEVICE_PINNED)
         yield Finding(
             summary=(
-                f"The GPU only copies for {of_step(a, exposed)}: "
+                f"The GPU does nothing but copy for {of_step(a, exposed)}: "
                 f"{t.format_bytes(moved / a.step_count)}{per_step(a)}, {overlap:.0%} of the copy "
                 "time hidden"
                 + (". The copies run on the compute stream." if on_compute > 0.5 else ".")

@@ -401,7 +401,11 @@ def counter_command(report: Report) -> list[Section]:
     title = "Hardware counters of the slow kernels"
     return [
         Section(
-            title, blocks, "what limits each of them", folded=True, summary="command for counters"
+            title,
+            blocks,
+            "what limits each of them",
+            folded=True,
+            summary="command for hardware counters",
         )
     ]
 

@@ -97,11 +97,11 @@ def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bo
         own = labels.shorten(labels.clean(phase.name), MAX_NAME)
         busy = (phase.busy_share or 0.0) * phase.ns
         if phase.attainable_ns is not None and phase.attainable_ns < busy:
-            known = f"{t.format_share(phase.known_share)} of its kernel time could be compared"
+            known = f"{t.format_share(phase.known_share)} of the kernel time could be compared"
+            least, now = map(t.format_duration, (phase.attainable_ns, busy))
             text = (
-                f"{own}: the same kernels would take {t.format_duration(phase.attainable_ns)} "
-                f"instead of {t.format_duration(busy)} at the rates of such a GPU; fewer kernels "
-                "may take less"
+                f"{own}: at rates that this GPU model reaches in benchmarks, its kernels would "
+                f"take {least} instead of {now}"
             )
             result.append(("rates", [text, known], False))
         elif phase.attainable_ns is None and phase.known_share is not None:

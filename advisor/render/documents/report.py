@@ -153,8 +153,12 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
     ranked = report_text.ranked_findings(report)
     if ranked:
         outlook = report_text.describe_all_fixes(report)
-        lead = [Paragraph(outlook, "soft")] if outlook else []
-        result = [_card(report, finding, width) for finding in ranked]
+        lead: list[Block] = [Paragraph(outlook, "soft")] if outlook else []
+        shared = report_text.shared_caveats(ranked)
+        if shared:
+            caveats = TextField("caveats", [f"{'; '.join(shared)} (of several fixes)"], detail=True)
+            lead.append(FieldList([caveats]))
+        result = [_card(report, finding, width, shared) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
         title = "What to change" if report_text.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
@@ -167,10 +171,14 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         yield Section("Memory and risks", cards)
 
 
-def _card(report: Report, finding: Finding, width: int, *, fix: bool = True) -> Card:
-    """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand."""
+def _card(
+    report: Report, finding: Finding, width: int, shared: Sequence[str] = (), *, fix: bool = True
+) -> Card:
+    """Build a finding's card: what, gain, where, why, how; evidence and caveats on demand.
+    ``shared``: caveats that stand above all cards."""
+    notes = report_text.gain_conditions(finding, report)
     fields = [
-        TextField("note", [*report_text.gain_conditions(finding, report)], "warn"),
+        TextField("note", [*notes], "warn"),
         *_where(report, finding, width),
         TextField("why", [finding.summary], prose=True),
         TextField("fix", [finding.fix], "strong", prose=True),
@@ -198,7 +206,9 @@ def _card(report: Report, finding: Finding, width: int, *, fix: bool = True) -> 
                     *(TextField(label, [text]) for label, text in covered),
                     TextField("verify", [finding.verify]),
                     TextField(
-                        "caveats", ["; ".join(report_text.describe_caveats(finding))], "soft"
+                        "caveats",
+                        ["; ".join(report_text.describe_caveats(finding, [*shared, *notes]))],
+                        "soft",
                     ),
                     *(
                         TextField("" if number else "read", [reference], "soft")
@@ -244,10 +254,10 @@ def _fact(item: Evidence) -> EvidenceRow:
 def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.notes:
         notes = [_note(note) for note in report.notes[:MAX_NOTES]]
-        counted = t.count_noun(len(report.notes), "possibility")
+        counted = t.count_noun(len(report.notes), "note")
         shares = [note.impact.share or 0.0 for note in report.notes if note.impact is not None]
         if (most := max(shares, default=0.0)) >= MIN_POSSIBLE:
-            counted += f" of up to {t.format_share(most)}"
+            counted += f" with a possible gain of up to {t.format_share(most)}"
         if report.scope.has_no_step_time:  # without a step nothing is ranked
             shown = [
                 (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes

@@ -25,7 +25,7 @@ from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 MAX_SCREEN_LINES: Final = 45
 """Number of lines that a report without details is made to fit, by fewer fixes in full."""
 MAX_FULL: Final = 3
-"""Number of fixes shown in full without details, and rows of a brief report."""
+"""Number of fixes shown in full without details, and of those in a brief report."""
 MAX_CODE: Final = 6
 """Lines of a fix's code that are shown without details."""
 MAX_ITEMS: Final = 12
@@ -64,6 +64,9 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
     shown = cards[:MAX_FULL]
     for card in shown:
         _row(page, card)
+        for field in (row for block in card.blocks for row in getattr(block, "rows", ())):
+            if field.label == "fix":
+                page.wrap(t.first_clause(d.plain_text(field.parts[0])), indent=4, style="bold")
     if len(cards) > len(shown):
         page.wrap(f"{len(cards) - len(shown)} more: without --brief.", indent=4, style="dim")
     return page.getvalue()

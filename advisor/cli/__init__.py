@@ -211,7 +211,7 @@ OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         **HARDWARE,
     },
     "compare": {
-        "Output": ("--output", "--format", "--redact", "--remember", "--progress"),
+        "Output": ("--output", "--format", "--details", "--redact", "--remember", "--progress"),
         "CI": ("--fail-if-slower",),
         "Input": READ,
         **HARDWARE,

@@ -47,6 +47,7 @@ def command(
     ] = False,
     *,
     options: o.Options,
+    details: o.Details = False,
     redact: o.Redact = False,
     progress: o.Progress = True,
 ) -> None:
@@ -61,7 +62,7 @@ def command(
     comparison, names = _compare(before, after, options, progress, redaction)
     if remember:
         _append_prediction(comparison)
-    _deliver(comparison, wanted, output, redact=names)
+    _deliver(comparison, wanted, output, redact=names, details=details)
     if bound is not None:
         _decide(comparison, bound)
 
@@ -127,13 +128,14 @@ def _deliver(
     output: Path | None,
     *,
     redact: set[str] | None,
+    details: bool,
 ) -> None:
     inputs = [comparison.before.path, comparison.after.path]
     if redact is not None:
         from advisor.export.redact import redact as redacted
 
         comparison = redacted(comparison, redact)
-    out.deliver(renderer, comparison, output, inputs, details=True)
+    out.deliver(renderer, comparison, output, inputs, details=details)
 
 
 def _decide(comparison: Comparison, bound: float) -> None:

@@ -27,6 +27,7 @@ MIN_SHARE = 0.005
 all rows."""
 MIN_WORK_SHARE = 0.001
 """Share of the longer step below which an operator's change is shown but not judged."""
+NOISE = f"changes of less than {MIN_SHARE:.1%} of the step, or 1% of another figure"
 MAX_WORK = 10
 WIDTH = 30
 """Width of a label in the table of work, characters."""
@@ -72,6 +73,11 @@ class ComparedFigure(NamedTuple):
     change: str
     """Difference with its sign; empty: none, or not measured."""
     verdict: FigureVerdict
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether it is measured on both sides, and changed too little to matter."""
+        return not self.verdict and self.before is not None and self.after is not None
 
 
 def write_verdict(comparison: Comparison) -> str:
@@ -182,11 +188,11 @@ def _center(steps: StepTimeChange, which: str) -> float | None:
 
 
 def format_interval(steps: StepTimeChange) -> str:
-    """Format the difference's interval: ``95% interval −2.1% to +0.3%``."""
+    """Format the difference's interval: ``−2.1% to +0.3% with 95% confidence``."""
     if steps.share_low is None or steps.share_high is None:
         return t.NOT_MEASURED
     low, high = signed_share(steps.share_low), signed_share(steps.share_high)
-    return f"{steps.level:.0%} interval {low} to {high}"
+    return f"{low} to {high} with {steps.level:.0%} confidence"
 
 
 def signed_share(share: float | None) -> str:
@@ -252,18 +258,20 @@ def _judged(
 
 
 def step_notes(steps: StepTimeChange) -> list[str]:
-    """Say how the difference was computed, then its caveats; empty if it is not measured."""
+    """Say how the steps changed, then the caveats; empty if it is not measured."""
     if steps.difference_ns is None:
         return []
     low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
-    became = "shorter" if steps.difference_ns < 0 else "longer"
+    became = "is the same"
+    if steps.difference_ns:
+        how = "shorter" if steps.difference_ns < 0 else "longer"
+        became = f"became {t.format_duration(abs(steps.difference_ns))} {how}"
     shares = ""
     if steps.share_low is not None and steps.share_high is not None:
         shares = f" ({signed_share(steps.share_low)} to {signed_share(steps.share_high)})"
     result = [
-        f"The {steps.statistic} step became {t.format_duration(abs(steps.difference_ns))} "
-        f"{became}. With {steps.level:.0%} confidence the change is between {low} and {high}"
-        f"{shares}: {steps.method}."
+        f"The {steps.statistic} step {became}. With {steps.level:.0%} confidence the change is "
+        f"between {low} and {high}{shares}."
     ]
     return [*result, *steps.notes]
 
@@ -380,8 +388,10 @@ def describe_realised_gain(c: Comparison) -> list[str]:
     if not r.rules or r.predicted_ns is None or is_unjudged(c):
         return []
     bound = "up to " if r.method != "replay" else ""
+    titles = {item.rule: item.title for item in c.findings}
+    fixed = " and ".join(f"'{titles.get(rule, rule)}'" for rule in r.rules)
     text = (
-        f"Fixing {', '.join(r.rules)} was predicted to save "
+        f"Fixing {fixed} was predicted to save "
         f"{bound}{t.format_duration(r.predicted_ns)}{per_suffix(c)}"
     )
     if r.predicted_low_ns is not None and r.predicted_high_ns is not None and not bound:
@@ -392,7 +402,7 @@ def describe_realised_gain(c: Comparison) -> list[str]:
     if r.measured_ns < 0:
         what, low, high = "longer", -high, -low
     text += f". The step became {t.format_duration(abs(r.measured_ns))} {what}"
-    text += f" (95% interval: {t.format_range(low, high)} {what})."
+    text += f" ({t.format_range(low, high)} {what} with 95% confidence)."
     if r.agrees is None:
         return [text, f"Prediction and gain are not compared: {r.reason}."]
     if r.agrees:
@@ -470,7 +480,8 @@ GATE_FIGURES = ("memory peak", "energy per step", "cost of 1,000 steps", "cost")
 
 
 def write_headline(c: Comparison) -> str:
-    """Write ``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, 95% interval −0.2% to +1.8%)``."""
+    """Write ``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, −0.2% to +1.8% with 95%
+    confidence)``."""
     assert c.decision is not None
     pair = " → ".join(format_step_times(c.steps))
     title = HEADLINES[c.decision.answer]

@@ -486,8 +486,19 @@ def test_other_programs_get_the_warning_first_and_no_verdict(shared_file: Shared
 
 
 def test_the_breakdown_of_recorded_runs_says_that_it_is_of_the_window(shared_file: Shared) -> None:
-    run = Path(shared_file("h100/healthy_lm/manifest.json")).parent
-    assert "Breakdown · of the profiled window" in COMPARISONS.render("terminal", compare(run, run))
+    run, other = (
+        Path(shared_file(f"h100/{name}/manifest.json")).parent
+        for name in ("healthy_lm", "vocabulary")
+    )
+    shown = COMPARISONS.render("terminal", compare(run, other))
+    assert "Breakdown · of the profiled window" in shown
+    assert "figures within noise" not in shown  # different programs: nothing is judged
+    same = compare(run, run)
+    assert "Breakdown" not in (short := COMPARISONS.render("terminal", same))
+    assert "Not shown: 15 figures within noise" in short
+    full = COMPARISONS.render("terminal", same, details=True)
+    assert "of the profiled window: changes of less than 0.5% of the step" in full
+    assert "Within noise" in full and "GPU busy" in full
 
 
 def test_a_trace_and_a_snapshot_are_not_compared(shared_file: Shared) -> None:

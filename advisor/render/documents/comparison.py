@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from advisor.compare import comparison_text
 from advisor.compare.comparison import Comparison, Decision
 from advisor.core import charts
 from advisor.core.charts import Segment
-from advisor.core.text import format_value
+from advisor.core.text import count_noun, format_value
 from advisor.render.document import (
     DEFAULT,
     Block,
@@ -42,6 +43,9 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     window = "of the profiled window" if c.steps.source == "recorder" else ""
     notes = [Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
     kept = comparison_text.figures_of(c, ["memory by layer"])
+    breakdown, work = comparison_text.breakdown_lines(c), comparison_text.work_lines(c)
+    noise = [line for line in (*breakdown, *work) if line.is_noise]
+    noise = [] if comparison_text.is_unjudged(c) else noise
     return Document(
         c.verdict,
         [
@@ -58,7 +62,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
             *_table(
                 "Breakdown",
                 "",
-                comparison_text.breakdown_lines(c),
+                [line for line in breakdown if line not in noise],
                 aside=window,
                 above=_bars(c),
             ),
@@ -77,9 +81,10 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
             *_table(
                 "Device work",
                 f"device work{comparison_text.per_suffix(c)}",
-                comparison_text.work_lines(c),
+                [line for line in work if line not in noise],
                 aside=window,
             ),
+            *_on_demand(c, noise, window),
         ],
         name="comparison",
         status={"slower": "critical", "faster": "healthy"}.get(verdict, "limited"),
@@ -109,12 +114,25 @@ def _table(
     above: Sequence[Block] = (),
     short: bool = False,
     aside: str = "",
-) -> Iterator[Block]:
+) -> Iterator[Section]:
     """Build a table of figures side by side; ``first``: the head of their names."""
     rows = [[line.label, *line.texts, line.change] for line in lines]
     if rows:
         head = [first, "before", "after", "difference"]
         yield Section(title, [*above, Grid(head, rows), *notes], aside, short=short)
+
+
+def _on_demand(
+    c: Comparison, noise: list[comparison_text.ComparedFigure], window: str
+) -> Iterator[Section]:
+    """Build the figures that changed too little to matter, and how the interval was computed."""
+    aside = ": ".join(filter(None, [window, comparison_text.NOISE]))
+    for section in _table("Within noise", "", noise, aside=aside):
+        count = count_noun(len(noise), "figure")
+        yield replace(section, folded=True, summary=f"{count} within noise")
+    if c.steps.difference_ns is not None:
+        method = Paragraph(f"The interval of the step time: {c.steps.method}.", "soft")
+        yield Section("Statistics", [method], folded=True, summary="statistics")
 
 
 _KINDS: Final[dict[str, charts.Kind]] = {"time": "work", "idle": "idle", "host": "host"}

@@ -290,7 +290,7 @@ def _without_gpu(
         unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
         if unseen:
             return "limited", f"{why} {unseen}"
-    host = f"On the host, {_longest_on_host(report, top)}."
+    host = f"The longest part on the host is {_longest_on_host(report, top)}."
     if has_large_gain(report):
         return "bottlenecks", f"{why} {host} {_lead(report)}."
     small = _largest_of_small(report)
@@ -525,7 +525,7 @@ def _longest_on_host(report: Report, top: HostShare) -> str:
         rest = f" ({stacks} shows what)"
         for part in report.host[1:2]:
             rest += f"; {t.host_label(part.name, own)} {t.format_share(part.share)}"
-    return f"{label} takes longest: {t.format_share(share)} of {of_step}{rest}"
+    return f"{label}: {t.format_share(share)} of {of_step}{rest}"
 
 
 def _phase_says_more(report: Report) -> bool:

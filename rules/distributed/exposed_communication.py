@@ -205,8 +205,8 @@ class ExposedCommunication(Rule):
         },
         "small messages": {
             "fix": "Merge the messages that are sent together, or give each rank a larger batch, "
-            "which does more work with as many messages. They are small (median {median}): "
-            "latency and waits take the time, not bytes.",
+            "which does more work with as many messages. The messages are small (median "
+            "{median}): latency and waits take the time, not bytes.",
         },
         "tensor": {
             "fix": "Merge the tensor-parallel collectives with the products beside them (async "

@@ -170,7 +170,7 @@ class MisalignedGemm(Rule):
         "a vocabulary": {
             "fix": "Set the vocabulary in the model's configuration to a multiple of 64, for both "
             "embedding and head. Targets stay; cut the logits of the added tokens off. Pad other "
-            "named dimensions so too. The token dimension needs no padding.",
+            "misaligned dimensions so too. The token dimension needs no padding.",
             "code": f"{_PADDED}\n\n"
             "self.embedding = nn.Embedding(padded(vocab), hidden)\n"
             "self.head = nn.Linear(hidden, padded(vocab))\n"

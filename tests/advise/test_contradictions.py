@@ -274,11 +274,19 @@ def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
         # gradients are sparse
         ("wide_embedding", "launches: .* instead of this fix", "differ from step to step"),
         ("conv_heuristics", "keeps channels-last order", "batch norm reaches"),  # it has none
-        ("vocabulary", "beside others in BF16", "without mixed precision"),  # 84 of 477 kernels
+        (
+            "vocabulary",
+            "run in FP32, others in BF16",
+            "without mixed precision",
+        ),  # 84 of 477 kernels
         ("latent_sampler", "pass 5 – – 16.9 ms", "tokens/s 8"),  # the eight are class labels
         ("points_max_split", "3 of 4 steps call the driver", "Each step calls the driver"),
         ("citation_gcn", "indexing 89% of device work", "embedding"),  # gathers of a graph
-        ("citation_gcn", "Most device time: aten::gather, 67% of the step at 8%", "with_stack"),
+        (
+            "citation_gcn",
+            "aten::gather takes most device time: 67% of the step, at 8%",
+            "with_stack",
+        ),
         # its events hold samples of lines 63 and 66, and its manifest the command
         (
             "host_metric",

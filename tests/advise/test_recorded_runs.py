@@ -334,7 +334,7 @@ def test_steps_that_end_long_before_the_run_are_not_what_it_does(tmp_path: Path)
         line = "No step was found in the last 6 s of the run (59%)"
         assert seen != (line in report.verdict)
         assert seen != any(line in limit for limit in report.limits)
-        assert seen == ("takes longest" in report.verdict)
+        assert seen == ("The longest part on the host is" in report.verdict)
 
 
 def _on_the_cpu(devices: list[RecordedDevice]) -> tuple[RecordBuilder, bytes]:

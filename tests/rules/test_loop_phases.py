@@ -88,7 +88,7 @@ def test_they_are_left_to_another_rule_where_the_ignored_labels_are_known() -> N
 def test_a_product_beside_the_model_is_named_and_no_function_is_advised() -> None:
     b = with_a_loss(("aten::mm", [[512, 512], [512, 512]], 6000.0))
     (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
-    assert finding.title == "aten::mm beside the model takes much of the step"
+    assert finding.title == "aten::mm outside the model takes much of the step"
     assert "512×512 and 512×512" in finding.summary
     assert not any(word in str(finding.fix) for word in ("cross_entropy", "compile", "cdist"))
 

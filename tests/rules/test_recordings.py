@@ -264,7 +264,7 @@ def test_ways_to_launch_less_are_those_that_the_trace_leaves(
     ("name", "says"),
     [
         # 8 cudaEventSynchronize in each DistributedDataParallel.forward, of no operator
-        ("nccl_collectives", "8 waits per step are of DDP's own timers"),
+        ("nccl_collectives", "8 waits per step come from DDP's own timers"),
         # one in what measures the model, and one inside it, in transformers' mask of attention
         ("h100_bert_small_inference", "1 wait per step is of transformers (modeling_attn_mask"),
     ],

@@ -620,7 +620,7 @@ DECIDED_BY: Final = {
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay without changes misses the measured step by as much",
     "shared cores": "collectives take cores from the work beside them",
-    "past": "estimates of such fixes were off by as much when they were measured",
+    "past": "estimates of such fixes missed the measured gains by as much",
     "not proven": "this rule is not proven on real traces",
     "device work": "nothing but the GPU work stays",
 }

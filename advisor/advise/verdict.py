@@ -466,7 +466,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}; for {t.format_share(queued)} work is queued for it. "
+        f"{idle} ({t.format_share(queued)} with work queued). "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
@@ -497,7 +497,7 @@ def _longest_operators(a: Analysis) -> str:
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
 UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
-UNFILTERED_WITH_STACKS = "Record all activities, with stacks, on a GPU that nobody else uses."
+UNFILTERED_WITH_STACKS = "Record all activities, with stacks, on an idle GPU."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:
@@ -555,7 +555,7 @@ def _alone(report: Report) -> str:
     for name, word in (("communication", "communicates"), ("copies", "copies")):
         share = sum(part.share for part in report.time if part.name == name)
         if share >= MIN_EXPOSED_SHARE:
-            return f"; for {t.format_share(share)} of the {report.per} it only {word}"
+            return f"; for {t.format_share(share)} it only {word}"
     return ""
 
 

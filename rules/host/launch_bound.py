@@ -219,7 +219,7 @@ class LaunchBound(Rule):
             edits=edits,
             needs="" if waits.dense_only else "sizes repeat",
             confidence=0.75 if stacks else 0.85,
-            confidence_notes=["recorded Python stacks lengthen host time most of all"]
+            confidence_notes=["recording Python stacks lengthens host time most"]
             if stacks
             else ["profiling itself lengthens host time"],
         )

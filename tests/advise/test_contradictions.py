@@ -334,7 +334,8 @@ MAX_LINES = 4
 RETIRED = (
     "no rule has a fix", "fewer bits", "Fixing this alone", "python train.py", "cudnn attention",
     "uint8 images", "the range is assumed", "off by as much", "no longer written",
-    "if the link is recorded", "argsort",
+    "if the link is recorded", "argsort", "go on coming", "stored operand", "GPU only c",
+    "made again in each", "ends too", "as the others.", "possibilities", "most of all",
 )  # fmt: skip
 """Words that readers from outside did not understand, or that belong to another program."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -49,6 +50,24 @@ def test_every_field_of_the_report_has_a_meaning() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", generator().schema_text(), re.MULTILINE)
     assert len(rows) > 80
     assert [name for name, meaning in rows if not meaning.strip()] == []
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^> (.+)$", page, re.MULTILINE)
+    assert len(messages) > 10
+    text = "\n".join(
+        node.value
+        for path in (ROOT / "advisor").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    text = re.sub(r"%[drs]", "…", text)
+    assert [
+        message
+        for message in messages
+        if not all(part.strip() in text for part in re.split(r" ?… ?", message))
+    ] == []
 
 
 def test_links_between_pages_lead_somewhere() -> None:

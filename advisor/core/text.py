@@ -387,15 +387,12 @@ def first_sentence(text: str) -> str:
 
 def first_clause(text: str) -> str:
     """Return the part of a text's first sentence that says what to do, without the reason."""
-    first = first_sentence(text)
-    short = re.split(
-        r": (?=the |it |this |that |one |\d)|, (?:which|because|so that|and) |; ", first
-    )[0]
-    return short if len(short) >= _MIN_CLAUSE else first
+    return _REASON.split(first_sentence(text))[0]
 
 
-_MIN_CLAUSE: Final = 12
-"""Length below which a clause says too little alone, characters."""
+_REASON: Final = re.compile(
+    r": (?=(?:the|it|this|that|one|\d)\b)|, (?:which|because|so that|and) |; "
+)
 
 _PER: Final[Mapping[str, str]] = {
     "step": "per step",

@@ -2,49 +2,8 @@
 
     VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]
 
-===========  ========================================================  ======================
-verb         what it does                                              NUMBER
-===========  ========================================================  ======================
-remove       the work is not done, the host time not spent, the        none
-             wait not made
-scale        its time is multiplied                                    factor, 0 and up
-roofline     kernels come up to a share of what the device can do,     share, 0 to 1
-             by their FLOPs and bytes (unknown ones stay)              (default 0.75)
-resize       the batch grows: kernels that fill the device grow with   batch new / old
-             it, others once they do; judge the step by time per sample
-overlap      device work moves to a stream of its own; what used it    none
-             waits for the same work one step earlier
-async        a blocking call no longer holds the host; ``copy:DtoH``   none
-             narrows it to reads
-merge        neighbouring kernels of a stream become one               factor on their summed
-                                                                       time (default 1)
-graph        launches become part of a CUDA graph                      host ns left a launch
-                                                                       (default 1000)
-parallelize  loader work moves to worker processes                     workers, 1 and up
-remove_skew  collectives of rank N keep no other rank waiting          none
-===========  ========================================================  ======================
-
-``spread`` and ``punctual`` still mean ``parallelize`` and ``remove_skew``.
-
-==========  ===========================================================================
-target      what it selects; PATTERN is a regular expression searched in the name
-==========  ===========================================================================
-kernel      kernels by name
-family      kernels of a family: gemm, attention, softmax, elementwise, communication …
-comm        collectives (PATTERN: kernel name)
-copy        copies; PATTERN is a direction: HtoD, DtoH, DtoD, PtoP
-memset      memsets
-work        all device work
-layer       a module with those in it, and its host time; PATTERN is its name, kind or
-            path with ``*`` and ``?``, not a regular expression
-op          operators by name
-python      Python frames, ``train.py.*loss``
-range       user annotations
-host        any host event
-sync        blocking runtime calls; PATTERN: an operator around them, ``item``
-loader      waits for the data loader
-gap         idle gaps of the device; PATTERN is a cause: dispatch, python, sync …
-==========  ===========================================================================
+``advisor whatif --help`` has an example of each verb; docs/whatif.md has what verbs, targets and
+numbers mean. ``spread`` and ``punctual`` still mean ``parallelize`` and ``remove_skew``.
 
 ``under:PATTERN`` keeps what an operator, range or Python frame of that name encloses. Patterns
 with spaces are quoted: ``remove "python:train.py.* loss"``. ``rank:N`` changes that rank only, in

@@ -89,6 +89,16 @@ def test_terminal_text_keeps_to_the_width(advisor: Run, fast: Path, slow: Path) 
     assert "aten::mm" in out
 
 
+def test_noise_and_statistics_are_counted_and_shown_with_details(
+    advisor: Run, fast: Path, slow: Path
+) -> None:
+    code, short, _ = advisor("compare", fast, slow)
+    assert code == 0 and "bootstrap" not in short and "95% confidence" in short
+    assert "figures within noise, statistics. --details shows them." in " ".join(short.split())
+    full = advisor("compare", fast, slow, "--details")[1]
+    assert "bootstrap" in full and "Within noise" in full and "Not shown" not in full
+
+
 def test_json_is_a_comparison(advisor: Run, fast: Path, slow: Path) -> None:
     code, out, _ = advisor("compare", fast, slow, "--format", "json")
     assert code == 0

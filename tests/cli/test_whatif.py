@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from advisor.replay.edit_language import TARGETS, VERBS, parse_edit
 from advisor.testing import TraceBuilder
 
 Run = Callable[..., Any]
@@ -51,6 +53,28 @@ def test_steps_that_the_profiler_made_longer_are_called_profiled(
     assert "8.7 ms per step without the profiler, median" in " ".join(done.out.split())
     plain = advisor("whatif", str(trace), "--edit", "scale kernel:gemm 0.5")
     assert "profile" not in plain.out
+
+
+def test_the_result_leads_and_the_diagnostics_follow(advisor: Run, trace: Path) -> None:
+    """Of two ways to give an edit, both add up in their order: first those beside the trace."""
+    edit, other = "scale kernel:softmax 0.2", "scale kernel:gemm 0.5"
+    lines = advisor("whatif", str(trace), edit, "--edit", other).out.splitlines()
+    # By hand: 4 of the step's 15 ms and 5 of them are 60%.
+    assert re.search(r"→ .* \(60% less\) per step\.$", lines[0])
+    table = [n for n, line in enumerate(lines) if line.lstrip().startswith((edit, other))]
+    said = next(n for n, line in enumerate(lines) if line.startswith("How exact the replay is"))
+    assert lines[table[0]].lstrip().startswith(edit) and max(table) < said
+    assert (
+        next(n for n, line in enumerate(lines) if "device starts" in line or "GPU work exp" in line)
+        > said
+    )
+
+
+def test_the_help_has_an_example_of_each_verb(advisor: Run) -> None:
+    shown = advisor("whatif", "--help").out
+    examples = re.findall(r"^ {4}(\w+ \w.*?) {2,}\w", shown, re.MULTILINE)
+    assert {parse_edit(example).op for example in examples} == {*VERBS.values()}
+    assert all(target in shown.split("Targets", 1)[1] for target in TARGETS)
 
 
 def test_what_an_edit_selects_is_counted_and_timed(advisor: Run, trace: Path) -> None:

@@ -162,6 +162,21 @@ def test_a_brief_fix_says_what_to_do_and_not_why(fix: str, clause: str) -> None:
     assert first_clause(fix) == clause
 
 
+def test_caveats_of_several_fixes_stand_once_above_them(report: Make) -> None:
+    made, shared, assumed = report(3), "only 2 of 9 steps measured", "the queue is long"
+    one = replace(
+        made.findings[0], confidence_notes=[shared, "of the first alone"], assumptions=[assumed]
+    )
+    other = replace(made.findings[1], confidence_notes=[shared])
+    full = REPORTS.render(
+        "terminal", replace(made, findings=[one, other, made.findings[2]]), details=True
+    )
+    above, below = full.split(one.title + "\n", 1)
+    assert f"caveats  {shared} (of several fixes)" in above and shared not in below
+    assert f"of the first alone; assumes: {assumed}" in " ".join(below.split())
+    assert "of several fixes" not in REPORTS.render("terminal", report(1), details=True)
+
+
 def test_a_fix_has_one_price_in_every_format(report: Make) -> None:
     price = "up to 20 ms (10–20 ms), 5%"
     for form in ("terminal", "markdown", "html", "notebook"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -153,3 +153,23 @@ def test_everything_that_a_snapshot_says_would_free_memory_has_words() -> None:
     (rule,) = [rule for rule in RULES if rule.id == "out-of-memory"]
     assert len(changes) == 15
     assert all(rule.cases[change]["fix"] and rule.cases[change]["code"] for change in changes)
+
+
+NO_ACTION = re.compile(r"(?:The|Its?|An?|This|These|Where|There|JAX)\b|\W|\d")
+"""Beginnings of a sentence that says what is so, and not what to do."""
+
+
+def fixes(texts: object) -> Iterator[str]:
+    """Fixes in nested texts of a rule."""
+    if isinstance(texts, Mapping):
+        for name, text in texts.items():
+            yield from [text] if name == "fix" else fixes(text)
+    elif hasattr(texts, "fix"):
+        yield str(texts.fix)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_fix_begins_with_what_to_do(rule: Rule) -> None:
+    """Short reports show its first sentence alone."""
+    texts = [rule.fix, *fixes(rule.cases), *fixes(rule.inference), *fixes(rule.framework_advice)]
+    assert [text for text in texts if NO_ACTION.match(text)] == []

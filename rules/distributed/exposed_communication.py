@@ -346,7 +346,7 @@ class ExposedCommunication(Rule):
         result = self._of_small_messages(self.case(names[0]), by_kind, table)
         if names[0] == EMBEDDINGS and (blocked := _in_pipeline(a)) is not None:
             _, balance, rest = result["fix"].partition("Balance")
-            result["fix"] = f"{blocked} {balance}{rest}"
+            result["fix"] = f"{balance}{rest} {blocked}".strip()
             result["code"] = result["code"].partition(_PIPELINE_LINE)[2].lstrip("\n")
         others = [name for name in dict.fromkeys(names[1:]) if name in ALSO and name != names[0]]
         if self.program.trains and others:
@@ -431,7 +431,7 @@ def _in_pipeline(a: Analysis) -> str | None:
     pipeline = name_matches(names, _PIPELINE).to_numpy()
     if not pipeline.any():
         return None
-    text = "Send fewer bytes: TrainPipelineSparseDist is on already and overlaps what it can."
+    text = "TrainPipelineSparseDist is on already and overlaps what it can."
     host = a.syncs["host"].to_numpy()
     inside = innermost_ancestor(parent, pipeline)[host] >= 0
     around = innermost_ancestor(parent, name_matches(names, r"^## .* ##$").to_numpy())[host]

@@ -531,7 +531,7 @@ def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -
     scope, first, last = report.scope, *ask(path, "SELECT min(start), max(end) FROM NVTX_EVENTS")[0]
     assert (scope.step_source, scope.steps_found) == ("ranges", 304)
     assert scope.step_ns == pytest.approx((last - first) / 304, rel=0.01)  # one set aside
-    assert "find_centers, 51% of a 131 ms" in report.verdict
+    assert "find_centers: 51% of a 131 ms" in report.verdict
     shares = {one.name: one.share for one in report.ranges}
     assert shares == pytest.approx({k: ns / (last - first) for k, ns in asked.items()}, rel=0.02)
 

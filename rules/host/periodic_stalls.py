@@ -18,6 +18,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import hottest_line, share_in
 from advisor.measure.steps.periodic import find_periodic_work
+from advisor.measure.steps.steps import longest_usual_step
 from advisor.rules.citations import (
     CHOSEN,
     CURED_RECORDINGS,
@@ -106,8 +107,7 @@ class PeriodicStalls(Rule):
             return
         dur = steps["dur"].to_numpy()
         median = float(np.median(dur))
-        mad = float(np.median(np.abs(dur - median)))
-        is_long = dur > max(self.factor * median, median + self.min_deviations * mad)
+        is_long = dur > longest_usual_step(dur, self.factor, self.min_deviations)
         for cause, pattern in SAVING_AND_LOGGING.items():
             rows = self._rows(a, pattern, main)
             if not len(rows):

@@ -18,6 +18,7 @@ from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.measure.steps.periodic import OWN_PHASES, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.steps import longest_usual_step
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
 from advisor.rules.common import (
     COMPILING,
@@ -29,9 +30,6 @@ from advisor.rules.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-FACTOR, MADS = 1.5, 5.0
-"""Limits of a long step: it takes more than this many medians, and lies more than this many median
-absolute deviations above the median, as in the series of profiled steps."""
 MIN_PERIOD = 5
 """Shortest period in steps: a loader with a few workers has a period of its own."""
 MIN_LONG_STEPS = 4
@@ -58,8 +56,7 @@ def find_long_steps(recorded: StepRecords) -> LongSteps:
     if not len(steps):
         return LongSteps(steps, np.zeros(0), None)
     median = float(np.median(dur))
-    mad = float(np.median(np.abs(dur - median)))
-    is_long = dur > max(FACTOR * median, median + MADS * mad)
+    is_long = dur > longest_usual_step(dur)
     rows = steps[is_long]
     some = recorded.host_is_ahead  # of every few steps the length is known: others may be long
     return LongSteps(rows, dur[is_long] - median, None if some else _find_period(rows))

@@ -398,6 +398,16 @@ def _loader_waits(trace: Trace, ts: np.ndarray, end: np.ndarray) -> np.ndarray:
     return waits
 
 
+def longest_usual_step(
+    dur: np.ndarray, factor: float = OUTLIER_FACTOR, deviations: float = OUTLIER_MADS
+) -> float:
+    """Return the duration above which a step is long: more than ``factor`` medians, and more than
+    so many median absolute deviations above the median."""
+    median = float(np.median(dur))
+    spread = float(np.median(np.abs(dur - median)))
+    return max(factor * median, median + deviations * spread)
+
+
 def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndarray:
     """Find long steps among the chosen, most extreme first, as long as three steps are left. Those
     that belong to the loop stay: they come back evenly, or wait for the loader more than once."""
@@ -405,9 +415,7 @@ def _outliers(dur: np.ndarray, chosen: np.ndarray, waits: np.ndarray) -> np.ndar
     values = dur[chosen]
     if len(values) <= MIN_STEPS_LEFT:
         return outlier
-    median = float(np.median(values))
-    mad = float(np.median(np.abs(values - median)))
-    limit = max(OUTLIER_FACTOR * median, median + OUTLIER_MADS * mad)
+    limit = longest_usual_step(values)
     candidates = np.flatnonzero(chosen & (dur > limit))
     if find_rhythm(np.flatnonzero(values > limit), values):
         return outlier

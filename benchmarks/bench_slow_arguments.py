@@ -16,7 +16,7 @@ from time import thread_time
 
 import torch
 
-from advisor.measure.device.operator_arguments import good_length
+from advisor.measure.device.operator_arguments import next_fast_length
 
 Call = Callable[[], object]
 PRIMES = (3, 11, 13, 17, 23, 31, 37, 47, 61, 97, 131, 251, 509, 1021)
@@ -47,7 +47,7 @@ def time_ffts() -> None:
     for prime in PRIMES:
         for power in (2, 3):
             length = prime * power ** max(0, round(math.log(2000 / prime, power)))
-            rows, better = 400_000 // length, good_length(length)
+            rows, better = 400_000 // length, next_fast_length(length)
             shares = []
             for kind in ("rfft", "irfft", "fft"):
                 times = []

@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from advisor.advise.memory import memory_views, shown_histories
+from advisor.advise.memory import build_memory_views, select_histories
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import MemoryView
@@ -53,7 +53,7 @@ POINTS = 500
 
 def warm(loaded: LoadedRun) -> None:
     """Make the tables that the figures are drawn from."""
-    for post in shown_histories(loaded.main)[:MAX_DEVICES]:
+    for post in select_histories(loaded.main)[:MAX_DEVICES]:
         _timeline_table(loaded, None, post)
 
 
@@ -63,10 +63,10 @@ def memory_cards(view: PageView) -> list[Any]:
     views = {device_view.device: device_view for device_view in view.loaded.report.memory}
     if a is not view.loaded.main:
         views = view.loaded.cached(
-            ("memory_views", view.rank), lambda: {e.device: e for e in memory_views(a)}
+            ("memory_views", view.rank), lambda: {e.device: e for e in build_memory_views(a)}
         )
     parts: list[Any] = []
-    for post in shown_histories(a)[:MAX_DEVICES]:
+    for post in select_histories(a)[:MAX_DEVICES]:
         parts += _device(view, a, post, views.get(post.device))
     return parts
 
@@ -74,7 +74,7 @@ def memory_cards(view: PageView) -> list[Any]:
 def _device(
     view: PageView, a: Analysis, post: PeakMemory, device_view: MemoryView | None
 ) -> list[Any]:
-    named = f"GPU {post.device}: " if len(shown_histories(a)) > 1 else ""
+    named = f"GPU {post.device}: " if len(select_histories(a)) > 1 else ""
     parts = []
     if device_view is not None:
         table_ = _timeline_table(view.loaded, view.rank, post)

@@ -319,7 +319,7 @@ def rows_launched_in(a: Analysis, instants: Intervals) -> NDArray[np.bool_]:
     return rows
 
 
-def places_in(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]:
+def find_places(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]:
     """Return the costliest place of these operators of the host: of the device work launched in
     the ``stretches``, with its kernel, where that takes longer than they do."""
     gpu = a.trace.gpu
@@ -330,7 +330,7 @@ def places_in(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]:
     return device_places(a, table, "dur")[:1]
 
 
-def time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:
+def measure_time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Evidence]]:
     """Return the time that the host spends in some stretches or the device with the work launched
     in them, whichever is longer, ns; and both as evidence."""
     device = 0 if a.device_id is None else work_launched_in(a, stretches)
@@ -487,7 +487,7 @@ def impact_over_run(
     )
 
 
-def taken_by_training(a: Analysis, loading: float, *, alone: bool = False) -> float | None:
+def estimate_contended_loading(a: Analysis, loading: float, *, alone: bool = False) -> float | None:
     """Part of the main thread's loading that a step computing on the CPU would take from cores that
     it needs itself (see ``StepRecords.remaining_loading_share``), if everything computes that can.
     ``loading``: its share of the step. ``alone``: without other programs. ``None``: a GPU trains,
@@ -571,7 +571,7 @@ def find_loader(a: Analysis) -> dict[str, Any] | None:
     return max(recorded.loaders, key=lambda event: iterations.count(event.get("id")))
 
 
-def started_at(event: Event) -> int:
+def find_iterator_start(event: Event) -> int:
     """Return when a loader's iterator was asked for, ns. The event is written once its purpose is
     known, perhaps steps later; records of older versions have only the event's time."""
     began = event.data.get("began_ns")

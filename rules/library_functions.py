@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from advisor.measure.host.library_time import LibraryTime, most_in_library
+from advisor.measure.host.library_time import LibraryTime, find_hottest_library_call
 from advisor.measure.host.stacks import SampledStack
 
 ONCE = ("the result is the same each time, and fits in memory",)
@@ -336,7 +336,7 @@ class LibraryUse(NamedTuple):
 
 def find_library_use(stacks: Sequence[SampledStack], *, timed: bool = False) -> LibraryUse | None:
     """Find the library function with most of these samples, or time; ``None``: there is none."""
-    found = most_in_library(stacks, _cure_of)
+    found = find_hottest_library_call(stacks, _cure_of)
     return None if found is None else LibraryUse(*found, timed=timed)
 
 

@@ -24,15 +24,15 @@ from advisor.advise.impact import (
 from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.priority import prioritize
 from advisor.advise.ranks.job import files_summarised_apart, first_rank, summarise_apart
-from advisor.advise.ranks.task import one_line
+from advisor.advise.ranks.task import shorten_reason
 from advisor.advise.report_fields import cost_per_step
 from advisor.advise.report_writer import write_report
 from advisor.advise.rule_runner import (
     RankFindings,
     add_hot_lines,
-    hot_lines,
     merge_ranks,
     rank_rules,
+    read_hot_lines,
     run_ranks,
 )
 from advisor.advise.select import choose_windows, load_rules, read_config
@@ -159,7 +159,7 @@ def _advise(
         checked = merge_ranks(alone, main, counted=False)
         of_rank = partial(_own_estimator, analyses, results, {})
         checked, estimator = _of_all_ranks(checked, estimator, compared, a, rules, of_rank)
-    hot, problems = hot_lines(a)
+    hot, problems = read_hot_lines(a)
     findings = add_hot_lines(checked.findings, hot, rules)
     ranked = prioritize(findings, a, estimator, rules)
     ranked = ranked.map_findings(
@@ -250,7 +250,7 @@ def _compared(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]) ->
     try:
         return study_ranks(summaries, unread)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of damaged summaries
-        why = one_line(f"{type(error).__name__}: {error}")
+        why = shorten_reason(f"{type(error).__name__}: {error}")
         raise AdvisorError(f"the ranks cannot be compared, a fault of advisor ({why})") from error
 
 

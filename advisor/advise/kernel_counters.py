@@ -45,7 +45,7 @@ MAX_REPLAYED = 40
 MAX_STALLS = 5
 
 
-def counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]:
+def build_counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCounters]:
     """Return a view of each profiled kernel, by gain per step; without a trace, by duration."""
     gpu = a.trace.gpu["dur"].to_numpy()
     per_step = {
@@ -104,7 +104,7 @@ def _view(a: Analysis, k: ProfiledKernel, ns: float | None, gain: int | None) ->
     )
 
 
-def triton_views(a: Analysis) -> list[TritonKernel]:
+def build_triton_views(a: Analysis) -> list[TritonKernel]:
     """Return a view of each compiled kernel: those that spill and take time first, then by time and
     spilled bytes."""
     gpu = a.trace.gpu["dur"].to_numpy()

@@ -243,7 +243,7 @@ def _no_device_work(trace: Trace) -> str:
 def _window_limits(a: Analysis) -> list[str]:
     """List limits that come from the recording and not from the steps."""
     result = []
-    if too_little(a):
+    if is_too_small(a):
         schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         result.append(
             f"The trace holds {count_events(a):,} operators, calls and kernels: too few to tell "
@@ -471,7 +471,7 @@ def describe_unseen_end(recorded: StepRecords) -> str:
     )
 
 
-def too_little(a: Analysis) -> bool:
+def is_too_small(a: Analysis) -> bool:
     """Tell whether a file is too small for any advice. Traces written as code are examples."""
     engine = a.trace.meta.format == "tensorrt"  # every layer of an inference, by its mean time
     return count_events(a) < MIN_EVENTS and not a.trace.meta.example and not engine

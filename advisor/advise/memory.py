@@ -41,16 +41,16 @@ ROOMY_SHARE = 0.5
 """Share of the GPU's memory below which nothing has to be freed at the cost of smaller batches."""
 
 
-def shown_histories(a: Analysis) -> list[PeakMemory]:
+def select_histories(a: Analysis) -> list[PeakMemory]:
     """Return the memory histories of the GPUs; the host's only if no GPU's is recorded."""
     return [post for post in a.memory_histories if post.device >= 0] or a.memory_histories
 
 
-def memory_views(a: Analysis) -> list[MemoryView]:
+def build_memory_views(a: Analysis) -> list[MemoryView]:
     """Return a view of each device, the fullest first; of a series, also what grows over it."""
-    views = [_view(post) for post in shown_histories(a)[:MAX_DEVICES]]
+    views = [_view(post) for post in select_histories(a)[:MAX_DEVICES]]
     capacity = a.memory["capacity"].max()
-    for view, post in zip(views, shown_histories(a), strict=False):
+    for view, post in zip(views, select_histories(a), strict=False):
         view.trains = does_train(a, post)
         if isinstance(capacity, int) and view.reserved < ROOMY_SHARE * capacity:
             view.savings = [each for each in view.savings if each.change != "half the batch"]

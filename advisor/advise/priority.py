@@ -219,7 +219,7 @@ def _order(
     shown: set[int] = set()
     while waiting:
         index, gain = _best(findings, scales, waiting, latest, chosen, estimator)
-        if by_kind_alone(findings[index]):
+        if removes_whole_idle_kind(findings[index]):
             general = index, gain
             index, gain = _named_cause(findings, scales, waiting, general, chosen, estimator, a)
         waiting.remove(index)
@@ -240,7 +240,7 @@ def _order(
     return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
 
 
-def by_kind_alone(finding: Finding) -> bool:
+def removes_whole_idle_kind(finding: Finding) -> bool:
     """Tell whether a finding removes a kind of idle time (launching, allocation), with no cause."""
     return bool(finding.edits) and all(
         edit.select.on == "gap"
@@ -266,7 +266,7 @@ def _named_cause(
     captures = any(edit.op == "drop_launch" for edit in findings[general[0]].edits)
     for index in waiting:
         finding = findings[index]
-        if finding.other_rank or not finding.edits or by_kind_alone(finding):
+        if finding.other_rank or not finding.edits or removes_whole_idle_kind(finding):
             continue
         if idles and all(edit.select.on == "gpu" for edit in finding.edits):
             continue

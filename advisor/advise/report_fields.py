@@ -90,7 +90,7 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
         "host_step_ns": None
         if a.steps.launched is None
         else a.steps.host_spans.total / a.step_count,
-        "step_variation": steps_apart(a),
+        "step_variation": compare_short_and_long_steps(a),
         "inference": a.inference,
         "layers": report_layers(a),
     }
@@ -189,7 +189,7 @@ def _recorded_scope(a: Analysis) -> Scope:
 
 
 def _phases(a: Analysis) -> list[HostShare]:
-    view = recorded_view(a)
+    view = build_recorded_view(a)
     return [] if view is None else [HostShare(p.name, p.ns, p.share) for p in view.phases]
 
 
@@ -283,7 +283,7 @@ def _sampled(a: Analysis, cause: str) -> list[SampledFunction]:
     ]
 
 
-def recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | None:
+def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | None:
     """Return what the recorder measured of every step of a program; ``None`` for a trace alone."""
     recorded = a.recorded
     if recorded is None:
@@ -431,7 +431,7 @@ FEW_RANKS = 16
 """Number of ranks up to which they are named one by one."""
 
 
-def ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
+def build_ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
     """Return the ranks side by side, unprofiled ones too; ``None`` if there is one rank."""
     if study is None:
         if len(analyses) < 2 or all(a.only_input for a in analyses.values()):
@@ -498,7 +498,7 @@ def step_time(a: Analysis) -> StepTime | None:
     return result
 
 
-def steps_apart(a: Analysis) -> StepVariation | None:
+def compare_short_and_long_steps(a: Analysis) -> StepVariation | None:
     """Return what differs between short and long steps; ``None`` if they are similar or too few."""
     result = None if a.record_only else a.step_halves
     if result is None:

@@ -150,7 +150,7 @@ def compare_window_with_run(report: Report) -> list[str]:
         return []
     if not step.window_differs and not step.atypical:
         return ["as long as the run's"]
-    longer = f"{longer_by(step.window_excess)} than the run's {step.statistic} step"
+    longer = f"{format_longer(step.window_excess)} than the run's {step.statistic} step"
     parts = [longer]
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         same = abs(step.window_excess - step.profiler_overhead) < EQUAL_STEP_SHARE
@@ -175,7 +175,7 @@ def compare_window_with_run(report: Report) -> list[str]:
     return ["; ".join(parts)]
 
 
-def longer_by(share: float) -> str:
+def format_longer(share: float) -> str:
     """Format a relative difference of times: ``12% longer``."""
     return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'}"
 
@@ -793,7 +793,7 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     return ("or" if alternative else "also"), ". ".join(filter(None, (gain, fix)))
 
 
-def why_note(finding: Finding) -> str:
+def explain_note(finding: Finding) -> str:
     """Say why a finding is a note and not ranked."""
     impact = finding.impact
     if impact is not None and impact.currency == "unpriced":

@@ -10,25 +10,25 @@ from msgspec.structs import replace
 import advisor
 from advisor.advise.kernel_counters import (
     ANY_PROGRAM,
-    counter_views,
+    build_counter_views,
+    build_triton_views,
     profiling_command,
-    triton_views,
 )
 from advisor.advise.limits import (
+    is_too_small,
     list_limits,
     lost_records,
     one_off_costs,
-    too_little,
 )
-from advisor.advise.memory import memory_of_rank, memory_views
+from advisor.advise.memory import build_memory_views, memory_of_rank
 from advisor.advise.priority import MOSTLY_BUSY
 from advisor.advise.report_charts import build_charts
 from advisor.advise.report_fields import (
+    build_ranks_view,
+    build_recorded_view,
     energy_use,
     list_inputs,
     measure_fields,
-    ranks_view,
-    recorded_view,
     step_durations,
     step_time,
 )
@@ -85,20 +85,20 @@ def write_report(
             *_why_bounds(estimator, ranked.findings),
             *problems,
         ],
-        ranks=ranks_view(analyses, ranks),
+        ranks=build_ranks_view(analyses, ranks),
         step=step_time(a),
         step_durations=step_durations(a),
         crashes=find_crashes(run),
-        recorded=recorded_view(
+        recorded=build_recorded_view(
             a, None if run.recording is None else run.recording.manifest.program
         ),
         energy=energy_use(analyses),
         hot_lines=list(hot),
         rules=_texts(rules, [*ranked.findings, *ranked.risks, *ranked.notes]),
-        memory=memory_views(a),
+        memory=build_memory_views(a),
         memory_ranks=memory_ranks if len(memory_ranks) > 1 else [],
-        kernel_counters=counter_views(a, estimator),
-        triton_kernels=triton_views(a),
+        kernel_counters=build_counter_views(a, estimator),
+        triton_kernels=build_triton_views(a),
         compilation=build_compile_log(a, estimator),
         flight=a.flight,
         network=a.trace.meta.network,
@@ -113,7 +113,7 @@ def write_report(
     if start_up:
         report = replace(report, inference=None)  # its passes stand for no others
     waits = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
-    if command is not None and not too_little(a) and not start_up and not waits:
+    if command is not None and not is_too_small(a) and not start_up and not waits:
         report = replace(report, profile_kernels=list(command))
     left = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
     edits = [edit for finding in ranked.advice for edit in finding.edits]

@@ -326,7 +326,7 @@ _DATA = re.compile(
 """Pattern of functions that prepare data: their lines explain waits for it."""
 
 
-def hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
+def read_hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
     """Read the rank's ``scalene.json``: its hot lines, and the problems found in it."""
     if a.record is None or not a.record.folder:
         return [], []

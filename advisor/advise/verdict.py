@@ -12,12 +12,12 @@ from advisor.advise.limits import (
     count_events,
     count_launches,
     describe_unseen_end,
+    is_too_small,
     lost_records,
     lost_replays,
     one_off_costs,
     part_of_step,
     schedule_of,
-    too_little,
 )
 from advisor.advise.priority import is_vague
 from advisor.advise.report_fields import (
@@ -32,7 +32,7 @@ from advisor.core.intervals import covered_length
 from advisor.core.report import IdleCause, Report
 from advisor.core.rule import HostCheck
 from advisor.measure.device.families import MATRIX
-from advisor.measure.device.roofline import in_spans
+from advisor.measure.device.roofline import select_device_rows
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import hottest_in_modules
@@ -151,7 +151,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if a.trace.meta.truncated:
         lead = f". {_lead(report)}" if report.findings else ""
         return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
-    if too_little(a):
+    if is_too_small(a):
         schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         return (
             f"GPU busy {busy}, but {count_events(a):,} operators, calls and kernels are too few "
@@ -621,7 +621,7 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     as XLA names operators, it is the innermost one with so much."""
     if a.device_id is None or not a.span_ns:
         return ""
-    work = in_spans(a).filter(pl.col("kind") == "kernel", pl.col("op_name").is_not_null())
+    work = select_device_rows(a).filter(pl.col("kind") == "kernel", pl.col("op_name").is_not_null())
     work = work.with_columns(op_name=pl.col("op_name").cast(pl.String))
     parts = work.with_columns(name=pl.col("op_name").str.split("/")).with_columns(
         place=pl.int_ranges(pl.col("name").list.len())

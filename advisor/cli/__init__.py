@@ -150,9 +150,9 @@ def _said(error: AdvisorError, arguments: list[str]) -> str:
     result = sys.modules.get("advisor.read.runs")
     if result is None or not isinstance(error, result.SeveralRuns):
         return str(error)
-    from advisor.cli.output import offer
+    from advisor.cli.output import offer_runs
 
-    return offer(error, arguments)
+    return offer_runs(error, arguments)
 
 
 def _usage(error: Exception) -> str:

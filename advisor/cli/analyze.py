@@ -70,7 +70,7 @@ FailOnSeverity = Annotated[
 @o.with_options(*o.ANALYSIS)
 def command(
     paths: Paths = None,
-    form: Annotated[str | None, o.form(REPORTS)] = None,
+    form: Annotated[str | None, o.format_option(REPORTS)] = None,
     output: o.Output = None,
     csv: CsvFolder = None,
     by: TableBy = None,
@@ -102,7 +102,7 @@ def command(
             report, wanted, output, top=top, details=details, brief=brief,
             analysis=examined.main, redact=redaction,
         )  # fmt: skip
-    if fail_on is not None and is_hit(report, fail_on):
+    if fail_on is not None and reaches_severity(report, fail_on):
         raise typer.Exit(1)
 
 
@@ -111,11 +111,11 @@ def choose_output(
 ) -> Renderer[Report]:
     """Return the renderer of the report. Raises AdvisorError for options that cannot be combined,
     and for an output that cannot be written."""
-    wanted = out.chosen(REPORTS, form, output)
+    wanted = out.choose_renderer(REPORTS, form, output)
     if table and (form not in (None, "terminal") or output is not None):
         raise AdvisorError("--by prints to the terminal only; drop --format and --output")
     if output is not None:
-        out.check(output, paths)
+        out.check_output(output, paths)
     if csv is not None and csv.exists() and not csv.is_dir():
         raise AdvisorError(f"--csv {csv}: give a folder")
     return wanted
@@ -295,7 +295,7 @@ def deliver(
     )  # fmt: skip
 
 
-def is_hit(report: Report, level: FailOn) -> bool:
+def reaches_severity(report: Report, level: FailOn) -> bool:
     """Tell whether a finding, not a symptom of another, or a risk is at least this severe."""
     severities = {"critical"} if level == "critical" else {"critical", "warning"}
     causes = [finding for finding in report.findings if finding.folded_under is None]

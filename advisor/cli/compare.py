@@ -30,7 +30,7 @@ def command(
         ),
     ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help="The same after the change.")],
-    form: Annotated[str | None, o.form(COMPARISONS)] = None,
+    form: Annotated[str | None, o.format_option(COMPARISONS)] = None,
     output: o.Output = None,
     fail_if_slower: Annotated[
         str | None,
@@ -53,9 +53,9 @@ def command(
 ) -> None:
     """Show what became faster or slower from one run to another, and which findings changed."""
     bound = parse_share(fail_if_slower)
-    wanted = out.chosen(COMPARISONS, form, output)
+    wanted = out.choose_renderer(COMPARISONS, form, output)
     if output is not None:
-        out.check(output, [before, after])
+        out.check_output(output, [before, after])
     if before == after == "-":
         raise AdvisorError("only one of the two can come from standard input")
     redaction = RedactionNames(redact)

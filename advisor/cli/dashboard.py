@@ -96,7 +96,7 @@ def command(
 
     With several paths the first is compared with each of the others.
     """
-    token = given_token(token_file, no_token=no_token)
+    token = read_token(token_file, no_token=no_token)
     viewer, sources = parse_perfetto(perfetto_url), parse_editor(editor)
     _check_exist(paths)
     try:
@@ -164,7 +164,7 @@ def _serve(server: DashboardServer, session: DashboardSession, *, browser: bool)
         session.close()
 
 
-def given_token(file: Path | None, *, no_token: bool) -> str | None:
+def read_token(file: Path | None, *, no_token: bool) -> str | None:
     """Return the token that the user chose in a file or the environment; ``None`` if there is none.
     Raises AdvisorError for one that others can read or guess. It is no argument of the command:
     every user of the machine can read those."""

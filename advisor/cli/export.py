@@ -49,7 +49,7 @@ def command(
         raise AdvisorError("-: a trace to export is read twice; save it to a file first")
     if urls.is_url(path):
         raise AdvisorError(f"{urls.redact_url(path)}: is read twice for this; download it first")
-    out.check(perfetto, [path])
+    out.check_output(perfetto, [path])
 
     from advisor.export import build_tracks, write_trace
 
@@ -61,7 +61,7 @@ def command(
         if a.record_only:
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")
         source = a.trace.meta.path
-        out.check(perfetto, [source])
+        out.check_output(perfetto, [source])
         names = redaction.collect(examined.run)
         clean: Callable[[str], str] = str
         if names is not None:

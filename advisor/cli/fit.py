@@ -50,7 +50,7 @@ def command(
     ] = 1,
     *,
     options: o.Options,
-    form: Annotated[str | None, o.form(PREDICTIONS)] = None,
+    form: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
     """Check whether the program fits a GPU, and find the cheapest changes with which it does."""
@@ -78,7 +78,7 @@ def command(
         batch=asked,
         request=post.request or 0,
     )
-    wanted = out.chosen(PREDICTIONS, form, output)
+    wanted = out.choose_renderer(PREDICTIONS, form, output)
     document = replace(document, data=_plain(result, scale))
     out.deliver(wanted, document, output, [path], details=True)
 

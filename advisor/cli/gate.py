@@ -56,7 +56,7 @@ def command(
     max_slower: MaxSlower = "5%",
     max_memory: MaxMemory = None,
     strict: Strict = False,
-    form: Annotated[str | None, o.form(DECISIONS)] = None,
+    form: Annotated[str | None, o.format_option(DECISIONS)] = None,
     output: o.Output = None,
     *,
     options: o.Options,
@@ -72,7 +72,7 @@ def command(
 
         if not paths:
             raise AdvisorError("give a run: advisor gate --save baseline.json RUN")
-        out.check(save, paths)
+        out.check_output(save, paths)
         kept = build_baseline([_measure(path, options, progress) for path in paths], paths)
         out.write(kept.to_json().decode(), save, paths)
         count = sum(len(steps.durations_ns) for steps in kept.step_durations)
@@ -86,9 +86,9 @@ def command(
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import compare_with_baseline
 
-    wanted = out.chosen(DECISIONS, form, output)
+    wanted = out.choose_renderer(DECISIONS, form, output)
     if output is not None:
-        out.check(output, paths)
+        out.check_output(output, paths)
 
     bounds = Bounds(
         slower=parse_share(max_slower, "--max-slower") or 0.0,

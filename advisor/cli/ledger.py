@@ -37,7 +37,7 @@ def command(
     if form == "json":
         out.show_json(rows)
         return
-    out.show(_render(rows, skipped, out.columns(sys.stdout)))
+    out.show(_render(rows, skipped, out.find_report_width(sys.stdout)))
 
 
 def _render(rows: list[Prediction], skipped: int, width: int) -> str:

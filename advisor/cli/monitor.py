@@ -40,7 +40,7 @@ def command(
     from advisor.recorder.telemetry import SampleSource
 
     if prometheus is not None:
-        out.check(prometheus, [])
+        out.check_output(prometheus, [])
     live = sys.stdout.isatty() and not as_json and not once
     once = once or (not live and not as_json and prometheus is None)
     with SampleSource(every=True) as source:
@@ -119,7 +119,7 @@ def _text(source: SampleSource, sample: Sample) -> str:
     from advisor.render.formats.terminal import Terminal
 
     document = build(sample, names=_names(source), without_gpu=source.without_gpu)
-    width, colour = out.columns(sys.stdout), out.colourful(sys.stdout)
+    width, colour = out.find_report_width(sys.stdout), out.can_use_colour(sys.stdout)
     return Terminal().draw(document, RenderOptions(width=width, colour=colour, details=True))
 
 

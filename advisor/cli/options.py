@@ -86,7 +86,7 @@ Brief = Annotated[
 ]
 
 
-def form(formats: Formats) -> typer.models.OptionInfo:
+def format_option(formats: Formats) -> typer.models.OptionInfo:
     """Return the ``--format`` option of a command, for the formats of one kind of subject."""
     result: typer.models.OptionInfo = typer.Option(
         "--format",

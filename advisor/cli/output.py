@@ -40,7 +40,7 @@ PLAIN = (".txt", ".text", ".log", ".out")
 """Suffixes of files that get the terminal's report."""
 
 
-def chosen(formats: Formats, given: str | None, output: Path | None) -> Renderer[Any]:
+def choose_renderer(formats: Formats, given: str | None, output: Path | None) -> Renderer[Any]:
     """Return the renderer that ``--format`` names, else the one of ``--output``'s suffix, else the
     terminal's. Raises AdvisorError for an unknown format."""
     if given is None and output is not None:
@@ -74,7 +74,7 @@ def deliver(
         if sys.stderr.isatty():
             print(f"wrote {output}", file=sys.stderr)
         return
-    width, colour = columns(sys.stdout), colourful(sys.stdout)
+    width, colour = find_report_width(sys.stdout), can_use_colour(sys.stdout)
     show(renderer.render(subject, RenderOptions(width=width, colour=colour, **options)))
 
 
@@ -85,14 +85,14 @@ def show_document(document: Document, **options: Any) -> None:
     deliver(Terminal(), document, details=True, **options)
 
 
-def colourful(stream: TextIO) -> bool:
+def can_use_colour(stream: TextIO) -> bool:
     """Tell whether to use colour: only on a terminal, and not with NO_COLOR (no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
 
 
-def columns(stream: TextIO) -> int:
+def find_report_width(stream: TextIO) -> int:
     """Return the width of a report on this stream: the terminal's, from 40 to 120 (longer lines are
     hard to read), or 80. It is 78 where the encoding lacks arrows, which become two
     characters."""
@@ -130,7 +130,7 @@ def show_json(data: Any) -> None:
     show(sanitize(msgspec.json.format(msgspec.json.encode(data), indent=2)) + "\n")
 
 
-def check(output: Path, inputs: Iterable[str | Path]) -> None:
+def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
     """Raise AdvisorError for an output that cannot be written or is an input, before any work."""
     for given in inputs:
         if str(given) != "-" and _same(Path(given), output):
@@ -151,7 +151,7 @@ def write(text: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
 
     ``inputs``: files that were read, which are never written over.
     """
-    check(output, inputs)
+    check_output(output, inputs)
     try:
         if _special(output):  # a device or a pipe cannot be replaced, only written to
             with output.open("w", encoding="utf-8") as file:
@@ -272,7 +272,7 @@ PROGRAM = 34
 """Length at which a program's command line is cut, characters."""
 
 
-def offer(error: SeveralRuns, arguments: list[str]) -> str:
+def offer_runs(error: SeveralRuns, arguments: list[str]) -> str:
     """List the runs on stderr, newest first; return the message with the command for the newest."""
     from advisor.core.labels import clean
     from advisor.core.text import count_noun

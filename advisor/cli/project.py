@@ -73,7 +73,7 @@ def command(
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
-    form: Annotated[str | None, o.form(PREDICTIONS)] = None,
+    form: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
     """Predict the step time on another GPU, and its cost there.
@@ -102,7 +102,7 @@ def command(
     if len(pace.work) > 1:
         notes.append(pace.sentence)
     epoch = find_epoch(measured, epoch_steps, epoch_samples)
-    wanted = out.chosen(PREDICTIONS, form, output)
+    wanted = out.choose_renderer(PREDICTIONS, form, output)
     if gpus:
         machine = None
         if instance is not None:

@@ -35,7 +35,7 @@ def command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file."),
     ] = None,
-    form: Annotated[str | None, o.form(REPORTS)] = None,
+    form: Annotated[str | None, o.format_option(REPORTS)] = None,
     output: o.Output = None,
     details: o.Details = False,
     brief: o.Brief = False,
@@ -45,10 +45,10 @@ def command(
     progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
-    wanted = out.chosen(REPORTS, form, output)
+    wanted = out.choose_renderer(REPORTS, form, output)
     for target in (html, output):
         if target is not None:
-            out.check(target, paths)
+            out.check_output(target, paths)
     if html is not None and output is not None and html.absolute() == output.absolute():
         raise AdvisorError(f"--html and --output are the same file: {html}")
 

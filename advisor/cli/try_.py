@@ -57,7 +57,7 @@ def command(
     folder: Annotated[
         str, typer.Option("--out", metavar="DIR", help="Run directory (a new one).")
     ] = "",
-    form: Annotated[str | None, o.form(TRIALS)] = None,
+    form: Annotated[str | None, o.format_option(TRIALS)] = None,
     output: o.Output = None,
     progress: o.Progress = True,
 ) -> None:
@@ -79,8 +79,8 @@ def command(
     for name in only or []:
         find_knob(name.partition("=")[0])
     if output is not None:
-        out.check(output, [])
-    renderer = out.chosen(TRIALS, form, output)
+        out.check_output(output, [])
+    renderer = out.choose_renderer(TRIALS, form, output)
     recorded = Path(program[0]) if is_run(Path(program[0])) else None
     if recorded is not None and program[1:]:
         raise AdvisorError(f"options stand before the run: advisor try {' '.join(program[1:])} …")

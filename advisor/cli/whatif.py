@@ -68,7 +68,7 @@ def command(
     ] = None,
     *,
     options: o.Options,
-    form: Annotated[str | None, o.form(PREDICTIONS)] = None,
+    form: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
     """Predict the step with edits applied, or on another device mesh, by replaying its dependency
@@ -98,7 +98,7 @@ def command(
     from advisor.advise.engine import open_first_windows
     from advisor.render.documents import whatif as documents
 
-    wanted = out.chosen(PREDICTIONS, form, output)
+    wanted = out.choose_renderer(PREDICTIONS, form, output)
     if number is not None and (edits or mesh is not None):
         raise AdvisorError("whatif: give --precision, --mesh or --edit, not two of them")
     run = open_first_windows(path, options.read, options.rank)

@@ -38,7 +38,7 @@ def list_workloads() -> None:
     """List all workloads and the findings they must produce."""
     from advisor.sample_workloads import catalogue
 
-    width = out.columns(sys.stdout)
+    width = out.find_report_width(sys.stdout)
     result = catalogue()
     column = max(map(len, result)) + 2
     lines = []

@@ -19,7 +19,12 @@ from advisor.compare.comparison import (
     StepTimeChange,
 )
 from advisor.compare.comparison_text import has_guessed_steps, is_of_whole_recordings, write_verdict
-from advisor.compare.device_work import by_shape, compare_kernels, compare_work, matched_share
+from advisor.compare.device_work import (
+    can_match_by_shape,
+    compare_kernels,
+    compare_work,
+    matched_share,
+)
 from advisor.compare.findings import RemainingFinding, compare_findings, find_remaining
 from advisor.compare.steps import UNMARKED_STEPS_NOTE, compare_steps
 from advisor.core import labels
@@ -93,7 +98,7 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     comparison.findings = [change for change, _ in changes]
     comparison.work, comparison.work_rest = compare_work(a, b)
     comparison.matched = matched_share(comparison.work, comparison.work_rest)
-    if comparison.is_of_other_programs and by_shape(a, b):
+    if comparison.is_of_other_programs and can_match_by_shape(a, b):
         work, rest = compare_work(a, b, shapes=False)
         if (matched_share(work, rest) or 0.0) >= MIN_SAME_OPERATORS:
             comparison.other_shapes = True
@@ -103,7 +108,9 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
     comparison.realised = measure_realised_gain(fixed, before, comparison)
     comparison.limits = list_limits(before.report, after.report, comparison)
-    if not by_shape(a, b) and (comparison.before.record_shapes or comparison.after.record_shapes):
+    if not can_match_by_shape(a, b) and (
+        comparison.before.record_shapes or comparison.after.record_shapes
+    ):
         comparison.limits.append("Only one side has shapes: work is matched by operator alone.")
     comparison.verdict = write_verdict(comparison)
     if before.report.scope.step_source == after.report.scope.step_source == "counters":

@@ -33,7 +33,7 @@ def compare_work(
     launched goes by its kernel. By operator alone when only one side has shapes, or
     without ``shapes``. Kernel names do not matter, so the same program on two GPUs is matched too.
     """
-    shapes = shapes and by_shape(before, after)
+    shapes = shapes and can_match_by_shape(before, after)
     sides = [operators(a, shapes=shapes) for a in (before, after)]
     return _joined(sides, _KEY)
 
@@ -71,7 +71,7 @@ def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float 
     return both / total if total else None
 
 
-def by_shape(before: Analysis, after: Analysis) -> bool:
+def can_match_by_shape(before: Analysis, after: Analysis) -> bool:
     """Tell whether both sides have shapes, so that work can be matched by them."""
     return not before.trace.inputs.is_empty() and not after.trace.inputs.is_empty()
 

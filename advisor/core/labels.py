@@ -91,7 +91,7 @@ _WRAPPER = re.compile(r"^(?:Kernel\d?|device_kernel)<([A-Za-z_]\w{7,})>$")
 _LONGEST_TIDIED = 20_000
 
 
-def tidy(name: str) -> str:
+def tidy_name(name: str) -> str:
     """Return a name without its uninformative parts: a Python frame as ``function · file.py:12``, a
     C++ name without return type, namespaces, casts, parameters, a wrapper named ``Kernel``."""
     name = clean(name[:_LONGEST_TIDIED])
@@ -147,7 +147,8 @@ def distinct_labels(
 
     A name that fits stays as it is (hidden characters escaped). Equal names have equal labels;
     distinct names have distinct ones, from ``MIN_DISTINCT_WIDTH`` up. ``None`` has an empty label.
-    ``always_tidy``: what fits is tidied too (:func:`tidy`), where only its beginning may be seen.
+    ``always_tidy``: what fits is tidied too (:func:`tidy_name`), where only its beginning may be
+    seen.
     """
     listed = list(names)
     wanted = list(dict.fromkeys(name for name in listed if name is not None))
@@ -155,7 +156,7 @@ def distinct_labels(
     taken: set[str] = set()
     long: list[str] = []
     for name in wanted:
-        own = tidy(name) if always_tidy else clean(name) if len(name) <= width else None
+        own = tidy_name(name) if always_tidy else clean(name) if len(name) <= width else None
         if own is not None and len(own) <= width and own not in taken:
             labels[name] = own
             taken.add(own)
@@ -166,7 +167,7 @@ def distinct_labels(
     texts, words = list[str](), dict[int, list[str]]()
     # first the whole head, then less of it, so that more of what differs has room; names that are
     # the same without namespaces or parameters differ by those
-    for look, share in ((tidy, 2), (tidy, 3), (tidy, 6), (clean, 3), (clean, 8)):
+    for look, share in ((tidy_name, 2), (tidy_name, 3), (tidy_name, 6), (clean, 3), (clean, 8)):
         # a hostile table has no second look
         if not left or (words and sum(map(len, words.values())) > MAX_TWICE):
             break
@@ -177,7 +178,7 @@ def distinct_labels(
         left = _settle(left, shown, labels, taken)
     number = 2
     for name in left:
-        labels[name], number = _numbered(tidy(name), width, number, taken)
+        labels[name], number = _numbered(tidy_name(name), width, number, taken)
     return ["" if name is None else labels[name] for name in listed]
 
 

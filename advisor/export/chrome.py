@@ -28,8 +28,8 @@ from advisor.export.rewrite import (
     RewriteCounts,
     names_of,
     replace_when_complete,
+    rewrite_head,
     write_events,
-    written_head,
 )
 from advisor.read.readers.kineto import MAX_CALLS, OURS, whole_number
 from advisor.read.source import DEFAULT_LIMIT
@@ -105,7 +105,7 @@ def write_tables(
     path = trace.meta.path
     redactor = Redactor({*names, *names_of(path, limit)}) if redacted else None
     written = RewriteCounts(truncated=trace.meta.truncated)
-    head = head_of(trace)
+    head = build_head(trace)
 
     def texts() -> Iterator[tuple[bytes, int]]:
         left = iterate_events(trace)
@@ -119,11 +119,11 @@ def write_tables(
 
     with replace_when_complete(target) as file:
         write_events(file, texts(), lambda: head, extra, redactor, written)
-        file.write(written_head(head, redactor))
+        file.write(rewrite_head(head, redactor))
     return written
 
 
-def head_of(trace: Trace) -> Event:
+def build_head(trace: Trace) -> Event:
     """Return the keys beside the events. Times are from the trace's start."""
     meta = trace.meta
     devices = []

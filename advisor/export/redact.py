@@ -204,7 +204,7 @@ class Redactor:
     """Redactor of texts and JSON values. ``names``: users and hosts, replaced as words."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        wanted = {*names, *own_names()}
+        wanted = {*names, *find_local_names()}
         wanted = {n for n in wanted if 3 <= len(n) <= 200 and n.lower() not in _COMMON}
         listed = sorted(wanted, key=lambda name: (-len(name), name))[:MAX_NAMES]
         self._names = _any_of(listed) if listed else None
@@ -371,7 +371,7 @@ def is_private(key: Any) -> bool:
     return _tells(key) or _PRIVATE_KEY.fullmatch(key) is not None
 
 
-def own_names() -> set[str]:
+def find_local_names() -> set[str]:
     """Return this machine's user and host: the file may well have been recorded here."""
     result = set()
     with suppress(OSError, KeyError, ImportError):  # no such user, as in some containers
@@ -453,7 +453,7 @@ def _fields_redacted(value: Any, redactor: Redactor, within: str = "") -> Any:
         if within == "select" and key in ("name", "under") and isinstance(item, str):
             result[key] = redactor.pattern(item)
         elif key == "path" and isinstance(item, str):
-            result[key] = redactor.text(shown_name(item))
+            result[key] = redactor.text(file_name_of(item))
         else:
             result[redactor.text(key)] = _fields_redacted(item, redactor, key)
     return result
@@ -656,6 +656,6 @@ def _finds_both(text: str, clean: str) -> str:
     return "".join(result)
 
 
-def shown_name(path: str) -> str:
+def file_name_of(path: str) -> str:
     """Return a file's own name, for messages about a redacted file."""
     return Path(path).name or path

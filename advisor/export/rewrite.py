@@ -103,7 +103,7 @@ def _write(
             raise _Unsound
 
     write_events(file, texts(), lambda: splitter.head, extra, redactor, written)
-    file.write(written_head(splitter.head, redactor))
+    file.write(rewrite_head(splitter.head, redactor))
     written.truncated = splitter.truncated or splitter.source.truncated
     return written
 
@@ -133,7 +133,7 @@ def write_events(
     file.write(b"\n]")
 
 
-def written_head(head: dict[str, Any], redactor: Redactor | None) -> bytes:
+def rewrite_head(head: dict[str, Any], redactor: Redactor | None) -> bytes:
     """Return the other keys, and the end of the file."""
     parts = [
         b",\n" + msgspec.json.encode(key) + b":" + msgspec.json.encode(value)

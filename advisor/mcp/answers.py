@@ -362,7 +362,7 @@ def bound_text(text: object) -> str:
     return bound_name(text, LONGEST_TEXT)
 
 
-def take_fields(kind: Callable[..., _T], source: object, **given: object) -> _T:
+def copy_fields(kind: Callable[..., _T], source: object, **given: object) -> _T:
     """Return an answer with the fields of ``source`` of the same names, and those that are
     given."""
     names = kind.__annotations__
@@ -433,14 +433,14 @@ class AllowedFolders:
         return any(real == folder or folder in real.parents for folder in self.folders)
 
     def _look_through(self, folder: Path, given: str) -> None:
-        for count, entry in enumerate(entries(folder)):
+        for count, entry in enumerate(iterate_entries(folder)):
             if count >= MAX_ENTRIES:
                 raise AdvisorError(f"{given}: more than {MAX_ENTRIES:,} files; give one run")
             if entry.is_symlink() and not self.contains(Path(os.path.realpath(entry.path))):
                 raise AdvisorError(f"{given}: a link in it leads outside what may be read")
 
 
-def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def iterate_entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Yield all entries below a folder; folders behind links are yielded, but not entered."""
     waiting = [str(folder)]
     while waiting:

@@ -75,8 +75,8 @@ def try_knobs(
     command += ["--out", str(folder), "--", str(program), *arguments]
     code, took, said = _run(command, program.parent, budget * OVER_BUDGET + SLACK, errors=True)
     if not (folder / FILE).is_file():
-        return tried(None, "", code, took, said)
-    return tried(
+        return build_trial_answer(None, "", code, took, said)
+    return build_trial_answer(
         TrialReport.from_json(read_regular(folder / FILE, MAX_BYTES)), str(folder), code, took, said
     )
 
@@ -149,7 +149,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
             process.send_signal(number)
 
 
-def tried(
+def build_trial_answer(
     report: TrialReport | None, path: str, exit_code: int | None, seconds: float, said: str
 ) -> Tried:
     """Return the answer of a trial report; without one, ``said`` tells why."""
@@ -174,7 +174,7 @@ def tried(
 
 
 def _line(trial: Trial) -> TrialLine:
-    return b.take_fields(
+    return b.copy_fields(
         TrialLine,
         trial,
         knob=b.bound_name(trial.name),
@@ -196,7 +196,7 @@ def _code(text: str) -> str:
 def _together(both: CombinedTrial | None) -> TogetherLine | None:
     if both is None:
         return None
-    return b.take_fields(
+    return b.copy_fields(
         TogetherLine,
         both,
         knobs=[b.bound_name(knob_setting) for knob_setting in both.knob_settings],

@@ -117,7 +117,7 @@ def _line(allowed: AllowedFolders, item: _Candidate) -> RecordingLine | None:
         return None
     try:
         real = allowed.path(given)
-        files = [real] if real.is_file() else [Path(e.path) for e in b.entries(real)]
+        files = [real] if real.is_file() else [Path(e.path) for e in b.iterate_entries(real)]
         sizes = {file: file.stat().st_size for file in files if file.is_file()}
         kind = "ranks" if item.ranks else "run" if real.is_dir() else ""
         kind = kind or _format(real)

@@ -84,7 +84,7 @@ Edits = Annotated[
 ]
 
 
-def one_line(tool: _F) -> _F:
+def with_one_line_errors(tool: _F) -> _F:
     """Give a tool one-line errors and description for the client. Unexpected errors go to the log
     in full, and not to the client."""
 
@@ -230,12 +230,12 @@ class Tools:
             else entry.median_ns
             for entry in (steps.before, steps.after)
         ]
-        return b.take_fields(
+        return b.copy_fields(
             Compared,
             steps,
             before_ns=centers[0],
             after_ns=centers[1],
-            gained=b.take_fields(Gained, r),
+            gained=b.copy_fields(Gained, r),
             findings=[_change(item) for item in changes],
             more_findings=more,
             untrusted=b.UNTRUSTED,
@@ -334,7 +334,7 @@ class Tools:
             measured_step_ns=a.step_ns,
             gpus=[_gpu_step(choice.projection) for choice in choices],
             splits=[
-                b.take_fields(SplitStep, row, refused=b.bound_text(row.refused)) for row in shown
+                b.copy_fields(SplitStep, row, refused=b.bound_text(row.refused)) for row in shown
             ],
             more_splits=more,
             notes=[b.bound_text(note) for note in notes],
@@ -386,7 +386,7 @@ def _changed(path: Path) -> int:
 
 def _gpu_step(p: Projection) -> GpuStep:
     there = not p.refused
-    return b.take_fields(
+    return b.copy_fields(
         GpuStep,
         p,
         step_ns=p.step_ns if there else None,
@@ -406,7 +406,7 @@ def _line(key: str, f: Finding) -> FindingLine:
     impact = f.impact
     timed = impact is not None and impact.currency in ("step_time", "run_time")
     gain = impact if timed else None
-    return b.take_fields(
+    return b.copy_fields(
         FindingLine,
         f,
         id=key,
@@ -421,7 +421,7 @@ def _line(key: str, f: Finding) -> FindingLine:
 
 def _full(key: str, f: Finding) -> FindingFull:
     impact = f.impact
-    return b.take_fields(
+    return b.copy_fields(
         FindingFull,
         f,
         id=key,
@@ -477,11 +477,11 @@ def _edits(f: Finding) -> list[str]:
 
 def _change(item: FindingChange) -> ChangeLine:
     titles = {"title": b.bound_name(item.title), "place": b.bound_name(item.place)}
-    return b.take_fields(ChangeLine, item, from_trace=titles)
+    return b.copy_fields(ChangeLine, item, from_trace=titles)
 
 
 def _operator(item: OperatorRate) -> OperatorLine:
-    return b.take_fields(
+    return b.copy_fields(
         OperatorLine,
         item,
         calls_per_step=item.calls,
@@ -562,7 +562,7 @@ def build(allowed: AllowedFolders, *, allow_run: bool = False) -> MCPServer[Any]
         tools.operators,
         tools.project,
     ):
-        server.tool(annotations=reads)(one_line(tool))
+        server.tool(annotations=reads)(with_one_line_errors(tool))
     _add_resources(server)
     if allow_run:
         _add_running(server, allowed)
@@ -605,7 +605,7 @@ def _add_running(server: MCPServer[Any], allowed: AllowedFolders) -> None:
     """Add the tools that run programs."""
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True))
-    @one_line
+    @with_one_line_errors
     def record(
         script: Place,
         out: Place,
@@ -619,7 +619,7 @@ def _add_running(server: MCPServer[Any], allowed: AllowedFolders) -> None:
     @server.tool(
         name="try", annotations=ToolAnnotations(read_only_hint=False, destructive_hint=True)
     )
-    @one_line
+    @with_one_line_errors
     def try_knobs(
         script: Place,
         out: Place,

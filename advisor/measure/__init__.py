@@ -39,7 +39,12 @@ from advisor.measure.host.launches import (
 from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.new_shapes import new_shape_calls, new_shape_spans
 from advisor.measure.host.operators import measure_operators
-from advisor.measure.host.reads import after_reads, read_loops, round_trips, trip_intervals
+from advisor.measure.host.reads import (
+    find_time_after_reads,
+    read_loops,
+    round_trips,
+    trip_intervals,
+)
 from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weights_time
 from advisor.measure.host.repeated_passes import repeated_backwards, second_forwards
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
@@ -59,7 +64,7 @@ from advisor.measure.memory.trace_memory import (
     recompute_time,
     recorded_snapshot,
 )
-from advisor.measure.steps.step_differences import compare_halves, one_off
+from advisor.measure.steps.step_differences import compare_halves, find_one_off_rows
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import find_steps, forward_only
 from advisor.measure.steps.timeline import build_timeline
@@ -282,7 +287,7 @@ class Analysis:
         cut = self.trace.meta.truncated and not self.trace.cpu.is_empty()
         return LostRecords(*both, graphs[1], cut)
 
-    one_off_costs = cached_property(one_off)
+    one_off_costs = cached_property(find_one_off_rows)
     """Costs of first calls that take a fraction of the time when repeated."""
 
     new_shape_calls = cached_property(new_shape_calls)
@@ -404,7 +409,7 @@ class Analysis:
     read_loops = cached_property(read_loops)
     """Host time of loops of reads."""
 
-    after_reads = cached_property(after_reads)
+    after_reads = cached_property(find_time_after_reads)
     """Host time of work on what was read."""
 
     round_trips = cached_property(round_trips)

@@ -155,7 +155,7 @@ class Assembler:
         ]
         facts.end_ns = max(ends)
         texts = self._names.values()
-        names = as_names(texts)
+        names = encode_names(texts)
         given = AssembledTables(host, device, texts, self._threads.values(), self.thread_names)
         frames, thread_table = join_tables(given, names, facts)
         frames |= {
@@ -255,7 +255,7 @@ class Assembler:
         if not host:
             return none, none
         _reorder(host, stack_order(host["thread"], host["ts"], host["dur"], host["kind"]))
-        give_back(len(host["ts"]))
+        trim_memory(len(host["ts"]))
         host["parent"], host["depth"], facts.nesting_repaired = _stacks(host)
         runtime = np.flatnonzero(host["kind"] == _RUNTIME)
         codes = np.unique(host["name"][runtime])
@@ -276,7 +276,7 @@ class Assembler:
         return launch, launches.op_around(launch, device)
 
 
-def as_names(texts: list[str]) -> pl.Series:
+def encode_names(texts: list[str]) -> pl.Series:
     """Return the names as a categorical series, in the order of their codes."""
     return pl.Series("name", texts, dtype=pl.String).cast(pl.Categorical)
 
@@ -291,9 +291,9 @@ def join_tables(
     table = Assembler._order_threads(host, given.threads)
     launches = Assembler._nest(host, device, given.names, given.threads, facts)
     count = len(launches[0]) + len(host.get("ts", ()))
-    give_back(count)
+    trim_memory(count)
     cpu = tables.cpu_frame(host, names) if host else pl.DataFrame(schema=CPU_SCHEMA)
-    give_back(count)
+    trim_memory(count)
     return {
         "cpu": cpu,
         "gpu": tables.gpu_frame(device, names, given.names, *launches)
@@ -345,7 +345,7 @@ MIN_ROWS_TO_GIVE_BACK = 1_000_000
 """Rows from which the milliseconds it takes pay off."""
 
 
-def give_back(rows: int) -> None:
+def trim_memory(rows: int) -> None:
     """Return memory of freed columns from glibc's malloc to the system. Otherwise malloc keeps it
     while others are made, and a large file takes half as much memory more. Does nothing for few
     ``rows``, nor with another malloc."""

@@ -28,7 +28,7 @@ from advisor.core.trace import (
     Trace,
     TraceMeta,
 )
-from advisor.read.assemble import AssembledTables, Facts, as_names, give_back, join_tables
+from advisor.read.assemble import AssembledTables, Facts, encode_names, join_tables, trim_memory
 from advisor.read.columns import NAME_LIMIT
 from advisor.read.tables import blank_column
 
@@ -94,7 +94,7 @@ def build_trace(
     timed, origin, end = _cleaned(timed, dropped)
     if not any(frame.height for frame in timed.values()):
         raise AdvisorError(f"{meta.path}: no usable event in it; record the trace again")
-    give_back(given)
+    trim_memory(given)
     texts: dict[str, int] = {}
     threads: dict[tuple[str, str], int] = {}
     rows = AssembledTables(
@@ -104,9 +104,9 @@ def build_trace(
         threads=list(threads),
         thread_names=thread_names or {},
     )
-    give_back(given)
+    trim_memory(given)
     facts = Facts()
-    frames, _ = join_tables(rows, as_names(rows.names), facts)
+    frames, _ = join_tables(rows, encode_names(rows.names), facts)
     frames |= {
         "sync": timed["sync"].sort("ts", maintain_order=True),
         "memory": timed["memory"].sort("ts", maintain_order=True),
@@ -115,7 +115,7 @@ def build_trace(
         "comms": _frame(comms, ("collective",), COMMS_SCHEMA),
     }
     del rows
-    give_back(given)
+    trim_memory(given)
     start = meta.start_ns + origin
     return Trace(
         **frames,

@@ -38,8 +38,8 @@ from advisor.read.registry import (
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
 from advisor.read.runs import (
     SeveralRuns,
-    as_ranks,
     named_like_traces,
+    number_hosts_as_ranks,
     read_source,
     runs_in,
     wanted_traces,
@@ -122,7 +122,7 @@ def open_run(
     if not traces:
         none = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
         raise AdvisorError(f"{_shown(given[0])}: {none}")
-    traces = ranks_in(traces[0]) if len(traces) == 1 else as_ranks(traces)
+    traces = ranks_in(traces[0]) if len(traces) == 1 else number_hosts_as_ranks(traces)
     traces = with_logs(traces, _given(options))
     traces, memory = join_snapshots(
         traces, {place: _rank(trace) for place, trace in enumerate(traces)}

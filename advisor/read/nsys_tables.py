@@ -14,7 +14,14 @@ import polars.selectors as cs
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
 from advisor.read.nvtx import inputs_of, parse_ranges
-from advisor.read.sqlite import Database, Types, looked_up, narrow_integers, stack_frames, with_all
+from advisor.read.sqlite import (
+    Database,
+    Types,
+    look_up_texts,
+    narrow_integers,
+    select_columns,
+    stack_frames,
+)
 
 PREFIX = "CUPTI_ACTIVITY_KIND_"
 KERNEL, MEMCPY, MEMSET = (PREFIX + name for name in ("KERNEL", "MEMCPY", "MEMSET"))
@@ -99,7 +106,7 @@ class NsysTables:
         time, so that a large table is never in memory as it is in the file."""
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
-            rows = with_all(rows, {**_PLACE, **more})
+            rows = select_columns(rows, {**_PLACE, **more})
             process = rows["globalPid"] // (1 << 24)
             done = made(
                 rows.with_columns(
@@ -207,7 +214,7 @@ class NsysTables:
         }
         if not self._db.has_table(MEMORY, "start", "bytes"):
             return None
-        rows = with_all(self._db.read(MEMORY, types), types)
+        rows = select_columns(self._db.read(MEMORY, types), types)
         known = pl.col("memKind").is_in([1, 2, 3, 5])  # Pinned; Device, Array, Device Static
         rows = rows.filter(known & pl.col("memoryOperationType").is_in([0, 1])).sort("start")
         if rows.is_empty():
@@ -244,7 +251,7 @@ class NsysTables:
         keys = ["process", "eventId", "eventSyncId"]
         events = self._db.read(EVENT, {**_PLACE, "eventId": pl.Int64, "eventSyncId": pl.Int64})
         if events.height and {"eventSyncId", "eventId", "globalPid"} <= set(events.columns):
-            events = with_all(events, _PLACE).with_columns(process="globalPid")
+            events = select_columns(events, _PLACE).with_columns(process="globalPid")
             numbers = self.processes.correlation(
                 events["globalPid"] // (1 << 24), events["correlationId"]
             )
@@ -275,7 +282,7 @@ class NsysTables:
             return pl.DataFrame()
 
         def made(rows: pl.DataFrame) -> pl.DataFrame:
-            rows = with_all(rows, columns)
+            rows = select_columns(rows, columns)
             process = rows["globalTid"] // (1 << 24)
             done = rows.select(
                 ts="start",
@@ -304,7 +311,7 @@ class NsysTables:
 
     def _of_ranges(self, rows: pl.DataFrame, domains: dict[int, str]) -> pl.DataFrame:
         """Parse rows of ranges and drop their texts: nearly each of PyTorch's is distinct."""
-        rows = with_all(rows, _RANGE)
+        rows = select_columns(rows, _RANGE)
         if open_ones := rows["end"].null_count():
             why = "ranges without an end"
             self.dropped[why] = self.dropped.get(why, 0) + open_ones
@@ -343,7 +350,7 @@ class NsysTables:
         if not self._db.has_table(NVTX, "eventType", "domainId"):
             return {}
         rows = self._db.read(NVTX, columns, f"eventType = {_DOMAIN}")
-        rows = with_all(rows, columns)
+        rows = select_columns(rows, columns)
         names = rows["text"].fill_null(self._text(rows, "textId"))
         return {
             int(number): str(name)[:200]
@@ -369,12 +376,12 @@ class NsysTables:
         if not self._db.has_table(SAMPLES, "start", "globalTid"):
             return None
         types = {"id": pl.Int64, "start": pl.Int64, "globalTid": pl.Int64}
-        rows = with_all(self._db.read(SAMPLES, types), types)
+        rows = select_columns(self._db.read(SAMPLES, types), types)
         rows = rows.filter(
             pl.col("globalTid").is_not_null() & pl.col("start").is_between(-1 << 61, 1 << 61)
         )
         stacks = {"id": pl.Int64, "symbol": pl.Int64, "module": pl.Int64}
-        leaves = with_all(self._db.read(CALL_CHAINS, stacks, "stackDepth = 0"), stacks)
+        leaves = select_columns(self._db.read(CALL_CHAINS, stacks, "stackDepth = 0"), stacks)
         if rows.is_empty():
             return None
         rows = rows.join(leaves.unique("id"), on="id", how="left").sort("globalTid", "start")
@@ -409,7 +416,7 @@ class NsysTables:
         for table, place in ((GPU_FAULTS, "GPU"), (CPU_FAULTS, "CPU")):
             if not self._db.has_table(table, "start"):
                 continue
-            rows = with_all(self._db.read(table, types), types)
+            rows = select_columns(self._db.read(table, types), types)
             yield rows.select(
                 ts="start",
                 dur=(pl.col("end") - pl.col("start")).fill_null(0),
@@ -448,7 +455,7 @@ class NsysTables:
         types = {"name": pl.String, **dict.fromkeys(whole, pl.Int64)}
         rows = self._db.read("TARGET_INFO_GPU", types).head(_MAX_GPUS)
         result = []
-        for row in with_all(rows, types).iter_rows(named=True):
+        for row in select_columns(rows, types).iter_rows(named=True):
             if row["id"] is None or not 0 <= row["id"] < 1 << 31:
                 continue
             sizes = {key: row[key] if row[key] and row[key] > 0 else None for key in whole[1:]}
@@ -483,7 +490,7 @@ class NsysTables:
         columns = {"text": pl.String, "textId": pl.Int64}
         if not self._db.has_table(NVTX, "eventType"):
             return None
-        rows = with_all(self._db.read(NVTX, columns, f"eventType = {_THREAD_NAME}"), columns)
+        rows = select_columns(self._db.read(NVTX, columns, f"eventType = {_THREAD_NAME}"), columns)
         names = rows["text"].fill_null(self._text(rows, "textId"))
         ranks = names.str.extract(r"^MPI Rank (\d{1,6})$", 1).drop_nulls().unique()
         return int(ranks[0]) if len(ranks) == 1 else None
@@ -506,7 +513,7 @@ class NsysTables:
         for column in columns:
             if column not in rows.columns or not result.null_count():
                 continue
-            result = result.fill_null(looked_up(rows[column], self._names))
+            result = result.fill_null(look_up_texts(rows[column], self._names))
         return result
 
     def _memories(self) -> dict[int, str]:

@@ -24,10 +24,10 @@ from advisor.read.sqlite import (
     NameLookup,
     Numbered,
     Types,
-    looked_up,
+    look_up_texts,
     narrow_integers,
     read_numbered,
-    with_all,
+    select_columns,
 )
 
 _OWN = ("hcc_activity_callback", "roctracer", "rocprofiler")
@@ -60,7 +60,7 @@ class Rpd:
         if self._db.has_table("rocpd_ustring", "id", "string"):
             texts = KeyedTable(self._db, "rocpd_ustring", "id", {"string": pl.String})
         rows = self._db.read(
-            "rocpd_api", types, each=lambda batch: self._calls(with_all(batch, types), texts)
+            "rocpd_api", types, each=lambda batch: self._calls(select_columns(batch, types), texts)
         )
         if not rows.height:
             return pl.DataFrame()
@@ -118,7 +118,7 @@ class Rpd:
         )
 
         def of(batch: pl.DataFrame) -> pl.DataFrame:
-            rows = self._work(with_all(batch, types))
+            rows = self._work(select_columns(batch, types))
             call = calls.at(rows["id"]).to_series().cast(pl.Int64)
             rows = rows.with_columns(call.alias("correlation"))
             copy = rows["kind"] == "memcpy"
@@ -153,7 +153,7 @@ class Rpd:
         """Return clocks and other sampled values; ``None`` if there are none."""
         types = {"deviceType": pl.String, "deviceId": pl.Int64, "monitorType": pl.String,
                  "start": pl.Int64, "end": pl.Int64, "value": pl.String}  # fmt: skip
-        rows = with_all(self._db.read("rocpd_monitor", types), types)
+        rows = select_columns(self._db.read("rocpd_monitor", types), types)
         rows = rows.with_columns(pl.col("value").cast(pl.Float64, strict=False))
         rows = rows.filter(pl.col("value").is_finite() & pl.col("monitorType").is_not_null())
         if not rows.height:
@@ -271,7 +271,7 @@ class _Process:
 
     def _numbers(self, table: str, column: str) -> dict[int, int]:
         types = {"id": pl.Int64, column: pl.Int64}
-        rows = with_all(self._db.read(self._table(table), types), types).drop_nulls()
+        rows = select_columns(self._db.read(self._table(table), types), types).drop_nulls()
         return dict(rows.select("id", column).iter_rows())
 
     def _known_agents(self) -> dict[int, int]:
@@ -279,7 +279,9 @@ class _Process:
         whole = ("id", "absolute_index", "logical_index", "type_index")
         texts = ("type", "name", "model_name", "product_name", "extdata")
         types: dict[str, Any] = dict.fromkeys(whole, pl.Int64) | dict.fromkeys(texts, pl.String)
-        rows = with_all(self._db.read(self._table("info_agent"), types), types).head(_MAX_AGENTS)
+        rows = select_columns(self._db.read(self._table("info_agent"), types), types).head(
+            _MAX_AGENTS
+        )
         result = {}
         for row in rows.iter_rows(named=True):
             if row["type"] != "GPU" or row["id"] is None:
@@ -312,14 +314,14 @@ class _Process:
         own: Types = {**more, "event_id": pl.Int64}
 
         def made(batch: pl.DataFrame) -> pl.DataFrame:
-            rows = with_all(batch, own)
+            rows = select_columns(batch, own)
             if {"start_id", "end_id"} <= set(rows.columns) and "start" not in rows.columns:
                 ids = pl.concat([rows["start_id"], rows["end_id"]])
                 stamps = self._stamps.at(ids).to_series()
                 rows = rows.with_columns(start=stamps.head(len(rows)), end=stamps.tail(len(rows)))
                 if "track_id" in rows.columns:
                     rows = rows.with_columns(self._tracks.at(rows["track_id"]))
-            rows = with_all(rows, direct).hstack(self._events.at(rows["event_id"], said))
+            rows = select_columns(rows, direct).hstack(self._events.at(rows["event_id"], said))
             caused = pl.col("stack_id").is_between(1, (1 << _CORRELATIONS) - 1)
             rows = rows.with_columns(
                 ts=pl.col("start"),
@@ -377,7 +379,7 @@ class _Process:
         )
 
         def of(rows: pl.DataFrame) -> pl.DataFrame:
-            name = looked_up(rows["kernel_id"], names).fill_null("kernel")
+            name = look_up_texts(rows["kernel_id"], names).fill_null("kernel")
             fill = name.str.contains(r"^__amd_rocclr_fillBuffer")
             return rows.select(
                 "ts",

@@ -189,7 +189,7 @@ def without_copies(files: list[str]) -> list[str]:
     return [file for file in files if not is_copy(file)]
 
 
-def as_ranks(traces: list[Trace]) -> list[Trace]:
+def number_hosts_as_ranks(traces: list[Trace]) -> list[Trace]:
     """Number the hosts of one recording (neighbouring files without a rank) as ranks, in the order
     of their names. A second recording of the same hosts gets the same ranks."""
     beside: dict[Path, list[Trace]] = defaultdict(list)

@@ -386,7 +386,7 @@ def read_numbered(
     thousands. Missing columns are null."""
 
     def made(rows: pl.DataFrame) -> pl.DataFrame:
-        return narrow_integers(each(with_all(rows, types)))
+        return narrow_integers(each(select_columns(rows, types)))
 
     read = db.read(table, types, each=made)
     return Numbered(read if read.height else made(pl.DataFrame(schema=dict(types))), key)
@@ -409,7 +409,7 @@ class KeyedTable:
             return self._whole.at(numbers).cast(pl.Schema(self._types))
         wanted = numbers.drop_nulls().unique().sort().to_list()
         result = self._db.read_keys(self._table, self._read, wanted)
-        return Numbered(with_all(result, self._read), self._key).at(numbers)
+        return Numbered(select_columns(result, self._read), self._key).at(numbers)
 
 
 class NameLookup:
@@ -427,10 +427,10 @@ class NameLookup:
         if new:
             texts = self.rows.at(pl.Series(new, dtype=pl.Int64)).to_series()
             self._known.update(zip(new, texts.to_list(), strict=True))
-        return looked_up(numbers, self._known)
+        return look_up_texts(numbers, self._known)
 
 
-def looked_up(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:
+def look_up_texts(numbers: pl.Series, texts: Mapping[int, str | None]) -> pl.Series:
     """Return the text of each number; null if it has none."""
     known = {n: texts[n] for n in numbers.drop_nulls().unique().to_list() if n in texts}
     if not known:
@@ -445,7 +445,7 @@ def stack_frames(parts: list[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(filled, how="diagonal_relaxed") if filled else pl.DataFrame()
 
 
-def with_all(rows: pl.DataFrame, types: Types) -> pl.DataFrame:
+def select_columns(rows: pl.DataFrame, types: Types) -> pl.DataFrame:
     """Return the rows with all of these columns; missing ones are null."""
     lacking = [name for name in types if name not in rows.columns]
     if not lacking:

@@ -69,7 +69,7 @@ class XlaHost:
     """Origin of the steps, as in ``TraceMeta``; ``None``: no steps are known."""
 
     def thread_names_by_id(self, main: str | None) -> dict[tuple[str, str], str]:
-        """Return names of threads by process and thread, as in :func:`all_rows`."""
+        """Return names of threads by process and thread, as in :func:`list_host_rows`."""
         return {(p, p if t == main else t): name for (p, t), name in self.thread_names.items()}
 
     def framework(self) -> str | None:
@@ -354,7 +354,7 @@ def _once_free(host: XlaHost, thread: str, spans: Intervals) -> Ints:
     return free
 
 
-def all_rows(
+def list_host_rows(
     host: XlaHost, steps: pl.DataFrame, waits: pl.DataFrame, main: str | None
 ) -> pl.DataFrame:
     """Return host rows of every kind. The thread that drives the loop gets its process's name, by

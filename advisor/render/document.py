@@ -241,16 +241,16 @@ class Document:
 
     def to_json(self) -> bytes:
         """Return ``data`` as JSON, indented by two; NaN is null."""
-        return msgspec.json.format(msgspec.json.encode(as_plain(self.data)), indent=2)
+        return msgspec.json.format(msgspec.json.encode(convert_tuples(self.data)), indent=2)
 
 
-def as_plain(value: Any) -> Any:
+def convert_tuples(value: Any) -> Any:
     """Turn named tuples into dicts, however deep they lie."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
-        return {key: as_plain(item) for key, item in value.items()}
-    return [as_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: convert_tuples(item) for key, item in value.items()}
+    return [convert_tuples(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def cards(blocks: Iterable[Block]) -> list[Card]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import REACH_NS, Array, EdgeKind, Graph, NodeKind, median_or
+from advisor.replay.graph import REACH_NS, Array, EdgeKind, Graph, NodeKind, median_with_default
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def _cross(
         return
     binding = late[dst] & (delay[consistent] <= REACH_NS)
     sample = delay[consistent][binding]
-    graph.latencies.cross_stream = median_or(sample, graph.latencies.cross_stream)
+    graph.latencies.cross_stream = median_with_default(sample, graph.latencies.cross_stream)
     # the stream waits, not the copy: what if that goes elsewhere?
     after = _next_kernel(work)[dst]
     behind = (work.kind[dst] != 0) & (after >= 0)

@@ -61,7 +61,7 @@ class Latencies:
     """Latency from the end of the awaited work to the return of the call that waited for it."""
 
 
-def median_or(sample: Array, default: float) -> float:
+def median_with_default(sample: Array, default: float) -> float:
     """Return the median of a sample; ``default`` if it has fewer than ``FEW`` values."""
     return float(np.median(sample)) if len(sample) >= FEW else default
 
@@ -97,7 +97,7 @@ def _by_group(
 ) -> Array:
     """Return the median of each group, with those similar to it; else that of its kind (kernel,
     copy or memset), else that of all device work."""
-    every = median_or(values[chosen], default)
+    every = median_with_default(values[chosen], default)
     of_kind = {}
     for kind in np.unique(work.kind).tolist():
         sample = values[chosen & (work.kind == kind)]

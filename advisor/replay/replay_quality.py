@@ -148,7 +148,7 @@ def device_idle(graph: Graph, lanes: Array) -> WaitTimes:
     return explain_waits(graph, device[idle], gap[idle], _STARTS)
 
 
-def hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
+def measure_hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
     """Return the quality of each hard part alone."""
     result = []
     for name, (nodes, time) in graph.hard.items():

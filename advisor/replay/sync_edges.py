@@ -19,7 +19,7 @@ from advisor.replay.graph import (
     Graph,
     Latencies,
     NodeKind,
-    median_or,
+    median_with_default,
 )
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
@@ -64,7 +64,7 @@ def add_sync_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork
     waited = (last > called + 2_000) & (last <= ended + late)
     idle = ~waited & (ended - called < SLOW_LAUNCH_NS)
     latencies = graph.latencies
-    latencies.sync_call = median_or((ended - called)[idle], latencies.sync_call)
+    latencies.sync_call = median_with_default((ended - called)[idle], latencies.sync_call)
     sync_return = _sync_return(ended - last, waited, _kinds(work, awaited, own_part), latencies)
     # what the device cannot have held up is the call's own cost (lazy loading, locks)
     cost = np.where(waited | (ended - called < SLOW_LAUNCH_NS), latencies.sync_call, ended - called)
@@ -101,7 +101,7 @@ def _sync_return(delay: Array, waited: Array, kinds: list[str], latencies: Laten
     its own where the kind was seen too seldom. Sets ``latencies.sync_return``."""
     near = waited & (np.abs(delay) < MAX_SYNC_RETURN_NS)
     names = np.array(kinds)
-    latencies.sync_return = median_or(delay[near & (names == "")], latencies.sync_return)
+    latencies.sync_return = median_with_default(delay[near & (names == "")], latencies.sync_return)
     result = np.full(len(delay), latencies.sync_return)
     for kind in set(kinds) - {""}:
         own = names == kind

@@ -24,8 +24,8 @@ from advisor.replay.replay_quality import (
     EXPLAINED_NS,
     ReplayQuality,
     device_idle,
-    hard_parts,
     host_waits,
+    measure_hard_parts,
     path_composition,
 )
 from advisor.replay.selection import Selection
@@ -509,7 +509,7 @@ class WindowReplayer:
             if len(device)
             else None,
             starts=len(device),
-            hard=hard_parts(graph),
+            hard=measure_hard_parts(graph),
             steps=graph.steps[1] - graph.steps[0],
             of_steps=max(self.a.step_count, graph.steps[1] - graph.steps[0]),
             waits=float(waits.time.sum()) / whole,

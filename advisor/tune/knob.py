@@ -136,7 +136,7 @@ def find_knob(name: str) -> Knob:
 LOADERS = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"})
 
 
-def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def wrap_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replace ``owner.name`` by what ``make`` makes of it."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
@@ -168,7 +168,7 @@ def loader_arguments(change: Callable[[dict[str, Any]], None]) -> None:
 
         return __init__
 
-    wrap(DataLoader, "__init__", make)
+    wrap_attribute(DataLoader, "__init__", make)
 
 
 def optimizer_arguments(option: str, change: Callable[[dict[str, Any]], None]) -> None:
@@ -180,7 +180,7 @@ def optimizer_arguments(option: str, change: Callable[[dict[str, Any]], None]) -
             continue
         names = list(inspect.signature(cls.__init__).parameters)[1:]
         if option in names and "__init__" in vars(cls):
-            wrap(cls, "__init__", functools.partial(_with_names, names, change))
+            wrap_attribute(cls, "__init__", functools.partial(_with_names, names, change))
 
 
 def _with_names(names: list[str], change: Callable[[dict[str, Any]], None], original: Any) -> Any:

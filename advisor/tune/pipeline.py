@@ -32,7 +32,7 @@ from advisor.tune.knob import Knob, KnobSetting, Machine, Value, find_knob
 from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import TrialLimits
-from advisor.tune.session import TrialSession, not_tried, why_not
+from advisor.tune.session import TrialSession, build_trial_error, explain_refusal
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
 """Steps of the recording, and the least: a profiled window and as many around it."""
@@ -96,7 +96,7 @@ def _record(program: TrialProgram, root: Path, request: TrialRequest, say: Say) 
         record=inside,
     )
     if not (inside / rundir.MANIFEST).is_file():
-        raise not_tried(f"nothing was recorded: {why_not(result)}", result)
+        raise build_trial_error(f"nothing was recorded: {explain_refusal(result)}", result)
     try:
         run = new_run(request.out)
         shutil.copytree(inside, run, dirs_exist_ok=True)

@@ -132,7 +132,7 @@ class TrialSession:
         result = runs[-1]
         if result.problem or not result.steps_ns:
             if len(runs) == 1:
-                raise not_tried(why_not(result), result)
+                raise build_trial_error(explain_refusal(result), result)
             runs.pop()
             return False
         report.device, report.torch = result.device, result.torch
@@ -342,7 +342,7 @@ class TrialSession:
                 trial.why = "interrupted" if self.report.interrupted else "the budget was spent"
 
 
-def not_tried(message: str, result: TrialResult) -> AdvisorError:
+def build_trial_error(message: str, result: TrialResult) -> AdvisorError:
     """Return the error, with the last lines that the program printed."""
     error = AdvisorError(message)
     if result.output:
@@ -350,7 +350,7 @@ def not_tried(message: str, result: TrialResult) -> AdvisorError:
     return error
 
 
-def why_not(result: TrialResult) -> str:
+def explain_refusal(result: TrialResult) -> str:
     """Return in a line why the unchanged program cannot be tried."""
     if result.refused:
         return (

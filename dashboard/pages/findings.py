@@ -320,7 +320,7 @@ def _notes(view: PageView, notes: list[Finding]) -> Any:
         return None
     lines = []
     for finding in notes:
-        reason = report_text.why_note(finding)
+        reason = report_text.explain_note(finding)
         target = next(
             (href for p in finding.where if (href := timeline_href(view, finding, p))), None
         )

@@ -27,7 +27,7 @@ from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, Timeline
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import frame_rank, parent_rows
-from advisor.measure.steps.steps import plain_step
+from advisor.measure.steps.steps import rename_step_mark
 from advisor.measure.steps.timeline import CLASSES, CODE
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def build_index(a: Analysis, *, libraries: bool = True) -> TimelineIndex:
 
     ``libraries``: with the frames of libraries in the call stacks of Python.
     """
-    b = IndexBuilder(str if a.trace.meta.step_marks is None else plain_step)
+    b = IndexBuilder(str if a.trace.meta.step_marks is None else rename_step_mark)
     if a.record_only:
         _recorded(b, a)
     _steps(b, a)

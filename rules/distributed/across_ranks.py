@@ -23,7 +23,7 @@ MIN_READ_SHARE = 0.9
 WAIT = "exposed wait of the others"
 
 
-def per_of(study: Study) -> Per:
+def find_unit(study: Study) -> Per:
     """Return the unit that the job's figures are per, such as a step."""
     return unit_of(study.job.summaries[0].step_source)
 
@@ -33,7 +33,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     not replayed."""
     from advisor.measure.ranks.outliers import edits_of
 
-    job, result, per = study.job, study.job.waits, per_of(study)
+    job, result, per = study.job, study.job.waits, find_unit(study)
     index, steps = list(deviation.members.rank_indices), max(1, len(job.profile.steps))
     who = describe_subject(job, deviation)
     taken, last = int(result.collective_count[index].sum()), int(result.last_count[index].sum())
@@ -66,7 +66,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
         evidence.append(Evidence("error of the clocks' alignment", error, "ns"))
     impact = None
     if gain is None:
-        even = dealt_out(job, deviation, waited)
+        even = subtract_dealt_work(job, deviation, waited)
         impact = Impact(
             currency="step_time",
             gain_ns=round(even),
@@ -92,7 +92,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
     )
 
 
-def dealt_out(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
+def subtract_dealt_work(job: JobMeasurements, deviation: Deviation, ns: float) -> float:
     """Return a gain, ns, less the part of evenly dealt work that the other ranks take over."""
     if deviation.kind not in ("imbalance", "pipeline"):
         return ns

@@ -13,7 +13,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.measure.ranks.outliers import describe_subject
 from advisor.rules.citations import SIGNIFICANCE, TRACEML
-from advisor.rules.distributed.across_ranks import finding_of, per_of
+from advisor.rules.distributed.across_ranks import find_unit, finding_of
 from advisor.rules.framework_advice import in_any_language
 from advisor.testing import TraceBuilder
 
@@ -233,7 +233,8 @@ class StragglerRank(Rule):
             yield PassedCheck(
                 text="no rank keeps the others waiting for long: the worst costs them "
                 f"{t.format_duration(lost)} "
-                f"{t.format_per(per_of(study))} that no compute hides ({lost / job.step_ns:.0%}), "
+                f"{t.format_per(find_unit(study))} that no compute hides "
+                f"({lost / job.step_ns:.0%}), "
                 f"clocks aligned to {t.format_duration(job.joined.clocks.error_ns)}"
             )
             return

@@ -21,9 +21,9 @@ from advisor.rules.common import (
     Rows,
     amount_per_step,
     costliest_places,
+    measure_time_in,
     of_step,
     remove_at,
-    time_in,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -110,7 +110,7 @@ class RepeatedBackward(Rule):
         if not a.span_ns:
             return
         again = a.repeated_backwards
-        ns, times = time_in(a, again)
+        ns, times = measure_time_in(a, again)
         if ns < self.min_share * a.span_ns:
             return
         cpu = a.trace.cpu

@@ -10,7 +10,7 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.families import are_layers
+from advisor.measure.device.families import find_layer_operators
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.common import (
     amount_per_step,
@@ -87,7 +87,7 @@ class SecondForward(Rule):
         table = outermost_in_steps(a)
         ts = table["ts"].to_numpy()
         table = table.filter(covered_length(ts, ts + 1, again) > 0)
-        table = table.filter(are_layers(table["name"]))
+        table = table.filter(find_layer_operators(table["name"]))
         select = [Select(on=on, at="second_forward") for on in ("gpu", "host", "gap")]
         evidence = [
             amount_per_step(a, "layers that run again", len(table), "count"),

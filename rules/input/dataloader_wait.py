@@ -23,9 +23,9 @@ from advisor.rules.citations import (
 from advisor.rules.common import (
     amount_per_step,
     costliest_places,
+    estimate_contended_loading,
     of_step,
     scale_edit,
-    taken_by_training,
     workers_needed,
 )
 from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
@@ -36,13 +36,13 @@ from advisor.rules.input.loader_waits import (
     LoadingRule,
     find_loading_calls,
     find_waits,
-    in_one_step,
     is_recurring,
     library_of_loading,
     lines_of,
     move_loading,
     prepares_images,
     sample_loading,
+    skip_single_wait,
     table_of_dataset,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -79,7 +79,7 @@ class LoaderWaitRule(Rule):
             yield from self._passed(a, share)
             return
         if not is_recurring(waits, self.min_share * a.step_ns):
-            yield in_one_step(waits, _loader_name(a))
+            yield skip_single_wait(waits, _loader_name(a))
             return
         yield self._finding(a, waits, share, batch)
 
@@ -367,8 +367,8 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         loaders = [] if a.recorded is None else a.recorded.loaders
         if any(loader.get("trainer") == "transformers" for loader in loaders):
             code = self.case("Hugging Face's Trainer")["code"]
-        taken = taken_by_training(a, share)
-        own = taken_by_training(a, share, alone=True)
+        taken = estimate_contended_loading(a, share)
+        own = estimate_contended_loading(a, share, alone=True)
         if own is not None and own > self.max_taken:
             fix, code = self.case("the training computes on the same cores").values()
         whole = bool(loaders) and all(each.get("batch_size", 0) is None for each in loaders)

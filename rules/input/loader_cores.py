@@ -23,13 +23,13 @@ from advisor.rules.citations import (
     XPROF,
 )
 from advisor.rules.common import (
+    estimate_contended_loading,
     find_loader,
     impact_per_step,
     impact_without_gain,
     local_ranks,
     recorded_steps,
     steps_seen,
-    taken_by_training,
     workers_needed,
     workers_of,
 )
@@ -163,7 +163,7 @@ class LoaderWorkers(LoadingRule):
     def _needs_cores(self, a: Analysis, workers: int, share: float) -> bool:
         """Return whether this process computes on the cores that more workers would need."""
         if not workers:
-            return (taken_by_training(a, share) or 0.0) > self.max_taken
+            return (estimate_contended_loading(a, share) or 0.0) > self.max_taken
         busy, cores = recorded_steps(a).used_cores, recorded_steps(a).record.rank.cpus
         return bool(a.trains_on_host and busy and cores and busy > self.busy_cpus * cores)
 

@@ -101,7 +101,7 @@ def is_recurring(waits: LoaderWaits, minimum: float) -> bool:
     return bool(rest / (len(waits.by_step) - 1) >= minimum)
 
 
-def in_one_step(waits: LoaderWaits, loader: str) -> SkippedCheck:
+def skip_single_wait(waits: LoaderWaits, loader: str) -> SkippedCheck:
     """Report a wait that does not recur, as a skipped check. ``loader``: its name."""
     longest = t.format_duration(waits.by_step.max())
     return SkippedCheck(

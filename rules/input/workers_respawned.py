@@ -11,11 +11,11 @@ from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
 from advisor.rules.common import (
+    find_iterator_start,
     find_loader,
     impact_over_run,
     impact_per_step,
     recorded_steps,
-    started_at,
     steps_seen,
     workers_of,
 )
@@ -98,7 +98,7 @@ class WorkersRespawned(Rule):
         end = recorded.ts + recorded.dur
         costs, spawns = [], []
         for event in starts:
-            first = int(np.searchsorted(end, started_at(event), side="right"))
+            first = int(np.searchsorted(end, find_iterator_start(event), side="right"))
             if first >= len(wait):
                 continue
             both = (event.data.get(name) for name in ("workers_ended_ns", "workers_started_ns"))
@@ -109,7 +109,7 @@ class WorkersRespawned(Rule):
             filling[first : first + 2 + workers * PREFETCH] = True
         if len(costs) < self.min_epochs:
             return
-        begin = max(int(np.searchsorted(end, started_at(starts[0]))), 0)
+        begin = max(int(np.searchsorted(end, find_iterator_start(starts[0]))), 0)
         time = float((recorded.dur + recorded.column("evaluation"))[begin:].sum())
         start_costs = np.array(costs) + np.array(spawns)
         lost = float(start_costs.sum())
@@ -322,7 +322,7 @@ def _steps_at_start(a: Analysis) -> np.ndarray:
     """Steps in which, or right before which, an iterator of a loader begins."""
     recorded = recorded_steps(a)
     starts = np.array(
-        sorted(started_at(e) for e in recorded.record.events if e.kind == "loader_iter"),
+        sorted(find_iterator_start(e) for e in recorded.record.events if e.kind == "loader_iter"),
         dtype=np.int64,
     )
     end = recorded.ts + recorded.dur

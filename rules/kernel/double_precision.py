@@ -12,7 +12,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.op_tree import own_time, time_inside
+from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
 from advisor.measure.host.stacks import is_operator
 from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF, public_traces
 from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
@@ -221,7 +221,7 @@ _PRODUCTS = [
 def _operators(a: Analysis) -> pl.DataFrame:
     """Operators that run in the analysed steps: ``row``, ``name``, own time ``ns``, ``double`` (an
     input is of doubles)."""
-    cpu, inside = a.trace.cpu, time_inside(a)
+    cpu, inside = a.trace.cpu, measure_inclusive_time(a)
     rows = np.flatnonzero(is_operator(a.trace) & (inside > 0))
     doubles = a.trace.inputs["types"].str.contains('"double"', literal=True)
     of = cpu["inputs"].gather(rows)
@@ -229,7 +229,7 @@ def _operators(a: Analysis) -> pl.DataFrame:
         {
             "row": rows,
             "name": cpu["name"].gather(rows).cast(pl.String),
-            "ns": np.maximum(own_time(a, inside)[rows], 0).astype(np.int64),
+            "ns": np.maximum(measure_self_time(a, inside)[rows], 0).astype(np.int64),
             "double": doubles.gather(of).fill_null(False),
         }
     )

@@ -230,7 +230,7 @@ class HandwrittenOperator(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time of such chains with kernel time."""
-        if not kernel_common.is_busy(a, self.min_busy):
+        if not kernel_common.is_device_busy(a, self.min_busy):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         table = self._chains(a)

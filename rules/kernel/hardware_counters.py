@@ -14,7 +14,7 @@ from advisor.core.auxiliary_inputs import COUNTERS
 from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.kernel_names import built_for, library_of
+from advisor.measure.device.kernel_names import find_compute_capability, library_of
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
     Limit,
@@ -188,7 +188,7 @@ class CounterRule(Rule):
             f"{worst.label} is a kernel of {library}, whose source is not yours: choose another. "
             f"{advice.fix}"
         ]
-        target, compute = built_for(worst.profile.name), worst.profile.compute
+        target, compute = find_compute_capability(worst.profile.name), worst.profile.compute
         if target is not None and compute is not None and target[0] < compute[0]:
             fix.append(
                 f"It is built for sm_{target[0]}{target[1]} and runs on sm_{compute[0]}{compute[1]}"

@@ -89,7 +89,7 @@ def busy_share(a: Analysis) -> float:
     return a.own_busy_share or 0.0
 
 
-def is_busy(a: Analysis, min_busy: float) -> bool:
+def is_device_busy(a: Analysis, min_busy: float) -> bool:
     """Return whether there are kernels, and the device is busy enough for their speed to matter."""
     return a.device_id is not None and bool(kernel_rows(a).any()) and busy_share(a) >= min_busy
 

@@ -84,7 +84,7 @@ class LowOccupancy(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find memory-bound kernels by name with low occupancy and low bandwidth."""
-        if not kernel_common.is_busy(a, self.min_busy):
+        if not kernel_common.is_device_busy(a, self.min_busy):
             return
         rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *MEMORY_BOUND)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()

@@ -192,7 +192,7 @@ class MisalignedGemm(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time of misaligned products with all kernel time."""
-        if not kernel_common.is_busy(a, self.min_busy):
+        if not kernel_common.is_device_busy(a, self.min_busy):
             return
         rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, "gemm")
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))

@@ -82,7 +82,7 @@ class BelowRate(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find operators below ``max_efficiency``, and their share of kernel time."""
-        if not kernel_common.is_busy(a, self.min_busy):
+        if not kernel_common.is_device_busy(a, self.min_busy):
             return
         slow = self._suitable(
             a, find_slow(a, self.families, self.max_efficiency, self._matrix_work)

@@ -16,10 +16,10 @@ from advisor.measure.host.rebuilt_weights import CAST, NORM, OPERAND
 from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
 from advisor.rules.common import (
     amount_per_step,
+    find_places,
+    measure_time_in,
     of_step,
-    places_in,
     remove_at,
-    time_in,
 )
 from advisor.testing import Examples, TraceBuilder
 
@@ -122,7 +122,7 @@ class RebuiltWeights(Rule):
         if not a.span_ns:
             return
         making = a.rebuilt_weights_time
-        ns, times = time_in(a, making)
+        ns, times = measure_time_in(a, making)
         if ns < self.min_share * a.span_ns:
             return
         table = a.rebuilt_weights
@@ -156,7 +156,7 @@ class RebuiltWeights(Rule):
                 *times,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=places_in(a, making, rows.astype(np.int64)),
+            where=find_places(a, making, rows.astype(np.int64)),
             edits=remove_at("rebuilt_weights"),
             fix=fix,
             code=code,

@@ -223,7 +223,7 @@ class SlowArguments(Rule):
             if name in FFTS:
                 found = self._fft(a, name, x)
             elif name in SORTS:
-                found = self._sort(arguments.sorted_part(a, name, x, rows))
+                found = self._sort(arguments.find_sorted_part(a, name, x, rows))
             else:
                 found = self._reduction(name, x, float(np.median(dur)), rate)
             for why in found:
@@ -236,7 +236,7 @@ class SlowArguments(Rule):
         if not slow:
             return
         length = slow[-1]
-        good, factor = arguments.good_length(length), arguments.largest_factor(length)
+        good, factor = arguments.next_fast_length(length), arguments.largest_factor(length)
         why = "is prime" if factor == length else f"has the prime factor {factor:,}"
         why = why if factor > self.other_factor else "is not even"
         padded = length in arguments.padded_lengths(a)

@@ -112,7 +112,7 @@ class SlowGemm(BelowRate):
         shape = None if inputs is None else parse_product(worst["op"], inputs)
         assert shape is not None  # of all that are suitable
         units = a.device.sms if a.device is not None else None
-        return causes_of(shape, units, amd=a.trace.meta.vendor == "amd")
+        return explain_slow_product(shape, units, amd=a.trace.meta.vendor == "amd")
 
     @staticmethod
     def examples() -> Examples:
@@ -151,7 +151,7 @@ def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
     return all(size < unit or not size % unit for size in (shape.n, shape.k))
 
 
-def causes_of(p: MatrixProduct, units: int | None, *, amd: bool) -> list[SlowCause]:
+def explain_slow_product(p: MatrixProduct, units: int | None, *, amd: bool) -> list[SlowCause]:
     """Find why a product is slow on a device with so many units."""
     tiles = p.batch * ceil(p.m / TILE) * ceil(p.n / TILE)
     unit = "compute units" if amd else "multiprocessors"

@@ -132,7 +132,7 @@ class UnfusedElementwise(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time of chains with kernel time."""
-        if not kernel_common.is_busy(a, self.min_busy):
+        if not kernel_common.is_device_busy(a, self.min_busy):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         rows = kernel_common.compute_rows(a)

@@ -79,7 +79,7 @@ class WaveQuantisation(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find kernels, by name, whose last waves waste time."""
-        if not kernel_common.is_busy(a, self.min_busy):
+        if not kernel_common.is_device_busy(a, self.min_busy):
             return
         total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
         heavy = kernel_common.compute_rows(a) & kernel_common.family_rows(
@@ -296,7 +296,7 @@ class SmallGrids(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum the time of compute kernels with less than one block per multiprocessor."""
-        if not kernel_common.is_busy(a, self.min_busy):
+        if not kernel_common.is_device_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu
         rows = kernel_common.compute_rows(a)

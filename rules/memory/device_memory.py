@@ -122,7 +122,9 @@ def line_name(file: str | None, line: int | None) -> str:
     return f"{file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}"
 
 
-def at_line(place: Any, count: int | None = None, op: str | None = None) -> list[Location]:
+def locate_allocation(
+    place: Any, count: int | None = None, op: str | None = None
+) -> list[Location]:
     """Return where a part of a snapshot was allocated; empty: no stack of it was recorded."""
     if place is None or place.file is None:
         return []

@@ -13,7 +13,7 @@ from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
-from advisor.measure.device.families import are_layers
+from advisor.measure.device.families import find_layer_operators
 from advisor.measure.host.names import name_matches
 from advisor.rules.citations import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
 from advisor.rules.common import (
@@ -126,7 +126,7 @@ class EvalWithoutNoGrad(Rule):
         if share < self.min_share or lost < self.min_step * a.span_ns:
             return
         here = rows_in_steps(a, unmatched)
-        if not are_layers(cpu["name"].gather(here)).any():
+        if not find_layer_operators(cpu["name"].gather(here)).any():
             return
         count = round(float(np.median(by_step)))
         yield Finding(
@@ -177,7 +177,7 @@ class EvalWithoutNoGrad(Rule):
             "an unused output": (_trace(2), "min_numbers"),
             "a distribution that checks its arguments": (
                 _trace(24, name="aten::abs"),
-                "are_layers",
+                "find_layer_operators",
             ),
             "no backward pass in the trace": (_trace(24, backward=False), "not nodes.any()"),
         }

@@ -23,7 +23,7 @@ from advisor.rules.common import (
 )
 from advisor.rules.kernel import kernel_common
 from advisor.rules.memory.device_memory import (
-    at_line,
+    locate_allocation,
     measure_held,
     measure_peaks,
     snapshot_example,
@@ -143,7 +143,7 @@ class HugeVocabulary(Rule):
                 Evidence("blocks of its size, or half of it", held.blocks, "count"),
                 Evidence("memory in these blocks", held.bytes, "bytes"),
             ],
-            where=at_line(held.where, held.blocks),
+            where=locate_allocation(held.where, held.blocks),
             impact=impact_memory(saved, "the snapshot's peak, with one piece in eight at a time"),
             **self.case("as a snapshot shows it"),
         )

@@ -18,10 +18,10 @@ from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.citations import CHOSEN, TRACEML, public_traces
 from advisor.rules.common import impact_memory, impact_risk, recorded_steps
 from advisor.rules.memory.device_memory import (
-    at_line,
     gpu_capacity,
     last_known,
     line_name,
+    locate_allocation,
     measure_growth,
     snapshot_example,
 )
@@ -91,7 +91,7 @@ class KeptReferences(Rule):
                         ),
                         Evidence("steps found by", post.step_source),
                     ],
-                    where=at_line(saving),
+                    where=locate_allocation(saving),
                     impact=impact_memory(
                         saving.bytes, "memory of earlier steps at the peak of the snapshot"
                     ),

@@ -19,9 +19,9 @@ from advisor.rules.memory.device_memory import (
     LOWER_PEAK,
     LOWER_PEAK_INFERENCE,
     LOWER_PEAK_UNKNOWN,
-    at_line,
     gpu_capacity,
     line_name,
+    locate_allocation,
     locate_holders,
     snapshot_example,
 )
@@ -313,7 +313,8 @@ class OutOfMemory(Rule):
                     for name, held in list(post.by_category.items())[:4]
                 ],
             ],
-            where=at_line(post.failed_at, op="the request that failed") + locate_holders(post),
+            where=locate_allocation(post.failed_at, op="the request that failed")
+            + locate_holders(post),
             severity="critical",
             impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=fix,

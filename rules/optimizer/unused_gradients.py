@@ -7,7 +7,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.citations import CHOSEN, XPROF
-from advisor.rules.common import of_step, remove_at, scale_edit, time_in
+from advisor.rules.common import measure_time_in, of_step, remove_at, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
 CONVOLUTION = "^aten::convolution_backward$"
@@ -99,7 +99,7 @@ class UnusedGradients(Rule):
         if (recorded is None and not dropped) or not a.span_ns:
             return
         work = a.unused_gradient_work
-        ns, times = time_in(a, work.spans)
+        ns, times = measure_time_in(a, work.spans)
         if ns < self.min_share * a.span_ns and not work.convolutions:
             return
         of = recorded or max(dropped, key=lambda each: each.bytes)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from advisor.cli.analyze import is_hit
+from advisor.cli.analyze import reaches_severity
 from advisor.cli.options import parse_size, parse_steps
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding
@@ -254,10 +254,10 @@ def test_fail_on_counts_causes_and_risks_but_no_symptoms_and_no_notes(
     report = Report.from_json(advisor("analyze", busy_trace, "--format", "json")[1])
     for findings, risks in (([found()], []), ([], [found()])):
         report.findings, report.risks = findings, risks
-        assert is_hit(report, "warning") is warning
-        assert is_hit(report, "critical") is critical
+        assert reaches_severity(report, "warning") is warning
+        assert reaches_severity(report, "critical") is critical
     report.findings, report.risks, report.notes = [found(folded_under="x")], [], [found()]
-    assert not is_hit(report, "warning")
+    assert not reaches_severity(report, "warning")
 
 
 # -- where the report goes ----------------------------------------------------------------------

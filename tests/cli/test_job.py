@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY, RanksDone
-from advisor.cli.analyze import RankProgress, is_hit
+from advisor.cli.analyze import RankProgress, reaches_severity
 from advisor.cli.output import Progress
 from advisor.core.finding import Finding
 from advisor.core.report import Report
@@ -153,7 +153,7 @@ def test_findings_fail_from_a_severity_on(severity: Any, level: Any, code: int) 
         "Report",
         SimpleNamespace(findings=[Finding(rule="r", summary="", severity=severity)], risks=[]),
     )
-    assert int(level is not None and is_hit(report, level)) == code
+    assert int(level is not None and reaches_severity(report, level)) == code
 
 
 def test_the_bar_tells_how_many_ranks_are_done_of_how_many() -> None:

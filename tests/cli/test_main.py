@@ -126,13 +126,13 @@ def test_colour_is_for_terminals_and_for_those_who_want_it(
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert out.colourful(Terminal())
-    assert not out.colourful(io.StringIO())
+    assert out.can_use_colour(Terminal())
+    assert not out.can_use_colour(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not out.colourful(Terminal())
+    assert not out.can_use_colour(Terminal())
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert not out.colourful(Terminal())
+    assert not out.can_use_colour(Terminal())
 
 
 @pytest.mark.parametrize(("columns", "width"), [("20", 40), ("80", 80), ("97", 97), ("300", 120)])
@@ -140,8 +140,8 @@ def test_the_report_is_as_wide_as_the_terminal_within_reason(
     monkeypatch: pytest.MonkeyPatch, columns: str, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    assert out.columns(Terminal()) == width
-    assert out.columns(io.StringIO()) == 80
+    assert out.find_report_width(Terminal()) == width
+    assert out.find_report_width(io.StringIO()) == 80
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])

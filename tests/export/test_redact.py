@@ -623,7 +623,7 @@ def test_nothing_private_comes_out_of_any_command_in_any_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(advisor.export.redact, "own_names", set)
+    monkeypatch.setattr(advisor.export.redact, "find_local_names", set)
     before = str(private_trace(tmp_path / "home" / "alice"))
     after = str(private_trace(tmp_path / "alice" / "after", 300))
     out = tmp_path / "out"
@@ -655,7 +655,7 @@ def test_nothing_private_comes_out_of_any_command_in_any_format(
 def test_nothing_private_comes_out_of_a_report_about_many_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(advisor.export.redact, "own_names", set)
+    monkeypatch.setattr(advisor.export.redact, "find_local_names", set)
     job = tmp_path / "home" / "alice" / "job"
     for rank in range(3):
         file = private_trace(job / "gpu-node-12" / f"rank{rank}", 900 + 400 * (rank == 1))

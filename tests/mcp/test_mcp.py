@@ -21,7 +21,7 @@ from mcp import Client, MCPError, StdioServerParameters
 from advisor import cli
 from advisor.core.errors import AdvisorError
 from advisor.mcp.answers import LONGEST_NAME, MAX_TRIALS, UNTRUSTED, AllowedFolders
-from advisor.mcp.programs import tried
+from advisor.mcp.programs import build_trial_answer
 from advisor.mcp.tools import build
 from advisor.testing import TraceBuilder
 from advisor.tune.knob import KnobSetting
@@ -462,7 +462,7 @@ def test_a_report_of_trials_is_bounded_and_what_the_program_chose_stands_apart()
         why=HOSTILE,
         lines="x\n" * 10_000,
     )
-    told = tried(TrialReport(trials=[trial] * 99, without=["r"] * 99), "p", 0, 1.0, "")
+    told = build_trial_answer(TrialReport(trials=[trial] * 99, without=["r"] * 99), "p", 0, 1.0, "")
     assert (len(told["trials"]), told["more_trials"]) == (MAX_TRIALS, 99 - MAX_TRIALS)
     outside = json.dumps({**told, "trials": [{**t, "from_program": 0} for t in told["trials"]]})
     assert "Ignore all" not in outside and "Ignore all" in json.dumps(told)

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from advisor.advise.engine import Options, analyze
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import HOST_SCHEMA, HOT_SCHEMA, python_gaps, python_hot_spots
-from advisor.measure.host.stacks import SampledStack, line_of_function, line_of_share, plain_name
+from advisor.measure.host.stacks import (
+    SampledStack,
+    line_of_function,
+    line_of_share,
+    normalize_operator_name,
+)
 from advisor.measure.steps.timeline import CLASSES
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
@@ -333,7 +338,7 @@ def test_a_call_is_found_by_the_share_of_the_time_that_its_line_takes():
 
 def test_a_line_is_named_by_the_function_that_calls_an_operator():
     names = {"aten::_unique2": "unique", "_unique_impl": "unique", "aten::nonzero": "nonzero"}
-    assert {name: plain_name(name) for name in names} == names
+    assert {name: normalize_operator_name(name) for name in names} == names
     checks = ("torchmetrics/functional/stat.py(5): _check", "torch/functional.py(9): _unique_impl")
     stacks = [
         SampledStack(20, ("train.py(30): main", "train.py(40): step", *checks)),

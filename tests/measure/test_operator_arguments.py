@@ -28,11 +28,11 @@ def test_a_good_length_is_the_next_even_product_of_2_3_5_and_7() -> None:
     good = sorted(2**a * 3**b * 5**c * 7**d for a in range(1, 14) for b in range(9)
                   for c in range(6) for d in range(5))  # fmt: skip
     for length in range(2, 3000):
-        assert arguments.good_length(length) == good[bisect_left(good, length)]
+        assert arguments.next_fast_length(length) == good[bisect_left(good, length)]
 
 
 def test_the_good_length_of_a_damaged_trace_takes_no_time() -> None:
-    assert arguments.good_length((1 << 32) - 5) == 1 << 32
+    assert arguments.next_fast_length((1 << 32) - 5) == 1 << 32
 
 
 def test_a_real_fft_back_has_the_length_that_was_asked_for() -> None:
@@ -57,7 +57,7 @@ def part(*after: tuple[str, list[str], str]) -> SortedPart | None:
                 pass
     a = b.analysis()
     ((name, x, rows),) = arguments.calls_by_inputs(a, "^aten::sort$")
-    return arguments.sorted_part(a, SORTS[0], x, rows)
+    return arguments.find_sorted_part(a, SORTS[0], x, rows)
 
 
 def test_the_part_of_a_sort_is_all_that_is_taken_of_it() -> None:

@@ -7,7 +7,7 @@ from advisor.measure.host.sampled_code import (
     LEARNING,
     SampledCode,
     code_outside,
-    part_of,
+    find_step_part,
 )
 from advisor.measure.host.stacks import SampledStack
 
@@ -26,8 +26,8 @@ def found(*stacks: tuple[int, tuple[str, ...]], **options: object) -> SampledCod
 
 def test_a_transform_is_no_forward_though_it_is_a_module() -> None:
     prepared = (MAIN, "serve.py(65): tag", MODULE, NORMALIZE)
-    assert part_of(SampledStack(1, prepared)) == "loop"
-    assert part_of(SampledStack(1, NET)) == "forward"
+    assert find_step_part(SampledStack(1, prepared)) == "loop"
+    assert find_step_part(SampledStack(1, NET)) == "forward"
     code = found((80, prepared), (20, NET))
     assert (code.place, code.share) == ("tag (serve.py:65)", 0.8)
     assert code.library_function == "Normalize.forward (torchvision/transforms/transforms.py:277)"

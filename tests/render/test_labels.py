@@ -100,7 +100,7 @@ def test_wrappers_and_namespaces_go_first() -> None:
     assert labels.kernel_label(name, 70) == inside
     longer = f"void at::native::kernel<{'float, ' * 40}8>(int, float*)"
     assert labels.kernel_label(longer, 40).startswith("kernel<float")
-    assert labels.tidy("void at::native::(anonymous namespace)::foo<int>(int)") == "foo<int>"
+    assert labels.tidy_name("void at::native::(anonymous namespace)::foo<int>(int)") == "foo<int>"
 
 
 def test_tiles_of_one_gemm_are_told_apart() -> None:

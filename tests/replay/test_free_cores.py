@@ -8,7 +8,7 @@ from advisor.core.finding import Finding
 from advisor.core.run_directory import Host
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.window_replayer import WindowReplayer
-from advisor.rules.common import taken_by_training
+from advisor.rules.common import estimate_contended_loading
 from advisor.rules.input.dataloader_wait import SingleProcessLoader
 from advisor.testing import TraceBuilder
 
@@ -155,7 +155,9 @@ def test_cores_of_other_programs_are_not_the_trainings_own() -> None:
     r.steps(60, 10, data=8, forward=2)
     r.watch(host=lambda share: Host(process_cpu=60, cpu=100))
     a = b.analysis()
-    with_others, alone = (taken_by_training(a, 0.8, alone=alone) for alone in (False, True))
+    with_others, alone = (
+        estimate_contended_loading(a, 0.8, alone=alone) for alone in (False, True)
+    )
     assert with_others == pytest.approx(0.5)
     assert alone == pytest.approx(0.25)
     (finding,) = [f for f in SingleProcessLoader().check(a) if isinstance(f, Finding)]

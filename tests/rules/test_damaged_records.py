@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from advisor.advise.report_fields import measure_fields, recorded_view
+from advisor.advise.report_fields import build_recorded_view, measure_fields
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.advise.select import load_rules
 from advisor.core import run_directory as rundir
@@ -150,7 +150,7 @@ def test_no_rule_fails_on_a_damaged_record(record: RankRecord) -> None:
     result = run_rules(0, a, RULES)
     assert [item for item in result.skipped if item.why.startswith(RULE_FAILED)] == []
     measure_fields(a)
-    msgspec.json.encode(recorded_view(a))
+    msgspec.json.encode(build_recorded_view(a))
     for finding in result.findings:
         msgspec.json.encode(finding)
 

@@ -7,12 +7,12 @@ import pytest
 from advisor.measure.device.matmuls import MatrixProduct
 from advisor.measure.device.shapes import Tensor
 from advisor.rules.kernel.slow_convolution import SlowConvolution
-from advisor.rules.kernel.slow_gemm import SlowGemm, causes_of
+from advisor.rules.kernel.slow_gemm import SlowGemm, explain_slow_product
 
 
 def why(m: int, n: int, k: int, units: int | None, *, batch: int = 1, amd: bool = False) -> str:
     a, b = Tensor((m, k), "c10::BFloat16", None), Tensor((k, n), "c10::BFloat16", None)
-    causes = causes_of(MatrixProduct(batch, m, n, k, a, b, None), units, amd=amd)
+    causes = explain_slow_product(MatrixProduct(batch, m, n, k, a, b, None), units, amd=amd)
     advice = SlowGemm()._advise([cause.case for cause in causes if cause.case])
     return f"{[cause.text for cause in causes]} | {advice['fix']} | {advice['code']}"
 

@@ -9,7 +9,7 @@ import pytest
 
 from advisor.tune.knob import KnobSetting, TrialResult, find_knob
 from advisor.tune.measured_gain import check_losses
-from advisor.tune.session import not_tried, why_not
+from advisor.tune.session import build_trial_error, explain_refusal
 
 from .conftest import TRAPS
 
@@ -170,7 +170,7 @@ if libc.open(os.path.abspath("native.bin").encode(), os.O_WRONLY | os.O_CREAT, 0
 @pytest.mark.skipif("not __import__('advisor.tune.process', fromlist=['x']).landlock_version()")
 def test_a_writer_that_is_refused_is_told_which_switch_helps(run_once: Run, tmp_path: Path) -> None:
     result = run_once(DENIED, here=tmp_path)
-    error = not_tried(why_not(result), result)
+    error = build_trial_error(explain_refusal(result), result)
     assert "--allow-write DIR" in str(error)
     assert "epoch 1 of 3" in "".join(error.__notes__)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
-from advisor.advise.ranks.task import MeasureTask, for_workers, one_rank
+from advisor.advise.ranks.task import MeasureTask, for_workers, select_rank
 from advisor.advise.ranks.worker_pool import iterate_results, start_processes
 from advisor.core.cgroup import count_cores
 from advisor.core.errors import AdvisorError
@@ -131,7 +131,7 @@ def first_rank(
     if is_url(source.at):
         run = Run(traces={(first.rank, 0): read_source(source, read)})
     else:
-        run = one_rank(
+        run = select_rank(
             open_run(source.at, read, window=options.window_to_read), source.at, first.rank
         )
     known = list(run.traces.values())

@@ -64,7 +64,7 @@ class MeasureTask(Struct, frozen=True, kw_only=True):
 
     def failure(self, why: str) -> UnreadRank:
         """Return the answer that the file could not be measured, and why."""
-        return UnreadRank(rank=self.rank, path=self.source.url, why=one_line(why))
+        return UnreadRank(rank=self.rank, path=self.source.url, why=shorten_reason(why))
 
 
 def _plain(value: object) -> str:
@@ -79,7 +79,7 @@ def _unplain(kind: type, value: object) -> Path:
     return Path(value)
 
 
-def one_line(why: object) -> str:
+def shorten_reason(why: object) -> str:
     """Return a reason as one line of limited length."""
     return " ".join(str(why).split())[:MAX_REASON_CHARS]
 
@@ -175,7 +175,7 @@ def summarise_file(
     options = options or Options()
     config = read_config() if options.config is None else options.config
     whole = open_run(path, options.read, rank=_recorded(path, rank), window=options.window_to_read)
-    run = one_rank(whole, path, rank)
+    run = select_rank(whole, path, rank)
     number, a = next(iter(choose_windows(run, options.window, options.steps).items()))
     findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings
     known = number if rank is None else rank
@@ -187,7 +187,7 @@ def _recorded(path: str, rank: int | None) -> int | None:
     return rank if is_run(path) else None
 
 
-def one_rank(run: Run, path: str, rank: int | None) -> Run:
+def select_rank(run: Run, path: str, rank: int | None) -> Run:
     """Return the run with one rank: the requested one if there are several.
 
     Raises AdvisorError if there are several and the requested one is not among them.

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import advisor
 from advisor.advise.options import RANK_TIMEOUT_SECONDS
-from advisor.advise.ranks.task import MeasureTask, one_line, run_task
+from advisor.advise.ranks.task import MeasureTask, run_task, shorten_reason
 from advisor.core.errors import AdvisorError, install_command
 from advisor.core.pool import ProcessPool, Work, WorkerDied
 from advisor.measure.ranks.summary import MAX_DECODED, RankSummary, UnreadRank, decode
@@ -139,7 +139,7 @@ def iterate_results(
 
 def describe_death(why: str, times: int) -> str:
     """Say why a file whose workers died has no result."""
-    return one_line(f"{why}, {times} times: it may need more memory than a worker has")
+    return shorten_reason(f"{why}, {times} times: it may need more memory than a worker has")
 
 
 def _decoded(order: MeasureTask, data: bytes) -> RankSummary | UnreadRank:
@@ -180,7 +180,7 @@ class Cluster:
             make: Any = Client  # with its types or without, as the version has it
             self._client: Any = make(address, timeout=patience, set_as_default=False)
         except Exception as error:  # each kind of address fails in its own way
-            why = one_line(error) or type(error).__name__
+            why = shorten_reason(error) or type(error).__name__
             raise AdvisorError(f"--cluster {address}: no scheduler answers there ({why})") from None
         try:
             self._check(address)
@@ -215,7 +215,7 @@ class Cluster:
             if isinstance(version, ModuleNotFoundError):
                 why = f"the worker {worker} cannot import {version.name}"
             elif isinstance(version, BaseException):
-                why = f"the worker {worker} does not run advisor ({one_line(version)})"
+                why = f"the worker {worker} does not run advisor ({shorten_reason(version)})"
             elif version != advisor.__version__:
                 why = f"the worker {worker} has advisor {version}, this is {advisor.__version__}"
             else:

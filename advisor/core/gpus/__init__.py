@@ -218,9 +218,9 @@ __all__ = [
     "PublishedSource",
     "canonical_dtype",
     "find_gpu",
+    "is_at_least_as_fast",
     "known_gpus",
     "lookup",
-    "outdoes",
 ]
 
 # Drivers keep some memory back, and ECC on GDDR takes another sixteenth: a T4 sold with 16 GiB
@@ -444,12 +444,12 @@ def _measured_memories() -> Measured:
 
 def _between(gpu: GpuSpec, rate: float, measured: Measured, unit: float) -> float:
     """Return an estimated rate, limited to those measured on GPUs with lower and higher peaks."""
-    least = [r.rate * unit for other, r in measured if outdoes(gpu, other)]
-    most = [r.rate * unit for other, r in measured if outdoes(other, gpu)]
+    least = [r.rate * unit for other, r in measured if is_at_least_as_fast(gpu, other)]
+    most = [r.rate * unit for other, r in measured if is_at_least_as_fast(other, gpu)]
     return min([max([rate, *least]), *most])
 
 
-def outdoes(gpu: GpuSpec, other: GpuSpec) -> bool:
+def is_at_least_as_fast(gpu: GpuSpec, other: GpuSpec) -> bool:
     """Tell whether a GPU's datasheet has no lower rate than another's of its vendor: matrix
     products in each of the other's formats, and memory."""
     peaks = zip(

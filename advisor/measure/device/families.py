@@ -214,7 +214,7 @@ def op_families(names: pl.Series) -> pl.Series:
     return _op_families(names)["family"]
 
 
-def are_layers(names: pl.Series) -> pl.Series:
+def find_layer_operators(names: pl.Series) -> pl.Series:
     """Return which operators make up a layer of a model."""
     layers = [*MATRIX, "normalisation"]
     return op_families(names).is_in(layers).fill_null(value=False) | name_matches(names, RECURRENT)

@@ -337,7 +337,7 @@ def library_of(name: str) -> str | None:
     return next((known for known, pattern in LIBRARIES if re.search(pattern, name[:4096])), None)
 
 
-def built_for(name: str) -> tuple[int, int] | None:
+def find_compute_capability(name: str) -> tuple[int, int] | None:
     """Return the compute capability in a kernel's name; ``None``: it has none."""
     found = re.search(r"(?:cutlass_|[_:]sm_?)(\d{1,2})(\d)a?(?=_|\W|$)", name[:4096], re.IGNORECASE)
     return None if found is None else (int(found[1]), int(found[2]))

@@ -49,7 +49,7 @@ def largest_factor(length: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def good_length(length: int) -> int:
+def next_fast_length(length: int) -> int:
     """Return the next even length without a prime factor above 7."""
     good: int = min(
         product << max(1, (-(-length // product) - 1).bit_length())
@@ -141,7 +141,7 @@ def outer_dims(x: OpInputs, position: int) -> list[int]:
     return [] if any((data.strides or ())[dim] <= 1 for dim in dims) else dims
 
 
-def sorted_part(a: Analysis, name: str, x: OpInputs, rows: Rows) -> SortedPart | None:
+def find_sorted_part(a: Analysis, name: str, x: OpInputs, rows: Rows) -> SortedPart | None:
     """Return the part that is taken of the results of sorts, right behind each; ``None``: all or
     none of it is read, parts from its middle, or the order of equal elements matters (stable)."""
     data, at = x.tensor(0), len(x) - 2

@@ -32,7 +32,7 @@ def sum_families(a: Analysis) -> pl.DataFrame:
     """Sum device time by family inside ``spans``: ``family``, ``count``, ``dur`` (ns summed),
     ``share`` (of summed compute and communication kernel time), ``flops`` and ``moved`` (those that
     are known, null when none is). Copies and memsets are listed too."""
-    rows = in_spans(a)
+    rows = select_device_rows(a)
     kernels = rows.filter(pl.col("kind") == "kernel")["ns"].sum()
     return (
         rows.group_by("family")
@@ -60,7 +60,7 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
     known for their dtype. It can exceed 1: data in L2 is faster than memory, and Winograd needs
     fewer FLOPs than are counted.
     """
-    rows = in_spans(a).filter(pl.col("kind") == "kernel")
+    rows = select_device_rows(a).filter(pl.col("kind") == "kernel")
     total = rows["ns"].sum()
     rows = rows.with_columns(ideal=_ideal_ns(rows, a.hardware))
     by_parts = (
@@ -114,7 +114,7 @@ def model_flop_utilisation(a: Analysis) -> float | None:
     hardware = a.hardware
     if hardware is None or not a.span_ns:
         return None
-    rows = in_spans(a).filter(pl.col("kind") == "kernel")
+    rows = select_device_rows(a).filter(pl.col("kind") == "kernel")
     rows = rows.with_columns(peak=_peaks(rows, hardware))
     matrix = rows.filter(pl.col("family").is_in(list(MATRIX)))
     known = pl.col("flops").is_not_null() & (pl.col("peak").is_not_null() | (pl.col("flops") == 0))
@@ -125,7 +125,7 @@ def model_flop_utilisation(a: Analysis) -> float | None:
     return float(busy) / (a.span_ns / 1e9)
 
 
-def in_spans(a: Analysis) -> pl.DataFrame:
+def select_device_rows(a: Analysis) -> pl.DataFrame:
     """Return the device rows that count, with their columns of ``Analysis.kernels``. ``ns`` is the
     part of the duration inside the spans; FLOPs and bytes are cut in proportion."""
     gpu, kernels = a.trace.gpu, a.kernels

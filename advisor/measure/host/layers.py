@@ -25,7 +25,7 @@ from advisor.measure.host.module_sources import (
     SourceName,
     split_number,
 )
-from advisor.measure.host.op_tree import own_time, time_inside
+from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
 from advisor.measure.host.stacks import Rows, climb_stack, is_operator, parent_rows
 from advisor.measure.memory.memory_origin import measure_layer_memory
 from advisor.measure.steps.steps import step_of
@@ -145,7 +145,7 @@ def _work(a: Analysis) -> pl.DataFrame:
     trace = a.trace
     if a.device_id is None:
         rows = np.flatnonzero(is_operator(trace))
-        ns = np.maximum(own_time(a, time_inside(a))[rows], 0)
+        ns = np.maximum(measure_self_time(a, measure_inclusive_time(a))[rows], 0)
         rows, ns = rows[ns > 0], ns[ns > 0]
         none = np.full(len(rows), -1)
         columns = {"host": rows, "other": none, "gpu": none}

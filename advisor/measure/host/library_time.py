@@ -58,7 +58,7 @@ class LibraryTime(NamedTuple):
         return f"{self.function}, called by {self.location.function} ({place})"
 
 
-def most_in_library(
+def find_hottest_library_call(
     stacks: Sequence[SampledStack], kind_of: Callable[[Sequence[str], str], tuple[_T, int] | None]
 ) -> tuple[LibraryTime, _T | None] | None:
     """Find the library function with most of the samples. ``kind_of``: gets the frames below the

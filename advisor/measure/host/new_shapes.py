@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core.intervals import Intervals, covered_length, union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.op_tree import own_time
+from advisor.measure.host.op_tree import measure_self_time
 from advisor.measure.steps.step_differences import MAX_BUSY, busy_in_recording
 from advisor.measure.steps.steps import step_of_call
 
@@ -79,7 +79,7 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     if not (known & (cpu["dur"] >= MIN_OWN_NS)).any():
         return empty
     inside = cpu["parent"].filter(cpu["kind"] == "runtime").drop_nulls().to_numpy()
-    own = own_time(a, cpu["dur"].to_numpy().astype(np.int64))
+    own = measure_self_time(a, cpu["dur"].to_numpy().astype(np.int64))
     own -= CALL_NS * np.bincount(inside, minlength=cpu.height)
     calls = cpu.with_row_index("host").with_columns(own=pl.Series(own))
     calls = calls.select(

@@ -49,8 +49,8 @@ def op_table(a: Analysis) -> pl.DataFrame:
     rows = np.flatnonzero(is_op)
     if not len(rows):
         return pl.DataFrame(schema=TABLE_SCHEMA)
-    inside = time_inside(a, a.steps.host_spans)
-    own = own_time(a, inside)
+    inside = measure_inclusive_time(a, a.steps.host_spans)
+    own = measure_self_time(a, inside)
     device = np.zeros(cpu.height, dtype=np.int64)
     at, ns = _device_rows(a, "op")
     np.add.at(device, at, ns)
@@ -87,9 +87,9 @@ def range_table(a: Analysis) -> pl.DataFrame:
             & ~map_names(cpu["name"], steps.__contains__, pl.Boolean).fill_null(True)
         ).to_numpy()
     )
-    inside = time_inside(a)
+    inside = measure_inclusive_time(a)
     touched = rows[inside[rows] > 0]
-    host = own_time(a, inside)[touched].clip(0)
+    host = measure_self_time(a, inside)[touched].clip(0)
     frame = pl.DataFrame({"name": cpu["name"].gather(touched), "host": host})
     return (
         frame.group_by(pl.col("name").cast(pl.String).str.replace(r"(?:\s|#|_)\d+$", ""))
@@ -125,7 +125,7 @@ def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
     np.add.at(weight, near[index[held]], ns[held])
     on_host = not weight.any()
     rows = np.flatnonzero(kept)
-    inside = time_inside(a)
+    inside = measure_inclusive_time(a)
     if on_host:
         weight = np.where(kept, inside, 0)
     group, first, up = _merge(cpu["name"], rows, above, cpu.height)
@@ -173,7 +173,7 @@ def _plain(name: str) -> str:
     return (numbered[1] or numbered[2]).strip() if numbered else name.removeprefix(MODULE)
 
 
-def time_inside(a: Analysis, spans: Intervals | None = None) -> NDArray[np.int64]:
+def measure_inclusive_time(a: Analysis, spans: Intervals | None = None) -> NDArray[np.int64]:
     """Return each host row's inclusive time inside the spans, by default ``Analysis.spans``, ns.
     Where the host runs ahead, what it does in its own steps is in ``Steps.host_spans``."""
     ts = a.trace.cpu["ts"].to_numpy()
@@ -181,7 +181,7 @@ def time_inside(a: Analysis, spans: Intervals | None = None) -> NDArray[np.int64
     return covered_length(ts, ts + a.trace.cpu["dur"].to_numpy(), inside)
 
 
-def own_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
+def measure_self_time(a: Analysis, inside: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return each host row's self time, ns: ``inside`` without that of its children."""
     own = inside.copy()
     parent = parent_rows(a.trace)

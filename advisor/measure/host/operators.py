@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from advisor.core import gpus
 from advisor.core.report import AttainableRate, OperatorRate
 from advisor.measure.device.families import MATRIX, Family
-from advisor.measure.device.roofline import in_spans
+from advisor.measure.device.roofline import select_device_rows
 from advisor.measure.device.shapes import FORMATS, Format
 
 if TYPE_CHECKING:
@@ -169,7 +169,9 @@ def share_in(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
 def _kernels(a: Analysis) -> pl.DataFrame:
     """List the kernels of the window, without communication; ``ns``: the part inside the spans,
     FLOPs and bytes cut in proportion."""
-    rows = in_spans(a).filter((pl.col("kind") == "kernel") & (pl.col("family") != "communication"))
+    rows = select_device_rows(a).filter(
+        (pl.col("kind") == "kernel") & (pl.col("family") != "communication")
+    )
     inputs = a.trace.cpu["inputs"].gather(rows["op_row"]).cast(pl.Int64)
     return rows.rename({"name": "kernel", "op_row": "call", "op_name": "op"}).with_columns(
         inputs=inputs

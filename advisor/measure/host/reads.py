@@ -163,7 +163,7 @@ def _loading(a: Analysis) -> Intervals:
     return union(ts, ts + cpu["dur"].to_numpy()[rows])
 
 
-def after_reads(a: Analysis) -> Intervals:
+def find_time_after_reads(a: Analysis) -> Intervals:
     """Find host time from the end of a read of data to the next launch, without waits for the next
     batch: the host works on what it has read, and launches nothing meanwhile. Round trips are left
     out."""

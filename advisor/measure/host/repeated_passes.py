@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, union
-from advisor.measure.device.families import are_layers
+from advisor.measure.device.families import find_layer_operators
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.reads import backward_nodes
 from advisor.measure.host.stacks import (
@@ -63,7 +63,7 @@ def _layers(a: Analysis, main: int) -> pl.DataFrame:
     )
     own = own.with_columns(trained=pl.Series(np.isin(rows, graph)))
     own = own.filter((pl.col("thread") == main) & pl.col("inputs").is_not_null())
-    own = own.filter(are_layers(own["name"])).sort("ts")
+    own = own.filter(find_layer_operators(own["name"])).sort("ts")
     return own.select(
         "ts",
         "trained",

@@ -21,9 +21,9 @@ from advisor.measure.host.stacks import (
     frame_rank,
     line_of_function,
     line_of_share,
+    normalize_operator_name,
     nullable_rows,
     parse_frame,
-    plain_name,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def code_outside(
     depth: dict[Place, int] = {}
     leaves: dict[Place, Counter[str]] = {}
     for stack in stacks:
-        part = part_of(stack)
+        part = find_step_part(stack)
         for place, level in _places(stack, parts).items():
             counts[place] += stack.samples
             inside[place] += stack.samples * (part in parts)
@@ -132,14 +132,14 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     times = own.group_by(called.alias("called")).agg(pl.col("dur").sum()).sort("dur").drop_nulls()
     # others may run the same operator: nearly all of its time is in one of them
     if len(times) and times["dur"][-1] > MIN_OF_LOOP * int(own["dur"].sum()):
-        line = line_of_function(recorded.stacks, plain_name(times["called"][-1]))
+        line = line_of_function(recorded.stacks, normalize_operator_name(times["called"][-1]))
         if line is not None:
             return line
     spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
     return line_of_share(recorded.stacks, intersect(spans, a.spans).total / a.span_ns)
 
 
-def part_of(stack: SampledStack) -> str:
+def find_step_part(stack: SampledStack) -> str:
     """Return the part of a step; transforms of images are no forward, though some are modules."""
     if stack.part == "forward" and _model_call(stack.frames) is None:
         return "loop"
@@ -159,7 +159,11 @@ def _model_call(frames: Sequence[str]) -> int | None:
 def _places(stack: SampledStack, parts: frozenset[str]) -> dict[Place, int]:
     """Return the user's lines and functions in a stack, down to the model's call, each with its
     depth."""
-    end = _model_call(stack.frames) if "forward" in parts or part_of(stack) == "forward" else None
+    end = (
+        _model_call(stack.frames)
+        if "forward" in parts or find_step_part(stack) == "forward"
+        else None
+    )
     result: dict[Place, int] = {}
     for level, name in enumerate(stack.frames[:end]):
         frame = parse_frame(name)

@@ -352,7 +352,8 @@ _CALLS_HOOKS = re.compile(
 
 
 _AFFIXES = re.compile(r"^_+|(?:_impl)?[\d_]*$")
-"""Affixes of the names of operators and functions that :func:`plain_name` leaves out."""
+"""Affixes of the names of operators and functions that :func:`normalize_operator_name` leaves
+out."""
 
 
 _CALLED = re.compile(r"^<built-in function (.+)>$")
@@ -488,12 +489,12 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
 
 def line_of_function(stacks: Sequence[SampledStack], function: str) -> HottestLine | None:
     """Find the line of the user's code with most samples that end in a function of PyTorch or a
-    library, named as :func:`plain_name` does. ``None``: too few such samples, or several lines
-    share them."""
+    library, named as :func:`normalize_operator_name` does. ``None``: too few such samples, or
+    several lines share them."""
     own = []
     for stack in stacks:
         leaf = parse_frame(stack.frames[-1])
-        if leaf is not None and plain_name(leaf.function) == function:
+        if leaf is not None and normalize_operator_name(leaf.function) == function:
             own.append(stack)
     own = [stack for stack in own if frame_rank(stack.frames[-1]) < 2]
     count = sum(stack.samples for stack in own)
@@ -506,7 +507,7 @@ def line_of_function(stacks: Sequence[SampledStack], function: str) -> HottestLi
     return lines.hottest(line, samples / sum(stack.samples for stack in stacks))
 
 
-def plain_name(name: str) -> str:
+def normalize_operator_name(name: str) -> str:
     """Return what an operator and the Python function that calls it share: ``unique`` of
     ``aten::_unique2`` and of ``_unique_impl``."""
     short = name.rpartition("::")[2].rpartition(".")[2]

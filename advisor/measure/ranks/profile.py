@@ -63,7 +63,7 @@ def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
     at = {name: column for column, name in enumerate(steps)}
     by_step = {name: np.full((len(summaries), len(steps)), np.nan) for name in OWN}
     for place, summary in enumerate(summaries):
-        columns = own_columns(summary)
+        columns = class_times(summary)
         if columns is None:
             continue
         if summary.damage:
@@ -102,7 +102,7 @@ def _whole(columns: dict[str, Floats]) -> dict[str, Floats]:
     return {name: np.where(whole, values, np.nan) for name, values in columns.items()}
 
 
-def own_columns(summary: RankSummary) -> dict[str, Floats] | None:
+def class_times(summary: RankSummary) -> dict[str, Floats] | None:
     """Return the time of each step by class (CLASSES), ns; ``None``: the summary has no times."""
     if not summary.steps or not (summary.per_step or summary.time or summary.host_time):
         return None

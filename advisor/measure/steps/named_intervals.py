@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.op_tree import own_time, time_inside
+from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
 from advisor.measure.host.stacks import (
     Rows,
     frame_ranks,
@@ -219,7 +219,7 @@ def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     frame = innermost_ancestor(parent, is_range | (rank == 2))
     frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
     callee = _called(a, parent, frame, rank, below)
-    own = own_time(a, np.where(below, time_inside(a), 0))
+    own = measure_self_time(a, np.where(below, measure_inclusive_time(a), 0))
     known = rows[(callee[rows] >= 0) & (own[rows] > 0)]
     if not len(known):
         return empty

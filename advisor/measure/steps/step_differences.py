@@ -48,7 +48,7 @@ _QUIET = ("other", "malloc", "free", "host_alloc", "host_free", "event_query")
 """Calls that set something up or ask for something, beside the loading of code."""
 
 
-def one_off(a: Analysis) -> pl.DataFrame:
+def find_one_off_rows(a: Analysis) -> pl.DataFrame:
     """Find host rows that did something once, columns of ONE_OFF_SCHEMA, outermost first.
 
     Captures of graphs, and stretches in which a thread only loads GPU code, unless the steps do so.

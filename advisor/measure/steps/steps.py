@@ -106,7 +106,7 @@ class Steps:
         return union(used["ts"].to_numpy(), used["end"].to_numpy())
 
 
-def plain_step(name: str) -> str:
+def rename_step_mark(name: str) -> str:
     """Rename a mark that is none of PyTorch's to ``step N`` (``TraceMeta.step_marks``)."""
     return re.sub(r"^(?:step #|ProfilerStep\s*#?)(?=\d+$)", "step ", name)
 
@@ -176,7 +176,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
             continue
         if source == "ProfilerStep" and trace.meta.step_marks is not None:
             source = trace.meta.step_marks
-            marks = marks.with_columns(pl.Series("name", map(plain_step, marks["name"])))
+            marks = marks.with_columns(pl.Series("name", map(rename_step_mark, marks["name"])))
         return _finish(trace, _without_cut_start(marks), source, select)
     marks = _one_name(_marks(trace, r"^Optimizer\.step#"))
     if marks.height > MIN_OPTIMIZER_STEPS:
@@ -196,14 +196,14 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
         repeated = find_repeats(trace)
         if repeated is not None:
             return _finish(trace, *repeated, select)
-    start, end = own_span(trace)
+    start, end = find_device_span(trace)
     whole = pl.DataFrame({"name": ["whole trace"], "ts": [start], "dur": [end - start]})
     return _finish(trace, whole, "whole trace", None)
 
 
 def _sum_of_layers(trace: Trace) -> Steps:
     """Return the one inference of a file of layer times, which its reader puts back to back."""
-    start, end = own_span(trace)
+    start, end = find_device_span(trace)
     one = np.ones(1, dtype=bool)
     begin, finish = np.array([start]), np.array([end])
     return Steps(_steps_table(pl.Series(["inference"]), begin, finish, ~one, one), LAYER_TIMES)
@@ -223,7 +223,7 @@ def recorded_extent(trace: Trace) -> tuple[int, int]:
     return int(both["ts"].min()), int((both["ts"] + both["dur"]).max())  # type: ignore[arg-type]
 
 
-def own_span(trace: Trace) -> tuple[int, int]:
+def find_device_span(trace: Trace) -> tuple[int, int]:
     """Return start and end of the analysed device's work, ns; without device work the
     ``recorded_extent``.
 

@@ -139,7 +139,7 @@ def _processes(options: ReadOptions) -> int:
 
 def _finish(splitter: Splitter, assembler: Assembler) -> Trace:
     source = splitter.source
-    frames, facts = assembler.build(given_calls(splitter.head))
+    frames, facts = assembler.build(read_call_classes(splitter.head))
     if all(frames[key].is_empty() for key in ("cpu", "gpu", "sync", "memory", "counters")):
         raise AdvisorError(f"{source.path}: {_nothing(splitter, assembler)}")
     return Trace(**frames, meta=describe_trace(splitter, assembler, frames, facts))
@@ -232,7 +232,7 @@ def _written(ours: dict[str, Any]) -> dict[str, str | None]:
     }
 
 
-def given_calls(head: dict[str, Any]) -> dict[str, str]:
+def read_call_classes(head: dict[str, Any]) -> dict[str, str]:
     """Return the class (one of CALLS) by name of calls that their names do not classify, from a
     file that ``advisor`` wrote."""
     ours = head.get(OURS)

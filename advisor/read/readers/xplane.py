@@ -151,7 +151,7 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
         )
     steps, main = xla_host.step_rows(hosts, _steps_of_busiest(device_rows, derived))
     waits = xla_host.wait_rows(hosts, main)
-    host = xla_host.all_rows(hosts, steps, waits, main)
+    host = xla_host.list_host_rows(hosts, steps, waits, main)
     if device is not None and device.height:
         host = _with_ops(host, device)
     memory = [frame for frame in hosts.memory if frame.height]

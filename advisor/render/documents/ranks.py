@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from advisor.advise.ranks import rank_charts
-from advisor.advise.report_text import longer_by
+from advisor.advise.report_text import format_longer
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.layers import MeshAxis
@@ -165,7 +165,7 @@ def sections(ranks: Ranks, slowdown: float = 0.0) -> Iterator[Block]:
         yield from build_rank_groups(ranks)
     for title, _, lines in rank_charts.build_lists(ranks):
         if title == rank_charts.WHAT_IF and abs(slowdown) >= SLOWED:
-            title = f"{title} · of profiled steps, {longer_by(slowdown)} than the run's"
+            title = f"{title} · of profiled steps, {format_longer(slowdown)} than the run's"
         yield Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")])
 
 

@@ -309,7 +309,7 @@ def _counted(title: str, items: Sequence[Inline], mark: str, noun: str) -> Secti
 def _note(finding: Finding) -> Card:
     """Describe a possible finding: why it is not ranked, and what it could gain."""
     fields = [
-        TextField("note", [report_text.why_note(finding)]),
+        TextField("note", [report_text.explain_note(finding)]),
         TextField("why", [finding.summary]),
         TextField("gain", [report_text.note_gain(finding)]),
         TextField("fix", [finding.fix]),

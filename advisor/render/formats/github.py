@@ -71,7 +71,7 @@ def _annotation(finding: Finding) -> str:
     properties = {}
     place = code_place(finding)
     if place is not None and place.file is not None:
-        path, inside = relative(place.file)
+        path, inside = make_relative_path(place.file)
         if inside:  # an annotation of a file that is not in the repository is shown nowhere
             properties["file"] = path
             if place.line is not None and place.line > 0:
@@ -119,7 +119,7 @@ def code_place(finding: Finding) -> Location | None:
     return next((place for place in finding.where if place.file), None)
 
 
-def relative(file: str) -> tuple[str, bool]:
+def make_relative_path(file: str) -> tuple[str, bool]:
     """Return (path with forward slashes, whether it is relative to the repository).
 
     A path below the working folder becomes relative to it, as CI expects; one that was recorded

@@ -59,7 +59,7 @@ class Notebook(DocumentRenderer):
             parts.append(tag("p", f"{t.count_noun(len(fixes) - MAX_CARDS, 'more finding')}."))
         if left_out:
             parts.append(tag("p", f"Not shown: {', '.join(left_out)}.", cls="soft"))
-        return styled(tag("div", *parts, cls="cell")) + "\n"
+        return inline_styles(tag("div", *parts, cls="cell")) + "\n"
 
 
 def _small(part: d.Block) -> Markup:
@@ -101,7 +101,7 @@ def _colours() -> dict[str, str]:
     return dict(re.findall(r"\.([\w-]+) \{ ([^}]*) \}", charts.css_rules()))
 
 
-def styled(markup: str) -> str:
+def inline_styles(markup: str) -> str:
     """Turn classes into styles. No text or attribute of the markup holds a bare ``<`` or ``>``."""
 
     def restyled(match: re.Match[str]) -> str:

@@ -21,7 +21,7 @@ from advisor.core import labels
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report, RuleText
 from advisor.render.documents import memory
-from advisor.render.formats.github import code_place, relative
+from advisor.render.formats.github import code_place, make_relative_path
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
 SCHEMA = (
@@ -180,7 +180,7 @@ def _properties(finding: Finding) -> dict[str, Any]:
 
 
 def _location(place: Location) -> dict[str, Any]:
-    path, inside = relative(place.file or "")
+    path, inside = make_relative_path(place.file or "")
     uri = quote(path, safe="/") if inside else f"file:///{quote(path.lstrip('/'), safe='/')}"
     artifact = {"uri": uri, "uriBaseId": "SRCROOT"} if inside else {"uri": uri}
     line = place.line if place.line is not None and place.line > 0 else 1
@@ -217,7 +217,7 @@ def _fingerprint(finding: Finding) -> str:
     place = code_place(finding)
     where = [finding.rule]
     if place is not None and place.file is not None:
-        where += [relative(place.file)[0], place.function or ""]
+        where += [make_relative_path(place.file)[0], place.function or ""]
     elif finding.where:
         where += [finding.where[0].op or finding.where[0].kernel or ""]
     return hashlib.sha256(

@@ -133,10 +133,10 @@ def _formats(
         pl.col("dtype").cast(pl.String), convolves=pl.col("family") == "convolution"
     )
     for dtype, convolves in used.drop_nulls().unique().iter_rows():
-        new = computed_in(target, format_on_target(dtype, convolves, source, target))
+        new = find_compute_format(target, format_on_target(dtype, convolves, source, target))
         if new is None:
             missing.add(dtype)
-        elif new != computed_in(source, dtype):
+        elif new != find_compute_format(source, dtype):
             instead.add((f"{dtype} of convolutions" if new == "tf32" else dtype, new))
     return tuple(sorted(missing)), tuple(sorted(instead))
 
@@ -210,7 +210,10 @@ def format_on_target(dtype: str, convolves: bool, source: GpuSpec, target: GpuSp
     """Return the format of the same work on the target. PyTorch computes fp32 convolutions in TF32
     where there is a unit for it (``torch.backends.cudnn.allow_tf32`` is on by default; matrix
     products' is not)."""
-    new = computed_in(source, "tf32") != "tf32" and computed_in(target, "tf32") == "tf32"
+    new = (
+        find_compute_format(source, "tf32") != "tf32"
+        and find_compute_format(target, "tf32") == "tf32"
+    )
     return "tf32" if convolves and dtype == "fp32" and new else dtype
 
 
@@ -224,7 +227,11 @@ def _processors(target: GpuSpec, rate: Callable[[GpuSpec], float]) -> float:
     """Return the processors that a kernel of few blocks has to fill: the target's, or so many that
     one has the rate of one of a lesser GPU. Larger GPUs do not get slower by more of them."""
     own = rate(target)
-    lesser = [gpu for gpu in gpus.known_gpus() if gpus.outdoes(target, gpu) and rate(gpu) <= own]
+    lesser = [
+        gpu
+        for gpu in gpus.known_gpus()
+        if gpus.is_at_least_as_fast(target, gpu) and rate(gpu) <= own
+    ]
     return min([float(target.sms), *(gpu.sms * own / rate(gpu) for gpu in lesser)])
 
 
@@ -303,7 +310,7 @@ C2C_BYTES = 450e9
 _C2C = ("GH200", "GB200", "GB300")
 
 
-def computed_in(gpu: GpuSpec, dtype: str) -> str | None:
+def find_compute_format(gpu: GpuSpec, dtype: str) -> str | None:
     """Return the format in which a GPU computes work of one format; ``None``: it cannot.
 
     TF32 on AMD counts as fp32: PyTorch uses it there only where an environment variable allows.
@@ -319,7 +326,7 @@ def computed_in(gpu: GpuSpec, dtype: str) -> str | None:
 def matmul_rate(gpu: GpuSpec, dtype: str, *, half_sums: bool = False) -> float | None:
     """Return the FLOP/s that matrix products attain; ``None``: the GPU cannot. ``half_sums``:
     summed in fp16 too, at which GeForce cards are twice as fast."""
-    used = computed_in(gpu, dtype)
+    used = find_compute_format(gpu, dtype)
     result = gpus.attainable_matmul(gpu, used) if used is not None else None
     if result is None:
         return None
@@ -457,7 +464,7 @@ def estimate_product(gemm: Gemm, name: str, gpu: GpuSpec, old_ns: float) -> Prod
     """Estimate a product that took ``old_ns`` in a narrower format. ``None``: the rate of the
     recorded format is unknown, or it is narrow already."""
     narrow = FORMATS[name]
-    used = computed_in(gpu, gemm.dtype)
+    used = find_compute_format(gpu, gemm.dtype)
     rate = gpus.attainable_matmul(gpu, used) if used is not None else None
     if rate is None or gemm.dtype in ("fp8", "int8"):
         return None

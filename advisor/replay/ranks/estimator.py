@@ -16,7 +16,7 @@ from advisor.replay.estimators import GainEstimator, estimator_for
 from advisor.replay.ranks.gains import (
     change_without,
     combine_changes,
-    like_others,
+    match_ranks_to_median,
     saving_change,
     without_collectives,
 )
@@ -139,7 +139,7 @@ class RanksEstimator(GainEstimator):
         """Add a change to ranks that keep others waiting and are no outlier."""
         named = [edit.rank for edit in key if edit.rank is not None]
         places = [place for n in named if (place := self.study.summary_index(n)) is not None]
-        change = like_others(self.study.job, self.study.replay, places)
+        change = match_ranks_to_median(self.study.job, self.study.replay, places)
         self._changes[key] = change
         self._deviations[key] = (None, self.study.replay.gain(change))
 

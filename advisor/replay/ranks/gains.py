@@ -42,7 +42,7 @@ def change_without(
         return _speed_up_links(job, replay, index)
     if deviation.kind == "pipeline":
         return replay.scaled_work(_balanced(job, replay)), None
-    usual = usual_work(job, replay, set() if deviation.rank_varies else set(index))
+    usual = median_stage_work(job, replay, set() if deviation.rank_varies else set(index))
     if deviation.rank_varies:
         return _no_last(replay, usual), None
     change = _like_the_others(replay, usual, index)
@@ -112,7 +112,7 @@ class TypicalWork(NamedTuple):
     """Work after the last collective, by rank."""
 
 
-def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> TypicalWork:
+def median_stage_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> TypicalWork:
     """Return a stage's median work over ranks, ``without`` some, with as many collectives in the
     step as most. It is place by place: where a rank is slower in some work, only that counts."""
     stage, place = job.stage[replay.rank], replay.order_in_step()
@@ -137,9 +137,11 @@ def usual_work(job: JobMeasurements, replay: RanksReplay, without: set[int]) -> 
     return TypicalWork(work, tail)
 
 
-def like_others(job: JobMeasurements, replay: RanksReplay, index: Sequence[int]) -> JobChange:
+def match_ranks_to_median(
+    job: JobMeasurements, replay: RanksReplay, index: Sequence[int]
+) -> JobChange:
     """Return the job with some ranks as fast as the median of the others."""
-    return _like_the_others(replay, usual_work(job, replay, set(index)), index)
+    return _like_the_others(replay, median_stage_work(job, replay, set(index)), index)
 
 
 def _like_the_others(replay: RanksReplay, usual: TypicalWork, at: Sequence[int]) -> JobChange:
@@ -214,9 +216,9 @@ def _all_similar(replay: RanksReplay, usual: TypicalWork) -> JobChange:
     return JobChange(work=work, tail=tail)
 
 
-def no_stragglers(job: JobMeasurements, replay: RanksReplay) -> JobGain:
+def estimate_without_stragglers(job: JobMeasurements, replay: RanksReplay) -> JobGain:
     """Estimate the gain with every rank at the median of its part of the work."""
-    return replay.gain(_all_similar(replay, usual_work(job, replay, set())))
+    return replay.gain(_all_similar(replay, median_stage_work(job, replay, set())))
 
 
 def no_transfers(replay: RanksReplay, kind: str | None = None) -> JobGain:

@@ -31,7 +31,7 @@ from advisor.measure.ranks.outliers import (
 )
 from advisor.measure.ranks.profile import CLASSES, profile_ranks
 from advisor.measure.ranks.summary import RankSummary, UnreadRank, find_clusters, select_main_run
-from advisor.replay.ranks.gains import estimate_gain, no_stragglers, no_transfers
+from advisor.replay.ranks.gains import estimate_gain, estimate_without_stragglers, no_transfers
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
 FEW_RANKS = 16
@@ -242,7 +242,7 @@ class Study:
     def _what_if(self) -> list[RanksWhatIf]:
         changes = [(describe_change(self.job, each), gain) for each, gain in self.outliers if gain]
         if not self.replay.reason:
-            every = no_stragglers(self.job, self.replay)
+            every = estimate_without_stragglers(self.job, self.replay)
             changes.append(("without stragglers, every rank as fast as the median", every))
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")

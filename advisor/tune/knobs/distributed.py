@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, ClassVar
 
-from advisor.tune.knob import Knob, Safety, Value, wrap
+from advisor.tune.knob import Knob, Safety, Value, wrap_attribute
 
 
 class _Ddp(Knob):
@@ -28,7 +28,7 @@ class _Ddp(Knob):
 
             return __init__
 
-        wrap(DistributedDataParallel, "__init__", make)
+        wrap_attribute(DistributedDataParallel, "__init__", make)
 
     def lines(self, value: Value) -> str:
         return f"DistributedDataParallel(..., {self.argument}={self._setting(value)})"
@@ -120,5 +120,5 @@ class DdpNoSync(Knob):
                     seen.append(count)
             done.clear()
 
-        wrap(DistributedDataParallel, "forward", make)
+        wrap_attribute(DistributedDataParallel, "forward", make)
         optim.register_optimizer_step_pre_hook(before)

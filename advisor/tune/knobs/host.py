@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from advisor.recorder.environment import NODES, cpu_list
-from advisor.tune.knob import Knob, Machine, Value, wrap
+from advisor.tune.knob import Knob, Machine, Value, wrap_attribute
 
 SETTING = "expandable_segments:True"
 BEFORE, EVERY = 3, 500
@@ -118,7 +118,7 @@ class EmptyCache(Knob):
 
             return empty_cache
 
-        wrap(torch.cuda, "empty_cache", make)
+        wrap_attribute(torch.cuda, "empty_cache", make)
 
 
 class GcFreeze(Knob):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import LOADERS, Knob, Machine, Value, loader_arguments, wrap
+from advisor.tune.knob import LOADERS, Knob, Machine, Value, loader_arguments, wrap_attribute
 
 
 class _Loaders(Knob):
@@ -133,5 +133,5 @@ class LoaderPinning(Knob):
             return copy
 
         cuda = torch.Tensor.cuda
-        wrap(torch.Tensor, "to", make)
-        wrap(torch.Tensor, "cuda", make)
+        wrap_attribute(torch.Tensor, "to", make)
+        wrap_attribute(torch.Tensor, "cuda", make)

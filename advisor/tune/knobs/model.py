@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from advisor.tune.knob import Knob, Machine, Value, at_first_forward, ignore_assignments, wrap
+from advisor.tune.knob import (
+    Knob,
+    Machine,
+    Value,
+    at_first_forward,
+    ignore_assignments,
+    wrap_attribute,
+)
 
 
 class Autocast(Knob):
@@ -163,7 +170,7 @@ class CompileDynamic(Knob):
             return change
 
         # ``nn.Module.compile`` calls a name of its own module, found anew at each call
-        wrap(torch, "compile", make)
+        wrap_attribute(torch, "compile", make)
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
         return frozenset({"torch.compile"}), {"dynamic": True}

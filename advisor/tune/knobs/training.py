@@ -14,7 +14,7 @@ from advisor.tune.knob import (
     around_forwards,
     loader_arguments,
     optimizer_arguments,
-    wrap,
+    wrap_attribute,
 )
 
 MAX_BATCH = 1 << 20
@@ -68,9 +68,9 @@ class BatchSize(Knob):
 
             return __init__
 
-        wrap(DataLoader, "__init__", around)
+        wrap_attribute(DataLoader, "__init__", around)
         loader_arguments(change)
-        wrap(BatchSampler, "__init__", sampler)
+        wrap_attribute(BatchSampler, "__init__", sampler)
 
     def _size(self, before: int, value: Value) -> int:
         after = value if isinstance(value, int) else before * int(str(value)[1:])
@@ -141,8 +141,8 @@ class SetToNone(Knob):
 
             return zero_grad
 
-        wrap(torch.optim.Optimizer, "zero_grad", make)
-        wrap(torch.nn.Module, "zero_grad", make)
+        wrap_attribute(torch.optim.Optimizer, "zero_grad", make)
+        wrap_attribute(torch.nn.Module, "zero_grad", make)
 
 
 class NoGradEvaluation(Knob):

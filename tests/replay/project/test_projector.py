@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.core.gpus import GpuSpec, find_gpu, known_gpus, outdoes
+from advisor.core.gpus import GpuSpec, find_gpu, is_at_least_as_fast, known_gpus
 from advisor.core.prices import Prices
 from advisor.measure import Analysis
 from advisor.read import open_run
@@ -307,7 +307,7 @@ def test_no_gpu_that_is_faster_in_every_figure_is_projected_slower(
         for other in known_gpus()
         if gpu is not other
         and all(map(ge, figures[gpu.name], figures[other.name]))
-        and outdoes(gpu, other)
+        and is_at_least_as_fast(gpu, other)
     ]
     assert len(pairs) > 1000
     slower = {

@@ -226,7 +226,7 @@ def _order(
         best, alone = findings[index], _own_gain(findings[index])
         rival = next((c for c in chosen if are_alternatives(c, best)), None)
         if rival is None and chosen and gain < FOLD_BELOW * alone:
-            rival = _find_overlapping(best, chosen, estimator)
+            rival = min(chosen, key=lambda c: marginal_gain(best, [c], estimator))
         if rival is not None:
             if alone >= floor:
                 folded.append(replace(best, folded_under=rival.rule))
@@ -396,8 +396,3 @@ def _with_range(
         marginal_low_by=saved.low_by,
         marginal_high_by=saved.high_by,
     )
-
-
-def _find_overlapping(finding: Finding, chosen: list[Finding], estimator: GainEstimator) -> Finding:
-    """Return the chosen finding after which this one gains least; the first of equals."""
-    return min(chosen, key=lambda c: marginal_gain(finding, [c], estimator))

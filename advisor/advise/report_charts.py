@@ -243,7 +243,7 @@ def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
     """Return the ranks, at most ``limit`` that others wait for longest; ``None``: one rank."""
     if report.ranks is None:
         return None
-    lines = sorted(report.ranks.lines, key=_slowness, reverse=True)
+    lines = sorted(report.ranks.lines, key=lambda x: (-(x.caused_wait_ns or 0.0), -x.step_ns))
     latest = lines[0] if lines and lines[0].caused_wait_ns else None
     rows = [
         RankRow(line.rank, _rank_cells(line), line is latest)
@@ -255,10 +255,6 @@ def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
         head = [head[n] for n in kept]
         rows = [replace(row, cells=[row.cells[n] for n in kept]) for row in rows]
     return RankTable(head, rows, len(lines), labels.clean(report.ranks.note))
-
-
-def _slowness(line: RankLine) -> tuple[float, float]:
-    return line.caused_wait_ns or 0.0, line.step_ns
 
 
 def _rank_cells(line: RankLine) -> list[str]:

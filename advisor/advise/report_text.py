@@ -164,7 +164,8 @@ def compare_window_with_run(report: Report) -> list[str]:
         parts.append("they are among the first steps")
     around = f"the unprofiled steps around them take {t.format_duration(step.nearby_ns)}"
     if step.atypical and step.nearby_ns is not None:
-        as_much = f"{_share_of_steps(step.share_beyond)} of the run's are as "
+        share = t.format_share(step.share_beyond) if step.share_beyond else "none"
+        as_much = f"{share} of the run's are as "
         as_much += "long" if step.nearby_ns > step.ns else "short"
         parts.append(f"the window is not like the run: {around}, and {as_much}")
     elif len(parts) == 1 and parts[0] == longer and step.nearby_ns and report.scope.steps_used > 1:
@@ -178,10 +179,6 @@ def compare_window_with_run(report: Report) -> list[str]:
 def format_longer(share: float) -> str:
     """Format a relative difference of times: ``12% longer``."""
     return f"{abs(share):.0%} {'longer' if share >= 0 else 'shorter'}"
-
-
-def _share_of_steps(share: float | None) -> str:
-    return "none" if not share else t.format_share(share)
 
 
 def time_heading(report: Report) -> tuple[str, str]:

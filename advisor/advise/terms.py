@@ -41,14 +41,10 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
     meta = a.trace.meta
     trains = not (rule.inference and a.forward_only)
     engine = a.engine
-    if engine == TRANSFORMERS and not _generates(a):
+    marks = () if a.passes is None else a.passes.marks
+    if engine == TRANSFORMERS and all(mark.phase == FORWARD for mark in marks):
         engine = None  # its switches are those of generate(): an encoder has no cache
     return rule.for_program(Program(meta.framework, meta.vendor, is_foreign(meta), trains, engine))
-
-
-def _generates(a: Analysis) -> bool:
-    """Tell whether some pass reads a prompt or decodes tokens."""
-    return a.passes is not None and any(mark.phase != FORWARD for mark in a.passes.marks)
 
 
 def has_advice_for(rule: Rule, meta: TraceMeta) -> bool:

@@ -240,7 +240,7 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
             continue
         before, after = getattr(item, field), getattr(other, field)
         judged = _judged(before, after, 0.0) if shown else ""
-        change = format_relative_change(before, after)
+        change = signed_share((after - before) / before) if before and after != before else ""
         texts = (t.format_duration(before), t.format_duration(after))
         result.append(ComparedFigure("steps", label, label, before, after, texts, change, judged))
     return result
@@ -347,11 +347,6 @@ def _change(amount: Amount) -> str:
     if amount.unit == "ns":
         return t.format_change(change)
     return f"{'+' if change > 0 else '−'}{t.format_value(abs(change), amount.unit)}"
-
-
-def format_relative_change(before: float, after: float) -> str:
-    """Format a change as a share of the value before; empty without one."""
-    return signed_share((after - before) / before) if before and after != before else ""
 
 
 def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:

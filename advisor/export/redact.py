@@ -453,7 +453,7 @@ def _fields_redacted(value: Any, redactor: Redactor, within: str = "") -> Any:
         if within == "select" and key in ("name", "under") and isinstance(item, str):
             result[key] = redactor.pattern(item)
         elif key == "path" and isinstance(item, str):
-            result[key] = redactor.text(file_name_of(item))
+            result[key] = redactor.text(Path(item).name or item)
         else:
             result[redactor.text(key)] = _fields_redacted(item, redactor, key)
     return result
@@ -654,8 +654,3 @@ def _finds_both(text: str, clean: str) -> str:
     if at < len(text) and result[-1:] != [".*"]:
         result.append(".*")
     return "".join(result)
-
-
-def file_name_of(path: str) -> str:
-    """Return a file's own name, for messages about a redacted file."""
-    return Path(path).name or path

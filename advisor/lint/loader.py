@@ -42,7 +42,8 @@ def _arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     if workers is None and len(call.args) > _WORKERS_POSITION:
         workers = call.args[_WORKERS_POSITION]
     none = workers is None or is_constant(workers, 0)
-    in_memory = none and is_in_memory(source, _dataset(call))
+    dataset = call.args[0] if call.args else find_keyword(call, "dataset")
+    in_memory = none and is_in_memory(source, dataset)
     missing = []
     if workers is None and not in_memory:
         missing.append(f"num_workers={_suggest_workers()}")
@@ -119,10 +120,6 @@ def _with_arguments(call: ast.Call, wanted: list[str], *, before_loop: bool) -> 
     positional = call.args[:_WORKERS_POSITION]  # more are rare, and their names are not there
     text = ast.unparse(ast.Call(call.func, positional, [*kept, *given.keywords]))
     return f"loader = {text}   # before the loop" if before_loop else text
-
-
-def _dataset(call: ast.Call) -> ast.expr | None:
-    return call.args[0] if call.args else find_keyword(call, "dataset")
 
 
 def is_in_memory(source: Script, node: ast.expr | None, depth: int = 4) -> bool:

@@ -113,7 +113,7 @@ class _Routes(dict[Hashable, Callable[[TraceEvent], Any]]):
             return self.counters.append
         if key in IGNORED_CATEGORIES:
             return deque[TraceEvent](maxlen=0).append
-        label = f"category {_printable(key[:60])}"
+        label = "category " + "".join(c if c.isprintable() else "?" for c in key[:60])
         if len(self.other) >= LABEL_LIMIT and label not in self.other:
             label = "other categories"
         return self.other.setdefault(label, []).append
@@ -210,10 +210,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return "" if value is None else str(value)[:NAME_LIMIT]
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _join(parts: list[Columns]) -> Columns:

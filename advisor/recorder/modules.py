@@ -146,11 +146,9 @@ def _codes() -> set[CodeType]:
         value = todo.pop()
         value = getattr(value, "fget", None) or getattr(value, "__func__", value)
         code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
-        if isinstance(code, CodeType) and code not in result and _is_ours(code):
+        if not isinstance(code, CodeType) or code in result:
+            continue
+        if code.co_filename.startswith(_FOLDER):
             result.add(code)
             todo += code.co_consts
     return result
-
-
-def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(_FOLDER)

@@ -87,11 +87,6 @@ MEASURE = (
 )
 
 
-def _lighter(edit: Edit) -> bool:
-    """Return whether an edit prunes a model."""
-    return bool(edit.select.layer) and edit.op in ("scale", "remove")
-
-
 def counted_ranks(ranks: Sequence[int]) -> str:
     """Return ``rank 0 is`` or ``ranks 0, 1 are``."""
     names = ", ".join(str(n) for n in sorted(ranks))
@@ -167,7 +162,8 @@ def what_if(
     analyses = {number: Analysis(run.window(number), steps) for number in (rank, *run.ranks)}
     for number, a in analyses.items():
         require_used_steps(a.steps, a.trace.meta.path, number, selected=steps is not None)
-    notes = [MEASURE] if any(_lighter(edit) for edit in parsed) else []
+    prunes = any(edit.select.layer and edit.op in ("scale", "remove") for edit in parsed)
+    notes = [MEASURE] if prunes else []
     own = estimator_for(analyses[rank], rank)
     of_ranks, why = estimate_ranks(analyses, rank, own) if len(analyses) > 1 else (None, "")
     if of_ranks is not None:

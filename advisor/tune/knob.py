@@ -205,7 +205,8 @@ def at_first_forward(begin: Callable[[Any], None]) -> None:
     seen: set[int] = set()
 
     def before(module: Any, args: Any) -> None:
-        if id(module) in seen or _passes_through(module):
+        has_parameters = any(True for _ in module.parameters())  # else a loss, an activation
+        if id(module) in seen or not has_parameters:
             return
         seen.update(id(item) for item in module.modules())
         begin(module)
@@ -216,11 +217,6 @@ def at_first_forward(begin: Callable[[Any], None]) -> None:
         handle.remove()  # again after later steps, which does nothing
 
     optim.register_optimizer_step_post_hook(after)
-
-
-def _passes_through(module: Any) -> bool:
-    """Return whether a module has no parameters: a loss, an activation called by itself."""
-    return not any(True for _ in module.parameters())
 
 
 def around_forwards(call: Callable[[Any, Callable[[], Any]], Any]) -> None:

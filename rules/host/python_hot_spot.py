@@ -120,11 +120,6 @@ def _kind(a: Analysis, spot: dict[str, Any]) -> str:
     return LIBRARY if frame_rank(spot["name"]) < 2 or re.search(_ENGINES, file) else OWN
 
 
-def _libraries(spots: list[dict[str, Any]]) -> str:
-    """Name the packages of library functions: ``diffusers``."""
-    return _listed(sorted({library_of(spot["name"]) for spot in spots}))
-
-
 class PythonHotSpot(Rule):
     """A Python function runs while the GPU has nothing to do and waits for its thread. Making the
     function faster, or moving it off that thread, shortens the step directly.
@@ -266,7 +261,8 @@ class PythonHotSpot(Rule):
         for kind in dict.fromkeys(kinds):
             own = [spot for spot, each in zip(spots, kinds, strict=True) if each == kind]
             names = _listed(_names(own))
-            values = {"names": names, "library": _libraries(own), "workers": "{workers}"}
+            packages = _listed(sorted({library_of(spot["name"]) for spot in own}))
+            values = {"names": names, "library": packages, "workers": "{workers}"}
             fix.append(self.case(kind, **values)["fix"])
         ahead = [spot["name"] for spot in spots if spot["kind"] == AHEAD]
         cure = None if use is None else use.cure

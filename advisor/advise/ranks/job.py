@@ -51,7 +51,7 @@ def files_summarised_apart(places: Sequence[str], options: Options) -> list[Remo
     if not options.read.urls and any(map(is_url, places)):
         return []
     if (
-        not any(is_url(each) or _is_folder(each) for each in places)
+        not any(is_url(each) or ("\0" not in each and Path(each).is_dir()) for each in places)
         and len(places) <= MAX_RANKS_IN_MEMORY
     ):
         return []
@@ -66,10 +66,6 @@ def files_summarised_apart(places: Sequence[str], options: Options) -> list[Remo
 def _traces(sources: list[RemoteFile]) -> list[RemoteFile]:
     """Return the sources without logs, which are no ranks."""
     return [each for each in sources if not is_named_log(each.at)]
-
-
-def _is_folder(place: str) -> bool:
-    return "\0" not in place and Path(place).is_dir()
 
 
 def summarise_apart(

@@ -141,7 +141,8 @@ def _measured(order: MeasureTask) -> bytes:
         try:
             summary = summarise_file(str(path), source.rank, order.wanted)
         except AdvisorError as error:
-            raise AdvisorError(_without(str(error), str(path), source.url)) from None
+            why = str(error).removeprefix(f"{path}: ").replace(str(path), source.url)
+            raise AdvisorError(why) from None  # the same reason is one for many files
     if str(path) != source.url:  # a copy, in a folder that says nothing of where it came from
         summary = structs.replace(
             summary, path=source.url, host=host_of(location_of_url(source.url))
@@ -150,11 +151,6 @@ def _measured(order: MeasureTask) -> bytes:
     if len(data) > MAX_DECODED:
         raise AdvisorError("its summary is too large to be sent")
     return data
-
-
-def _without(why: str, path: str, url: str) -> str:
-    """Replace the file's name in a reason, so that the same reason is one for many files."""
-    return why.removeprefix(f"{path}: ").replace(path, url)
 
 
 def summarise_file(

@@ -15,7 +15,7 @@ from advisor.measure.device.families import MATRIX
 from advisor.measure.device.shapes import FORMATS
 from advisor.measure.host.names import cache_by_name, map_names
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.measure.inference.annotations import FORWARD, StepMark
+from advisor.measure.inference.annotations import FORWARD
 from advisor.measure.inference.graphs import find_replays
 
 if TYPE_CHECKING:
@@ -183,7 +183,8 @@ class _Kernels:
         self.floor = np.where(self.known, np.minimum(floor, self.dur), self.dur)
         self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~self.communication
         moving = family.is_in(MOVING).to_numpy() | ~matrix & (moved > 0)
-        tokens = np.array([_most_reuse(mark) for mark in passes.marks] + [np.inf])
+        reuse = [np.inf if mark.tokens is None else float(mark.tokens) for mark in passes.marks]
+        tokens = np.array([*reuse, np.inf])  # that may share one read of a weight
         ridge = np.nan if limits.memory is None else rate[dtype] / limits.memory.rate
         few = FP4_FLOPS_PER_BYTE * tokens[self.owner] < ridge
         bound = np.where(self.known & (arithmetic > memory), 2, np.where(self.known, 1, 0))
@@ -213,11 +214,6 @@ class _Kernels:
             known / kernel if kernel else None,
             dict(parts.iter_rows()),
         )
-
-
-def _most_reuse(mark: StepMark) -> float:
-    """Return how many tokens may share one read of a weight; infinite: not recorded."""
-    return float(mark.tokens) if mark.tokens is not None else np.inf
 
 
 def _graphs(a: Analysis, passes: ForwardPasses, used: Numbers) -> GraphReplays | None:

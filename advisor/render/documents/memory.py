@@ -103,10 +103,6 @@ def _is_folded(table: Grid) -> bool:
     return table.title.startswith(_FOLDED)
 
 
-def _of_peak(view: MemoryView) -> str:
-    return "where memory ran out" if view.at == "out of memory" else "of the peak"
-
-
 def _first_saving(view: MemoryView, report: Report) -> list[Block]:
     """Explain the cheapest change; for a request that failed, the cheapest that suffices.
 
@@ -191,6 +187,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     moment = {"out of memory": "when it ran out", "peak": "at its peak"}.get(
         view.at, "in the snapshot"
     )
+    freed = "where memory ran out" if view.at == "out of memory" else "of the peak"
     peak = f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""
     whole = max(view.allocated, 1)
     by = [
@@ -238,7 +235,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
             rows,
         ),
         _table(
-            f"What a change frees {_of_peak(view)} (savings overlap)",
+            f"What a change frees {freed} (savings overlap)",
             ["change", "frees", "costs per step"] + ["line"] * _has_lines(view),
             _savings(view),
             rows,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Final
@@ -74,7 +73,7 @@ def block(part: d.Block, level: int = 2) -> Markup:
     match part:
         case d.Section():
             title = " · ".join(filter(None, (part.title, part.aside)))
-            inner = [block(each, level + 1) for each in _some(part.blocks)]
+            inner = [block(each, level + 1) for each in part.blocks[:MAX_ITEMS]]
             if part.folded:
                 summary = tag("summary", tag(f"h{level}", title))
                 return tag("section", tag("details", summary, *inner))
@@ -121,10 +120,6 @@ def block(part: d.Block, level: int = 2) -> Markup:
         case d.Figure():
             return part.html()
     return Markup()
-
-
-def _some(blocks: Sequence[d.Block]) -> Sequence[d.Block]:
-    return blocks[:MAX_ITEMS]
 
 
 def card(part: d.Card, level: int) -> Markup:

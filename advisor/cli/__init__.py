@@ -190,78 +190,30 @@ GROUPS: Final = {
 }
 """Headings of the help of ``advisor``, with their subcommands."""
 
-HARDWARE: Final = {
-    "GPU and network": ("--recorded-gpu", "--node-size", "--node-bandwidth"),
-    "Cost": ("--price", "--prices", "--paid-gpus"),
+HEADINGS: Final = {
+    "What to try": "--only --dry-run --budget --allow-write",
+    "Baseline and bounds": "--save --max-slower --max-memory --strict",
+    "What to change": "--edit --precision --mesh --same-batch --micro-batches",
+    "Where to": "--gpu --capacity --all --gpus --nodes --instance --same-host --batch --batch-now",
+    "Server": "--port --host --browser --live",
+    "Access": "--token-file --no-token",
+    "Links": "--editor --perfetto-url",
+    "Output": "--perfetto --html --output --format --csv --tracks --redact --out --remember "
+    "--report --progress",
+    "What to show": "--details --brief --top --by --rules",
+    "What to record": "--deep --scalene --scalene-steps",
+    "A running inference server": "--attach --seconds --engine",
+    "Steps, windows and ranks": "--steps --skip --warmup --active --window --signal --rank --ranks "
+    "--from-mesh",
+    "Input": "--max-size --memory --kernel-profile --compile-log --capture",
+    "CI": "--fail-on --fail-if-slower",
+    "Workers": "--workers --cluster",
+    "GPU and network": "--recorded-gpu --node-size --node-bandwidth",
+    "Cost": "--price --prices --paid-gpus --epoch-steps --epoch-samples",
 }
-READ: Final = ("--steps", "--rank", "--window", "--max-size")
-OPTIONS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
-    "analyze": {
-        "Output": ("--output", "--format", "--csv", "--redact"),
-        "What to show": ("--details", "--brief", "--top", "--by", "--rules"),
-        "Input": (*READ, "--memory", "--kernel-profile", "--compile-log", "--capture"),
-        "CI and terminal": ("--fail-on", "--progress"),
-        "Ranks and workers": ("--ranks", "--workers", "--cluster"),
-        **HARDWARE,
-    },
-    "report": {
-        "Output": ("--html", "--output", "--format", "--redact", "--progress"),
-        "What to show": ("--details", "--brief"),
-        "Input": READ,
-        **HARDWARE,
-    },
-    "compare": {
-        "Output": ("--output", "--format", "--details", "--redact", "--remember", "--progress"),
-        "CI": ("--fail-if-slower",),
-        "Input": READ,
-        **HARDWARE,
-    },
-    "gate": {
-        "Baseline and bounds": ("--save", "--max-slower", "--max-memory", "--strict"),
-        "Output": ("--output", "--format", "--progress"),
-        "Input": READ,
-        **HARDWARE,
-    },
-    "whatif": {
-        "What to change": ("--edit", "--precision", "--mesh", "--same-batch", "--micro-batches"),
-        "Output": ("--output", "--format"),
-        "Input": (*READ, "--from-mesh"),
-        **HARDWARE,
-    },
-    "project": {
-        "Where to": ("--gpu", "--all", "--gpus", "--nodes", "--instance", "--same-host"),
-        "Cost": ("--prices", "--epoch-steps", "--epoch-samples"),
-        "Output": ("--output", "--format"),
-        "Input": (*READ, "--recorded-gpu", "--from-mesh", "--node-size", "--node-bandwidth"),
-    },
-    "fit": {
-        "Where to": ("--gpu", "--capacity", "--batch", "--batch-now", "--gpus"),
-        "Output": ("--output", "--format"),
-        "Input": ("--memory", *READ),
-    },
-    "export": {
-        "Output": ("--perfetto", "--output", "--tracks", "--redact", "--progress"),
-        "Input": READ,
-    },
-    "dashboard": {
-        "Server": ("--port", "--host", "--browser", "--live"),
-        "Access": ("--token-file", "--no-token"),
-        "Links": ("--editor", "--perfetto-url"),
-        "Input": (*READ, "--memory", "--rules"),
-        **HARDWARE,
-    },
-    "record": {
-        "Output": ("--output", "--report"),
-        "When to profile": ("--skip", "--warmup", "--active", "--ranks", "--signal"),
-        "What to record": ("--deep", "--scalene", "--scalene-steps"),
-        "A running inference server": ("--attach", "--seconds", "--engine"),
-    },
-    "try": {
-        "What to try": ("--only", "--dry-run", "--budget", "--steps", "--warmup", "--allow-write"),
-        "Output": ("--output", "--format", "--out", "--remember", "--progress"),
-    },
-}
-"""Headings of the options of each subcommand, in order."""
+"""Headings of the options of all subcommands, in order."""
+MAX_PLAIN = 6
+"""Number of options up to which the help lists them without headings."""
 _FORMER_HARDWARE: Final = {
     "--gpu": "--recorded-gpu", "--gpus": "--paid-gpus", "--network": "--node-bandwidth",
 }  # fmt: skip
@@ -298,17 +250,20 @@ class CommandHelp(TyperCommand):
         if arguments:
             with formatter.section("Arguments"):
                 formatter.write_dl(arguments)
-        headings = OPTIONS.get(str(self.name), {})
-        under: list[tuple[str, list[tuple[str, str] | None]]] = [
-            (heading, [options.get(name) for name in names]) for heading, names in headings.items()
-        ]
-        listed = {line for _, lines in under for line in lines}
-        rest = list(dict.fromkeys(line for line in options.values() if line not in listed))
-        under.append((OTHER if under else "Options", [*rest]))
-        for heading, lines in under:
-            if shown := [line for line in lines if line is not None]:
+        own = list(dict.fromkeys(options.values()))
+        under = {"Options": own}
+        if len(own) > MAX_PLAIN + 1:  # and --help
+            headings = {heading: names.split() for heading, names in HEADINGS.items()}
+            under = {
+                heading: list(dict.fromkeys(options[name] for name in names if name in options))
+                for heading, names in headings.items()
+            }
+            listed = [line for lines in under.values() for line in lines]
+            under[OTHER] = [line for line in own if line not in listed]
+        for heading, lines in under.items():
+            if lines:
                 with formatter.section(heading):
-                    formatter.write_dl(shown)
+                    formatter.write_dl(lines)
         if self.name == "analyze":
             from advisor.read.registry import list_formats
 

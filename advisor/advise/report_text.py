@@ -229,7 +229,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
             for phase in view.phases[:MAX_NAMES]
             if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
         )
-        parts.append(f"host: {shown}")
+        parts.append(f"host time: {shown}")
     if view.ended is None:
         parts.append("killed, or still going on")
     elif view.ended == "disk":
@@ -881,8 +881,8 @@ def _explained(replay: Replay) -> str:
     parts = [
         f"{t.format_share(share)} of the time that {who}"
         for share, of, who in (
-            (replay.waits_explained, replay.waits, "the host waits for the device"),
-            (replay.idle_explained, replay.idle, "the device idles"),
+            (replay.waits_explained, replay.waits, "the host waits for the GPU"),
+            (replay.idle_explained, replay.idle, "the GPU idles"),
         )
         if share is not None and of >= 0.01
     ]
@@ -905,8 +905,8 @@ def define_gains(report: Report) -> list[str]:
         error = replay_error(replay)
         starts = ""
         if replay.explained is not None:
-            of = t.count_noun(replay.starts, "device start")
-            starts = f" and explains {t.format_share(replay.explained)} of {of} to 5 µs"
+            of = t.count_noun(replay.starts, "start of GPU work", "starts of GPU work")
+            starts = f" and predicts {t.format_share(replay.explained)} of {of} within 5 µs"
         result.append(
             "Gains are replayed: the dependency graph of "
             f"{steps} is run again with the fix in it. Without any fix it comes "

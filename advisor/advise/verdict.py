@@ -421,11 +421,11 @@ def _unexplained(report: Report, a: Analysis) -> str:
         long = _longest_operators(a) if waits >= max(gain, MIN_IDLE_SHARE) else ""
         return f" {long}" * bool(long)
     causes = " and ".join(
-        f"{_ON_CPU[part.cause]} {t.format_share(part.share)}{_sampled(part)}"
+        f"{t.format_share(part.share)} for {_ON_CPU[part.cause]}{_sampled(part)}"
         for part in on_cpu
         if part.share >= MIN_ON_CPU_SHARE
     )
-    return f" The GPU idles for {causes} of the {report.per}."
+    return f" Of the {report.per}, the GPU idles {causes}."
 
 
 def _marginal_share(finding: Finding) -> float:

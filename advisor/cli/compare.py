@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +17,6 @@ from advisor.render.formats import COMPARISONS
 if TYPE_CHECKING:
     from advisor.advise.options import Options
     from advisor.compare import Comparison
-    from advisor.render.renderer import Renderer
 
 
 @o.with_options("rank", "window", "steps", "price", "prices", "paid_gpus")
@@ -62,14 +60,18 @@ def command(
     comparison, names = _compare(before, after, options, progress, redaction)
     if remember:
         _append_prediction(comparison)
-    _deliver(comparison, wanted, output, redact=names, details=details)
+    inputs = [comparison.before.path, comparison.after.path]
+    if names is not None:
+        from advisor.export.redact import redact as redacted
+
+        comparison = redacted(comparison, names)
+    out.deliver(wanted, comparison, output, inputs, details=details)
     if bound is not None:
         _decide(comparison, bound)
 
 
 def _append_prediction(comparison: Comparison) -> None:
     """Record the prediction and its gain in the user's ledger. The runs stay as they are."""
-    import sys
     import time
 
     from advisor.compare.compare import append_prediction
@@ -120,22 +122,6 @@ def _compare(
         reports = [report or next(others).report for report in saved]
         given = [index for index, report in enumerate(saved) if report is not None]
         return compare_reports(reports[0], reports[1], (before, after), given), names
-
-
-def _deliver(
-    comparison: Comparison,
-    renderer: Renderer[Comparison],
-    output: Path | None,
-    *,
-    redact: set[str] | None,
-    details: bool,
-) -> None:
-    inputs = [comparison.before.path, comparison.after.path]
-    if redact is not None:
-        from advisor.export.redact import redact as redacted
-
-        comparison = redacted(comparison, redact)
-    out.deliver(renderer, comparison, output, inputs, details=details)
 
 
 def _decide(comparison: Comparison, bound: float) -> None:

@@ -42,7 +42,7 @@ _CALLS = (
 
 _HIDDEN = (
     "pinned copies are {pinned_speedup:g} times as fast ({worst_speedup:g} at worst), and compute "
-    "hides them while it lasts"
+    "hides them while it runs"
 )
 _MEMORY = "the host has memory to pin"
 
@@ -113,14 +113,14 @@ class PageableCopies(Rule):
         "the link is recorded": {
             "assumptions": (
                 "pinned copies reach {link_share:.0%} of the link's peak ({worst_link_share:.0%} "
-                "at worst), and compute hides them while it lasts",
+                "at worst), and compute hides them while it runs",
                 _MEMORY,
             )
         },
         "a pinned copy to compare with": {
             "assumptions": (
                 "copies become as fast as pinned ones here (at worst {worst_speedup:g} times "
-                "as fast as now), and compute hides them while it lasts",
+                "as fast as now), and compute hides them while it runs",
                 _MEMORY,
             )
         },

@@ -175,4 +175,4 @@ def test_an_edit_of_layers_changes_their_sum(
     halved = convolutions(engines, "resnet_A100_fp32") / 2 * 1000
     text = capsys.readouterr().out
     assert f"{halved:.0f} µs" in text
-    assert "device starts" not in text and "error" not in text
+    assert "starts of GPU work" not in text and "error" not in text

@@ -284,7 +284,7 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     after = "With this fix: 400 ms → 343 ms (1.17× faster); the GPU is then busy for 87% of it."
     assert after in " ".join(shown.split())
     assert "within 1.2% of the measured steps" in " ".join(shown.split())
-    assert "98% of 9,450 device starts" in " ".join(shown.split())
+    assert "predicts 98% of 9,450 starts of GPU work within 5 µs" in " ".join(shown.split())
     assert "up to" not in shown
     assert "'Up to'" in REPORTS.render("terminal", report(1), details=True)
 

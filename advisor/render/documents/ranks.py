@@ -139,7 +139,7 @@ def _mesh_notes(report: Report) -> Iterator[str]:
         yield "GB/s: bus bandwidth of messages of 1 MiB and more (nccl-tests)."
     unknown = [axis for axis in report.mesh if axis.waiting_ns is None]
     if any(axis.waited_here_ns is not None for axis in unknown):
-        yield "≥: waits for the ranks here. Whether these groups have more ranks is not recorded."
+        yield "≥: only waits for ranks of this recording; whether the groups have more is unknown."
     if any(axis.waited_here_ns is None for axis in unknown):
         why = "that needs the traces of all ranks"
         if len(report.inputs) > 1:

@@ -213,7 +213,7 @@ class Study:
         if clocks.error_ns is None:
             return f"Skew between ranks is not measured: {clocks.reason}."
         return (
-            f"Ranks put on one clock by the ends of {format_count(clocks.matched)} matched "
+            f"The ranks are put on one clock by the ends of {format_count(clocks.matched)} matched "
             f"collectives, accurate to {format_duration(clocks.error_ns)}. 'Comes last': share of "
             "the collectives that the rank enters last. 'Others wait': how long each of them waits "
             "for it per step, whether compute hides that or not."

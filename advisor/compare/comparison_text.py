@@ -276,6 +276,12 @@ def step_notes(steps: StepTimeChange) -> list[str]:
     return [*result, *steps.notes]
 
 
+def interval_method(steps: StepTimeChange) -> list[str]:
+    """Say how the interval of the difference was computed; empty if it is not measured."""
+    known = steps.difference_ns is not None
+    return [f"The interval of the step time: {steps.method}."] if known else []
+
+
 def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
     """Return where the step's time goes, side by side. A change below ``MIN_SHARE`` of the longer
     step is not judged, nor one below 1% of another figure."""

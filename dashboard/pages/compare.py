@@ -127,7 +127,8 @@ def _head(c: Comparison, chooser: Any) -> Any:
 def _steps(c: Comparison) -> Any:
     if c.steps.before is None or c.steps.after is None:
         return empty_state("Step times are not compared", labels.clean(c.steps.reason))
-    notes = [labels.clean(note) for note in words.step_notes(c.steps)]
+    notes = [*words.step_notes(c.steps), *words.interval_method(c.steps)]
+    notes = [labels.clean(note) for note in notes]
     return card(
         "Step times",
         figure(

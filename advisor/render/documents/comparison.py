@@ -130,9 +130,8 @@ def _on_demand(
     for section in _table("Within noise", "", noise, aside=aside):
         count = count_noun(len(noise), "figure")
         yield replace(section, folded=True, summary=f"{count} within noise")
-    if c.steps.difference_ns is not None:
-        method = Paragraph(f"The interval of the step time: {c.steps.method}.", "soft")
-        yield Section("Statistics", [method], folded=True, summary="statistics")
+    for method in comparison_text.interval_method(c.steps):
+        yield Section("Statistics", [Paragraph(method)], folded=True, summary="statistics")
 
 
 _KINDS: Final[dict[str, charts.Kind]] = {"time": "work", "idle": "idle", "host": "host"}

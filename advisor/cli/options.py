@@ -73,7 +73,7 @@ Details = Annotated[
         "--details/--no-details",
         show_default=False,
         callback=_one_of,
-        help="Show evidence, caveats, verification, skipped checks and limits too.",
+        help="Show evidence, caveats, skipped checks and limits too; of a comparison, the noise.",
     ),
 ]
 Brief = Annotated[

@@ -395,9 +395,9 @@ def link(*children: Any, href: str, cls: str = "", **props: Any) -> Any:
     return make(content[0] if len(content) == 1 else content, href=href, **props)
 
 
-def external_link(*children: Any, href: str, cls: str = "") -> Any:
+def external_link(*children: Any, href: str) -> Any:
     """Build a link to elsewhere, which learns nothing of where it was followed."""
-    return element("A", *children, href=href, cls=cls, target="_blank", rel="noopener noreferrer")
+    return element("A", *children, href=href, target="_blank", rel="noopener noreferrer")
 
 
 def icon(name: str) -> Any:

@@ -308,7 +308,6 @@ def line_chart(
     y: str,
     height: int = 200,
     step: bool = False,
-    floor: float | None = 0,
     ends: tuple[float, float] | None = None,
 ) -> Any:
     """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis."""
@@ -326,7 +325,7 @@ def line_chart(
             )
         )
     made.update_xaxes(title=x or None, range=ends)
-    made.update_yaxes(title=y or None, rangemode="tozero" if floor == 0 else "normal", nticks=5)
+    made.update_yaxes(title=y or None, rangemode="tozero", nticks=5)
     made.update_layout(
         showlegend=len(series) > 1,
         hovermode="x unified",

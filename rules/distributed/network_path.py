@@ -549,7 +549,7 @@ def _recorded(**env: str) -> TraceBuilder:
     return b
 
 
-def _large(ranks: int, gb_per_s: float, gpu: str = "A100") -> TraceBuilder:
+def _large(ranks: int, gb_per_s: float) -> TraceBuilder:
     """Steps with an exposed all-reduce of 256 MiB at this bus bandwidth."""
     from advisor.rules.common import example_steps
 
@@ -560,4 +560,4 @@ def _large(ranks: int, gb_per_s: float, gpu: str = "A100") -> TraceBuilder:
         b.run("aten::mm", "ampere_bf16_s16816gemm_bf16_128x128", 3000)
         b.collective("allreduce", size, us, group_size=ranks, wait=True)
 
-    return example_steps(body, gpu)
+    return example_steps(body, "A100")

@@ -129,7 +129,7 @@ def describe_change(
         rule=shown.rule,
         title=shown.title,
         category=shown.category,
-        place=describe_place(shown),
+        place=" · ".join(t.location_names(shown.where[0])[:2]) if shown.where else "",
         same_place=same,
         before_priority=old.priority if old is not None else None,
         after_priority=new.priority if new is not None else None,
@@ -225,11 +225,6 @@ def _selected_time(a: Analysis, edit: Edit) -> float:
     else:
         times = a.trace.cpu["dur"].to_numpy()[selected_host(a, select)]
     return float(times.sum()) / a.step_count
-
-
-def describe_place(finding: Finding) -> str:
-    """Return the place where a finding is worst, in a line; empty if it has none."""
-    return " · ".join(t.location_names(finding.where[0])[:2]) if finding.where else ""
 
 
 def same_place(item: Finding, other: Finding) -> bool | None:

@@ -174,11 +174,7 @@ def decode_all(pieces: Iterable[bytes], processes: int) -> Iterator[Piece]:
                 waiting.append((piece, pool.submit(decode_in_worker, piece)))
             else:
                 waiting.append((b"", decode_piece(piece)))
-            while waiting and _is_done(waiting[0][1]):
+            while waiting and (not isinstance(waiting[0][1], Future) or waiting[0][1].done()):
                 yield decoded(*waiting.popleft())
         while waiting:
             yield decoded(*waiting.popleft())
-
-
-def _is_done(answer: Future[bytes] | Piece) -> bool:
-    return not isinstance(answer, Future) or answer.done()

@@ -358,11 +358,6 @@ def _sized(data: bytes, at: int) -> tuple[int, int]:
 _LINK = re.compile(r"@section:[^:@]*:([^@]*)@|@url:([^:@]*):[^@]*@")
 
 
-def _without_links(text: str) -> str:
-    """Replace links in a tool's message by the names of their sections and pages."""
-    return _LINK.sub(lambda link: link[1] or link[2], text)
-
-
 def _text(data: bytes, field: Field) -> str:
     end = min(field.start + field.value, field.start + MAX_TEXT)
     return data[field.start : end].decode("utf-8", errors="replace")
@@ -484,7 +479,8 @@ def _advice(data: bytes, field: Field) -> ToolAdvice | None:
                 saved = share
                 kind = next((each.value for each in inner if each.wire == VARINT), 0)
                 scope = {1: "local", 2: "global"}.get(kind, "")
-    return ToolAdvice(rule, _without_links(text), scope, saved) if text else None
+    plain = _LINK.sub(lambda link: link[1] or link[2], text)  # names in place of links
+    return ToolAdvice(rule, plain, scope, saved) if text else None
 
 
 # -- rocprof ---------------------------------------------------------------------------------------

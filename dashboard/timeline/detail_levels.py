@@ -51,11 +51,6 @@ class VisibleSlices(NamedTuple):
     """Number of slices in view, drawn either way."""
 
 
-def level_for(x0: int, x1: int, px: int) -> int:
-    """Return the level whose cells are half a pixel to one pixel wide."""
-    return max(((x1 - x0) // px).bit_length() - 1, 0)
-
-
 def level_of_detail(
     index: TimelineIndex,
     lanes: Sequence[int],
@@ -71,7 +66,7 @@ def level_of_detail(
     in ``flagged``. Cells at the edge of the view are complete.
     """
     lanes = sorted(set(lanes))
-    k = level_for(x0, x1, px)
+    k = max(((x1 - x0) // px).bit_length() - 1, 0)  # cells of half a pixel to one pixel
     spans = [(number, *index.within(number, x0, x1)) for number in lanes]
     spans = [span for span in spans if span[2] > span[1]]
     wide = _wide(index, spans, 2 << k)

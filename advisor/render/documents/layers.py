@@ -234,7 +234,8 @@ def build_operators(report: Report, options: RenderOptions = DEFAULT) -> Documen
         text = "No kernels were recorded: what operators attain is not measured."
         return Document(text, [], name="operators", style="")
     shown = "all" if len(rows) == len(result) else f"the {len(rows)} longest"
-    table = Grid(_COLUMNS, [_cells(row) for row in rows], below=[_below(row) for row in rows])
+    below = [f"{row.dtype or ''} {row.shapes or 'shapes not recorded'}".strip() for row in rows]
+    table = Grid(_COLUMNS, [_cells(row) for row in rows], below=below)
     notes = [Paragraph(line, "soft", indent=0) for line in _notes(report, rows)]
     title = f"Operators by shape, {shown}, {t.format_per(report.per)}"
     return Document("", [Section(title, [table, *notes])], name="operators")
@@ -253,10 +254,6 @@ def _cells(row: OperatorRate) -> list[Inline]:
         "–" if row.bound == "unknown" else row.bound,
     ]
     return [row.name or row.kernel, *(Span(cell, "warn" if low else "") for cell in cells)]
-
-
-def _below(row: OperatorRate) -> str:
-    return " ".join(part for part in (row.dtype, row.shapes or "shapes not recorded") if part)
 
 
 def _rates(row: OperatorRate) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
 from advisor.core.auxiliary_inputs import SNAPSHOT
+from advisor.core.discovery import classes_in
 from advisor.core.errors import AdvisorError, suggest
 from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category
@@ -129,7 +130,7 @@ def load_rules(
     """
     classes: dict[str, type[Rule]] = {}
     for module in _modules(folder):
-        for cls in _rules_in(module):
+        for cls in (each for each in classes_in(module, Rule) if each.id):
             if not module.__name__.startswith("advisor.rules."):
                 _refuse_nonsense(cls)
             other = classes.get(cls.id)
@@ -204,18 +205,6 @@ def _check_rule_file(file: Path) -> None:
         raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
     if long:
         raise AdvisorError(f"{file}: larger than {MAX_RULE_BYTES >> 20} MiB, so not a rule")
-
-
-def _rules_in(module: ModuleType) -> Iterator[type[Rule]]:
-    for value in vars(module).values():
-        if (
-            inspect.isclass(value)
-            and issubclass(value, Rule)
-            and value is not Rule
-            and value.__module__ == module.__name__
-            and value.id
-        ):
-            yield value
 
 
 def _refuse_nonsense(cls: type[Rule]) -> None:

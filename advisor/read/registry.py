@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import entry_points
-from types import ModuleType
 from typing import ParamSpec, TypeVar
 
+from advisor.core.discovery import classes_in
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import find_gpu
 from advisor.core.trace import KINETO, Trace
@@ -32,7 +32,7 @@ def bundled_readers() -> tuple[Reader, ...]:
 
     result = pkgutil.iter_modules(advisor.read.readers.__path__, "advisor.read.readers.")
     modules = (importlib.import_module(item.name) for item in result)
-    return tuple(cls() for module in modules for cls in _readers_in(module))
+    return tuple(cls() for module in modules for cls in classes_in(module, Reader))
 
 
 @cache
@@ -42,7 +42,7 @@ def installed_readers() -> tuple[Reader, ...]:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             loaded = point.load()
-            for cls in _readers_in(loaded) if inspect.ismodule(loaded) else [loaded]:
+            for cls in classes_in(loaded, Reader) if inspect.ismodule(loaded) else [loaded]:
                 reader = cls()
                 if not isinstance(reader, Reader):
                     raise TypeError(f"{cls.__name__} is no Reader")
@@ -149,17 +149,6 @@ def _contained(
     except Exception as error:
         why = f"{type(error).__name__}: {error}"[:200]
         raise AdvisorError(f"{path}: the reader {reader.name!r} failed ({why})") from None
-
-
-def _readers_in(module: ModuleType) -> Iterator[type[Reader]]:
-    for value in vars(module).values():
-        if (
-            inspect.isclass(value)
-            and issubclass(value, Reader)
-            and not inspect.isabstract(value)
-            and value.__module__ == module.__name__
-        ):
-            yield value
 
 
 # -- a file to a trace -----------------------------------------------------------------------------

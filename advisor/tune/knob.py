@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import msgspec
 from msgspec import Struct, field
 
+from advisor.core.discovery import classes_in
 from advisor.core.errors import AdvisorError, suggest
 
 Safety = Literal["exact", "reordered", "precision", "learning"]
@@ -113,14 +114,7 @@ def all_knobs() -> dict[str, type[Knob]]:
     result: dict[str, type[Knob]] = {}
     for iter_module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
         module = importlib.import_module(iter_module.name)
-        for cls in vars(module).values():
-            if (
-                inspect.isclass(cls)
-                and issubclass(cls, Knob)
-                and cls.__module__ == iter_module.name
-                and cls.id
-            ):
-                result[cls.id] = cls
+        result |= {cls.id: cls for cls in classes_in(module, Knob) if cls.id}
     return result
 
 

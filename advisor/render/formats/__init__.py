@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from advisor.core.discovery import classes_in
 from advisor.core.errors import AdvisorError
 from advisor.render.renderer import Renderer, RenderOptions
 
@@ -77,15 +78,10 @@ class Formats:
 
 def _class_in(module: Any) -> type[Renderer[Any]]:
     """Return the renderer class in a file."""
-    for value in vars(module).values():
-        if (
-            inspect.isclass(value)
-            and issubclass(value, Renderer)
-            and not inspect.isabstract(value)
-            and value.__module__ == module.__name__
-        ):
-            return value
-    raise TypeError(f"{module.__name__} has no Renderer")
+    own: type[Renderer[Any]] | None = next(classes_in(module, Renderer), None)
+    if own is None:
+        raise TypeError(f"{module.__name__} has no Renderer")
+    return own
 
 
 REPORTS: Final = Formats("a report", "advisor.renderers")

@@ -391,8 +391,9 @@ def first_clause(text: str) -> str:
 
 
 _REASON: Final = re.compile(
-    r": (?=(?:the|it|this|that|one|\d)\b)|, (?:which|because|so that|and) |; "
+    r"(?<=.{12})(?:: (?=(?:the|it|this|that|one|\d)\b)|, (?:which|because|so that|and) |; )"
 )
+"""Begin of a reason, behind a clause long enough to stand alone."""
 
 _PER: Final[Mapping[str, str]] = {
     "step": "per step",

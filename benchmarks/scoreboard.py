@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,11 +52,15 @@ class Row(NamedTuple):
     """Estimated by the first finding, ms: from, most likely, to."""
     busy: float | None
     """Of the analysed steps; ``None``: no GPU work."""
+    unsaid: tuple[str, ...] = ()
+    """Patterns of the true cure that the first fix does not contain."""
 
     @property
     def right(self) -> bool:
-        """The first advice is one of those accepted, or none where none is due."""
-        return self.first in self.accepted if self.accepted else self.first is None
+        """The first advice is one of those accepted and says the cure, or none where none is
+        due."""
+        accepted = self.first in self.accepted if self.accepted else self.first is None
+        return accepted and not self.unsaid
 
     @property
     def inside(self) -> bool | None:
@@ -87,8 +92,11 @@ def row(name: str, truth: dict[str, Any], report: Report | None = None) -> Row:
         gain = (low / 1e6, impact.gain_ns / 1e6, high / 1e6)
     saves = tuple(truth["saves_ms"]) if "saves_ms" in truth else None
     first_id = first.rule if first is not None else None
+    text = f"{first.title}\n{first.fix}\n{first.code}" if first is not None else ""
+    cure = truth.get("says", ())
+    unsaid = tuple(words for words in cure if not re.search(words, text, re.IGNORECASE))
     return Row(name, truth["first"], truth["known"], truth["why"], first_id, saves, gain,
-               report.busy_share)  # fmt: skip
+               report.busy_share, unsaid)  # fmt: skip
 
 
 def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
@@ -159,7 +167,8 @@ def shown(r: Row, theirs: list[str]) -> str:
     """A line of the table."""
     expected = " or ".join(f"`{each}`" for each in r.accepted) or "none"
     first = f"`{r.first}`" if r.first else "none"
-    mark = "right" if r.right else "**wrong**"
+    unsaid = f" (does not say {', '.join(r.unsaid)})" if r.unsaid else ""
+    mark = "right" if r.right else f"**wrong**{unsaid}"
     cells = [r.name, f"{expected}: {r.why}", r.known, first, mark, percent(r.busy)]
     return "| " + " | ".join([*cells, *theirs]) + " |"
 
@@ -170,7 +179,7 @@ def page(rows: list[Row], theirs: dict[str, float | None]) -> str:
     head = ["file", "right is", "known", "first advice", "", "GPU busy"]
     head += ["HTA: busy, whole trace"] if theirs else []
     lines = [
-        f"First advice right on **{right} of {len(rows)}** files.",
+        f"First advice right on **{right} of {len(rows)}** files: its rule, and what its fix says.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),

@@ -242,12 +242,13 @@ CURES = (
         assumptions=("the rest of the object stays as it is",),
     ),
     Cure(
-        "Drawing random numbers one by one",
-        "Draw many numbers in one call. With weights, add them up once: np.searchsorted then "
-        "draws from the sums.",
-        "rng = np.random.default_rng()\n"
-        "sums = np.cumsum(weights); sums /= sums[-1]   # once\n"
-        "ids = np.searchsorted(sums, rng.random(count))",
+        "Drawing random numbers",
+        "Draw many numbers in one call, with torch on the GPU if they are used there. "
+        "choice(n, replace=False), permutation and shuffle order all n numbers: randint draws only "
+        "what is needed. With weights, add them up once: np.searchsorted then draws from the sums.",
+        "ids = torch.randint(n, (count,), device=device)   # may draw a number twice\n"
+        "# with weights: sums = np.cumsum(weights); sums /= sums[-1]   # once\n"
+        "# ids = np.searchsorted(sums, np.random.default_rng().random(count))",
         frames=r"random\.py",
         calls=r"_?random\.\w+|numpy\.random\.\w+"
         r"|\.(?:choice|choices|integers|randint|permutation|shuffle|getrandbits)",

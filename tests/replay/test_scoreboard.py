@@ -43,6 +43,7 @@ def test_the_row_is_what_the_report_leads_with(name: str) -> None:
     report = None if measured else examined(scoreboard.file_of(name)).report
     row = scoreboard.row(name, TRUTH[name], report)
     assert (row.first or "none") == ROWS[name]
+    assert not row.unsaid
     assert row.inside is HELD.get(name)
     assert row.inside is not False or name.startswith("h100/")
 

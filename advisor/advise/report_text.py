@@ -535,8 +535,11 @@ def describe_gain(finding: Finding, *, alone: bool = False) -> str:
 WIDE_HIGH, NO_GAIN = 2.0, 0.01
 """Ends of the range, over the gain, beyond which their reasons are given; and the low end that
 counts as no gain."""
-MAX_BEYOND_EVIDENCE = 1.01
-"""Ratio of gain to the time in the evidence above which the difference is explained."""
+MAX_BEYOND_EVIDENCE, MIN_OF_EVIDENCE = 1.01, 0.7
+"""Ratios of gain to the time in the evidence beyond which the difference is explained: above the
+first, and below the second of what the fix should remove of it."""
+LEAST_BUSY_DEVICE: Final = 0.95
+"""GPU busy share from which not the host but other GPU work limits a step."""
 
 
 def gain_conditions(finding: Finding, report: Report) -> list[str]:
@@ -644,8 +647,8 @@ WHY_MORE: Final = {
 
 
 def beyond_evidence(finding: Finding, report: Report) -> list[str]:
-    """Say why the gain is larger than the time in the evidence, or an upper bound far below it.
-    Empty if it is neither."""
+    """Say why the gain is larger than the time in the evidence, or far below what the fix should
+    remove of it. Empty if it is neither."""
     impact = finding.impact
     if impact is None or impact.currency != "step_time" or not impact.gain_ns:
         return []
@@ -654,9 +657,8 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
         return []
     time = f"the {t.format_duration(float(shown.value or 0))} of '{shown.label}'"
     operations: list[str] = [edit.op for edit in finding.edits]
-    little = (impact.high_ns or impact.gain_ns) < t.WIDE_LOW * float(shown.value or 0)
-    if little and {*operations} == {"overlap"} and t.is_upper_bound(impact):
-        return [f"the gain is less than {time}: too little other GPU work can hide it"]
+    if why := _why_less(finding, report, float(shown.value or 0)):
+        return [f"the gain is less than {time}: {why}"]
     if impact.gain_ns <= MAX_BEYOND_EVIDENCE * float(shown.value or 0):
         return []
     scale = max(1.0, report.gain_scale or 1.0)
@@ -673,6 +675,38 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     if impact.of_job:
         why = "other ranks gain too, and wait less for each other"
     return [f"the gain is more than {time}: {why}"]
+
+
+def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
+    """Say why the fix gains far less than the time that it removes; empty: it does not, or the
+    cause is unknown."""
+    impact = finding.impact
+    if impact is None or not impact.gain_ns or impact.of_job:
+        return ""
+    operations = {edit.op for edit in finding.edits}
+    places = {edit.select.on for edit in finding.edits}
+    factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on == "gpu"]
+    least = 1.0 - max((factor for factor in factors if factor < 1.0), default=0.0)
+    removed = shown_ns * least
+    if impact.gain_ns >= MIN_OF_EVIDENCE * removed:
+        return ""
+    if operations == {"overlap"}:
+        return "too little other GPU work can hide it"
+    if operations == {"make_async"}:
+        return "the GPU works during the rest of these waits"
+    if not operations <= {"remove", "scale", "merge"}:
+        return ""
+    scale = min(1.0, report.gain_scale or 1.0)
+    reasons = ["a step of the run is shorter than a profiled one"] if scale < 1 else []
+    if impact.gain_ns < MIN_OF_EVIDENCE * scale * removed:
+        if places == {"host"}:
+            reasons.append("the GPU works during the rest of it")
+        elif "gpu" in places and report.busy_share is not None:
+            limited = report.busy_share < LEAST_BUSY_DEVICE
+            reasons.append(
+                "the host then limits the step" if limited else "other GPU work runs beside it"
+            )
+    return ", and ".join(reasons)
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:

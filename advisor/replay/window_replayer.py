@@ -46,9 +46,10 @@ MAX_COST = 3.0
 """Largest measured cost of an event, in multiples of the usual one."""
 PROFILER_ASSUMPTIONS = ("unprofiled", "profiled", "unprofiled_min", "unprofiled_max")
 """Assumptions about what is measured, not about edits."""
-MAX_HIDDEN_COST = 6.0
+MAX_HIDDEN_COST = 8.0
 """Largest cost of an event where the device sets the pace and hides it, in multiples of the usual
-one. Steps that the host paces, on the same machine, cost up to 5.7 times the usual one."""
+one. Steps that the host paces cost up to 5.7 times the usual one; h100/doc_finder at least 8, as
+the step of its cure shows, in which the host is no longer hidden."""
 MIN_LEFT = 0.3
 """Least share of a stretch of host time that remains without the profiler."""
 MAX_OWN_LAUNCHES, MIN_SILENT = 0.10, 0.50

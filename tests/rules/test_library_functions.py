@@ -53,7 +53,7 @@ ROWS, SKLEARN = (
     "Fitting or applying a scikit-learn transform",
 )
 WORDS, COPIES = "Tokenizing and searching text", "Copying objects with copy.deepcopy"
-RANDOM, TENSORS = "Drawing random numbers one by one", "Calling torch.tensor or np.array"
+RANDOM, TENSORS = "Drawing random numbers", "Calling torch.tensor or np.array"
 RECORDS, FILES = "Writing logs and records", "Looking for files and opening them"
 WAITS, JOINS = "Waiting (a sleep, a lock, a queue)", "Joining samples to a batch"
 

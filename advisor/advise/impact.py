@@ -22,7 +22,7 @@ from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Impact
 from advisor.core.rule import Evidence
 from advisor.replay.estimators import BoundEstimator, GainEstimator
-from advisor.replay.exposed_time import remaining_device_time
+from advisor.replay.exposed_time import leaves_device_work, remaining_device_time
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
@@ -404,7 +404,7 @@ def _leave_device_work(finding: Finding, a: Analysis, step: StepTime | None) -> 
         # a kernel of a graph starts about as long after the one before it as a node costs
         starts = GRAPH_LAUNCH_NS * int(a.in_window.sum()) / max(a.step_count, 1)
         finding = _at_most(finding, max(0.0, limit - starts), whole)
-    if step is not None:
+    if step is not None and not leaves_device_work(finding.edits):
         finding = _at_most(finding, limit, whole)
         limit += REPEATED_WORK_SHARE * (whole - limit)
     finding = _bounded(finding, limit, whole)
@@ -532,14 +532,16 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
 def _of_the_run(finding: Finding, step: StepTime, a: Analysis) -> Callable[[float], float] | None:
     """Return what converts a gain of the window to one of the run's usual step: of device work
     that the edits touch, as much as the run has of the window's; of the idle time, the run's over
-    the window's. ``None``: there are no edits, the device hardly idles, or the run's steps are
-    clearly longer, for whatever reason."""
+    the window's. ``None``: there are no edits, the device hardly idles, its idle time alone is
+    touched and the run has none, or the run's steps are clearly longer, for whatever reason."""
     if not finding.edits or a.device_id is None:
         return None
     busy = a.breakdown.busy.total / max(a.step_count, 1)
     if not busy < a.step_ns or step.ns > (1 + MIN_APART_SHARE) * a.step_ns:
         return None
     touched = max(0.0, busy - _device_work_left(a, [finding], a.step_ns))
+    if not touched and busy >= step.ns:
+        return None
     device = min(1.0, step.ns / busy) if busy else 1.0
     idle = max(0.0, step.ns - busy) / (a.step_ns - busy)
 

@@ -691,7 +691,11 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     if impact.gain_ns >= MIN_OF_EVIDENCE * removed:
         return ""
     if operations == {"overlap"}:
-        return "too little other GPU work can hide it"
+        compute = sum(part.ns for part in report.time if part.name == "compute")
+        if compute < shown_ns:
+            return "too little other GPU work can hide it"
+        busy = report.busy_share is None or report.busy_share >= LEAST_BUSY_DEVICE
+        return "" if busy else "the host then limits the step"
     if operations == {"make_async"}:
         return "the GPU works during the rest of these waits"
     if not operations <= {"remove", "scale", "merge"}:

@@ -482,7 +482,8 @@ class WindowReplayer:
         time, dur, own = self._replay_own_step(edits)
         graph = own.graph
         lanes = [n for n, (device, _) in enumerate(graph.lanes) if device == self.a.device_id]
-        nodes = graph.device[np.isin(graph.lane[graph.device], lanes)]
+        # work that the edits move to a stream of its own has a new lane there
+        nodes = graph.device[np.isin(self.graph.lane[graph.device], lanes)]
         nodes = nodes[self.a.in_window[graph.row[nodes]]]  # the graph holds work before it, too
         return float(union(time[nodes] - dur[nodes], time[nodes]).total)
 

@@ -155,7 +155,7 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     assert "30 J per step" in view and "$0.200 for 1,000 steps" in view
     unpriced = analysed(tmp_path / "c", record(counter=False, power=False))
     assert {"energy", "cost"}.isdisjoint(label for label, _ in report_text.describe_scope(unpriced))
-    other = analysed(tmp_path / "b", record(), gpus=8, prices=paid.prices).cost
+    other = analysed(tmp_path / "b", record(), paid_gpus=8, prices=paid.prices).cost
     assert other is not None and other.step == pytest.approx(8 * 0.001 * 0.1)
 
 

@@ -620,9 +620,9 @@ DECIDED_BY: Final = {
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay without changes misses the measured step by as much",
     "shared cores": "collectives take cores from the work beside them",
-    "past": "estimates of such fixes missed the measured gains by as much",
+    "past": "earlier estimates of such fixes were off by as much",
     "not proven": "this rule is not proven on real traces",
-    "device work": "nothing but the GPU work stays",
+    "device work": "at best only the GPU's own work remains",
 }
 ENDS_DIFFER: Final = {
     "low end": {

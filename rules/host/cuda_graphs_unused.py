@@ -88,9 +88,9 @@ class CudaGraphsUnused(Rule):
     )
     cases = {
         "something waits for the GPU": {
-            "fix": "Remove {waits} for the GPU per step ({names}), which a capture does not allow. "
-            "Then capture the step, or forward and backward, and replay it after copying the "
-            "inputs into fixed buffers."
+            "fix": "Capture the step, or forward and backward, as a CUDA graph; first remove "
+            "{waits} for the GPU per step ({names}). Replay it after copying the inputs into fixed "
+            "buffers. A capture allows no waits."
         }
     }
 
@@ -107,9 +107,9 @@ class CudaGraphsUnused(Rule):
         "    graph.replay()            # the result is in static_output",
         "cases": {
             "something waits for the GPU": {
-                "fix": "Remove {waits} for the GPU per step ({names}), which a capture does not "
-                "allow. Then capture the forward pass, and replay it after copying the inputs into "
-                "fixed buffers."
+                "fix": "Capture the forward pass as a CUDA graph; first remove {waits} for the GPU "
+                "per step ({names}). Replay it after copying the inputs into fixed buffers. A "
+                "capture allows no waits."
             }
         },
     }

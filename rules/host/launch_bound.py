@@ -118,7 +118,7 @@ class LaunchBound(Rule):
     )
     cases = {
         "the same kernels in every step": {
-            "fix": "Replay the kernels as CUDA graphs: they are the same in every step. "
+            "fix": "Replay the kernels as CUDA graphs, as they are the same in every step. "
             'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.'
         },
         "graphs are used already": {
@@ -135,9 +135,11 @@ class LaunchBound(Rule):
             "beside it changes them."
         },
         "something waits": {
-            "fix": "First remove {waits} for the GPU, which a capture does not allow: {names}."
+            "fix": "{graphs}; first remove {waits} for the GPU: {names}. A capture allows no waits."
         },
         "sizes vary outside the dense layers": {
+            "fix": "Replay only the dense layers as CUDA graphs. "
+            'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.',
             "code": "# the dense layers alone: sizes of the others vary from batch to batch\n"
             'model.dense = torch.compile(model.dense, mode="reduce-overhead")',
         },
@@ -215,7 +217,9 @@ class LaunchBound(Rule):
             ],
             where=locate_gaps(a, edits),
             fix=self._fix(a, static, waits, gaps),
-            **(self.case("sizes vary outside the dense layers") if waits.dense_only else {}),
+            code=self.case("sizes vary outside the dense layers")["code"]
+            if waits.dense_only
+            else "",
             edits=edits,
             needs="" if waits.dense_only else "sizes repeat",
             confidence=0.75 if stacks else 0.85,
@@ -241,6 +245,8 @@ class LaunchBound(Rule):
         fix = self.fix
         if gaps.graph_launches:
             fix = self.case("graphs are used already")["fix"]
+        elif waits.dense_only:
+            fix = self.case("sizes vary outside the dense layers")["fix"]
         elif static is not False and is_compiled(a):
             fix = self.case("the model is compiled already")["fix"]
         elif static is False:
@@ -250,14 +256,15 @@ class LaunchBound(Rule):
             fix = self.case(f"the kernels differ {how}")["fix"]
         elif static:
             fix = self.case("the same kernels in every step")["fix"]
-        remove = ""
+        graphs, _, more = fix.partition(". ")
         others = "" if gaps.graph_launches else waits.others
         if waits.own_per_step and not gaps.graph_launches:
+            # in one sentence, as a short report shows the first alone
             count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
-            remove = self.case("something waits", waits=count, names=waits.names)["fix"]
-        # what has to come first stands first: a short report shows that sentence and the code
+            case = self.case("something waits", graphs=graphs, waits=count, names=waits.names)
+            graphs = case["fix"].removesuffix(".")
         otherwise = self.case("in every case", ways="".join(f"{way}, " for way in _ways(a)))["fix"]
-        return " ".join(filter(None, [remove, others, fix, otherwise]))
+        return " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, more, otherwise]))
 
     @staticmethod
     def examples() -> Examples:

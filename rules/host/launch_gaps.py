@@ -287,12 +287,15 @@ def _of_others(owner: str, count: int) -> str:
         return ""
     if owner == TORCHREC:
         return (
-            f"Capture only the dense layers: {waits} per step {verb} from torchrec, for split "
-            "sizes and indices that vary."
+            f"{waits.capitalize()} per step {verb} from torchrec, for split sizes and indices that "
+            "vary."
         )
     if owner == DDP_TIMERS:
         return (
             f"Run 11 iterations before a capture: {waits} per step {verb} from DDP's own timers, "
             "which run in the first iterations and seldom later."
         )
-    return f"Capture what lies before and after {owner}: {waits} per step {verb} from it."
+    return (
+        f"{waits.capitalize()} per step {verb} from {owner}: one graph ends before it, and another "
+        "begins after it."
+    )

@@ -223,7 +223,8 @@ def test_what_a_capture_needs_first_stands_with_its_code() -> None:
     """A short report shows the first sentence of a fix, and the code."""
     report = analyze(str(CORPUS / "dlrm_8ranks/worker0.pt.trace.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "launch-bound")
-    assert finding.fix.startswith("First remove 4 waits per step for the GPU, which a capture")
+    dense = "Replay only the dense layers as CUDA graphs; first remove 4 waits per step for the GPU"
+    assert finding.fix.startswith(dense)
     assert "6 waits per step come from torchrec" in finding.fix and "model.dense" in finding.code
 
 
@@ -268,7 +269,7 @@ def test_ways_to_launch_less_are_those_that_the_trace_leaves(
         # one in what measures the model, and one inside it, in transformers' mask of attention
         (
             "h100_bert_small_inference",
-            "before and after transformers (modeling_attn_mask_utils.py:429): 1 wait",
+            "1 wait per step comes from transformers (modeling_attn_mask_utils.py:429): one graph ends",
         ),
     ],
 )

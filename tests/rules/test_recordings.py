@@ -269,7 +269,7 @@ def test_ways_to_launch_less_are_those_that_the_trace_leaves(
         # one in what measures the model, and one inside it, in transformers' mask of attention
         (
             "h100_bert_small_inference",
-            "1 wait per step comes from transformers (modeling_attn_mask_utils.py:429): one graph ends",
+            "1 wait per step comes from transformers (modeling_attn_mask_utils.py:429): one graph",
         ),
     ],
 )

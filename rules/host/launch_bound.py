@@ -135,7 +135,7 @@ class LaunchBound(Rule):
             "beside it changes them."
         },
         "something waits": {
-            "fix": "{graphs}; first remove {waits} for the GPU: {names}. A capture allows no waits."
+            "fix": "First remove {waits} for the GPU: {names}. A capture allows no waits."
         },
         "sizes vary outside the dense layers": {
             "fix": "Replay only the dense layers as CUDA graphs. "
@@ -261,8 +261,8 @@ class LaunchBound(Rule):
         if waits.own_per_step and not gaps.graph_launches:
             # in one sentence, as a short report shows the first alone
             count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
-            case = self.case("something waits", graphs=graphs, waits=count, names=waits.names)
-            graphs = case["fix"].removesuffix(".")
+            remove = self.case("something waits", waits=count, names=waits.names)["fix"]
+            graphs = f"{graphs}; {remove[0].lower()}{remove[1:]}"
         otherwise = self.case("in every case", ways="".join(f"{way}, " for way in _ways(a)))["fix"]
         return " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, more, otherwise]))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
@@ -20,6 +23,19 @@ _DETACHED = (
     "loss = criterion(discriminator(fake.detach()), zeros)  # stops at the generator\n"
     "loss.backward()\n"
     "discriminator_optimizer.step()"
+)
+_NAMES_OF_REFERENCES = re.compile(
+    r"(?:\w+_)?(?:teacher|target|ema|ref|reference|reward)(?:_(?:model|net|network))?"
+)
+"""Names of networks whose outputs are constants of the loss: nothing learns through them."""
+_REFERENCE = (
+    "Call {name} under torch.no_grad(), if no gradient has to go through it. Freeze it with "
+    "requires_grad_(False): nothing trains it."
+)
+_NO_GRAD = (
+    "{name}.requires_grad_(False)\n"
+    "with torch.no_grad():    # keeps nothing for the backward pass\n"
+    "    targets = {name}(x)"
 )
 _FREEZE = (
     "Freeze the other network while this loss is computed: requires_grad_(False) on its "
@@ -108,6 +124,8 @@ class UnusedGradients(Rule):
         among = "those of" if len(of.modules) <= NAMED else "among them those of"
         summary = f"{count} are in no optimizer ({size}), {among} {names}."
         fix, code, kind = self.fix, self.code, "in no optimizer"
+        if reference := _reference_network(of.modules):
+            fix, code = _REFERENCE.format(name=reference), _NO_GRAD.format(name=reference)
         if recorded is None:
             kind = "dropped before their optimizer steps"
             summary = (
@@ -151,6 +169,14 @@ class UnusedGradients(Rule):
             "all are trained": (_training(unused=False), "not dropped"),
             "little work": (_training(us=4), "min_share"),
         }
+
+
+def _reference_network(modules: Sequence[str]) -> str:
+    """Return the name of the teacher, target or reference network that holds all these modules; ""
+    for none."""
+    roots = {name.partition(".")[0] for name in modules}
+    root = roots.pop() if len(roots) == 1 else ""
+    return root if _NAMES_OF_REFERENCES.fullmatch(root) else ""
 
 
 def _training(

@@ -18,6 +18,7 @@ from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
+from advisor.rules.optimizer.unused_gradients import _reference_network
 from advisor.testing import TraceBuilder
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
@@ -286,3 +287,20 @@ def test_time_between_steps_is_a_share_of_the_time_after_the_first_step() -> Non
     """2.12 s of evaluation in the 4.67 s of steps 1 to 95; the first step takes 2.8 s itself."""
     view = analyze(str(H100 / "seg_val_hist"), Options(config={})).recorded
     assert view is not None and view.outside_share == pytest.approx(0.45, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("modules", "name"),
+    [
+        (["teacher.blocks.*.c2", "teacher.stem"], "teacher"),
+        (["ref_model.layers.*"], "ref_model"),
+        (["teacher.stem", "student.stem"], ""),
+        (["base_model.model.layers.*"], ""),  # adapters lie under this name too
+        (["vgg.features.*"], ""),  # gradients of a perceptual loss go through it
+        (["layers.*"], ""),
+    ],
+)
+def test_a_network_whose_outputs_are_constants_runs_without_gradients(
+    modules: list[str], name: str
+) -> None:
+    assert _reference_network(modules) == name

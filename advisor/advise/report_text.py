@@ -681,11 +681,11 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     """Say why the fix gains far less than the time that it removes; empty: it does not, or the
     cause is unknown."""
     impact = finding.impact
-    if impact is None or not impact.gain_ns or impact.of_job:
+    if impact is None or not impact.gain_ns or impact.of_job or report.scope.device is None:
         return ""
     operations = {edit.op for edit in finding.edits}
     places = {edit.select.on for edit in finding.edits}
-    factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on == "gpu"]
+    factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on != "gap"]
     least = 1.0 - max((factor for factor in factors if factor < 1.0), default=0.0)
     removed = shown_ns * least
     if impact.gain_ns >= MIN_OF_EVIDENCE * removed:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from advisor.advise.engine import analyze
 from advisor.advise.report_text import beyond_evidence
@@ -119,3 +120,5 @@ def test_why_a_fix_gains_far_less_than_the_time_of_its_evidence_is_said() -> Non
     assert finding.impact.gain_ns < 0.7 * float(finding.shown_time.value or 0)
     (reason,) = beyond_evidence(finding, report)
     assert reason.startswith("the gain is less than") and "the host then limits the step" in reason
+    without_device = replace(report, scope=replace(report.scope, device=None))
+    assert beyond_evidence(finding, without_device) == []  # no word of a GPU

@@ -166,7 +166,7 @@ def _modules(folder: Path | None) -> Iterator[ModuleType]:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             loaded = point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # a package's own code may raise anything
             raise AdvisorError(f"rule package {point.value}: cannot be loaded ({error})") from None
         module = loaded if isinstance(loaded, ModuleType) else inspect.getmodule(loaded)
         if module is not None:

@@ -214,17 +214,21 @@ HEADINGS: Final = {
 """Headings of the options of all subcommands, in order."""
 MAX_PLAIN = 6
 """Number of options up to which the help lists them without headings."""
-_FORMER_HARDWARE: Final = {
-    "--gpu": "--recorded-gpu", "--gpus": "--paid-gpus", "--network": "--node-bandwidth",
-}  # fmt: skip
+_RECORDED: Final = {"--gpu": "--recorded-gpu"}
+_PAID: Final = {"--gpus": "--paid-gpus"}
+_NODES: Final = {"--network": "--node-bandwidth"}
 FORMER: Final[dict[str, dict[str, str]]] = {
-    **dict.fromkeys(("report", "compare", "gate", "whatif", "dashboard"), _FORMER_HARDWARE),
+    **{name: {**_RECORDED, **_PAID} for name in ("report", "gate", "dashboard")},
+    "compare": _PAID,
+    "whatif": {**_RECORDED, **_NODES},
     "analyze": {
-        **_FORMER_HARDWARE,
+        **_RECORDED,
+        **_PAID,
+        **_NODES,
         "--kernels": "--kernel-profile",
         "--operators": "--by=operator",
     },
-    "project": {"--from": "--recorded-gpu", "--network": "--node-bandwidth"},
+    "project": {"--from": "--recorded-gpu", **_NODES},
     "fit": {"--ranks": "--gpus"},
 }
 """Options by subcommand that had another name in an earlier version, and their name now."""

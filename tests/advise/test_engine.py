@@ -289,3 +289,17 @@ def test_what_the_verdict_takes_from_rules_is_declared_by_them() -> None:
         for path in (package / folder).rglob("*.py"):
             named = known & set(re.findall(r"[\"'`]([a-z0-9-]+)[\"'`]", path.read_text()))
             assert not named, f"{path} names {named}"
+
+
+@pytest.mark.parametrize("text", ["import no_such_module_anywhere", "raise KeyError(1)"])
+def test_a_rule_package_that_cannot_be_loaded_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "toy_rules.py").write_text(text)
+    info = tmp_path / "toy_rules-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-rules\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[advisor.rules]\ntoy = toy_rules\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AdvisorError, match=r"^rule package toy_rules: cannot be loaded"):
+        load_rules()

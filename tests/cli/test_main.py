@@ -306,3 +306,10 @@ def test_what_may_not_be_read_or_written_is_one_line(
     assert cli.run(["analyze"]) == 2
     said = capsys.readouterr().err
     assert said == f"advisor: {name + ': ' if name else ''}Permission denied\n"
+
+
+def test_each_former_option_has_its_name_of_today_in_its_subcommand() -> None:
+    for command, names in cli.FORMER.items():
+        (own,) = cli._command(command).commands.values()
+        options = {option for param in own.params for option in param.opts}
+        assert {new.partition("=")[0] for new in names.values()} <= options, command

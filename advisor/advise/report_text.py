@@ -620,7 +620,7 @@ DECIDED_BY: Final = {
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay without changes misses the measured step by as much",
     "shared cores": "collectives take cores from the work beside them",
-    "past": "earlier estimates of such fixes were off by as much",
+    "past": "earlier estimates of such fixes had errors this large",
     "not proven": "this rule is not proven on real traces",
     "device work": "at best only the GPU's own work remains",
 }

@@ -384,14 +384,12 @@ def path_parts(critical: Mapping[str, float], framework: str | None, per: Per) -
     """Say what a step depends on, by the parts of its critical path; those of less than 1% are left
     out: ``68% of the step depends on the host``, ``4% on GPU compute``."""
     total = sum(critical.values()) or 1.0
-    parts = [
-        f"{t.format_share(ns / total)} on {t.path_label(name, framework)}"
-        for name, ns in critical.items()
-        if ns >= 0.01 * total
+    named = [(name, ns) for name, ns in critical.items() if ns >= 0.01 * total]
+    depends = f" {t.format_of(per)} depends"
+    return [
+        f"{t.format_share(ns / total)}{'' if n else depends} on {t.path_label(name, framework)}"
+        for n, (name, ns) in enumerate(named)
     ]
-    return [part.replace(" on", f" {t.format_of(per)} depends on", 1) for part in parts[:1]] + (
-        parts[1:]
-    )
 
 
 def held_at_peak(report: Report) -> int | None:
@@ -686,8 +684,7 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     operations = {edit.op for edit in finding.edits}
     places = {edit.select.on for edit in finding.edits}
     factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on != "gap"]
-    least = 1.0 - max((factor for factor in factors if factor < 1.0), default=0.0)
-    removed = shown_ns * least
+    removed = shown_ns * (1.0 - max(factors, default=0.0))  # at least
     if impact.gain_ns >= MIN_OF_EVIDENCE * removed:
         return ""
     if operations == {"overlap"}:

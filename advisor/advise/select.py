@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_args
 
 from advisor.core.auxiliary_inputs import SNAPSHOT
-from advisor.core.discovery import classes_in
+from advisor.core.discovery import classes_in, loading
 from advisor.core.errors import AdvisorError, suggest
 from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category
@@ -164,10 +164,8 @@ def _own() -> tuple[ModuleType, ...]:
 def _modules(folder: Path | None) -> Iterator[ModuleType]:
     yield from _own()
     for point in entry_points(group=ENTRY_POINTS):
-        try:
+        with loading(point, "rule"):
             loaded = point.load()
-        except Exception as error:  # a package's own code may raise anything
-            raise AdvisorError(f"rule package {point.value}: cannot be loaded ({error})") from None
         module = loaded if isinstance(loaded, ModuleType) else inspect.getmodule(loaded)
         if module is not None:
             yield module

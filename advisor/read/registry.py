@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import ParamSpec, TypeVar
 
-from advisor.core.discovery import classes_in
+from advisor.core.discovery import classes_in, loading
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import find_gpu
 from advisor.core.trace import KINETO, Trace
@@ -40,18 +40,13 @@ def installed_readers() -> tuple[Reader, ...]:
     """Return the readers of other packages. Raises AdvisorError if one cannot be loaded."""
     result: dict[type, Reader] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        try:
+        with loading(point, "reader"):
             loaded = point.load()
             for cls in classes_in(loaded, Reader) if inspect.ismodule(loaded) else [loaded]:
                 reader = cls()
                 if not isinstance(reader, Reader):
                     raise TypeError(f"{cls.__name__} is no Reader")
                 result[cls] = reader
-        except Exception as error:  # somebody else's code may raise anything
-            why = f"{type(error).__name__}: {error}"[:200]
-            raise AdvisorError(
-                f"reader package {point.value}: cannot be loaded ({why}); mend or uninstall it"
-            ) from None
     return tuple(result.values())
 
 

@@ -286,16 +286,13 @@ def _of_others(owner: str, count: int) -> str:
     if owner in (OWN, OUTSIDE):
         return ""
     if owner == TORCHREC:
-        return (
-            f"{waits.capitalize()} per step {verb} from torchrec, for split sizes and indices that "
-            "vary."
-        )
+        return f"{waits} per step {verb} from torchrec, for split sizes and indices that vary."
     if owner == DDP_TIMERS:
         return (
             f"Run 11 iterations before a capture: {waits} per step {verb} from DDP's own timers, "
             "which run in the first iterations and seldom later."
         )
     return (
-        f"{waits.capitalize()} per step {verb} from {owner}: one graph ends before it, and another "
+        f"{waits} per step {verb} from {owner}: one graph ends before it, and another "
         "begins after it."
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from advisor.core.discovery import classes_in
+from advisor.core.discovery import classes_in, loading
 from advisor.core.errors import AdvisorError
 from advisor.render.renderer import Renderer, RenderOptions
 
@@ -52,16 +52,11 @@ class Formats:
         if point is None:
             known = ", ".join(self)
             raise AdvisorError(f"{self.subject} cannot be written as {name}; there are {known}")
-        try:
+        with loading(point, "format"):
             loaded = point.load()
             made = (_class_in(loaded) if inspect.ismodule(loaded) else loaded)()
             if not isinstance(made, Renderer):
                 raise TypeError(f"{type(made).__name__} is no Renderer")
-        except Exception as error:  # somebody else's code may raise anything
-            why = f"{type(error).__name__}: {error}"[:200]
-            raise AdvisorError(
-                f"format package {point.value}: cannot be loaded ({why}); mend or uninstall it"
-            ) from None
         return made
 
     def render(self, name: str, subject: Any, **options: Any) -> str:

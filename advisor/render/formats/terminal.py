@@ -64,7 +64,8 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
     shown = cards[:MAX_FULL]
     for card in shown:
         _row(page, card)
-        for field in (row for block in card.blocks for row in getattr(block, "rows", ())):
+        lists = (block for block in card.blocks if isinstance(block, d.FieldList))
+        for field in (field for each in lists for field in each.rows):
             if field.label == "fix":
                 page.wrap(t.first_clause(d.plain_text(field.parts[0])), indent=4, style="bold")
     if len(cards) > len(shown):

@@ -27,7 +27,7 @@ from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
 from advisor.replay.window_replayer import GainRange
-from advisor.rules.common import device_waits
+from advisor.rules.support.common import device_waits
 
 if TYPE_CHECKING:
     from advisor.core.finding import RangeCause, Severity

@@ -39,7 +39,7 @@ from advisor.measure.host.layers import report_layers
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.measure.steps.steps import recorded_extent
-from advisor.rules.memory.device_memory import measure_held
+from advisor.rules.support.device_memory import measure_held
 
 if TYPE_CHECKING:
     from advisor.core.report import Report

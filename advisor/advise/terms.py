@@ -18,7 +18,7 @@ from advisor.core.rule import Program
 from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
 from advisor.measure.host.names import name_matches
 from advisor.measure.inference.annotations import FORWARD, TRANSFORMERS
-from advisor.rules.common import impact_without_gain
+from advisor.rules.support.common import impact_without_gain
 
 if TYPE_CHECKING:
     from advisor.core.report import Report

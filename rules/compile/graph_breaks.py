@@ -38,8 +38,8 @@ from advisor.measure.steps.named_intervals import (
     graph_breaks,
     remove_breaks,
 )
-from advisor.rules.citations import OURS, SILENT_TRACES
-from advisor.rules.common import (
+from advisor.rules.support.citations import OURS, SILENT_TRACES
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     example_steps,
@@ -52,7 +52,7 @@ from advisor.rules.common import (
     rows_in_steps,
     scale_edit,
 )
-from advisor.rules.host.launch_gaps import REMOVE_LAUNCH_COST
+from advisor.rules.support.launch_gaps import REMOVE_LAUNCH_COST
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMED = 5

@@ -8,7 +8,7 @@ from advisor.core.finding import Finding, Location, Outcomes, PassedCheck
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.comm.flight_recorder import UNENDED, describe_problem, of_ranks
-from advisor.rules.common import impact_without_gain
+from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -11,8 +11,8 @@ from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import SILENT_TRACES
-from advisor.rules.common import amount_per_step, costliest_places, per_step
+from advisor.rules.support.citations import SILENT_TRACES
+from advisor.rules.support.common import amount_per_step, costliest_places, per_step
 from advisor.testing import Examples, TraceBuilder
 
 FORWARD = r"^DataParallel\.forward$"

@@ -19,9 +19,9 @@ from advisor.measure.host.stacks import (
     innermost_ancestor,
     parent_rows,
 )
-from advisor.rules.citations import NCCL_TESTS, OURS, TRACELENS, public_traces
-from advisor.rules.common import amount_per_step, example_steps, of_step, without_bf16
-from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
+from advisor.rules.support.citations import NCCL_TESTS, OURS, TRACELENS, public_traces
+from advisor.rules.support.common import amount_per_step, example_steps, of_step, without_bf16
+from advisor.rules.support.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 FEWER_BYTES = " Then send fewer bytes"

@@ -6,8 +6,8 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, SkippedCh
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import LARGE_MESSAGE_BYTES, scale_collectives
-from advisor.rules.citations import CHOSEN, ENGINE_FLOOR, NCCL_OVERHEAD
-from advisor.rules.common import example_steps
+from advisor.rules.support.citations import CHOSEN, ENGINE_FLOOR, NCCL_OVERHEAD
+from advisor.rules.support.common import example_steps
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -15,8 +15,8 @@ from advisor.measure import Analysis
 from advisor.measure.comm.comms import in_window, list_collectives
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
-from advisor.rules.citations import OURS, SILENT_TRACES
-from advisor.rules.common import Rows, amount_per_step, device_places, row_numbers
+from advisor.rules.support.citations import OURS, SILENT_TRACES
+from advisor.rules.support.common import Rows, amount_per_step, device_places, row_numbers
 from advisor.testing import Examples, TraceBuilder
 
 _FORWARD = r"^DistributedDataParallel\.forward$"

@@ -12,8 +12,8 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import ScaledCollectives, scale_collectives
-from advisor.rules.citations import CHOSEN, NCCL_OVERHEAD
-from advisor.rules.common import impact_without_gain
+from advisor.rules.support.citations import CHOSEN, NCCL_OVERHEAD
+from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
@@ -551,7 +551,7 @@ def _recorded(**env: str) -> TraceBuilder:
 
 def _large(ranks: int, gb_per_s: float) -> TraceBuilder:
     """Steps with an exposed all-reduce of 256 MiB at this bus bandwidth."""
-    from advisor.rules.common import example_steps
+    from advisor.rules.support.common import example_steps
 
     size = 256 << 20
     us = size * 2 * (ranks - 1) / ranks / gb_per_s / 1e3

@@ -10,8 +10,14 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import bubble_share, select_collectives
 from advisor.measure.comm.mesh import count_micro_batches, count_passes, pipeline_wait
-from advisor.rules.citations import CHOSEN, GPIPE, INTERLEAVED, SILENT_TRACES
-from advisor.rules.common import amount_per_step, device_places, of_step, scale_edit, sum_column
+from advisor.rules.support.citations import CHOSEN, GPIPE, INTERLEAVED, SILENT_TRACES
+from advisor.rules.support.common import (
+    amount_per_step,
+    device_places,
+    of_step,
+    scale_edit,
+    sum_column,
+)
 from advisor.testing import Examples, TraceBuilder
 
 WORST = 0.2

@@ -14,8 +14,8 @@ from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.copies import compute_stream
-from advisor.rules.citations import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
-from advisor.rules.common import (
+from advisor.rules.support.citations import OURS, SILENT_TRACES, TRACELENS, XPROF_LAUNCH
+from advisor.rules.support.common import (
     amount_per_step,
     device_places,
     example_steps,
@@ -23,7 +23,7 @@ from advisor.rules.common import (
     of_step,
     row_numbers,
 )
-from advisor.rules.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
+from advisor.rules.support.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 READY_NS = 20_000

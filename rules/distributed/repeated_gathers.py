@@ -10,8 +10,8 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.mesh import forward_passes
-from advisor.rules.citations import FULLY_SHARD, SILENT_TRACES, TRACELENS
-from advisor.rules.common import Rows, amount_per_step, device_places, sum_column
+from advisor.rules.support.citations import FULLY_SHARD, SILENT_TRACES, TRACELENS
+from advisor.rules.support.common import Rows, amount_per_step, device_places, sum_column
 from advisor.testing import Examples, TraceBuilder
 
 MAX_CORRELATIONS = 500

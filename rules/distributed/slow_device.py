@@ -10,9 +10,9 @@ from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Citation, Evidence, Rule
 from advisor.measure.ranks.outliers import describe_subject
 from advisor.measure.ranks.profile import MIN_KERNELS, compare_devices
-from advisor.rules.citations import CHOSEN
-from advisor.rules.distributed.across_ranks import finding_of
-from advisor.rules.framework_advice import in_any_language
+from advisor.rules.support.across_ranks import finding_of
+from advisor.rules.support.citations import CHOSEN
+from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:

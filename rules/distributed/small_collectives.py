@@ -17,8 +17,8 @@ from advisor.measure import Analysis
 from advisor.measure.comm.gloo import COLLECTIVE_WAITS
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import COMMUNICATION, outermost_rows
-from advisor.rules.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
-from advisor.rules.common import (
+from advisor.rules.support.citations import ENGINE_FLOOR, NCCL_TESTS, OURS, SILENT_TRACES
+from advisor.rules.support.common import (
     amount_per_step,
     device_places,
     example_steps,
@@ -27,7 +27,7 @@ from advisor.rules.common import (
     row_numbers,
     sum_column,
 )
-from advisor.rules.framework_advice import in_any_language
+from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 

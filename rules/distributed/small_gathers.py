@@ -22,7 +22,7 @@ from advisor.measure.comm.links import (
     select_collectives,
 )
 from advisor.measure.comm.messages import bus_factor
-from advisor.rules.citations import (
+from advisor.rules.support.citations import (
     CHOSEN,
     ENGINE_FLOOR,
     NCCL_OVERHEAD,
@@ -30,7 +30,7 @@ from advisor.rules.citations import (
     OURS,
     SILENT_TRACES,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     amount_per_step,
     device_places,
     example_steps,

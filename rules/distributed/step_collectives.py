@@ -15,8 +15,8 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, hottest_line, parent_rows, share_in
-from advisor.rules.citations import CHOSEN
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN
+from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,

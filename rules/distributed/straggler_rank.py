@@ -12,9 +12,9 @@ from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Rule, Threshold
 from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.measure.ranks.outliers import describe_subject
-from advisor.rules.citations import SIGNIFICANCE, TRACEML
-from advisor.rules.distributed.across_ranks import find_unit, finding_of
-from advisor.rules.framework_advice import in_any_language
+from advisor.rules.support.across_ranks import find_unit, finding_of
+from advisor.rules.support.citations import SIGNIFICANCE, TRACEML
+from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import TraceBuilder
 
 MIN_PAUSE_STEPS = 4

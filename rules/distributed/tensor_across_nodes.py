@@ -7,8 +7,8 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import select_collectives
 from advisor.measure.comm.placement import TensorPlacement, find_placement
-from advisor.rules.citations import MEGATRON, NCCL_OVERHEAD, SILENT_TRACES, TRACELENS
-from advisor.rules.common import (
+from advisor.rules.support.citations import MEGATRON, NCCL_OVERHEAD, SILENT_TRACES, TRACELENS
+from advisor.rules.support.common import (
     amount_per_step,
     device_places,
     impact_without_gain,

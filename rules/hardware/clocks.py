@@ -10,8 +10,8 @@ from advisor.core.finding import Finding, Impact, Outcomes
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import THROTTLE_BITS, Gpu
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN
+from advisor.rules.support.common import (
     impact_per_step,
     impact_risk,
     record_example,
@@ -88,7 +88,7 @@ class ThermalThrottling(HeldClocks):
 
     id = "thermal-throttling"
     title = "The GPU is thermal throttling"
-    sources = (Citation("under load from 50% utilisation", "rules/common.py"),)
+    sources = (Citation("under load from 50% utilisation", "rules/support/common.py"),)
 
     min_share = Threshold(0.05, "of the samples under load", CHOSEN)
 

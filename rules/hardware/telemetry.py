@@ -9,8 +9,8 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN
+from advisor.rules.support.common import (
     impact_risk,
     impact_without_gain,
     link_speed,
@@ -18,7 +18,7 @@ from advisor.rules.common import (
     recorded_steps,
     under_load,
 )
-from advisor.rules.memory.device_memory import gpu_capacity
+from advisor.rules.support.device_memory import gpu_capacity
 from advisor.testing import Examples, TraceBuilder
 
 XID_ERRORS = {

@@ -10,8 +10,8 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import Gpu
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN, GPUPROF, TRACELENS
-from advisor.rules.common import impact_without_gain, record_example, recorded_steps
+from advisor.rules.support.citations import CHOSEN, GPUPROF, TRACELENS
+from advisor.rules.support.common import impact_without_gain, record_example, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 

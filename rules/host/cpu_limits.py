@@ -7,8 +7,8 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
+from advisor.rules.support.common import (
     find_loader,
     impact_without_gain,
     local_ranks,

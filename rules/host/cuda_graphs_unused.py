@@ -6,16 +6,16 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.citations import GPU_IDLE, OURS, XPROF_LAUNCH, public_traces
-from advisor.rules.common import amount_per_step
-from advisor.rules.framework_advice import (
+from advisor.rules.support.citations import GPU_IDLE, OURS, XPROF_LAUNCH, public_traces
+from advisor.rules.support.common import amount_per_step
+from advisor.rules.support.framework_advice import (
     CAPTURE_CALLS,
     CAPTURE_CODE,
     COMPILE_STEP,
     GRAPHS_ON,
     in_any_language,
 )
-from advisor.rules.host.launch_gaps import (
+from advisor.rules.support.launch_gaps import (
     can_capture,
     capture_edits,
     find_capture_blockers,

@@ -11,7 +11,7 @@ from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import rows_around
-from advisor.rules.common import amount_per_step, impact_without_gain, of_step
+from advisor.rules.support.common import amount_per_step, impact_without_gain, of_step
 from advisor.testing import Examples, TraceBuilder
 
 Slows = Literal["always", "gpu", "ranks", "perhaps"]

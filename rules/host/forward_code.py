@@ -12,15 +12,15 @@ from advisor.core.intervals import Intervals, intersect, subtract, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import SampledStack, frame_rank, parse_frame
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.support.common import (
     amount_per_step,
     impact_per_step,
     of_step,
     recorded_steps,
     steps_seen,
 )
-from advisor.rules.library_functions import find_library_use
+from advisor.rules.support.library_functions import find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 FORWARD = "advisor::forward"

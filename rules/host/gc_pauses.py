@@ -14,8 +14,8 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import RecordedDevice
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
+from advisor.rules.support.common import (
     impact_per_step,
     impact_without_gain,
     locate_row,

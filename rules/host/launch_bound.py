@@ -8,16 +8,17 @@ from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
-from advisor.rules.common import amount_per_step, of_step, per_step, shapes_by_step
-from advisor.rules.framework_advice import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
+from advisor.rules.support.common import amount_per_step, of_step, per_step, shapes_by_step
+from advisor.rules.support.framework_advice import (
     CAPTURE_CALLS,
     CAPTURE_CODE,
     COMPILE_STEP,
     GRAPHS_ON,
     in_any_language,
 )
-from advisor.rules.host.launch_gaps import (
+from advisor.rules.support.launch_gaps import (
     CaptureBlockers,
     LaunchGaps,
     can_capture,
@@ -29,7 +30,6 @@ from advisor.rules.host.launch_gaps import (
     measure_launch_gaps,
     repeats_kernels,
 )
-from advisor.rules.kernel import kernel_common
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -73,7 +73,9 @@ class LaunchBound(Rule):
         "training (84 and 96% busy, half of the kernels below 10 µs)"
     )
     sources = (
-        Citation("pieces of at most 200 µs, gaps with 1 ms of them", "rules/host/launch_gaps.py"),
+        Citation(
+            "pieces of at most 200 µs, gaps with 1 ms of them", "rules/support/launch_gaps.py"
+        ),
         Citation(
             "a public V100 trace: 45% of the kernels below 10 µs at 96% busy",
             "tests/rules/test_numbers.py",
@@ -325,11 +327,11 @@ class LaunchBound(Rule):
 def _ways(a: Analysis) -> list[str]:
     """Return what makes launches larger, without what the trace shows to be done or absent."""
     ways = ["a larger batch"]
-    updates = kernel_common.rows_launched_under(a, kernel_common.STEP)
-    fused = name_matches(a.trace.gpu["name"], kernel_common.FUSED).to_numpy()
+    updates = kernel_work.rows_launched_under(a, kernel_work.STEP)
+    fused = name_matches(a.trace.gpu["name"], kernel_work.FUSED).to_numpy()
     if updates.any() and not (updates & fused).any():
         ways.append("a fused optimizer")
-    if kernel_common.find_blocks(a).rows.any():
+    if kernel_work.find_blocks(a).rows.any():
         ways.append("fused attention")
     return ways
 

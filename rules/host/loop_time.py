@@ -22,8 +22,8 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import LOOP, NESTED, HottestLine, SampledStack, parse_frame
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.timeline import CODE
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.support.common import (
     LOOP_SHARE,
     Rows,
     amount_per_step,
@@ -39,7 +39,9 @@ from advisor.rules.common import (
     scale_edit,
     steps_seen,
 )
-from advisor.rules.host.loop_operators import (
+from advisor.rules.support.kernel_work import exact_pattern
+from advisor.rules.support.library_functions import find_library_use
+from advisor.rules.support.loop_operators import (
     TRAINS,
     WholeOperators,
     backward_of,
@@ -50,8 +52,6 @@ from advisor.rules.host.loop_operators import (
     operators_beside_training,
     whole_operators,
 )
-from advisor.rules.kernel.kernel_common import exact_pattern
-from advisor.rules.library_functions import find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 

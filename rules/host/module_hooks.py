@@ -9,8 +9,8 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import hottest_line, stacks_in_hooks
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
-from advisor.rules.common import impact_per_step, recorded_steps, steps_seen
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.support.common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 

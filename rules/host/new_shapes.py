@@ -12,9 +12,9 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.new_shapes import REPEATED_NS
-from advisor.rules.citations import CURED_RECORDINGS, OURS, SILENT_TRACES, XPROF
-from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.rules.support.citations import CURED_RECORDINGS, OURS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
+from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 SEARCH, UNKNOWN, ATTENTION, OTHER = (

@@ -19,7 +19,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import hottest_line, share_in
 from advisor.measure.steps.periodic import find_periodic_work
 from advisor.measure.steps.steps import longest_usual_step
-from advisor.rules.citations import (
+from advisor.rules.support.citations import (
     CHOSEN,
     CURED_RECORDINGS,
     GPUPROF,
@@ -28,7 +28,7 @@ from advisor.rules.citations import (
     STEP_SERIES,
     XPROF,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     COMPILING,
     LOOP_SHARE,
     SAVING_AND_LOGGING,

@@ -13,8 +13,8 @@ from advisor.measure.host.sampled_code import LEARNING, SampledCode, code_outsid
 from advisor.measure.host.stacks import share_in
 from advisor.measure.steps.periodic import MIN_TIMES, PeriodicWork, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
+from advisor.rules.support.common import (
     CONFUSION_MATRIX,
     MOSTLY_COMPILING,
     SAVING_AND_LOGGING,

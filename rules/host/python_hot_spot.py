@@ -19,8 +19,14 @@ from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.sampled_code import COMPUTING, code_outside
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
-from advisor.rules.citations import REAL_HOST, SILENT_TRACES, TENSORBOARD, XPROF, public_traces
-from advisor.rules.common import (
+from advisor.rules.support.citations import (
+    REAL_HOST,
+    SILENT_TRACES,
+    TENSORBOARD,
+    XPROF,
+    public_traces,
+)
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     int_column,
@@ -30,8 +36,8 @@ from advisor.rules.common import (
     scale_edit,
     stacks_option,
 )
-from advisor.rules.host.launch_gaps import library_of
-from advisor.rules.library_functions import LibraryUse, find_library_use
+from advisor.rules.support.launch_gaps import library_of
+from advisor.rules.support.library_functions import LibraryUse, find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 MAX_NAMES = 20

@@ -9,8 +9,8 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.citations import OURS, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import OURS, XPROF
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     example_steps,
@@ -19,7 +19,7 @@ from advisor.rules.common import (
     per_step,
     scale_edit,
 )
-from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 CELL = r"^aten::(?:lstm|gru|rnn_tanh|rnn_relu)_cell$"

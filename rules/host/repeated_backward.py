@@ -16,8 +16,8 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.repeated_passes import differentiated_nodes
 from advisor.measure.host.stacks import ENGINE_NODE
-from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,

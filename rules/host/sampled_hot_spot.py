@@ -22,8 +22,8 @@ from advisor.measure.host.stacks import (
     parse_frame,
 )
 from advisor.measure.steps.periodic import find_periodic_work
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
+from advisor.rules.support.common import (
     find_loader,
     impact_per_step,
     of_step,
@@ -32,7 +32,7 @@ from advisor.rules.common import (
     steps_seen,
     sum_column,
 )
-from advisor.rules.library_functions import find_library_use
+from advisor.rules.support.library_functions import find_library_use
 from advisor.testing import Examples, TraceBuilder
 
 IMAGES = re.compile(r"torchvision/|PIL/|cv2/|albumentations/")

@@ -11,8 +11,8 @@ from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.families import find_layer_operators
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     of_step,

@@ -19,8 +19,8 @@ from advisor.measure import Analysis
 from advisor.measure.steps.periodic import OWN_PHASES, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import longest_usual_step
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
+from advisor.rules.support.common import (
     COMPILING,
     MOSTLY_COMPILING,
     impact_over_run,

@@ -16,15 +16,15 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     of_step,
     outermost_in_steps,
     scale_edit,
 )
-from advisor.rules.kernel.kernel_common import (
+from advisor.rules.support.kernel_work import (
     exact_pattern,
 )
 from advisor.testing import Examples, TraceBuilder

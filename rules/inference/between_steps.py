@@ -7,9 +7,9 @@ from advisor.core.intervals import covered_length
 from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.steps.named_intervals import between_steps
-from advisor.rules.citations import CHOSEN, TENSORBOARD
-from advisor.rules.common import amount_per_step, of_step
-from advisor.rules.framework_advice import SGLANG_ARGUMENTS, VLLM_TUNING
+from advisor.rules.support.citations import CHOSEN, TENSORBOARD
+from advisor.rules.support.common import amount_per_step, of_step
+from advisor.rules.support.framework_advice import SGLANG_ARGUMENTS, VLLM_TUNING
 from advisor.testing import Examples, TraceBuilder
 
 

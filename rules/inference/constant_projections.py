@@ -20,8 +20,8 @@ from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,
@@ -31,7 +31,7 @@ from advisor.rules.common import (
     scale_edit,
     work_launched_in,
 )
-from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING = "aten::embedding"

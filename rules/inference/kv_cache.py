@@ -13,9 +13,9 @@ from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import DECODE
 from advisor.measure.inference.passes import NARROW, read_heads
-from advisor.rules.citations import CHOSEN, TENSORBOARD
-from advisor.rules.common import amount_per_step, of_step, scale_edit
-from advisor.rules.framework_advice import SGLANG_KV, VLLM_KV
+from advisor.rules.support.citations import CHOSEN, TENSORBOARD
+from advisor.rules.support.common import amount_per_step, of_step, scale_edit
+from advisor.rules.support.framework_advice import SGLANG_KV, VLLM_KV
 from advisor.testing import Examples, TraceBuilder
 
 BYTES = 2

@@ -13,8 +13,8 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.common import amount_per_step, example_steps
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
+from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING, PRODUCT = "aten::embedding", "aten::bmm"

@@ -13,9 +13,9 @@ from advisor.core.report import InferenceByPhase, InferencePhase
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import DECODE, MIXED, PREFILL
-from advisor.rules.citations import CHOSEN
-from advisor.rules.common import impact_without_gain
-from advisor.rules.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
+from advisor.rules.support.citations import CHOSEN
+from advisor.rules.support.common import impact_without_gain
+from advisor.rules.support.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
 from advisor.testing import Examples, TraceBuilder
 
 Phases = dict[str, InferencePhase]

@@ -12,8 +12,8 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
+from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,

@@ -11,7 +11,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, S
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.rules.citations import (
+from advisor.rules.support.citations import (
     CHOSEN,
     ENGINE_FLOOR,
     HAND_OVER,
@@ -20,7 +20,7 @@ from advisor.rules.citations import (
     TENSORBOARD,
     XPROF,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     estimate_contended_loading,
@@ -28,8 +28,8 @@ from advisor.rules.common import (
     scale_edit,
     workers_needed,
 )
-from advisor.rules.framework_advice import JAX_AHEAD, TF_PREFETCH
-from advisor.rules.input.loader_waits import (
+from advisor.rules.support.framework_advice import JAX_AHEAD, TF_PREFETCH
+from advisor.rules.support.loader_waits import (
     SINGLE_PROCESS,
     WORKERS,
     LoaderWaits,

@@ -13,8 +13,8 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import line_of_function
-from advisor.rules.citations import CHOSEN
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN
+from advisor.rules.support.common import (
     MAX_CORRELATIONS,
     Rows,
     amount_per_step,

@@ -12,7 +12,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import Host
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import parse_frame
-from advisor.rules.citations import (
+from advisor.rules.support.citations import (
     CHOSEN,
     CURED_RECORDINGS,
     GPUPROF,
@@ -22,7 +22,7 @@ from advisor.rules.citations import (
     TENSORBOARD,
     XPROF,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     estimate_contended_loading,
     find_loader,
     impact_per_step,
@@ -33,7 +33,7 @@ from advisor.rules.common import (
     workers_needed,
     workers_of,
 )
-from advisor.rules.input.loader_waits import (
+from advisor.rules.support.loader_waits import (
     SINGLE_PROCESS,
     WORKERS,
     LoadingRule,

@@ -12,8 +12,8 @@ from advisor.core.finding import Edit, Finding, Impact, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
+from advisor.rules.support.common import (
     impact_per_step,
     is_share,
     outermost_in_steps,

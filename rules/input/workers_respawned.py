@@ -9,8 +9,8 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
+from advisor.rules.support.common import (
     find_iterator_start,
     find_loader,
     impact_over_run,

@@ -14,9 +14,9 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
 from advisor.measure.host.stacks import is_operator
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF, public_traces
-from advisor.rules.common import amount_per_step, costliest_places, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF, public_traces
+from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
+from advisor.rules.support.kernel_work import (
     compute_rows,
     exact_pattern,
     family_rows,

@@ -12,15 +12,15 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.rules.citations import CHOSEN, SILENT_TRACES, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, SILENT_TRACES, XPROF
+from advisor.rules.support.common import (
     amount_per_step,
     device_places,
     example_steps,
     impact_without_gain,
     of_step,
 )
-from advisor.rules.kernel.kernel_common import kernel_rows
+from advisor.rules.support.kernel_work import kernel_rows
 from advisor.testing import Examples, TraceBuilder
 
 GATHERS = ("aten::gather", "aten::index_select")

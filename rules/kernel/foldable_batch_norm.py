@@ -10,9 +10,9 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, is_operator, parent_rows
-from advisor.rules.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
-from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
+from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.testing import Examples, TraceBuilder
 
 INFERENCE = r"(?i)bn_fw_inf|BatchNormFwdInfer|batchnorm_inference"
@@ -45,7 +45,7 @@ class FoldableBatchNorm(Rule):
     )
     min_share = Threshold(0.03, "of kernel time: folding changes the model's modules", OURS)
     min_busy = Threshold(
-        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
 
     fix = (
@@ -69,16 +69,16 @@ class FoldableBatchNorm(Rule):
         if a.device_id is None or not a.forward_only:
             return
         named = (
-            kernel_common.compute_rows(a) & name_matches(a.trace.gpu["name"], INFERENCE).to_numpy()
+            kernel_work.compute_rows(a) & name_matches(a.trace.gpu["name"], INFERENCE).to_numpy()
         )
         rows = named & _follows_convolution(a, named)
         ns, total = (
-            kernel_common.summed_duration(a, rows),
-            kernel_common.summed_duration(a, kernel_common.kernel_rows(a)),
+            kernel_work.summed_duration(a, rows),
+            kernel_work.summed_duration(a, kernel_work.kernel_rows(a)),
         )
         if not ns or ns < self.min_share * total:
             return
-        if kernel_common.busy_share(a) < self.min_busy:
+        if kernel_work.busy_share(a) < self.min_busy:
             return
         moved = a.kernels["moved"].filter(pl.Series(rows)).sum()
         yield Finding(
@@ -95,9 +95,9 @@ class FoldableBatchNorm(Rule):
                     else []
                 ),
             ],
-            where=kernel_common.kernel_locations(a, rows),
+            where=kernel_work.kernel_locations(a, rows),
             edits=[
-                kernel_common.scale_kernels(
+                kernel_work.scale_kernels(
                     a, named, (ns, ns, ns), Select(on="gpu", kind=("kernel",), name=INFERENCE)
                 )
             ],
@@ -117,7 +117,7 @@ class FoldableBatchNorm(Rule):
         }
 
 
-def _follows_convolution(a: Analysis, rows: kernel_common.Mask) -> kernel_common.Mask:
+def _follows_convolution(a: Analysis, rows: kernel_work.Mask) -> kernel_work.Mask:
     """Aligned with ``trace.gpu``: which of the rows the next operator after a convolution
     launched."""
     trace, at = a.trace, np.flatnonzero(rows)

@@ -18,7 +18,8 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import attainable_roofs
-from advisor.rules.citations import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import (
     NCU,
     OURS,
     PEAKS,
@@ -28,16 +29,15 @@ from advisor.rules.citations import (
     TF32_NOTES,
     public_traces,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     amount_per_step,
     example_steps,
     of_step,
     per_step,
     runs_code_of,
 )
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.precision_casts import find_casts
+from advisor.rules.support.framework_advice import in_any_language
+from advisor.rules.support.precision_casts import find_casts
 from advisor.testing import Examples, TraceBuilder
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"
@@ -285,9 +285,9 @@ class Fp32Matmul(Rule):
         """Compare time of FP32 matrix kernels on CUDA cores with all kernel time."""
         if a.device_id is None:
             return
-        matrix = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *FAMILIES)
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
-        matrix_ns = kernel_common.summed_duration(a, matrix)
+        matrix = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *FAMILIES)
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        matrix_ns = kernel_work.summed_duration(a, matrix)
         if not matrix_ns or matrix_ns < self.min_share * total:
             return
         on_tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
@@ -296,15 +296,15 @@ class Fp32Matmul(Rule):
         fp32 = _fp32_rows(a)
         slow = np.zeros(len(matrix), dtype=bool)
         for family in FAMILIES:
-            kind = matrix & kernel_common.family_rows(a, family)
+            kind = matrix & kernel_work.family_rows(a, family)
             if not (kind & fp32 & on_tensor).any():  # else TF32 is on and shapes decide
                 slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
-        share = kernel_common.summed_duration(a, slow) / total
+        share = kernel_work.summed_duration(a, slow) / total
         if share < self.min_share:
             limits = (self.praise_share, self.praise_rate)
-            yield from kernel_common.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
+            yield from kernel_work.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
             return
-        if kernel_common.summed_duration(a, slow) < self.min_step_share * a.span_ns:
+        if kernel_work.summed_duration(a, slow) < self.min_step_share * a.span_ns:
             return  # faster kernels would only wait longer
         if a.trace.meta.vendor == "amd":
             return  # its matrix cores multiply FP32
@@ -316,15 +316,15 @@ class Fp32Matmul(Rule):
             return  # mixed-precision-off advises 16 bits, in which operands are already
         yield self._finding(a, slow, share, target)
 
-    def _casts(self, a: Analysis, slow: kernel_common.Mask) -> kernel_common.Mask:
+    def _casts(self, a: Analysis, slow: kernel_work.Mask) -> kernel_work.Mask:
         """Return the casts around these products; none, if they take little beside them."""
-        matrix = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *FAMILIES)
+        matrix = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *FAMILIES)
         casts = find_casts(a, slow, matrix)
-        least = self.min_casts * kernel_common.summed_duration(a, slow)
-        return casts & (kernel_common.summed_duration(a, casts) >= max(1.0, least))
+        least = self.min_casts * kernel_work.summed_duration(a, slow)
+        return casts & (kernel_work.summed_duration(a, casts) >= max(1.0, least))
 
     def _on_unknown_gpu(
-        self, a: Analysis, slow: kernel_common.Mask, share: float
+        self, a: Analysis, slow: kernel_work.Mask, share: float
     ) -> Finding | SkippedCheck:
         """Advise what kernels made for Volta and Turing show; else say what is not known."""
         work = f"({share:.0%} of kernel time)"
@@ -341,9 +341,9 @@ class Fp32Matmul(Rule):
                 )
             ]
             families = [
-                name for name in FAMILIES if (slow & kernel_common.family_rows(a, name)).any()
+                name for name in FAMILIES if (slow & kernel_work.family_rows(a, name)).any()
             ]
-            rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *families)
+            rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *families)
             select = Select(on="gpu", kind=("kernel",), family=tuple(families))
             return Finding(
                 summary=f"Matrix work runs in FP32 {work}. Its kernels are cuBLAS' and cuDNN's "
@@ -351,10 +351,10 @@ class Fp32Matmul(Rule):
                 "cores. --recorded-gpu NAME narrows the range.",
                 evidence=[
                     self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
-                    amount_per_step(a, "FP32 matrix time", kernel_common.summed_duration(a, slow)),
+                    amount_per_step(a, "FP32 matrix time", kernel_work.summed_duration(a, slow)),
                 ],
-                where=kernel_common.kernel_locations(a, slow),
-                edits=[kernel_common.scale_kernels(a, rows, [*saved, 0.0], select)],
+                where=kernel_work.kernel_locations(a, slow),
+                edits=[kernel_work.scale_kernels(a, rows, [*saved, 0.0], select)],
                 **self.case(NO_NAME),
             )
         return SkippedCheck(
@@ -374,7 +374,7 @@ class Fp32Matmul(Rule):
                 return Target(name, fp32, peak)
         return None
 
-    def _bandwidth_bound(self, a: Analysis) -> kernel_common.Mask:
+    def _bandwidth_bound(self, a: Analysis) -> kernel_work.Mask:
         """Find kernels that could not be a tenth faster: their bytes take as long as they do."""
         if a.hardware is None:
             return np.zeros(a.trace.gpu.height, dtype=bool)
@@ -389,10 +389,10 @@ class Fp32Matmul(Rule):
         return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
 
     def _finding(
-        self, a: Analysis, slow: kernel_common.Mask, share: float, target: Target
+        self, a: Analysis, slow: kernel_work.Mask, share: float, target: Target
     ) -> Finding:
-        families = [name for name in FAMILIES if (slow & kernel_common.family_rows(a, name)).any()]
-        rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *families)
+        families = [name for name in FAMILIES if (slow & kernel_work.family_rows(a, name)).any()]
+        rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *families)
         saved = (
             self._saved(a, slow, target, derating, blind)
             for derating, blind in (
@@ -414,13 +414,13 @@ class Fp32Matmul(Rule):
             ),
             evidence=[
                 self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
-                amount_per_step(a, "FP32 matrix time", kernel_common.summed_duration(a, slow)),
+                amount_per_step(a, "FP32 matrix time", kernel_work.summed_duration(a, slow)),
                 Evidence("peak in FP32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format.upper()}", target.peak, "FLOP/s"),
                 *_switches(a),
             ],
-            where=kernel_common.kernel_locations(a, slow),
-            edits=[kernel_common.scale_kernels(a, rows, saved, select)],
+            where=kernel_work.kernel_locations(a, slow),
+            edits=[kernel_work.scale_kernels(a, rows, saved, select)],
             confidence_notes=[]
             if known
             else ["shapes are not recorded: memory-bound matrices gain less"],
@@ -431,7 +431,7 @@ class Fp32Matmul(Rule):
     def _saved(
         self,
         a: Analysis,
-        slow: kernel_common.Mask,
+        slow: kernel_work.Mask,
         target: Target,
         derating: float,
         blind: float,
@@ -526,8 +526,8 @@ class MixedPrecisionOff(Fp32Matmul):
     most_casts = Threshold(1.5, "of these bytes, at worst", OURS)
     casts_gone = Threshold(0.8, "of these casts' time goes: weights are cast instead", OURS)
     least_gone = Threshold(0.5, "of it, at worst", OURS)
-    reach = kernel_common.REACH
-    best_reach = kernel_common.BEST_REACH
+    reach = kernel_work.REACH
+    best_reach = kernel_work.BEST_REACH
     worst_reach = Threshold(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
 
     fix = "Train in BF16 with autocast. Weights and optimizer stay in FP32; no scaler is needed."
@@ -601,12 +601,12 @@ class MixedPrecisionOff(Fp32Matmul):
         return Target("bf16", fp32, peak)
 
     def _finding(
-        self, a: Analysis, slow: kernel_common.Mask, share: float, target: Target
+        self, a: Analysis, slow: kernel_work.Mask, share: float, target: Target
     ) -> Finding:
         found = super()._finding(a, slow, share, target)
-        compute = kernel_common.compute_rows(a)
-        matrix = compute & kernel_common.family_rows(a, *FAMILIES)
-        attention = compute & kernel_common.family_rows(a, "attention")
+        compute = kernel_work.compute_rows(a)
+        matrix = compute & kernel_work.family_rows(a, *FAMILIES)
+        attention = compute & kernel_work.family_rows(a, "attention")
         attention &= a.kernels["dtype"].is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
         edits, evidence = list(found.edits), list(found.evidence)
         half = attainable_roofs(a.hardware).matmul.get("bf16")
@@ -618,8 +618,8 @@ class MixedPrecisionOff(Fp32Matmul):
                 for reach in (self.reach, self.best_reach, self.worst_reach)
             ]
             names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
-            select = kernel_common.select_kernels(names.unique().to_list())
-            edits.append(kernel_common.scale_kernels(a, attention, saved, select))
+            select = kernel_work.select_kernels(names.unique().to_list())
+            edits.append(kernel_work.scale_kernels(a, attention, saved, select))
         used = a.kernels["dtype"].filter(pl.Series(a.in_window & matrix))
         beside = used.filter(used.is_in(["bf16", "fp16"])).mode()
         text = {"title": self.title}
@@ -629,15 +629,15 @@ class MixedPrecisionOff(Fp32Matmul):
             text = self.case(BESIDE, **words)
             casts = self._casts(a, slow)
             if casts.any():
-                ns = kernel_common.summed_duration(a, casts)
+                ns = kernel_work.summed_duration(a, casts)
                 peft = runs_code_of(a, r"(?:^|/)peft/")
                 text = self.case(CASTS, **words, library=_PEFT if peft else "")
                 names = a.trace.gpu["name"].filter(pl.Series(casts)).cast(pl.String).unique()
-                rows = kernel_common.kernel_rows(a)
+                rows = kernel_work.kernel_rows(a)
                 rows &= a.trace.gpu["name"].cast(pl.String).is_in(names.implode()).to_numpy()
                 gone = (ns * self.casts_gone, float(ns), ns * self.least_gone)
-                select = kernel_common.select_kernels(names.to_list())
-                edits.append(kernel_common.scale_kernels(a, rows, gone, select))
+                select = kernel_work.select_kernels(names.to_list())
+                edits.append(kernel_work.scale_kernels(a, rows, gone, select))
                 number = count_noun(round(int(casts.sum()) / a.step_count), "cast")
                 text["summary"] = f"{found.summary} {number}{per_step(a)} of operands and "
                 text["summary"] += f"results take {of_step(a, ns)}."
@@ -650,7 +650,7 @@ class MixedPrecisionOff(Fp32Matmul):
     def _saved(
         self,
         a: Analysis,
-        slow: kernel_common.Mask,
+        slow: kernel_work.Mask,
         target: Target,
         derating: float,
         blind: float,
@@ -678,12 +678,12 @@ class MixedPrecisionOff(Fp32Matmul):
         }
 
 
-def _fp32_rows(a: Analysis) -> kernel_common.Mask:
+def _fp32_rows(a: Analysis) -> kernel_work.Mask:
     """Return rows whose inputs are FP32: by the op's types, else by the kernel's name."""
     dtype = a.kernels["dtype"]
-    typed: kernel_common.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
-    named: kernel_common.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
-    unknown: kernel_common.Mask = dtype.is_null().to_numpy()
+    typed: kernel_work.Mask = dtype.is_in(["fp32", "tf32"]).fill_null(False).to_numpy()
+    named: kernel_work.Mask = name_matches(a.trace.gpu["name"], FP32_NAMES).to_numpy()
+    unknown: kernel_work.Mask = dtype.is_null().to_numpy()
     return typed | (unknown & named)
 
 

@@ -17,9 +17,9 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
-from advisor.rules.citations import OURS, public_traces
-from advisor.rules.common import amount_per_step, example_steps, per_step, runs_code_of
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import OURS, public_traces
+from advisor.rules.support.common import amount_per_step, example_steps, per_step, runs_code_of
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -230,9 +230,9 @@ class HandwrittenOperator(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time of such chains with kernel time."""
-        if not kernel_common.is_device_busy(a, self.min_busy):
+        if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
         table = self._chains(a)
         if table.is_empty() or table["dur"].sum() < self.min_share * total:
             return
@@ -241,14 +241,14 @@ class HandwrittenOperator(Rule):
             return
         table, rows = self._with_backward(a, table)
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        under = kernel_common.exact_pattern(ops.to_list())
-        selected = kernel_common.compute_rows(a) & kernel_common.rows_launched_under(a, under)
+        under = kernel_work.exact_pattern(ops.to_list())
+        selected = kernel_work.compute_rows(a) & kernel_work.rows_launched_under(a, under)
         ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
             for slower in (self.fused_factor, self.slower_best, self.slower_worst)
         )
-        changes = kernel_common.fuse_kernels(
+        changes = kernel_work.fuse_kernels(
             a,
             selected,
             Select(on="gpu", kind=("kernel",), under=under),
@@ -294,7 +294,7 @@ class HandwrittenOperator(Rule):
                     )
                 ),
             ],
-            where=kernel_common.kernel_locations(a, rows),
+            where=kernel_work.kernel_locations(a, rows),
             fix=" ".join(
                 [
                     *dict.fromkeys(one["fix"] for one in advice),
@@ -308,14 +308,14 @@ class HandwrittenOperator(Rule):
 
     def _with_backward(
         self, a: Analysis, table: pl.DataFrame
-    ) -> tuple[pl.DataFrame, kernel_common.Mask]:
+    ) -> tuple[pl.DataFrame, kernel_work.Mask]:
         """The chains with their backward passes: ``dur`` and ``bytes`` of both, ``kernels`` (fused,
         that take their place); and the kernels of all, aligned with ``trace.gpu``. Fused, backward
         reads the gradient besides what forward reads, and writes as much as that writes."""
         chains = np.full(a.trace.gpu.height, -1, dtype=np.int64)
         for number, rows in enumerate(table["rows"]):
             chains[rows.to_numpy()] = number
-        backward = kernel_common.backward_chains(a, chains)
+        backward = kernel_work.backward_chains(a, chains)
         later = backward >= 0
         spent = np.bincount(
             backward[later], a.trace.gpu["dur"].to_numpy()[later], minlength=table.height
@@ -333,7 +333,7 @@ class HandwrittenOperator(Rule):
         """A row per chain: ``pattern`` (index in PATTERNS), ``length`` (kernels), ``dur`` (ns),
         ``bytes`` (of the fused kernel), ``rows`` (of ``trace.gpu``)."""
         gpu, kernels = a.trace.gpu, a.kernels
-        index = np.flatnonzero(kernel_common.compute_rows(a))
+        index = np.flatnonzero(kernel_work.compute_rows(a))
         index = index[np.lexsort((gpu["ts"].to_numpy()[index], gpu["stream"].to_numpy()[index]))]
         ops = kernels["op_name"].gather(index)
         able = name_matches(ops, STEPS).to_numpy()

@@ -22,8 +22,8 @@ from advisor.measure.device.kernel_profiles import (
     is_reference,
     shorten_kernel,
 )
-from advisor.rules.citations import CHOSEN, NCU
-from advisor.rules.common import impact_without_gain
+from advisor.rules.support.citations import CHOSEN, NCU
+from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5

@@ -12,10 +12,10 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import attainable_roofs
 from advisor.replay.operations import ROOFLINE_SHARE
-from advisor.rules.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
-from advisor.rules.common import amount_per_step, example_steps, scale_edit
-from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.rates import saved_time
+from advisor.rules.support import kernel_work
+from advisor.rules.support.below_rate import saved_time
+from advisor.rules.support.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
+from advisor.rules.support.common import amount_per_step, example_steps, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
 NORMS = r"batch_norm_(?:collect_statistics|transform_input|backward(?:_reduce|_elemt)?)_kernel"
@@ -59,7 +59,7 @@ class LayoutTransposes(Rule):
         0.02, "of kernel time: converting a network with one convolution does not pay", OURS
     )
     min_busy = Threshold(
-        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
     attainable_share = Threshold(
         ROOFLINE_SHARE, "of the memory's rate: batch norm in channels-last order", TRACELENS
@@ -110,12 +110,12 @@ class LayoutTransposes(Rule):
         """Compare the time of layout transposes with convolution time."""
         if a.device_id is None:
             return
-        rows = kernel_common.compute_rows(a)
-        moving, convolving = kernel_common.transposes_and_convolutions(a)
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        rows = kernel_work.compute_rows(a)
+        moving, convolving = kernel_work.transposes_and_convolutions(a)
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
         conv_ns, moved_ns = (
-            kernel_common.summed_duration(a, convolving),
-            kernel_common.summed_duration(a, moving),
+            kernel_work.summed_duration(a, convolving),
+            kernel_work.summed_duration(a, moving),
         )
         if not conv_ns:
             return
@@ -124,16 +124,15 @@ class LayoutTransposes(Rule):
             tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
             if (
                 moved_ns < 0.01 * conv_ns
-                and kernel_common.summed_duration(a, convolving & tensor)
-                >= self.praise_conv * total
+                and kernel_work.summed_duration(a, convolving & tensor) >= self.praise_conv * total
             ):
                 yield PassedCheck(text="convolutions run on tensor cores without layout transposes")
             return
-        if kernel_common.busy_share(a) < self.min_busy:
+        if kernel_work.busy_share(a) < self.min_busy:
             return
         amd = a.trace.meta.vendor == "amd"
         norms = rows & name_matches(a.trace.gpu["name"], NORMS).to_numpy()
-        norm_ns = kernel_common.summed_duration(a, norms)
+        norm_ns = kernel_work.summed_duration(a, norms)
         saved = [
             self._saved(a, norms, reach)
             for reach in (self.attainable_share, self.best_reach, self.worst_reach)
@@ -141,12 +140,12 @@ class LayoutTransposes(Rule):
         edits = [
             Edit(
                 op="remove",
-                select=Select(on="gpu", kind=("kernel",), name=kernel_common.TRANSPOSES),
+                select=Select(on="gpu", kind=("kernel",), name=kernel_work.TRANSPOSES),
             )
         ]
         if saved[1] > 0:
             select = Select(on="gpu", kind=("kernel",), name=NORMS)
-            edits.append(kernel_common.scale_kernels(a, norms, saved, select))
+            edits.append(kernel_work.scale_kernels(a, norms, saved, select))
         table = a.rooflines.filter(pl.col("family") == "convolution")
         if not table.is_empty():
             part = saved_time(table, self.best_convolution, self.best_faster)
@@ -165,14 +164,14 @@ class LayoutTransposes(Rule):
                 amount_per_step(a, "transposes", int(moving.sum()), "count"),
                 *([amount_per_step(a, "batch norm in NCHW order", norm_ns)] if norm_ns else []),
             ],
-            where=kernel_common.kernel_locations(a, moving),
+            where=kernel_work.kernel_locations(a, moving),
             edits=edits,
             assumptions=assumed,
             **(self.case("on ROCm") if amd else {}),
         )
 
     @staticmethod
-    def _saved(a: Analysis, norms: kernel_common.Mask, reach: float) -> float:
+    def _saved(a: Analysis, norms: kernel_work.Mask, reach: float) -> float:
         """Estimate what these kernels save at this share of the memory's rate, ns; 0: not known."""
         memory = attainable_roofs(a.hardware).memory
         if memory is None:

@@ -13,9 +13,9 @@ from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import RATES, public_traces
-from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.rates import BelowRate, SlowCause
+from advisor.rules.support import kernel_work
+from advisor.rules.support.below_rate import BelowRate, SlowCause
+from advisor.rules.support.citations import RATES, public_traces
 from advisor.testing import Examples, TraceBuilder
 
 _COMPILED = "@torch.compile\ndef block(x, y): ..."
@@ -160,7 +160,7 @@ def _is_read_across(tensor: Tensor) -> bool:
     """Return whether neighbours of the last dimension lie apart in memory."""
     sizes = zip(tensor.shape, tensor.strides or (), strict=False)
     strides = [stride for size, stride in sizes if size > 1]
-    return bool(strides) and strides[-1] > 1 and not kernel_common.is_channels_last(tensor)
+    return bool(strides) and strides[-1] > 1 and not kernel_work.is_channels_last(tensor)
 
 
 def _why(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCause:
@@ -169,8 +169,8 @@ def _why(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCaus
     largest = max(tensors, key=lambda tensor: tensor.elements, default=None)
     full = [x for x in tensors if largest is not None and x.elements == largest.elements]
     placed = [x for x in full if x.strides and len(x.strides) == len(x.shape)]
-    if len({kernel_common.memory_order(x) for x in placed if x.shape == placed[0].shape}) > 1:
-        last = any(kernel_common.is_channels_last(x) for x in placed)
+    if len({kernel_work.memory_order(x) for x in placed if x.shape == placed[0].shape}) > 1:
+        last = any(kernel_work.is_channels_last(x) for x in placed)
         return SlowCause(
             "its inputs lie in memory in different orders",
             "channels last beside another order" if last else "different orders",
@@ -181,7 +181,7 @@ def _why(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCaus
     along = family == "elementwise" and placed and min(placed[0].strides or (0,)) == 1
     if any(_is_read_across(x) for x in placed) and not along:
         return SlowCause("an input is transposed or sliced, and read across its rows", "transposed")
-    in_rows = family == "reduction" and not any(kernel_common.is_channels_last(x) for x in placed)
+    in_rows = family == "reduction" and not any(kernel_work.is_channels_last(x) for x in placed)
     if largest is not None and largest.shape and (_SHORT_ROWS.search(op) or in_rows):
         last_size = largest.shape[-1]
         if 0 < last_size <= 256:

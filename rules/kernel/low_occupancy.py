@@ -10,10 +10,17 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.roofline import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import FOURNEX, NCU, OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
-from advisor.rules.common import example_steps, scale_edit
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import (
+    FOURNEX,
+    NCU,
+    OURS,
+    SILENT_TRACES,
+    SMALL_GRIDS_TRACES,
+    TRACELENS,
+)
+from advisor.rules.support.common import example_steps, scale_edit
+from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 MEMORY_BOUND = (
@@ -55,7 +62,7 @@ class LowOccupancy(Rule):
     best_reachable = Threshold(0.875, "of peak bandwidth, at best", TRACELENS)
     worst_reachable = Threshold(0.6, "of peak bandwidth, at worst", TRACELENS)
     min_busy = Threshold(
-        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
 
     fix = (
@@ -84,12 +91,12 @@ class LowOccupancy(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find memory-bound kernels by name with low occupancy and low bandwidth."""
-        if not kernel_common.is_device_busy(a, self.min_busy):
+        if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, *MEMORY_BOUND)
+        rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *MEMORY_BOUND)
         rows &= ~a.kernels["tensor_core"].fill_null(False).to_numpy()
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
-        if kernel_common.summed_duration(a, rows) < self.min_share * total:
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        if kernel_work.summed_duration(a, rows) < self.min_share * total:
             return
         low = self._low(a, rows, total)
         if low.is_empty():
@@ -97,7 +104,7 @@ class LowOccupancy(Rule):
         blind = low.filter(pl.col("moved").is_null())
         if blind.height == low.height:
             part = f"{blind['dur'].sum() / total:.0%}"
-            yield kernel_common.skip_without_shapes(
+            yield kernel_work.skip_without_shapes(
                 a, f"whether {part} of kernel time at low occupancy reaches memory bandwidth"
             )
         if a.hardware is None:
@@ -107,7 +114,7 @@ class LowOccupancy(Rule):
         low = low.filter(pl.col("rate") < self.max_bandwidth)
         if low.is_empty():
             return
-        select = kernel_common.select_kernels(low["name"].cast(pl.String).to_list())
+        select = kernel_work.select_kernels(low["name"].cast(pl.String).to_list())
         chosen = rows & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         worst = low.row(0, named=True)
         share = float(low["dur"].sum()) / total
@@ -130,11 +137,11 @@ class LowOccupancy(Rule):
                 self.compare("bandwidth reached, share of peak", worst["rate"], "max_bandwidth"),
                 self.compare("such kernels, share of kernel time", share, "min_share"),
             ],
-            where=kernel_common.kernel_locations(a, chosen),
+            where=kernel_work.kernel_locations(a, chosen),
             edits=[scale_edit(select, expected, best, worst_factor)],
         )
 
-    def _low(self, a: Analysis, rows: kernel_common.Mask, total: int) -> pl.DataFrame:
+    def _low(self, a: Analysis, rows: kernel_work.Mask, total: int) -> pl.DataFrame:
         """Return kernels whose resources allow too few threads, by name, longest first: ``dur``,
         ``moved`` (null: not known), ``occupancy``, ``limit``."""
         gpu, device = a.trace.gpu, a.device
@@ -192,7 +199,7 @@ class LowOccupancy(Rule):
             "a small grid": (_kernel(32, 600, blocks=16), "max_occupancy"),
             "a tensor-core kernel": (
                 example_steps(product),
-                "kernel_common.summed_duration(a, rows) < self.min_share * total",
+                "kernel_work.summed_duration(a, rows) < self.min_share * total",
             ),
         }
 

@@ -15,7 +15,8 @@ from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.operators import KERNEL_NS, Roofs, attainable_roofs
-from advisor.rules.citations import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import (
     ALIGNED_RATE,
     ALIGNED_REACH,
     ENGINE_FLOOR,
@@ -23,9 +24,8 @@ from advisor.rules.citations import (
     SMALL_GRIDS_TRACES,
     public_traces,
 )
-from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support.common import amount_per_step, example_steps
+from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
@@ -131,7 +131,7 @@ class MisalignedGemm(Rule):
         0.03, "of kernel time; with the factor below that is about 1% of a busy step", ENGINE_FLOOR
     )
     min_busy = Threshold(
-        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
     reach = Threshold(
         0.8, "of the attainable rate, that padded products reach if none is aligned", ALIGNED_REACH
@@ -192,21 +192,20 @@ class MisalignedGemm(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time of misaligned products with all kernel time."""
-        if not kernel_common.is_device_busy(a, self.min_busy):
+        if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        rows = kernel_common.compute_rows(a) & kernel_common.family_rows(a, "gemm")
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
-        if kernel_common.summed_duration(a, rows) < self.min_share * total:
+        rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, "gemm")
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        if kernel_work.summed_duration(a, rows) < self.min_share * total:
             return
         misaligned, undecided, cases, saved = self._judge(a, rows)
-        spent = kernel_common.summed_duration(a, misaligned)
+        spent = kernel_work.summed_duration(a, misaligned)
         share = spent / total
         if (
-            kernel_common.summed_duration(a, undecided)
-            > 0.5 * kernel_common.summed_duration(a, rows)
+            kernel_work.summed_duration(a, undecided) > 0.5 * kernel_work.summed_duration(a, rows)
             and share < self.min_share
         ):
-            yield kernel_common.skip_without_shapes(a, "alignment of matrix dimensions")
+            yield kernel_work.skip_without_shapes(a, "alignment of matrix dimensions")
             return
         if share < self.min_share:
             return
@@ -227,15 +226,15 @@ class MisalignedGemm(Rule):
                     if case.padding
                 ),
             ],
-            where=kernel_common.kernel_locations(a, misaligned),
-            edits=[kernel_common.scale_kernels(a, rows, saved.times, select)],
+            where=kernel_work.kernel_locations(a, misaligned),
+            edits=[kernel_work.scale_kernels(a, rows, saved.times, select)],
             **({} if saved.by_rate else self.case("rates are not known")),
             **(self.case("a vocabulary") if worst.vocabulary else {}),
         )
 
     def _judge(
-        self, a: Analysis, rows: kernel_common.Mask
-    ) -> tuple[kernel_common.Mask, kernel_common.Mask, list[Misaligned], Saving]:
+        self, a: Analysis, rows: kernel_work.Mask
+    ) -> tuple[kernel_work.Mask, kernel_work.Mask, list[Misaligned], Saving]:
         """Rows that are misaligned, rows of unknown alignment, the misaligned products by time,
         and what padding them saves."""
         gpu, kernels = a.trace.gpu, a.kernels
@@ -267,7 +266,7 @@ class MisalignedGemm(Rule):
         aligned: list[Product] = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur, flops, moved in groups.iter_rows():
-            unit = kernel_common.UNIT.get(str(dtype)) if dtype is not None else None
+            unit = kernel_work.UNIT.get(str(dtype)) if dtype is not None else None
             if str(dtype) == "fp32" and not tensor and not tf32:
                 continue  # full FP32: alignment decides nothing
             shape = self._shape(a, inputs, op)

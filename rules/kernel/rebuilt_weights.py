@@ -13,8 +13,8 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.rebuilt_weights import CAST, NORM, OPERAND
-from advisor.rules.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
-from advisor.rules.common import (
+from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
+from advisor.rules.support.common import (
     amount_per_step,
     find_places,
     measure_time_in,

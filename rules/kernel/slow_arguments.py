@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.device import operator_arguments as arguments
 from advisor.measure.device.operator_arguments import FFTS, OF_COMPLEX, SORTS, TO_COMPLEX
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.citations import (
+from advisor.rules.support.citations import (
     CHOSEN,
     CUFFT,
     CURED_RECORDINGS,
@@ -24,7 +24,7 @@ from advisor.rules.citations import (
     SLOW_ARGUMENTS,
     XPROF,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,
@@ -33,7 +33,7 @@ from advisor.rules.common import (
     scale_edit,
     work_launched_in,
 )
-from advisor.rules.kernel.kernel_common import exact_pattern
+from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 Left = tuple[float, float, float]

@@ -10,9 +10,9 @@ from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.citations import FLASH_2, FLASH_3, public_traces
-from advisor.rules.kernel.kernel_common import BEST_REACH, REACH, read_inputs
-from advisor.rules.kernel.rates import BelowRate, SlowCause
+from advisor.rules.support.below_rate import BelowRate, SlowCause
+from advisor.rules.support.citations import FLASH_2, FLASH_3, public_traces
+from advisor.rules.support.kernel_work import BEST_REACH, REACH, read_inputs
 from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)

@@ -15,15 +15,15 @@ from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.operators import rows_of
-from advisor.rules.citations import CHOSEN, OURS, RATES, TRACELENS
-from advisor.rules.common import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.below_rate import ON_ROCM, BelowRate, SlowCause
+from advisor.rules.support.citations import CHOSEN, OURS, RATES, TRACELENS
+from advisor.rules.support.common import (
     example_steps,
     impact_without_gain,
     recorded_steps,
     shapes_by_step,
 )
-from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
 from advisor.testing import Examples, TraceBuilder
 
 SEARCH = "a search in the library"
@@ -123,7 +123,7 @@ class SlowConvolution(BelowRate):
     }
 
     def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
-        moved, _ = kernel_common.transposes_and_convolutions(a)
+        moved, _ = kernel_work.transposes_and_convolutions(a)
         return ", with the transposes in them," * bool((rows_of(a, slow) & moved).any())
 
     def _advise(self, cases: Sequence[str]) -> dict[str, Any]:
@@ -157,9 +157,9 @@ class SlowConvolution(BelowRate):
         timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
         constant, _, _ = _constant_shapes(a)
         searched = timed or (constant is not None and constant < FEW_CONSTANT)
-        ordered = inputs is not None and any(map(kernel_common.is_channels_last, inputs.tensors))
-        rows = kernel_common.transposes_and_convolutions(a)
-        moved, whole = (kernel_common.summed_duration(a, mask) for mask in rows)
+        ordered = inputs is not None and any(map(kernel_work.is_channels_last, inputs.tensors))
+        rows = kernel_work.transposes_and_convolutions(a)
+        moved, whole = (kernel_work.summed_duration(a, mask) for mask in rows)
         # transposes ask for another order in a fix of their own
         ordered = ordered or (not timed and moved > self.max_transposed * whole)
         if not causes and not timed:
@@ -297,10 +297,10 @@ class CudnnBenchmarkOff(Rule):
             return
         if recorded.flag("cudnn.deterministic") or recorded.flag("deterministic_algorithms"):
             return
-        kernels = kernel_common.kernel_rows(a)
-        total = kernel_common.summed_duration(a, kernels)
-        share = kernel_common.summed_duration(
-            a, kernels & kernel_common.family_rows(a, "convolution")
+        kernels = kernel_work.kernel_rows(a)
+        total = kernel_work.summed_duration(a, kernels)
+        share = kernel_work.summed_duration(
+            a, kernels & kernel_work.family_rows(a, "convolution")
         ) / max(total, 1)
         constant, of, count = _constant_shapes(a)
         if share < self.min_share or constant is None:

@@ -11,10 +11,10 @@ from advisor.core.rule import Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.citations import RATES, public_traces
-from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.kernel_common import read_inputs
-from advisor.rules.kernel.rates import ON_ROCM, BelowRate, SlowCause
+from advisor.rules.support import kernel_work
+from advisor.rules.support.below_rate import ON_ROCM, BelowRate, SlowCause
+from advisor.rules.support.citations import RATES, public_traces
+from advisor.rules.support.kernel_work import read_inputs
 from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
@@ -145,7 +145,7 @@ class SlowGemm(BelowRate):
 def _aligned(row: dict[str, Any], inputs: OpInputs | None) -> bool:
     """Return whether the product's shape is recorded and its rows are on 16-byte boundaries."""
     shape = None if inputs is None else parse_product(row["op"], inputs)
-    unit = kernel_common.UNIT.get(row["dtype"] or "")
+    unit = kernel_work.UNIT.get(row["dtype"] or "")
     if shape is None or unit is None:
         return False
     return all(size < unit or not size % unit for size in (shape.n, shape.k))

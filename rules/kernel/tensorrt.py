@@ -10,10 +10,10 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN, TENSORRT
-from advisor.rules.common import amount_per_step, example_steps, of_step
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel.kernel_common import (
+from advisor.rules.support.citations import CHOSEN, TENSORRT
+from advisor.rules.support.common import amount_per_step, example_steps, of_step
+from advisor.rules.support.framework_advice import in_any_language
+from advisor.rules.support.kernel_work import (
     kernel_locations,
     kernel_rows,
     scale_kernels,

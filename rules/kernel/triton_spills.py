@@ -9,9 +9,9 @@ from advisor.core.finding import Finding, Location, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
-from advisor.rules.citations import INDUCTOR_SPILLS, OURS
-from advisor.rules.common import impact_without_gain
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import INDUCTOR_SPILLS, OURS
+from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5
@@ -63,7 +63,7 @@ class TritonSpills(Rule):
         """Find kernels that spill most, weighed by their time where there is a trace."""
         traced = not a.record_only
         dur = a.trace.gpu["dur"].to_numpy()
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a)) if traced else 0
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a)) if traced else 0
         found: list[tuple[float, MatchedKernel]] = []
         for k in a.compiled_kernels:
             if not k.kernel.spilled or (traced and not len(k.rows)):

@@ -20,9 +20,9 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
-from advisor.rules.common import amount_per_step, example_steps, runs_code_of
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
+from advisor.rules.support.common import amount_per_step, example_steps, runs_code_of
 from advisor.testing import Examples, TraceBuilder
 
 SOFTMAX = r"^aten::(_softmax|_softmax_backward_data|_masked_softmax|_safe_softmax)$"
@@ -93,12 +93,12 @@ class UnfusedAttention(Rule):
 
     min_share = Threshold(0.05, "of kernel time", OURS)
     max_between = Threshold(
-        kernel_common.MAX_BETWEEN,
+        kernel_work.MAX_BETWEEN,
         "kernels between product and softmax: scale, mask, casts, dropout",
         OURS,
     )
-    reach = kernel_common.REACH
-    best_reach = kernel_common.BEST_REACH
+    reach = kernel_work.REACH
+    best_reach = kernel_work.BEST_REACH
     worst_reach = Threshold(
         0.2, "of the attainable rate, at worst: the memory-efficient kernel with a mask", SAM_PAIR
     )
@@ -175,21 +175,21 @@ class UnfusedAttention(Rule):
         """Compare the time of attention in separate kernels with all kernel time."""
         if a.device_id is None:
             return
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
         if not total:
             return
-        rows = kernel_common.compute_rows(a)
-        blocks = kernel_common.find_blocks(a, self.max_between)
+        rows = kernel_work.compute_rows(a)
+        blocks = kernel_work.find_blocks(a, self.max_between)
         attention = blocks.rows | self._backward(a, rows, blocks.rows)
         numbered = (attention & ~blocks.rows).any()
         unnumbered = 0.0 if numbered else self._unnumbered(a, rows, blocks.rows)
-        spent = kernel_common.summed_duration(a, attention) + unnumbered
+        spent = kernel_work.summed_duration(a, attention) + unnumbered
         share = spent / total
         if share < self.min_share:
             yield from self._healthy(a, rows, total, share)
             return
-        fallback = kernel_common.summed_duration(a, kernel_common.is_fallback_kernel(a))
-        fused = kernel_common.estimate_fused_time(a, blocks)
+        fallback = kernel_work.summed_duration(a, kernel_work.is_fallback_kernel(a))
+        fused = kernel_work.estimate_fused_time(a, blocks)
         case = "shapes or rates not known"
         if fused is not None:
             case = "inputs of 32 bits" if fused.wide else ""
@@ -205,23 +205,21 @@ class UnfusedAttention(Rule):
                 Evidence("under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
-            where=kernel_common.kernel_locations(a, attention),
+            where=kernel_work.kernel_locations(a, attention),
             edits=self._edits(a, rows, blocks, attention, unnumbered, fused),
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
             **(self.case(case) if case else {}),
             **(self.case("transformers' own attention") if _takes_sdpa(a) else {}),
         )
 
-    def _healthy(self, a: Analysis, rows: kernel_common.Mask, total: int, share: float) -> Outcomes:
-        fused = kernel_common.summed_duration(a, rows & kernel_common.family_rows(a, "attention"))
+    def _healthy(self, a: Analysis, rows: kernel_work.Mask, total: int, share: float) -> Outcomes:
+        fused = kernel_work.summed_duration(a, rows & kernel_work.family_rows(a, "attention"))
         if fused >= self.praise_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
         unknown = (
-            rows
-            & kernel_common.family_rows(a, "softmax")
-            & a.kernels["op_name"].is_null().to_numpy()
+            rows & kernel_work.family_rows(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()
         )
-        if kernel_common.summed_duration(a, unknown) >= 0.02 * total:
+        if kernel_work.summed_duration(a, unknown) >= 0.02 * total:
             yield SkippedCheck(
                 what="whether softmax kernels belong to unfused attention",
                 why="the kernels were launched outside the window or by a CUDA graph",
@@ -229,38 +227,36 @@ class UnfusedAttention(Rule):
             )
 
     def _backward(
-        self, a: Analysis, rows: kernel_common.Mask, forward: kernel_common.Mask
-    ) -> kernel_common.Mask:
+        self, a: Analysis, rows: kernel_work.Mask, forward: kernel_work.Mask
+    ) -> kernel_work.Mask:
         """Kernels of attention's backward pass, aligned with ``trace.gpu``: those of the operators
         of the forward pass, by autograd's numbers: products, softmax, scaling, mask, casts."""
-        chains = kernel_common.backward_chains(a, np.where(forward, 0, -1))
+        chains = kernel_work.backward_chains(a, np.where(forward, 0, -1))
         return rows & (chains >= 0) & ~forward
 
-    def _unnumbered(
-        self, a: Analysis, rows: kernel_common.Mask, forward: kernel_common.Mask
-    ) -> float:
+    def _unnumbered(self, a: Analysis, rows: kernel_work.Mask, forward: kernel_work.Mask) -> float:
         """Time of attention's backward pass where no numbers are recorded, ns: softmax gradients,
         and of the batched products in the backward pass as large a part as of those in the forward
         pass."""
         if not forward.any():
             return 0.0
         op = a.kernels["op_name"]
-        products = rows & name_matches(op, kernel_common.FORWARD).to_numpy()
-        in_backward = kernel_common.rows_launched_under(a, r"^autograd::engine::evaluate_function")
-        in_forward = kernel_common.summed_duration(a, products & ~in_backward)
-        part = kernel_common.summed_duration(a, products & forward) / max(1, in_forward)
+        products = rows & name_matches(op, kernel_work.FORWARD).to_numpy()
+        in_backward = kernel_work.rows_launched_under(a, r"^autograd::engine::evaluate_function")
+        in_forward = kernel_work.summed_duration(a, products & ~in_backward)
+        part = kernel_work.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
-        spent = kernel_common.summed_duration(a, gradients & ~forward)
-        return spent + part * kernel_common.summed_duration(a, products & in_backward & ~forward)
+        spent = kernel_work.summed_duration(a, gradients & ~forward)
+        return spent + part * kernel_work.summed_duration(a, products & in_backward & ~forward)
 
     def _edits(
         self,
         a: Analysis,
-        rows: kernel_common.Mask,
-        blocks: kernel_common.AttentionBlocks,
-        attention: kernel_common.Mask,
+        rows: kernel_work.Mask,
+        blocks: kernel_work.AttentionBlocks,
+        attention: kernel_work.Mask,
         unnumbered: float,
-        fused: kernel_common.FusedEstimate | None,
+        fused: kernel_work.FusedEstimate | None,
     ) -> list[Edit]:
         """Merges the kernels of ``attention``, by operator. What else the operators launch keeps
         its time; those that are mostly elsewhere (additions, casts) are scaled, not merged."""
@@ -274,43 +270,43 @@ class UnfusedAttention(Rule):
             .with_columns(pl.col("op").cast(pl.String))
         )
         own = share.filter(pl.col("part") >= MIN_PART)["op"].to_list()
-        under = [rf"{kernel_common.FORWARD}|{SOFTMAX}", kernel_common.exact_pattern(own)]
-        if kernel_common.is_fallback_kernel(a).any():
-            under.append(kernel_common.MATH)
+        under = [rf"{kernel_work.FORWARD}|{SOFTMAX}", kernel_work.exact_pattern(own)]
+        if kernel_work.is_fallback_kernel(a).any():
+            under.append(kernel_work.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
-        chosen = kernel_common.rows_launched_under(a, select.under) & rows
-        touched = kernel_common.summed_duration(a, attention & chosen) + unnumbered
+        chosen = kernel_work.rows_launched_under(a, select.under) & rows
+        touched = kernel_work.summed_duration(a, attention & chosen) + unnumbered
         training = unnumbered > 0 or bool((attention & ~blocks.rows).any())
         left = self._fused_time(a, blocks, fused, training=training)
         saved = [max(0.0, touched - ns) for ns in left]
         edits = []
-        for part in kernel_common.select_by_name(a, chosen, select, attention):
+        for part in kernel_work.select_by_name(a, chosen, select, attention):
             less = (ns * part.share for ns in saved)
             operation: Operation = "merge" if part.mostly_own else "scale"
-            edits.append(kernel_common.scale_kernels(a, part.rows, less, part.select, operation))
+            edits.append(kernel_work.scale_kernels(a, part.rows, less, part.select, operation))
         others = attention & ~chosen
         if others.any():
             mixed = share.filter(pl.col("part") > 0, pl.col("part") < MIN_PART)["op"].to_list()
-            select = Select(on="gpu", kind=("kernel",), under=kernel_common.exact_pattern(mixed))
-            wider = kernel_common.rows_launched_under(a, select.under) & rows & ~chosen
-            gone = float(kernel_common.summed_duration(a, others & wider))
-            edits.append(kernel_common.scale_kernels(a, wider, [gone] * 3, select))
+            select = Select(on="gpu", kind=("kernel",), under=kernel_work.exact_pattern(mixed))
+            wider = kernel_work.rows_launched_under(a, select.under) & rows & ~chosen
+            gone = float(kernel_work.summed_duration(a, others & wider))
+            edits.append(kernel_work.scale_kernels(a, wider, [gone] * 3, select))
         return edits
 
     def _fused_time(
         self,
         a: Analysis,
-        blocks: kernel_common.AttentionBlocks,
-        fused: kernel_common.FusedEstimate | None,
+        blocks: kernel_work.AttentionBlocks,
+        fused: kernel_work.FusedEstimate | None,
         *,
         training: bool,
     ) -> tuple[float, float, float]:
         """Estimate what the fused kernels take, ns: expected, at best, at worst."""
-        passes = 1 + kernel_common.BACKWARD * training
+        passes = 1 + kernel_work.BACKWARD * training
         if fused is None:
             op = a.kernels["op_name"]
-            products = blocks.rows & name_matches(op, kernel_common.FORWARD).to_numpy()
-            own = kernel_common.summed_duration(a, products) * passes
+            products = blocks.rows & name_matches(op, kernel_work.FORWARD).to_numpy()
+            own = kernel_work.summed_duration(a, products) * passes
             return own * self.products, own * self.best_products, own * self.worst_products
         half = fused.half_ns * passes
         worst = half / self.worst_reach

@@ -14,7 +14,8 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import (
     ARITHMETIC,
     OURS,
     REAL_KERNEL,
@@ -22,9 +23,8 @@ from advisor.rules.citations import (
     SMALL_GRIDS_TRACES,
     TRACELENS,
 )
-from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.framework_advice import TF_COMPILE
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support.common import amount_per_step, example_steps
+from advisor.rules.support.framework_advice import TF_COMPILE
 from advisor.testing import Examples, TraceBuilder
 
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
@@ -74,7 +74,7 @@ class UnfusedElementwise(Rule):
     min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
     max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)
     min_busy = Threshold(
-        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
     kept_share = Threshold(1.0, "of the links whose tensor is no longer written", OURS)
     kept_high = Threshold(1.0, "of the links, at best", OURS)
@@ -132,22 +132,22 @@ class UnfusedElementwise(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Compare the time of chains with kernel time."""
-        if not kernel_common.is_device_busy(a, self.min_busy):
+        if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
-        rows = kernel_common.compute_rows(a)
-        fusible = rows & kernel_common.family_rows(a, *FUSIBLE)
-        if kernel_common.summed_duration(a, fusible) < self.min_share * total:
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        rows = kernel_work.compute_rows(a)
+        fusible = rows & kernel_work.family_rows(a, *FUSIBLE)
+        if kernel_work.summed_duration(a, fusible) < self.min_share * total:
             return
         fusible &= ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
-        fusible &= ~kernel_common.rows_launched_under(a, r"^Optimizer\.step#")
+        fusible &= ~kernel_work.rows_launched_under(a, r"^Optimizer\.step#")
         in_chain, chains, known = self._chains(a, rows, fusible)
-        share = kernel_common.summed_duration(a, in_chain) / total
+        share = kernel_work.summed_duration(a, in_chain) / total
         if share < self.min_share:
             return
-        selected = rows & kernel_common.family_rows(a, *FUSIBLE)
+        selected = rows & kernel_work.family_rows(a, *FUSIBLE)
         saved = float(chains["saved"].sum())
-        changes = kernel_common.fuse_kernels(
+        changes = kernel_work.fuse_kernels(
             a,
             selected,
             Select(on="gpu", kind=("kernel",), family=FUSIBLE),
@@ -169,7 +169,7 @@ class UnfusedElementwise(Rule):
                 amount_per_step(a, "chains", chains.height, "count"),
                 amount_per_step(a, "writing and rereading in between", saved),
             ],
-            where=kernel_common.kernel_locations(a, in_chain),
+            where=kernel_work.kernel_locations(a, in_chain),
             edits=changes,
             confidence_notes=[]
             if known >= 0.5
@@ -178,8 +178,8 @@ class UnfusedElementwise(Rule):
         )
 
     def _chains(
-        self, a: Analysis, rows: kernel_common.Mask, fusible: kernel_common.Mask
-    ) -> tuple[kernel_common.Mask, pl.DataFrame, float]:
+        self, a: Analysis, rows: kernel_work.Mask, fusible: kernel_work.Mask
+    ) -> tuple[kernel_work.Mask, pl.DataFrame, float]:
         """Rows in chains; a row a chain with ``count``, ``dur`` and ``saved`` (ns, if the tensor
         of every link stayed on the chip); the share of chain kernels whose shapes are known."""
         gpu = a.trace.gpu

@@ -11,16 +11,16 @@ from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import (
     ARITHMETIC,
     MATMUL_GUIDE,
     OURS,
     SILENT_TRACES,
     SMALL_GRIDS_TRACES,
 )
-from advisor.rules.common import amount_per_step, example_steps
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel import kernel_common
+from advisor.rules.support.common import amount_per_step, example_steps
+from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -53,7 +53,7 @@ class WaveQuantisation(Rule):
     max_waves = Threshold(4, "waves: above it the tail is below 20% anyway", ARITHMETIC)
     min_share = Threshold(0.03, "of kernel time, for one kernel name", OURS)
     min_busy = Threshold(
-        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
     recovered_share = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
 
@@ -79,13 +79,13 @@ class WaveQuantisation(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find kernels, by name, whose last waves waste time."""
-        if not kernel_common.is_device_busy(a, self.min_busy):
+        if not kernel_work.is_device_busy(a, self.min_busy):
             return
-        total = kernel_common.summed_duration(a, kernel_common.kernel_rows(a))
-        heavy = kernel_common.compute_rows(a) & kernel_common.family_rows(
+        total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
+        heavy = kernel_work.compute_rows(a) & kernel_work.family_rows(
             a, "gemm", "convolution", "attention"
         )
-        if kernel_common.summed_duration(a, heavy) < self.min_share * total:
+        if kernel_work.summed_duration(a, heavy) < self.min_share * total:
             return
         heavy_known = heavy & a.kernels["waves"].is_not_null().to_numpy()
         if not heavy_known.any():
@@ -100,10 +100,9 @@ class WaveQuantisation(Rule):
         table = self._wasteful(a, heavy_known, total)
         if table.is_empty():
             return
-        select = kernel_common.select_kernels(table["name"].cast(pl.String).to_list())
+        select = kernel_work.select_kernels(table["name"].cast(pl.String).to_list())
         rows = (
-            kernel_common.compute_rows(a)
-            & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+            kernel_work.compute_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         )
         lost, spent = float(table["lost"].sum()), float(table["dur"].sum())
         yield Finding(
@@ -117,15 +116,13 @@ class WaveQuantisation(Rule):
                 self.compare("waves of the largest", table["waves"][0], "max_waves", ""),
                 amount_per_step(a, "time of these kernels", spent),
             ],
-            where=kernel_common.kernel_locations(a, rows),
+            where=kernel_work.kernel_locations(a, rows),
             edits=[
-                kernel_common.scale_kernels(
-                    a, rows, (lost * self.recovered_share, lost, 0.0), select
-                )
+                kernel_work.scale_kernels(a, rows, (lost * self.recovered_share, lost, 0.0), select)
             ],
         )
 
-    def _wasteful(self, a: Analysis, rows: kernel_common.Mask, total: int) -> pl.DataFrame:
+    def _wasteful(self, a: Analysis, rows: kernel_work.Mask, total: int) -> pl.DataFrame:
         """Return kernels by name, most ``lost`` first: ``dur``, ``lost`` (ns), mean ``waves``."""
         name = a.trace.gpu["name"]
         waves = a.kernels["waves"].fill_null(0.0).to_numpy()
@@ -133,7 +130,7 @@ class WaveQuantisation(Rule):
             rows
             & (waves >= 1)
             & (waves < self.max_waves)
-            & ~name_matches(name, kernel_common.PERSISTENT).to_numpy()
+            & ~name_matches(name, kernel_work.PERSISTENT).to_numpy()
         )
         waves, dur = waves[index], a.trace.gpu["dur"].to_numpy()[index]
         waste = np.minimum(1 - waves / np.maximum(np.ceil(waves), 1), _headroom(a, index))
@@ -251,7 +248,7 @@ class SmallGrids(Rule):
         SMALL_GRIDS_TRACES,
     )
     min_busy = Threshold(
-        kernel_common.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
+        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
     )
     recovered_share = Threshold(
         0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS
@@ -296,25 +293,25 @@ class SmallGrids(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum the time of compute kernels with less than one block per multiprocessor."""
-        if not kernel_common.is_device_busy(a, self.min_busy):
+        if not kernel_work.is_device_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu
-        rows = kernel_common.compute_rows(a)
+        rows = kernel_work.compute_rows(a)
         blocks = gpu["blocks_per_sm"].fill_null(np.inf).to_numpy()
         small = (
-            rows & (blocks < 1) & ~name_matches(gpu["name"], kernel_common.PERSISTENT).to_numpy()
-        ) & ~kernel_common.family_rows(a, *BY_CHANNEL)
-        total = kernel_common.summed_duration(a, rows)
+            rows & (blocks < 1) & ~name_matches(gpu["name"], kernel_work.PERSISTENT).to_numpy()
+        ) & ~kernel_work.family_rows(a, *BY_CHANNEL)
+        total = kernel_work.summed_duration(a, rows)
         if not total:
             return
-        share = kernel_common.summed_duration(a, small) / total
+        share = kernel_work.summed_duration(a, small) / total
         if share < self.min_share:
             return
         dur = gpu["dur"].to_numpy()[small]
         empty = float((dur * (1 - blocks[small])).sum())
         empty_share = empty / float(dur.sum())
         families = sorted(set(a.kernels["family"].filter(small).drop_nulls().to_list()))
-        selected = rows & kernel_common.family_rows(a, *families)
+        selected = rows & kernel_work.family_rows(a, *families)
         saved = (empty * part for part in (self.recovered_share, 1.0, self.worst_part))
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
         yield Finding(
@@ -326,10 +323,10 @@ class SmallGrids(Rule):
                 self.compare("small kernels, share of compute time", share, "min_share"),
                 Evidence("of the GPU empty meanwhile", empty_share, "share"),
                 amount_per_step(a, "small kernels", int(small.sum()), "count"),
-                self.compare("device busy", kernel_common.busy_share(a), "min_busy"),
+                self.compare("device busy", kernel_work.busy_share(a), "min_busy"),
             ],
-            where=kernel_common.kernel_locations(a, small),
-            edits=[kernel_common.scale_kernels(a, selected, saved, select)],
+            where=kernel_work.kernel_locations(a, small),
+            edits=[kernel_work.scale_kernels(a, selected, saved, select)],
         )
 
     @staticmethod

@@ -9,10 +9,10 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
-from advisor.rules.common import impact_without_gain, recorded_steps, steps_seen
-from advisor.rules.host.launch_gaps import measure_launch_gaps
-from advisor.rules.memory.device_memory import gpu_capacity, held_by_others, last_known
+from advisor.rules.support.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
+from advisor.rules.support.common import impact_without_gain, recorded_steps, steps_seen
+from advisor.rules.support.device_memory import gpu_capacity, held_by_others, last_known
+from advisor.rules.support.launch_gaps import measure_launch_gaps
 from advisor.testing import Examples, TraceBuilder
 
 SHOWN_FACTOR = 16

@@ -17,8 +17,8 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES, TENSORBOARD
-from advisor.rules.common import (
+from advisor.rules.support.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES, TENSORBOARD
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     int_column,
@@ -29,12 +29,12 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.framework_advice import STAGING_CODE, in_any_language
-from advisor.rules.memory.device_memory import (
+from advisor.rules.support.device_memory import (
     DRIVER_CALLS,
     frees_of_empty_cache,
     run_product,
 )
+from advisor.rules.support.framework_advice import STAGING_CODE, in_any_language
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -7,9 +7,9 @@ import polars as pl
 from advisor.core.finding import Edit, Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.citations import OURS, SILENT_TRACES
-from advisor.rules.common import amount_per_step, locate_row
-from advisor.rules.memory.device_memory import (
+from advisor.rules.support.citations import OURS, SILENT_TRACES
+from advisor.rules.support.common import amount_per_step, locate_row
+from advisor.rules.support.device_memory import (
     DRIVER_CALLS,
     frees_of_empty_cache,
     run_product,

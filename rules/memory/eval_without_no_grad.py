@@ -15,8 +15,14 @@ from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.measure.device.families import find_layer_operators
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CURED_RECORDINGS, OURS, REAL_EVAL, REAL_KERNEL, SILENT_TRACES
-from advisor.rules.common import (
+from advisor.rules.support.citations import (
+    CURED_RECORDINGS,
+    OURS,
+    REAL_EVAL,
+    REAL_KERNEL,
+    SILENT_TRACES,
+)
+from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,

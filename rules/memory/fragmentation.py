@@ -20,9 +20,9 @@ from advisor.measure.memory.allocator_replay import (
     measure_repacking,
     measure_repacking_at_end,
 )
-from advisor.rules.citations import CHOSEN, public_traces
-from advisor.rules.common import impact_memory, recorded_steps
-from advisor.rules.memory.device_memory import (
+from advisor.rules.support.citations import CHOSEN, public_traces
+from advisor.rules.support.common import impact_memory, recorded_steps
+from advisor.rules.support.device_memory import (
     EXPANDABLE,
     GIB,
     gpu_capacity,

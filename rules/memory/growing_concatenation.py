@@ -16,8 +16,8 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,
@@ -26,7 +26,7 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.kernel.kernel_common import (
+from advisor.rules.support.kernel_work import (
     rows_launched_under,
     summed_duration,
 )

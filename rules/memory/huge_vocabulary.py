@@ -14,15 +14,15 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits, find_savings
-from advisor.rules.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES, public_traces
-from advisor.rules.common import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES, public_traces
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     impact_memory,
     rows_in_steps,
 )
-from advisor.rules.kernel import kernel_common
-from advisor.rules.memory.device_memory import (
+from advisor.rules.support.device_memory import (
     locate_allocation,
     measure_held,
     measure_peaks,
@@ -157,7 +157,7 @@ class HugeVocabulary(Rule):
             return
         described = cpu["inputs"].gather(calls)
         if described.null_count() == len(calls):
-            kernels = kernel_common.rows_launched_under(a, _FORWARD) & a.in_window
+            kernels = kernel_work.rows_launched_under(a, _FORWARD) & a.in_window
             if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.worth_asking_ns).any():
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
@@ -189,7 +189,7 @@ class HugeVocabulary(Rule):
             source = f"of the {t.format_bytes(known)} {held} at the peak"
         tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
-        under = kernel_common.rows_launched_under(a, _LOSS) & a.in_window
+        under = kernel_work.rows_launched_under(a, _LOSS) & a.in_window
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "
@@ -204,7 +204,7 @@ class HugeVocabulary(Rule):
                     "min_vocabulary",
                     "count",
                 ),
-                amount_per_step(a, "GPU time of the loss", kernel_common.summed_duration(a, under)),
+                amount_per_step(a, "GPU time of the loss", kernel_work.summed_duration(a, under)),
             ],
             where=costliest_places(a, calls.astype(np.int64), taken),
             impact=impact_memory(2 * largest, "log-softmax and one gradient of its size"),

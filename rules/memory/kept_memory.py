@@ -15,9 +15,9 @@ from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.peak_memory import PeakMemory, fullest_devices, growing_lines
 from advisor.measure.steps.step_records import StepRecords
-from advisor.rules.citations import CHOSEN, TRACEML, public_traces
-from advisor.rules.common import impact_memory, impact_risk, recorded_steps
-from advisor.rules.memory.device_memory import (
+from advisor.rules.support.citations import CHOSEN, TRACEML, public_traces
+from advisor.rules.support.common import impact_memory, impact_risk, recorded_steps
+from advisor.rules.support.device_memory import (
     gpu_capacity,
     last_known,
     line_name,

@@ -12,9 +12,9 @@ from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import SGLANG, TENSORRT_LLM, VLLM
-from advisor.rules.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
-from advisor.rules.common import impact_risk
-from advisor.rules.memory.device_memory import (
+from advisor.rules.support.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
+from advisor.rules.support.common import impact_risk
+from advisor.rules.support.device_memory import (
     EXPANDABLE,
     GIB,
     LOWER_PEAK,

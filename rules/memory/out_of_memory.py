@@ -12,9 +12,9 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
 from advisor.measure.memory.memory_savings import LOSS_CHUNKS, Saving, find_savings
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, public_traces
-from advisor.rules.common import impact_risk, recorded_steps
-from advisor.rules.memory.device_memory import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, public_traces
+from advisor.rules.support.common import impact_risk, recorded_steps
+from advisor.rules.support.device_memory import (
     EXPANDABLE,
     LOWER_PEAK,
     LOWER_PEAK_INFERENCE,

@@ -11,8 +11,8 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.trace_memory import REENTRANT, find_recompute
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import CHECKPOINT, OURS, public_traces
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHECKPOINT, OURS, public_traces
+from advisor.rules.support.common import (
     TRANSFORMERS,
     amount_per_step,
     locate_row,
@@ -20,7 +20,7 @@ from advisor.rules.common import (
     runs_code_of,
     scale_edit,
 )
-from advisor.rules.memory.device_memory import GIB, measure_held, run_product, skip_without_events
+from advisor.rules.support.device_memory import GIB, measure_held, run_product, skip_without_events
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^autograd::engine::evaluate_function|Backward"

@@ -11,10 +11,10 @@ from advisor.core.intervals import covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.replay.project.device_scaling import host_rate
-from advisor.rules.citations import CHOSEN, ENGINE_FLOOR
-from advisor.rules.common import amount_per_step, of_step
-from advisor.rules.framework_advice import in_any_language
-from advisor.rules.kernel.kernel_common import (
+from advisor.rules.support.citations import CHOSEN, ENGINE_FLOOR
+from advisor.rules.support.common import amount_per_step, of_step
+from advisor.rules.support.framework_advice import in_any_language
+from advisor.rules.support.kernel_work import (
     kernel_locations,
     kernel_rows,
     scale_kernels,

@@ -15,15 +15,15 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import CHOSEN, CURED_RECORDINGS, SPARSE_UPDATE, XPROF
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SPARSE_UPDATE, XPROF
+from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     of_step,
     runs_code_of,
     scale_edit,
 )
-from advisor.rules.optimizer.embedding_tables import MAX_DESCRIBED, Table, find_tables
+from advisor.rules.support.embedding_tables import MAX_DESCRIBED, Table, find_tables
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^aten::embedding_dense_backward$"

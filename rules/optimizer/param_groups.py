@@ -9,10 +9,10 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
-from advisor.rules.common import costliest_places, of_step, scale_edit
-from advisor.rules.kernel.kernel_common import STEP
-from advisor.rules.optimizer.group_rounds import Rounds, optimizer_steps, rounds_of_a_step
+from advisor.rules.support.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import costliest_places, of_step, scale_edit
+from advisor.rules.support.group_rounds import Rounds, optimizer_steps, rounds_of_a_step
+from advisor.rules.support.kernel_work import STEP
 from advisor.testing import Examples, TraceBuilder
 
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")

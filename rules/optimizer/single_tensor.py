@@ -14,18 +14,18 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import FOREACH, OURS, SILENT_TRACES, XPROF
-from advisor.rules.common import (
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import FOREACH, OURS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import (
     example_steps,
     of_step,
     outermost_in_steps,
     per_step,
     scale_edit,
 )
-from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.kernel_common import FUSED, STEP
-from advisor.rules.optimizer.embedding_tables import find_tables
-from advisor.rules.optimizer.group_rounds import updates_few_tensors
+from advisor.rules.support.embedding_tables import find_tables
+from advisor.rules.support.group_rounds import updates_few_tensors
+from advisor.rules.support.kernel_work import FUSED, STEP
 from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\b_single_tensor_\w+"
@@ -138,17 +138,17 @@ class SingleTensorOptimizer(Rule):
             return
         gpu = a.trace.gpu
         under = rows_under(a, STEP)
-        rows = kernel_common.compute_rows(a) & kernel_common.rows_launched_under(a, STEP)
+        rows = kernel_work.compute_rows(a) & kernel_work.rows_launched_under(a, STEP)
         count = int(rows.sum())
         if not count:
             return
         multi_tensor = rows & name_matches(gpu["name"], FUSED).to_numpy()
         count_per_step = count / a.step_count
         if multi_tensor.any():
-            of_optimizer = kernel_common.summed_duration(a, rows)
-            share = kernel_common.summed_duration(a, multi_tensor) / max(1, of_optimizer)
-            large = of_optimizer >= self.praise_share * kernel_common.summed_duration(
-                a, kernel_common.kernel_rows(a)
+            of_optimizer = kernel_work.summed_duration(a, rows)
+            share = kernel_work.summed_duration(a, multi_tensor) / max(1, of_optimizer)
+            large = of_optimizer >= self.praise_share * kernel_work.summed_duration(
+                a, kernel_work.kernel_rows(a)
             )
             if share >= 0.5 and large and not updates_few_tensors(a):
                 yield PassedCheck(

@@ -9,8 +9,8 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.rules.citations import CHOSEN, XPROF
-from advisor.rules.common import measure_time_in, of_step, remove_at, scale_edit
+from advisor.rules.support.citations import CHOSEN, XPROF
+from advisor.rules.support.common import measure_time_in, of_step, remove_at, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
 CONVOLUTION = "^aten::convolution_backward$"

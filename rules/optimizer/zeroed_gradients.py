@@ -9,8 +9,8 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
-from advisor.rules.citations import OURS, public_traces
-from advisor.rules.common import amount_per_step, costliest_places, row_numbers, scale_edit
+from advisor.rules.support.citations import OURS, public_traces
+from advisor.rules.support.common import amount_per_step, costliest_places, row_numbers, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
 ZEROING = r"^Optimizer\.zero_grad"

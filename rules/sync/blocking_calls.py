@@ -17,8 +17,8 @@ from advisor.measure import Analysis
 from advisor.measure.host.reads import backward_nodes, outermost_aten
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import innermost_library
-from advisor.rules.citations import ENGINE_FLOOR, OURS, SILENT_TRACES, public_traces
-from advisor.rules.common import (
+from advisor.rules.support.citations import ENGINE_FLOOR, OURS, SILENT_TRACES, public_traces
+from advisor.rules.support.common import (
     amount_per_step,
     of_step,
     per_step,
@@ -27,9 +27,8 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.framework_advice import NO_READS, in_any_language
-from advisor.rules.kernel.kernel_common import exact_pattern
-from advisor.rules.sync.host_waits import (
+from advisor.rules.support.framework_advice import NO_READS, in_any_language
+from advisor.rules.support.host_waits import (
     PINNED_CALLS,
     TO_DEVICE_PINNED,
     BlockingCalls,
@@ -39,6 +38,7 @@ from advisor.rules.sync.host_waits import (
     select_blocking_calls,
     with_operators,
 )
+from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 _CALLS_METRIC = r"torchmetrics/(?:metric|collections)\.py\(\d+\): (?:\w+\.)?forward$"

@@ -17,7 +17,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.reads import COPY, VALUE
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
-from advisor.rules.citations import (
+from advisor.rules.support.citations import (
     ENGINE_FLOOR,
     FOREACH,
     OURS,
@@ -27,7 +27,7 @@ from advisor.rules.citations import (
     XPROF,
     public_traces,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     CONFUSION_MATRIX,
     amount_per_step,
     costliest_places,
@@ -38,9 +38,8 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.framework_advice import READ_SELDOM, in_any_language
-from advisor.rules.host.launch_gaps import LAUNCHING, measure_launch_gaps
-from advisor.rules.sync.host_waits import (
+from advisor.rules.support.framework_advice import READ_SELDOM, in_any_language
+from advisor.rules.support.host_waits import (
     BlockingCalls,
     count_causes,
     locate_blocking,
@@ -50,6 +49,7 @@ from advisor.rules.sync.host_waits import (
     select_blocking_calls,
     with_operators,
 )
+from advisor.rules.support.launch_gaps import LAUNCHING, measure_launch_gaps
 from advisor.testing import Examples, TraceBuilder
 
 _STEP = r"^Optimizer\.|clip_grad|grad_scaler"

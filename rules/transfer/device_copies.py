@@ -13,8 +13,8 @@ from advisor.core.trace import JAX
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
-from advisor.rules.citations import OURS, SILENT_TRACES, TRACELENS, public_traces
-from advisor.rules.common import (
+from advisor.rules.support.citations import OURS, SILENT_TRACES, TRACELENS, public_traces
+from advisor.rules.support.common import (
     amount_per_step,
     busy_intervals,
     device_places,
@@ -23,8 +23,8 @@ from advisor.rules.common import (
     per_step,
     row_numbers,
 )
-from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.sync.host_waits import (
+from advisor.rules.support.framework_advice import BATCHES_AHEAD, in_any_language
+from advisor.rules.support.host_waits import (
     PINNED_CALLS,
     TO_DEVICE_PINNED,
     make_async,

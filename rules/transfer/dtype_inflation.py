@@ -16,8 +16,14 @@ from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.reads import DELIBERATE
 from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
-from advisor.rules.citations import ENGINE_FLOOR, OURS, PAGEABLE_64K, SILENT_TRACES, TRACELENS
-from advisor.rules.common import (
+from advisor.rules.support.citations import (
+    ENGINE_FLOOR,
+    OURS,
+    PAGEABLE_64K,
+    SILENT_TRACES,
+    TRACELENS,
+)
+from advisor.rules.support.common import (
     amount_per_step,
     device_places,
     of_step,
@@ -27,7 +33,7 @@ from advisor.rules.common import (
     select_copies,
     sum_column,
 )
-from advisor.rules.sync.host_waits import make_calls_async
+from advisor.rules.support.host_waits import make_calls_async
 from advisor.testing import Examples, TraceBuilder
 
 _CONVERT = r"^aten::(?:copy_|div)$"

@@ -13,7 +13,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.rules.citations import (
+from advisor.rules.support.citations import (
     ENGINE_FLOOR,
     OURS,
     PAGEABLE_64K,
@@ -21,7 +21,7 @@ from advisor.rules.citations import (
     SILENT_TRACES,
     public_traces,
 )
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     amount_per_step,
     busy_intervals,
     device_places,
@@ -31,8 +31,8 @@ from advisor.rules.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.sync.host_waits import make_async, select_blocking_calls
+from advisor.rules.support.framework_advice import BATCHES_AHEAD, in_any_language
+from advisor.rules.support.host_waits import make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
 _CALLS = (

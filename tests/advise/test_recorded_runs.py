@@ -20,7 +20,7 @@ from advisor.read import open_run
 from advisor.render.formats import REPORTS
 from advisor.replay.estimators import GainEstimator
 from advisor.replay.result import what_if
-from advisor.rules.input.loader_waits import SINGLE_PROCESS
+from advisor.rules.support.loader_waits import SINGLE_PROCESS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder
 from tests.run_directories import write_run

@@ -28,7 +28,7 @@ from advisor.measure.host.layers import (
 )
 from advisor.measure.host.module_sources import MAX_DEPTH, op_path, split_modules
 from advisor.read import read_trace
-from advisor.rules.common import costliest_places
+from advisor.rules.support.common import costliest_places
 from advisor.testing import TraceBuilder
 
 US = 1000

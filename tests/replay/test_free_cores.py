@@ -8,8 +8,8 @@ from advisor.core.finding import Finding
 from advisor.core.run_directory import Host
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.window_replayer import WindowReplayer
-from advisor.rules.common import estimate_contended_loading
 from advisor.rules.input.dataloader_wait import SingleProcessLoader
+from advisor.rules.support.common import estimate_contended_loading
 from advisor.testing import TraceBuilder
 
 LOADING, STEP = 6_000.0, 10_000.0

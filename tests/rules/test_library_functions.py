@@ -35,8 +35,8 @@ from advisor.rules.host.python_hot_spot import PythonHotSpot
 from advisor.rules.host.sampled_hot_spot import SampledHotSpot
 from advisor.rules.input.dataloader_wait import SingleProcessLoader
 from advisor.rules.input.loader_cores import LoaderWorkers
-from advisor.rules.input.loader_waits import SINGLE_PROCESS, find_waits, library_of_loading
-from advisor.rules.library_functions import CURES, find_library_use
+from advisor.rules.support.library_functions import CURES, find_library_use
+from advisor.rules.support.loader_waits import SINGLE_PROCESS, find_waits, library_of_loading
 from advisor.testing import TraceBuilder
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from advisor.advise.select import load_rules
 from advisor.core.rule import Citation, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.read import read_trace
-from advisor.rules.common import impact_per_step
+from advisor.rules.support.common import impact_per_step
 from advisor.testing import TraceBuilder
 
 ROOT = Path(__file__).parents[2]

@@ -195,7 +195,7 @@ def test_its_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_lea
 
     from advisor.measure import Analysis
     from advisor.read import read_trace
-    from advisor.rules.sync.host_waits import select_blocking_calls
+    from advisor.rules.support.host_waits import select_blocking_calls
 
     path = shared_trace("a100_train_6steps")
     a = Analysis(read_trace(path))

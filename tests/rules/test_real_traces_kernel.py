@@ -26,8 +26,8 @@ from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import Tensor
 from advisor.measure.host.operators import share_in
-from advisor.rules.kernel import kernel_common
 from advisor.rules.kernel.misaligned_gemm import GemmLayout, MisalignedGemm
+from advisor.rules.support import kernel_work
 from tests.corpus_analyses import examined
 
 Find = Callable[[str], str]
@@ -226,7 +226,7 @@ def test_large_aligned_products_of_busy_gpus_reach_most_of_the_attainable_rate(
     for name in names:
         (rule,) = [r for r in load_rules(config={}) if isinstance(r, MisalignedGemm)]
         a = analysis(shared_trace(name))
-        gemm = kernel_common.family_rows(a, "gemm") & kernel_common.compute_rows(a)
+        gemm = kernel_work.family_rows(a, "gemm") & kernel_work.compute_rows(a)
         misaligned, undecided, _, _ = rule._judge(a, gemm)
         table = a.rooflines.filter((pl.col("family") == "gemm") & (pl.col("bound") == "compute"))
         table = table.filter(pl.col("tensor_core") & (pl.col("dtype") != "fp32"))

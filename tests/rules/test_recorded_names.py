@@ -13,9 +13,9 @@ import pytest
 
 from advisor.measure.memory import trace_memory
 from advisor.read import read_trace
-from advisor.rules.kernel import kernel_common
-from advisor.rules.memory import device_memory, recompute
+from advisor.rules.memory import recompute
 from advisor.rules.optimizer import single_tensor
+from advisor.rules.support import device_memory, kernel_work
 
 torch = pytest.importorskip("torch")
 
@@ -52,10 +52,10 @@ def test_attention_by_hand_is_two_batched_products_around_a_softmax(
 
     names = recorded(work, tmp_path)
     forward = names[: names.index("autograd::engine::evaluate_function: SumBackward0")]
-    kept = [n for n in forward if re.search(f"{kernel_common.FORWARD}|{SOFTMAX}", n)]
+    kept = [n for n in forward if re.search(f"{kernel_work.FORWARD}|{SOFTMAX}", n)]
     assert kept == ["aten::bmm", "aten::_softmax", "aten::bmm"]
     backward = names[len(forward) :]
-    assert count(kernel_common.FORWARD, backward) == 4  # two gradients of two products
+    assert count(kernel_work.FORWARD, backward) == 4  # two gradients of two products
     assert count(SOFTMAX, backward) == 1
 
 
@@ -66,14 +66,14 @@ def test_the_math_fallback_of_sdpa_has_its_own_operator(heads: Any, tmp_path: Pa
         with sdpa_kernel([SDPBackend.MATH]):
             torch.nn.functional.scaled_dot_product_attention(*heads)
 
-    assert count(kernel_common.MATH, recorded(work, tmp_path)) == 1
+    assert count(kernel_work.MATH, recorded(work, tmp_path)) == 1
 
     def fused() -> None:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             torch.nn.functional.scaled_dot_product_attention(*heads)
 
     names = recorded(fused, tmp_path)
-    assert count(kernel_common.MATH, names) == 0
+    assert count(kernel_work.MATH, names) == 0
     assert count(SOFTMAX, names) == 0
 
 

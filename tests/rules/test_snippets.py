@@ -12,7 +12,7 @@ import pytest
 
 from advisor.advise.select import load_rules
 from advisor.core.rule import Rule
-from advisor.rules.framework_advice import STAGING_CODE
+from advisor.rules.support.framework_advice import STAGING_CODE
 
 torch = pytest.importorskip("torch")
 RULES: dict[str, Rule] = {rule.id: rule for rule in load_rules(config={})}

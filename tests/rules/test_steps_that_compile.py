@@ -6,9 +6,9 @@ import pytest
 
 from advisor.core.finding import Finding
 from advisor.core.rule import Rule
-from advisor.rules.common import COMPILING
 from advisor.rules.host.periodic_stalls import LongStep
 from advisor.rules.host.step_variation import RegularStalls, StepJitter
+from advisor.rules.support.common import COMPILING
 from advisor.testing import TraceBuilder
 
 MAIN, COMPILE = "train.py(9): main", "torch/_dynamo/convert_frame.py(900): _compile"

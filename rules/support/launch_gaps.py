@@ -20,7 +20,7 @@ from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of_call
 from advisor.replay.selection import rows_under
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     costliest_places,
     int_column,
     row_numbers,

@@ -25,8 +25,8 @@ from advisor.measure.host.stacks import (
     share_in,
 )
 from advisor.measure.steps.named_intervals import measure_contents
-from advisor.rules.citations import CHOSEN
-from advisor.rules.common import (
+from advisor.rules.support.citations import CHOSEN
+from advisor.rules.support.common import (
     amount_per_step,
     is_pytorch,
     locate_row,
@@ -34,7 +34,7 @@ from advisor.rules.common import (
     scale_edit,
     stacks_option,
 )
-from advisor.rules.library_functions import Cure, LibraryUse, find_library_use
+from advisor.rules.support.library_functions import Cure, LibraryUse, find_library_use
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""

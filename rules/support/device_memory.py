@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core.finding import Location, Select, SkippedCheck
 from advisor.replay.selection import rows_under
-from advisor.rules.common import recorded_steps
+from advisor.rules.support.common import recorded_steps
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:

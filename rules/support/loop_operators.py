@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import Rows, rows_in_steps
+from advisor.rules.support.common import Rows, rows_in_steps
 
 TRAINS = (
     r"^nn\.Module: |^(?:Optimizer\.|enumerate\(DataLoader\)|advisor::|autograd::engine)"

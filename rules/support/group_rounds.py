@@ -11,9 +11,9 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import rows_in_steps
-from advisor.rules.kernel.kernel_common import STEP
-from advisor.rules.optimizer.embedding_tables import MAX_DESCRIBED
+from advisor.rules.support.common import rows_in_steps
+from advisor.rules.support.embedding_tables import MAX_DESCRIBED
+from advisor.rules.support.kernel_work import STEP
 
 _MANY = r"^aten::_(?:foreach|fused)_"
 """Operators that update a list of tensors."""

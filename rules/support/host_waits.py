@@ -15,7 +15,7 @@ from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.host.reads import outermost_aten
 from advisor.replay.selection import selected_host
-from advisor.rules.common import (
+from advisor.rules.support.common import (
     MAX_CORRELATIONS,
     costliest_places,
     int_column,

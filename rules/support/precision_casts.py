@@ -10,7 +10,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import name_matches
-from advisor.rules.kernel.kernel_common import Mask
+from advisor.rules.support.kernel_work import Mask
 
 _CAST = r"^aten::copy_$"
 _SHORT = ("half", "bfloat16")

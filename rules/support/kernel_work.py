@@ -23,8 +23,8 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.replay.selection import rows_under
-from advisor.rules.citations import FLASH_2, FLASH_3
-from advisor.rules.common import layer_columns, layer_fields, locate_row
+from advisor.rules.support.citations import FLASH_2, FLASH_3
+from advisor.rules.support.common import layer_columns, layer_fields, locate_row
 
 Mask = NDArray[np.bool_]
 

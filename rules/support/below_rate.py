@@ -16,10 +16,10 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import rows_of, shape_text, share_in
-from advisor.rules.citations import OURS, SAM_PAIR
-from advisor.rules.common import amount_per_step
-from advisor.rules.kernel import kernel_common
-from advisor.rules.kernel.kernel_common import is_unfused_attention, read_inputs
+from advisor.rules.support import kernel_work
+from advisor.rules.support.citations import OURS, SAM_PAIR
+from advisor.rules.support.common import amount_per_step
+from advisor.rules.support.kernel_work import is_unfused_attention, read_inputs
 
 MIN_UNFUSED_SHARE = 0.5
 """Share of an operator's time in unfused attention from which it is that rule's finding."""
@@ -82,7 +82,7 @@ class BelowRate(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Find operators below ``max_efficiency``, and their share of kernel time."""
-        if not kernel_common.is_device_busy(a, self.min_busy):
+        if not kernel_work.is_device_busy(a, self.min_busy):
             return
         slow = self._suitable(
             a, find_slow(a, self.families, self.max_efficiency, self._matrix_work)
@@ -106,14 +106,14 @@ class BelowRate(Rule):
                 f"{format_share(worst['efficiency'])} of {self._rate}: {why}."
             ),
             evidence=self._evidence(a, slow),
-            where=kernel_common.kernel_locations(a, rows),
+            where=kernel_work.kernel_locations(a, rows),
             edits=[change],
             **advice,
         )
 
     def _unknown(self, a: Analysis) -> Iterator[SkippedCheck]:
         """Report that the rates of much of its work are unknown."""
-        return kernel_common.report_unknown_rates(a, self.families, self._work)
+        return kernel_work.report_unknown_rates(a, self.families, self._work)
 
     def _included(self, a: Analysis, slow: pl.DataFrame) -> str:
         """Say what else is in the operators' time."""
@@ -166,17 +166,17 @@ class BelowRate(Rule):
 
     def _edit(
         self, a: Analysis, slow: pl.DataFrame, *, searched: bool = False
-    ) -> tuple[Edit, kernel_common.Mask]:
+    ) -> tuple[Edit, kernel_work.Mask]:
         """Return the edit to bring the operators' kernels to an efficiency; and a mask of these.
         Where a kernel has to be ``searched`` for, not even the size of the gain is known: the
         estimate is the geometric mean of the ends.
 
         Kernels are named: where another operator runs the same ones, its time stays."""
-        rows = rows_of(a, slow) & kernel_common.compute_rows(a)
+        rows = rows_of(a, slow) & kernel_work.compute_rows(a)
         names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
-        select = kernel_common.select_kernels(names.to_list())
+        select = kernel_work.select_kernels(names.to_list())
         selected = (
-            kernel_common.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
+            kernel_work.kernel_rows(a) & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         )
         saved, best, worst = (
             saved_time(slow, efficiency, faster)
@@ -189,7 +189,7 @@ class BelowRate(Rule):
         if searched:
             saved = (best * worst) ** 0.5
         saved_times = (saved, best, worst)
-        return kernel_common.scale_kernels(a, selected, saved_times, select), rows
+        return kernel_work.scale_kernels(a, selected, saved_times, select), rows
 
 
 def find_slow(

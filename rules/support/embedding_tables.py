@@ -10,7 +10,7 @@ import polars as pl
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
-from advisor.rules.common import rows_in_steps
+from advisor.rules.support.common import rows_in_steps
 
 LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
 _MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"

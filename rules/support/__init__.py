@@ -1,0 +1,1 @@
+"""Helpers that several rules share, and the sources of numbers. No rule is defined here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from advisor.advise.kernel_counters import compiled_verdict, counters_verdict
 from advisor.advise.memory import memory_verdict
@@ -17,11 +17,9 @@ from advisor.core.auxiliary_inputs import (
     AuxiliaryInput,
 )
 from advisor.core.report import Report, Scope, Status
+from advisor.core.rule import VerdictRole
+from advisor.measure import Analysis
 from advisor.measure.comm.flight_recorder import UNENDED, describe_problem, of_ranks
-
-if TYPE_CHECKING:
-    from advisor.core.rule import VerdictRole
-    from advisor.measure import Analysis
 
 Verdict = tuple[Status, str]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil, isfinite
-from typing import TYPE_CHECKING
 
 import polars as pl
 from msgspec.structs import replace
@@ -19,8 +18,11 @@ from msgspec.structs import replace
 from advisor.advise.limits import lost_records
 from advisor.advise.report_fields import MIN_APART_SHARE, step_time
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Impact
-from advisor.core.rule import Evidence
+from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Impact, RangeCause, Severity
+from advisor.core.report import StepTime
+from advisor.core.rule import Evidence, Rule
+from advisor.measure import Analysis
+from advisor.measure.steps.step_records import StepRecords
 from advisor.replay.estimators import BoundEstimator, GainEstimator
 from advisor.replay.exposed_time import leaves_device_work, remaining_device_time
 from advisor.replay.host_nodes import ready_batch_ns
@@ -28,13 +30,6 @@ from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
 from advisor.replay.window_replayer import GainRange
 from advisor.rules.support.common import device_waits
-
-if TYPE_CHECKING:
-    from advisor.core.finding import RangeCause, Severity
-    from advisor.core.report import StepTime
-    from advisor.core.rule import Rule
-    from advisor.measure import Analysis
-    from advisor.measure.steps.step_records import StepRecords
 
 MIN_GAIN_SHARE = 0.01
 """Share of the step below whose gain a finding is a note: two profiled runs differ by about as

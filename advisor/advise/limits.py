@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -20,19 +20,14 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX
+from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX, Run, Trace, TraceMeta
+from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX
 from advisor.measure.host.names import name_matches
-from advisor.measure.steps.step_differences import CAPTURE, LOADING, MAX_BUSY
-from advisor.measure.steps.step_records import MIN_DEVICE_TIMED
+from advisor.measure.steps.step_differences import CAPTURE, LOADING, MAX_BUSY, StepDifference
+from advisor.measure.steps.step_records import MIN_DEVICE_TIMED, StepRecords
 from advisor.measure.steps.steps import recorded_extent
 from advisor.measure.steps.unmarked_steps import range_groups
-
-if TYPE_CHECKING:
-    from advisor.core.trace import Run, Trace, TraceMeta
-    from advisor.measure import Analysis
-    from advisor.measure.steps.step_differences import StepDifference
-    from advisor.measure.steps.step_records import StepRecords
 
 ONE_OFF_CALLS = ("other", "free", "malloc", "launch", "module_load")
 """Classes of runtime calls that wait for nothing in a steady step."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from advisor.core import text as t
 from advisor.core.report import (
@@ -15,17 +16,13 @@ from advisor.core.report import (
     ModuleMemory,
     Report,
 )
+from advisor.core.rule import VerdictRole
+from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import Placement, explain_placement, measure_fragments
 from advisor.measure.memory.memory_kinds import CATEGORIES, NOT_ATTRIBUTED
 from advisor.measure.memory.memory_origin import held_by_module
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.peak_memory import PeakMemory, fullest_devices, growing_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from advisor.core.rule import VerdictRole
-    from advisor.measure import Analysis
 
 MAX_DEVICES = 16
 MAX_LINES = 40

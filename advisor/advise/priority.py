@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
@@ -19,15 +18,12 @@ from advisor.advise.impact import (
     scales_to_run,
     without_gain,
 )
-from advisor.core.finding import HOST_CODE, are_alternatives
+from advisor.core.finding import HOST_CODE, Finding, are_alternatives
+from advisor.core.rule import Rule
+from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
 from advisor.replay.estimators import GainEstimator
 from advisor.replay.selection import selected_gpu, selected_host
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Finding
-    from advisor.core.rule import Rule
-    from advisor.measure import Analysis
 
 FOLD_BELOW = 0.25
 """Share of its own gain that a finding must keep after those before it, else it is a symptom."""

@@ -6,7 +6,7 @@ Each is built here, once, as data with its words; renderers fold, sum and round 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -25,12 +25,10 @@ from advisor.core.charts import (
     StepAfterFix,
     StepBar,
 )
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Finding
-    from advisor.core.ranks import RankLine
-    from advisor.core.report import Report
-    from advisor.replay.estimators import GainEstimator
+from advisor.core.finding import Finding
+from advisor.core.ranks import RankLine
+from advisor.core.report import Report
+from advisor.replay.estimators import GainEstimator
 
 
 def build_charts(report: Report) -> ReportCharts:

@@ -6,21 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from advisor.advise.terms import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
+from advisor.core.charts import FixSequence
 from advisor.core.finding import HOST_CODE, LAYER_TIMES, Finding, Location, are_alternatives
 from advisor.core.prices import format_money
-from advisor.core.report import EQUAL_STEP_SHARE
+from advisor.core.report import EQUAL_STEP_SHARE, Replay, Report
+from advisor.core.rule import Per
 from advisor.core.trace import KINETO
-
-if TYPE_CHECKING:
-    from advisor.core.charts import FixSequence
-    from advisor.core.report import Replay, Report
-    from advisor.core.rule import Per
 
 MAX_NAMES = 6
 

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.discovery import classes_in, loading
@@ -23,14 +23,11 @@ from advisor.core.errors import AdvisorError, suggest
 from advisor.core.files import open_regular, tool_section
 from advisor.core.finding import Category
 from advisor.core.rule import Rule
-from advisor.core.trace import blank_trace
+from advisor.core.run_directory import RankRecord
+from advisor.core.trace import Run, Trace, blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.peak_memory import order_snapshots
 from advisor.measure.steps.steps import require_used_steps
-
-if TYPE_CHECKING:
-    from advisor.core.run_directory import RankRecord
-    from advisor.core.trace import Run, Trace
 
 
 def choose_windows(

@@ -8,24 +8,20 @@ would have to be recorded."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from advisor.core import labels
 from advisor.core.finding import Finding, SkippedCheck
-from advisor.core.rule import Program
-from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW
+from advisor.core.report import Report
+from advisor.core.rule import Program, Rule
+from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW, TraceMeta
+from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.inference.annotations import FORWARD, TRANSFORMERS
+from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.support.common import impact_without_gain
-
-if TYPE_CHECKING:
-    from advisor.core.report import Report
-    from advisor.core.rule import Rule
-    from advisor.core.trace import TraceMeta
-    from advisor.measure import Analysis
-    from advisor.measure.steps.step_records import StepRecords
 
 OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
 """Frameworks whose programs get no advice about PyTorch."""

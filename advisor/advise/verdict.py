@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -29,8 +30,9 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
 from advisor.core.intervals import covered_length
-from advisor.core.report import IdleCause, Report
-from advisor.core.rule import HostCheck
+from advisor.core.report import HostShare, IdleCause, Report
+from advisor.core.rule import HostCheck, Rule, VerdictRole
+from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.roofline import select_device_rows
 from advisor.measure.host.gaps import queued_idle_ns
@@ -38,14 +40,6 @@ from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import hottest_in_modules
 from advisor.measure.steps.step_differences import CAPTURE
 from advisor.replay.selection import selected_gpu
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from advisor.core.report import HostShare
-    from advisor.core.rule import Rule, VerdictRole
-    from advisor.measure import Analysis
-
 
 WIDE_LOW_END, WIDE_HIGH_END = 0.70, 2.0
 """Ends of the range, over the gain, beyond which the verdict shows the range."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -10,9 +10,7 @@ import polars as pl
 from advisor.compare.comparison import ComparedWork
 from advisor.core.intervals import covered_length
 from advisor.core.labels import shorten
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
+from advisor.measure import Analysis
 
 MAX_ROWS = 500
 COPY = "aten::copy_"

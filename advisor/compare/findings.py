@@ -10,19 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from advisor.advise.engine import AnalysisResult
 from advisor.advise.impact import MIN_GAIN_SHARE
 from advisor.compare.comparison import Change, FindingChange
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.finding import Edit, Finding, Location
+from advisor.core.report import Report
+from advisor.measure import Analysis
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
-
-if TYPE_CHECKING:
-    from advisor.advise.engine import AnalysisResult
-    from advisor.core.finding import Edit, Finding, Location
-    from advisor.core.report import Report
-    from advisor.measure import Analysis
 
 MIN_KEPT = 0.6
 """Share of a finding's gain, or of the time in its events, from which it is still there. A fix

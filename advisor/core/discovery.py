@@ -6,13 +6,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import EntryPoint
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 from advisor.core.errors import AdvisorError
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 Base = TypeVar("Base")
 

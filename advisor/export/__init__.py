@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from advisor.core.trace import KINETO
+from advisor.core.trace import KINETO, Trace
 from advisor.export.chrome import build_tracks, write_tables
 from advisor.export.rewrite import Extra, RewriteCounts, rewrite
-
-if TYPE_CHECKING:
-    from advisor.core.trace import Trace
 
 __all__ = ["RewriteCounts", "build_tracks", "rewrite", "write_trace"]
 

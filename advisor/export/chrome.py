@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding
 from advisor.core.intervals import EMPTY, Intervals, intersect, union, union_of
+from advisor.core.report import Report
 from advisor.core.trace import COMMS_SCHEMA, Trace
 from advisor.export.redact import Redactor
 from advisor.export.rewrite import (
@@ -31,15 +32,11 @@ from advisor.export.rewrite import (
     rewrite_head,
     write_events,
 )
+from advisor.measure import Analysis
 from advisor.read.readers.kineto import MAX_CALLS, OURS, whole_number
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.trace_events import COMM_FIELDS, EventArgs, call_class, copy_parts
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
-
-if TYPE_CHECKING:
-    from advisor.core.report import Report
-    from advisor.measure import Analysis
-
 
 AT_ONCE = 5_000
 """Number of events that are encoded, and redacted, at a time."""

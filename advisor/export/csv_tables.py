@@ -7,16 +7,13 @@ import io
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import polars as pl
 
 from advisor.core import labels
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Finding
-    from advisor.core.report import Report
-    from advisor.measure import Analysis
+from advisor.core.finding import Finding
+from advisor.core.report import Report
+from advisor.measure import Analysis
 
 Cell = str | int | float | bool | None
 FORMULA = ("=", "+", "-", "@")

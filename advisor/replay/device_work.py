@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import REACH_NS, Array, EdgeKind, Graph, NodeKind, median_with_default
+from advisor.core.trace import Trace
+from advisor.replay.graph import (
+    REACH_NS,
+    Array,
+    EdgeKind,
+    EdgeList,
+    Graph,
+    NodeKind,
+    median_with_default,
+)
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
-
-if TYPE_CHECKING:
-    from advisor.core.trace import Trace
-    from advisor.replay.graph import EdgeList
 
 TOLERANCE_NS = 5_000
 """A start within this of what its edges allow is explained."""

@@ -8,11 +8,12 @@ removed if any edit removes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
+from advisor.core.finding import Edit
 from advisor.core.intervals import EMPTY, Intervals, covered_length, subtract, union, union_of
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 from advisor.replay.host_nodes import ready_batch_ns
@@ -23,9 +24,6 @@ from advisor.replay.selection import (
     selected_gaps,
     selected_host,
 )
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Edit
 
 
 class EditedGraph(NamedTuple):

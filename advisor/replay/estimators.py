@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING
 
-from advisor.core.finding import LAYER_TIMES
+from advisor.core.finding import LAYER_TIMES, Edit, Finding, RangeCause
 from advisor.core.report import HardPart, Replay
+from advisor.measure import Analysis
 from advisor.replay.exposed_time import ExposedTime, host_work, leaves_host_work
 from advisor.replay.predictions import widened_by_kind
 from advisor.replay.window_replayer import (
@@ -19,10 +19,6 @@ from advisor.replay.window_replayer import (
     event_cost,
     launching_events,
 )
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Edit, Finding, RangeCause
-    from advisor.measure import Analysis
 
 REPLAY, BOUND = "replay", "upper bound (exposed time)"
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
+from advisor.core.finding import Edit, Select
 from advisor.core.intervals import (
     EMPTY,
     Intervals,
@@ -25,6 +26,7 @@ from advisor.core.intervals import (
     union,
     union_of,
 )
+from advisor.measure import Analysis
 from advisor.measure.comm.gloo import time_on_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
@@ -41,10 +43,6 @@ from advisor.replay.selection import (
     selected_host,
     waits_on_host,
 )
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Edit, Select
-    from advisor.measure import Analysis
 
 MAX_LATENCY_NS = 10_000
 """Maximum start latency before a piece of work on its stream, ns: it is removed with the work (1 to

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import polars as pl
 
+from advisor.core.trace import Trace
+from advisor.measure import Analysis
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.host.syncs import work_past_return_ns
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
@@ -31,10 +31,6 @@ from advisor.replay.host_nodes import (
     wait_rows,
 )
 from advisor.replay.sync_edges import add_sync_edges
-
-if TYPE_CHECKING:
-    from advisor.core.trace import Trace
-    from advisor.measure import Analysis
 
 MAX_NODES = 30_000
 """Maximum number of nodes of one replay, which takes about 15 ms. Longer recordings are represented

@@ -10,7 +10,7 @@ is certain, and what is left over may be any Python that was not recorded.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -22,9 +22,6 @@ from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.measure.host.syncs import calls_ended_by_stream
 from advisor.replay.graph import Array, NodeKind
-
-if TYPE_CHECKING:
-    from advisor.core.trace import Trace
 
 STARVED_NS, STARVED_SHARE = 500_000, 0.05
 """Minimum length, ns and share of the step, of a call of a loader with workers that waited for

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
+from advisor.core.finding import Edit, Operation, Select
 from advisor.replay.edited_graph import GraphEdits
 from advisor.replay.graph import NEVER, EdgeKind, NodeKind
-from advisor.replay.selection import collectives_on_host, host_of_layer
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Edit, Operation, Select
-    from advisor.replay.selection import Selection
+from advisor.replay.selection import Selection, collectives_on_host, host_of_layer
 
 GRAPH_LAUNCH_NS = 1_000.0
 """Host time a kernel costs inside a CUDA graph, about (NVIDIA, "Constant time launch", 2024:

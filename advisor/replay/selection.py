@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from difflib import SequenceMatcher
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Select
 from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.measure import Analysis
 from advisor.measure.comm.comms import list_collectives
 from advisor.measure.comm.gloo import host_work, list_on_host, time_on_host
-from advisor.measure.host.layers import matching_nodes, modules_around, work_nodes
+from advisor.measure.host.layers import LayerTable, matching_nodes, modules_around, work_nodes
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     Rows,
@@ -30,12 +31,6 @@ from advisor.measure.host.stacks import (
 )
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph import Array, EdgeKind, Graph, NodeKind
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Select
-    from advisor.measure import Analysis
-    from advisor.measure.host.layers import LayerTable
-
 
 Mask = NDArray[np.bool_]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core.intervals import union
+from advisor.core.trace import Trace
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.syncs import clock_tolerance_ns, recorded_waits, work_past_return_ns
 from advisor.replay.device_work import SLACK_NS, DeviceWork, device_nodes
@@ -16,16 +17,13 @@ from advisor.replay.graph import (
     FEW,
     Array,
     EdgeKind,
+    EdgeList,
     Graph,
     Latencies,
     NodeKind,
     median_with_default,
 )
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
-
-if TYPE_CHECKING:
-    from advisor.core.trace import Trace
-    from advisor.replay.graph import EdgeList
 
 COLLECTIVE = r"^(nccl|rccl|msccl)"
 OWN_WORK = ("memcpy", "memcpy_blocking", "launch", "graph_launch", "memset")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import LAYER_TIMES
+from advisor.core.finding import LAYER_TIMES, Edit, RangeCause
 from advisor.core.intervals import union
+from advisor.measure import Analysis
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED
+from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED, StepRecords
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
 from advisor.replay.exposed_time import ExposedTime, leaves_device_work
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph
@@ -29,11 +30,6 @@ from advisor.replay.replay_quality import (
     path_composition,
 )
 from advisor.replay.selection import Selection
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Edit, RangeCause
-    from advisor.measure import Analysis
-    from advisor.measure.steps.step_records import StepRecords
 
 EVENT_COST_NS = {"plain": 800.0, "shapes": 600.0, "python": 500.0}
 """Host time that the profiler adds to each event, about: 0.8 µs, with shapes 1.4 (PyTorch 2.13,

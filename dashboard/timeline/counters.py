@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
+from advisor.core.run_directory import Gpu, Host, RankRecord
+from advisor.measure import Analysis
 from advisor.measure.steps.step_records import finite_or_nan
-
-if TYPE_CHECKING:
-    from advisor.core.run_directory import Gpu, Host, RankRecord
-    from advisor.measure import Analysis
 
 MAX_COUNTERS = 48
 HOLD_PERIODS = 2.5

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.text import cause_label
+from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.dashboard.timeline.search import locate_slice
-
-if TYPE_CHECKING:
-    from advisor.dashboard.timeline.index import TimelineIndex
-    from advisor.measure import Analysis
+from advisor.measure import Analysis
 
 MAX_LINKS = 24
 MAX_TEXT = 4000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -24,14 +24,12 @@ from advisor.dashboard.timeline.detail_levels import (
     SYNCS,
 )
 from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, TimelineIndex
+from advisor.measure import Analysis
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import frame_rank, parent_rows
 from advisor.measure.steps.steps import rename_step_mark
 from advisor.measure.steps.timeline import CLASSES, CODE
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 FOLD_BEYOND = 2
 """Number of threads after which the others start collapsed."""

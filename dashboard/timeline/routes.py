@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flask
 
 from advisor.core.labels import distinct_labels
 from advisor.dashboard.page_view import clean_query
+from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 from advisor.dashboard.timeline.detail_levels import (
     ALL,
     BASE,
@@ -30,9 +31,6 @@ from advisor.dashboard.timeline.search import (
     step_through,
 )
 from advisor.dashboard.timeline.state import RankTimeline, time_offset
-
-if TYPE_CHECKING:
-    from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 
 NAMES_PER_PAGE = 4096
 """Number of names on one page of the name table."""

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
+from advisor.core.finding import Finding
 from advisor.core.intervals import Intervals, intersect
 from advisor.core.labels import labels_by_name
+from advisor.core.report import Report
 from advisor.core.text import cause_label
 from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.dashboard.timeline.index import TimelineIndex
+from advisor.measure import Analysis
 from advisor.measure.host.gaps import CAUSES
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Finding
-    from advisor.core.report import Report
-    from advisor.dashboard.timeline.index import TimelineIndex
-    from advisor.measure import Analysis
 
 MAX_NAMES = 8
 

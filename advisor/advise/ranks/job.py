@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec import structs
 
+from advisor.advise.options import Options
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
 from advisor.advise.ranks.task import MeasureTask, for_workers, select_rank
-from advisor.advise.ranks.worker_pool import iterate_results, start_processes
+from advisor.advise.ranks.worker_pool import Cluster, iterate_results, start_processes
 from advisor.core.cgroup import count_cores
 from advisor.core.errors import AdvisorError
+from advisor.core.pool import ProcessPool
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
 from advisor.measure.ranks.summary import RankSummary, UnreadRank, select_main_run
@@ -25,11 +27,6 @@ from advisor.read.directory import MAX_ELSEWHERE, trace_files
 from advisor.read.registry import with_window
 from advisor.read.remote.urls import RankFilter, RemoteFile, is_url, local_path, rank_in, redact_url
 from advisor.read.runs import read_source
-
-if TYPE_CHECKING:
-    from advisor.advise.options import Options
-    from advisor.advise.ranks.worker_pool import Cluster
-    from advisor.core.pool import ProcessPool
 
 MAX_RANKS_IN_MEMORY: Final = 16
 """Number of ranks up to which all traces are held at once. A trace of 20 MB takes some 0.15 GB

@@ -6,7 +6,7 @@ import gc
 import time
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct, field, structs
@@ -15,12 +15,9 @@ from advisor import __version__
 from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run
-from advisor.measure.ranks.summary import MAX_DECODED, UnreadRank, encode
+from advisor.core.trace import Run
+from advisor.measure.ranks.summary import MAX_DECODED, RankSummary, UnreadRank, encode
 from advisor.read.remote.urls import RemoteFile, location_of_url
-
-if TYPE_CHECKING:
-    from advisor.core.trace import Run
-    from advisor.measure.ranks.summary import RankSummary
 
 RETRY_PAUSES_S: Final = (0.5, 2.0)
 """Pauses before each retry of a perhaps transient failure, s: a file system that hung, memory that

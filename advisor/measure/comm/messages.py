@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.trace import Trace
 from advisor.measure.device.shapes import OpInputs, bare_type_name, width_of
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import ancestor_chains, parent_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from advisor.core.trace import Trace
 
 COLLECTIVES = (
     "all_reduce",

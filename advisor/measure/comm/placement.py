@@ -4,11 +4,12 @@ shared a node."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import polars as pl
 
+from advisor.measure import Analysis
 from advisor.measure.comm.links import (
     ATTAINED_SHARE,
     LARGE_MESSAGE_BYTES,
@@ -20,9 +21,6 @@ from advisor.measure.comm.links import (
 )
 from advisor.measure.comm.mesh import pipeline_wait
 from advisor.measure.comm.messages import bus_factor
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 FILLS: int = 1 << 20
 """Size from which messages show the rate of a link, bytes (nccl-tests)."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
+from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import outermost_rows, parent_rows
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 Rows = NDArray[np.int64]
 

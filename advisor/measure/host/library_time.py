@@ -7,13 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Location
+from advisor.measure import Analysis
 from advisor.measure.host.stacks import (
     MIN_COVERED,
     MIN_SAMPLES,
@@ -26,9 +27,6 @@ from advisor.measure.host.stacks import (
     parent_rows,
     parse_frame,
 )
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 MAX_STACKS = 2_000
 """Most different stacks of a window that are read, those with most time."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core.finding import Location
 from advisor.core.intervals import intersect, union
+from advisor.measure import Analysis
 from advisor.measure.host.reads import outermost_aten
 from advisor.measure.host.stacks import (
     MIN_COVERED,
     MIN_OF_LOOP,
     MIN_SAMPLES,
+    HottestLine,
     SampledStack,
     frame_rank,
     line_of_function,
@@ -25,10 +27,6 @@ from advisor.measure.host.stacks import (
     nullable_rows,
     parse_frame,
 )
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
-    from advisor.measure.host.stacks import HottestLine
 
 LEARNING = frozenset(("backward", "optimizer"))
 """Parts of a step that training alone has."""

@@ -6,27 +6,21 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
 
 from advisor.core.intervals import Floats, Ints, covered_length
 from advisor.core.ranks import format_ranks
+from advisor.measure import Analysis
 from advisor.measure.comm.comms import list_collectives
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.host.names import map_names
 from advisor.measure.ranks.align import group_medians
 from advisor.measure.ranks.members import Members, find_members
-from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_SHARE, Deviation
+from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_SHARE, Deviation, JobMeasurements
 from advisor.measure.ranks.summary import Collectives, StepSummary, pack
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from advisor.measure import Analysis
-    from advisor.measure.ranks.outliers import JobMeasurements
-
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives that no rank can leave before every rank of its group has entered them. (A rank can

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
+from advisor.core.finding import Finding
 from advisor.core.intervals import Ints, covered_length, union
+from advisor.core.report import MemorySample
+from advisor.measure import Analysis
 from advisor.measure.host.reads import outermost_aten
 from advisor.measure.ranks.collectives import (
     collective_table,
@@ -33,11 +35,6 @@ from advisor.measure.ranks.summary import (
 )
 from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
 from advisor.read.remote.urls import redact_url
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Finding
-    from advisor.core.report import MemorySample
-    from advisor.measure import Analysis
 
 MAX_KERNELS = 40
 """Number of kernels compared between ranks: those with most time, nearly all of a step's."""

@@ -3,12 +3,14 @@ communication is exposed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core.intervals import Bools, Ints, covered_length
+from advisor.measure import Analysis
 from advisor.measure.comm.gloo import has_host_collectives
 from advisor.measure.ranks.collectives import (
     SYNCHRONISING,
@@ -18,11 +20,6 @@ from advisor.measure.ranks.collectives import (
 )
 from advisor.measure.ranks.join import JoinedCollectives, match_collectives, measure_waits
 from advisor.measure.ranks.summary import RankSummary
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from advisor.measure import Analysis
 
 
 class Alignment(NamedTuple):

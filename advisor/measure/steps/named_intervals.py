@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
+from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
 from advisor.measure.host.stacks import (
@@ -26,10 +27,6 @@ from advisor.measure.host.stacks import (
     parent_rows,
 )
 from advisor.measure.inference.passes import ENGINE
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
-
 
 REGION = r"^Torch-Compiled Region"
 """Execution of a function that torch.compile rewrote, all of it: graph, bytecode, and what the

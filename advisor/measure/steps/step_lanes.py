@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
+from advisor.measure import Analysis
 
 CELLS = 900
 """Number of cells across the step; a screen shows no more of them."""

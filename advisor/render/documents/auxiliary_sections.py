@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ from advisor.core.auxiliary_inputs import (
     GraphBreak,
     NetworkLog,
 )
-from advisor.core.report import Report
+from advisor.core.report import KernelCounters, Report, TritonKernel
 from advisor.measure.comm.flight_recorder import describe_call, of_ranks
 from advisor.measure.device.kernel_profiles import label_kernels
 from advisor.render.document import (
@@ -38,10 +38,6 @@ from advisor.render.document import (
     Span,
     TextField,
 )
-
-if TYPE_CHECKING:
-    from advisor.core.report import KernelCounters, Report, TritonKernel
-
 
 MAX_ROWS: Final = 12
 

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.layers import Layer, LayerOutlier, Layers
-from advisor.core.report import Report
+from advisor.core.report import AttainableRate, OperatorRate, Report
 from advisor.core.rule import Per
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render.document import (
@@ -26,10 +26,6 @@ from advisor.render.document import (
     Span,
 )
 from advisor.render.documents import memory
-
-if TYPE_CHECKING:
-    from advisor.core.report import AttainableRate, OperatorRate, Report
-
 
 MAX_ROWS: Final = 30
 MAX_KINDS: Final = 10

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import PurePath
 from statistics import median
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.report import MemoryHolder, MemorySample, MemoryView, ModuleMemory, Report
 from advisor.render.document import (
     Block,
     Code,
@@ -20,9 +21,6 @@ from advisor.render.document import (
     plain_text,
 )
 from advisor.rules.memory.out_of_memory import describe_change
-
-if TYPE_CHECKING:
-    from advisor.core.report import MemoryHolder, MemorySample, MemoryView, ModuleMemory, Report
 
 MAX_ROWS: Final = 25
 """Number of rows of a table."""

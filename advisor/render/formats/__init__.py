@@ -6,15 +6,13 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from advisor.core.discovery import classes_in, loading
 from advisor.core.errors import AdvisorError
 from advisor.render.renderer import Renderer, RenderOptions
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 
 class Formats:

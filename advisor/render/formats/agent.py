@@ -6,16 +6,14 @@ instructions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.finding import Finding
+from advisor.core.report import Report
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 from advisor.rules.memory.out_of_memory import describe_change
-
-if TYPE_CHECKING:
-    from advisor.core.finding import Finding
-    from advisor.core.report import Report
 
 MAX_FINDINGS: Final = 4
 """Number of findings with fix and code; the others are a line each."""

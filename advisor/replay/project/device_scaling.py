@@ -14,8 +14,9 @@ shortest kernel each, as torchao counts them (``torchao/testing/training/rooflin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -23,15 +24,9 @@ from numpy.typing import NDArray
 
 from advisor.core import gpus
 from advisor.core.gpus import GpuSpec
+from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX
 from advisor.measure.host.operators import KERNEL_NS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from advisor.core.gpus import GpuSpec
-    from advisor.measure import Analysis
-
 
 Array = NDArray[Any]
 

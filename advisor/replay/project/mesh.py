@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
+from advisor.core.layers import MeshAxis
+from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks, find_node_size, ring_latency
 from advisor.measure.comm.mesh import count_passes, report_mesh
 from advisor.measure.comm.messages import bus_factor
@@ -32,10 +34,6 @@ from advisor.replay.predictions import mesh_error
 from advisor.replay.project.device_scaling import shortest_kernel
 from advisor.replay.project.project import scaled_step
 from advisor.replay.window_replayer import WindowReplayer
-
-if TYPE_CHECKING:
-    from advisor.core.layers import MeshAxis
-    from advisor.measure import Analysis
 
 OF_AXIS = {
     "data": "dp", "sharded data": "dp", "tensor": "tp", "pipeline": "pp", "context": "cp",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
+from advisor.core.gpus import GpuSpec
+from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.layers import range_label, work_nodes
@@ -30,10 +32,6 @@ from advisor.replay.project.device_scaling import (
     missing_unit,
 )
 from advisor.replay.window_replayer import WindowReplayer
-
-if TYPE_CHECKING:
-    from advisor.core.gpus import GpuSpec
-    from advisor.measure import Analysis
 
 LINEAR = ("mm", "addmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm")
 """Products with a weight, as PyTorch records them; ``bmm`` multiplies activations."""

@@ -6,24 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
-from advisor.core.gpus import known_gpus
+from advisor.core.gpus import GpuSpec, known_gpus
+from advisor.core.prices import Prices
+from advisor.measure import Analysis
 from advisor.replay.graph import NEVER, Array, EdgeKind
 from advisor.replay.predictions import device_error, host_error
 from advisor.replay.project.device_scaling import CODE, KINDS, ScaledDeviceWork, scale_device_work
 from advisor.replay.window_replayer import WindowReplayer
-
-if TYPE_CHECKING:
-    from advisor.core.gpus import GpuSpec
-    from advisor.core.prices import Prices
-    from advisor.measure import Analysis
-    from advisor.replay.window_replayer import WindowReplayer
-
 
 MAX_UNKNOWN = 0.5
 """Share of kernel time in kernels of no known family above which nothing is projected."""

@@ -4,10 +4,12 @@ the median one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
+from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
@@ -22,12 +24,6 @@ from advisor.replay.project.mesh import (
     recover_mesh,
 )
 from advisor.replay.project.project import cost_of_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from advisor.core.trace import Run
-
 
 MAX_GPUS = 1 << 16
 SAME_BATCH = "each replica keeps its batch: the job's grows with the data-parallel ranks"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from advisor.measure.ranks.outliers import edits_of
+from advisor.core.finding import Edit, Finding
+from advisor.core.report import Replay
+from advisor.measure import Analysis
+from advisor.measure.ranks.outliers import Deviation, edits_of
 from advisor.measure.ranks.rank_summary import summarise_rank
 from advisor.measure.ranks.summary import unpack_findings
 from advisor.replay.estimators import GainEstimator, estimator_for
@@ -21,18 +24,9 @@ from advisor.replay.ranks.gains import (
     without_collectives,
 )
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain
-from advisor.replay.ranks.study import study_ranks
+from advisor.replay.ranks.study import Study, study_ranks
 from advisor.replay.selection import is_communication
 from advisor.replay.window_replayer import GainRange
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from advisor.core.finding import Edit, Finding
-    from advisor.core.report import Replay
-    from advisor.measure import Analysis
-    from advisor.measure.ranks.outliers import Deviation
-    from advisor.replay.ranks.study import Study
 
 COMMUNICATION = ("distributed", "communication")
 """Categories of findings that save transfers; what a rank waits for the others remains."""

@@ -64,7 +64,7 @@ class CudaGraphsUnused(Rule):
 
     code = (
         'model = torch.compile(model, mode="reduce-overhead")\n'
-        "# or by hand, after some warm-up steps on a side stream:\n"
+        "\n# or by hand, after some warm-up steps on a side stream:\n"
         "graph = torch.cuda.CUDAGraph()\n"
         "optimizer.zero_grad(set_to_none=True)\n"
         "with torch.cuda.graph(graph):\n"
@@ -98,7 +98,7 @@ class CudaGraphsUnused(Rule):
         "fix": "Capture the forward pass as a CUDA graph. Replay it after copying the inputs into "
         "fixed buffers.",
         "code": 'model = torch.compile(model, mode="reduce-overhead")\n'
-        "# or by hand, after some warm-up calls on a side stream:\n"
+        "\n# or by hand, after some warm-up calls on a side stream:\n"
         "graph = torch.cuda.CUDAGraph()\n"
         "with torch.inference_mode(), torch.cuda.graph(graph):\n"
         "    static_output = model(static_input)\n"

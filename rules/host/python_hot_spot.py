@@ -44,12 +44,10 @@ MAX_NAMES = 20
 MAX_SPOTS = 3
 """Functions of one finding, at most. Each takes its part of the least share at least."""
 _AHEAD = (
-    "class Prepared(torch.utils.data.Dataset):\n"
-    "    def __len__(self):\n"
-    "        return len(batches)\n"
-    "    def __getitem__(self, index):\n"
-    "        return prepare(batches[index])    # in a worker process\n"
-    "loader = DataLoader(Prepared(), batch_size=None, num_workers={workers})\n"
+    "# raw: a list of what your loop prepares now, an item for each batch;\n"
+    "# prepare: a function of one item, which does that in a worker process\n"
+    "loader = torch.utils.data.DataLoader(\n"
+    "    raw, batch_size=None, collate_fn=prepare, num_workers={workers})\n"
     "for inputs in loader:\n"
 )
 _INPUT = re.compile(
@@ -431,9 +429,8 @@ class CpuBeforeFirstKernel(Rule):
     code = (
         "def collate(samples):            # runs in a worker, one step ahead\n"
         "    return prepare(torch.utils.data.default_collate(samples))\n"
-        "loader = DataLoader(\n"
-        "    dataset, batch_size, collate_fn=collate, num_workers={workers},\n"
-        "    persistent_workers=True, pin_memory=True)"
+        "loader = DataLoader(..., collate_fn=collate, num_workers={workers},\n"
+        "                    persistent_workers=True, pin_memory=True)"
     )
     verify = "Profile again: the first launch follows right after the start of the step."
     falsified_by = "the same step time when the loop reuses one prepared batch"

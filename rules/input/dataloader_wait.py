@@ -138,9 +138,8 @@ class DataLoaderWait(LoaderWaitRule):
     )
     code = (
         "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
-        "loader = DataLoader(\n"
-        "    dataset, batch_size, num_workers=max(1, cores - 1),\n"
-        "    prefetch_factor=4, persistent_workers=True)"
+        "loader = DataLoader(..., num_workers=max(1, cores - 1),\n"
+        "                    prefetch_factor=4, persistent_workers=True)"
     )
     verify = (
         "Profile again: the exposed wait falls. Iterate over the loader alone, without the model, "
@@ -293,7 +292,8 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         "one batch at a time{on_gpu}."
     )
     code = (
-        "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
+        "# keep your other arguments\n"
+        "loader = DataLoader(..., num_workers={workers},\n"
         "                    persistent_workers=True)"
     )
     verify = (
@@ -333,10 +333,6 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             "code": "loader = DataLoader(dataset, batch_size=None, sampler=sampler,\n"
             "                    num_workers={workers}, persistent_workers=True)"
         },
-        "training on the CPU": {
-            "code": "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
-            "                    persistent_workers=True)"
-        },
         "Hugging Face's Trainer": {
             "code": "TrainingArguments(..., dataloader_num_workers={workers},\n"
             "                  dataloader_persistent_workers=True)"
@@ -362,8 +358,6 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         fix, code = self.fix, self.code
         if needed > workers:
             fix = self.case("a batch that takes more workers than there are cores")["fix"]
-        if a.device_id is None:
-            code = self.case("training on the CPU")["code"]
         loaders = [] if a.recorded is None else a.recorded.loaders
         if any(loader.get("trainer") == "transformers" for loader in loaders):
             code = self.case("Hugging Face's Trainer")["code"]

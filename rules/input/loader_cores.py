@@ -104,12 +104,10 @@ class LoaderWorkers(LoadingRule):
     assumptions = ("cores limit the fetching, not storage",)
     confidence = 0.85
 
-    fix = (
-        "Give the loader about {workers}. Count the cores that this process may use, not "
-        "os.cpu_count()."
-    )
+    fix = "Give the loader about {workers}: this process may use {cores}."
     code = (
-        "loader = DataLoader(dataset, batch_size, num_workers={best},\n"
+        "# keep your other arguments\n"
+        "loader = DataLoader(..., num_workers={best},\n"
         "                    pin_memory=torch.cuda.is_available(),\n"
         "                    persistent_workers=True)"
     )
@@ -117,7 +115,7 @@ class LoaderWorkers(LoadingRule):
         "too many": {
             "title": "More DataLoader workers than the cores can run",
             "fix": "Use about {workers}.",
-            "code": "loader = DataLoader(dataset, batch_size, num_workers={best})",
+            "code": "loader = DataLoader(..., num_workers={best})",
             "verify": "Record again with both settings and compare the median step.",
             "confidence": 0.6,
             "falsified_by": "a step that is no shorter with fewer workers",
@@ -186,7 +184,9 @@ class LoaderWorkers(LoadingRule):
             "title": "The main process loads data itself (num_workers=0)"
             if workers == 0
             else "Fewer DataLoader workers than the cores allow",
-            "fix": self.fix.format(workers=t.count_noun(best, "worker")),
+            "fix": self.fix.format(
+                workers=t.count_noun(best, "worker"), cores=t.count_noun(int(cores), "core")
+            ),
             "code": self.code.format(best=best),
             "edits": [],
         }

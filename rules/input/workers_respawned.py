@@ -68,8 +68,7 @@ class WorkersRespawned(Rule):
     )
     code = (
         "# once, before the loop over epochs\n"
-        "loader = DataLoader(dataset, batch_size, num_workers=2,\n"
-        "                    persistent_workers=True)"
+        "loader = DataLoader(..., num_workers=2, persistent_workers=True)"
     )
     verify = "Record two epochs: the first step of the second takes as long as the others."
     falsified_by = "the same wait at the start of an epoch with persistent workers"
@@ -244,7 +243,7 @@ class PrefetchStarved(Rule):
     confidence = 0.65
 
     code = (
-        "loader = DataLoader(dataset, batch_size, num_workers={workers},\n"
+        "loader = DataLoader(..., num_workers={workers},\n"
         "                    prefetch_factor={twice}, persistent_workers=True)"
     )
 

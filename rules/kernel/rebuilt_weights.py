@@ -44,7 +44,8 @@ _OPERAND_FIX = (
 )
 _OPERAND_CODE = (
     "index = torch.nn.functional.normalize(index, dim=1)   # once\n"
-    "scores = queries @ index.T                            # for each batch of queries"
+    "# for each batch of queries\n"
+    "scores = torch.nn.functional.normalize(queries, dim=1) @ index.T"
 )
 _OPERAND_VERIFY = (
     "Record again: nothing comes before the product. Compare the outputs: they differ by rounding."

@@ -266,7 +266,7 @@ class SmallGrids(Rule):
     )
     code = (
         "# a larger micro-batch, and fewer accumulation steps\n"
-        "loader = DataLoader(dataset, batch_size=4 * batch_size)\n\n"
+        "loader = DataLoader(..., batch_size=4 * batch_size)\n\n"
         "# many small products of one shape in one kernel\n"
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))"
     )
@@ -281,7 +281,7 @@ class SmallGrids(Rule):
         "product, several small tensors in one foreach call. Or run independent branches on their "
         "own streams.",
         "code": "# a larger batch\n"
-        "loader = DataLoader(dataset, batch_size=4 * batch_size)\n\n"
+        "loader = DataLoader(..., batch_size=4 * batch_size)\n\n"
         "# many small products of one shape in one kernel\n"
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))",
         "assumptions": (_WON_BACK, "a larger batch fits into memory"),

@@ -75,7 +75,7 @@ class BatchHeadroom(Rule):
 
     inference = {
         "fix": "Double the batch and compare samples per second. Go on while they rise.",
-        "code": "loader = DataLoader(dataset, batch_size=2 * batch_size)",
+        "code": "loader = DataLoader(..., batch_size=2 * batch_size)",
     }
 
     def check(self, a: Analysis) -> Outcomes:

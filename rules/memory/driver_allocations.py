@@ -31,6 +31,7 @@ from advisor.rules.support.common import (
 )
 from advisor.rules.support.device_memory import (
     DRIVER_CALLS,
+    EXPANDABLE,
     frees_of_empty_cache,
     run_product,
 )
@@ -132,10 +133,7 @@ class AllocationsInLoop(DriverAllocationRule):
         "takes the place of max_split_size_mb and the like, where they are set. Keep shapes the "
         "same from step to step: pad or bucket lengths. Lower the peak if memory is full."
     )
-    code = (
-        "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-        "export PYTORCH_ALLOC_CONF=expandable_segments:True"
-    )
+    code = EXPANDABLE
     verify = (
         "Profile later steps again: no cudaMalloc or cudaFree inside them, and "
         "torch.cuda.memory_stats()['num_alloc_retries'] stays 0."
@@ -313,7 +311,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "fix": "Pin in the thread of a DataLoader with workers (pin_memory=True), or pin data "
             "that stays the same once, before the loop. A pinned buffer that the loop fills would "
             "save little: {copied:.0%} of pin_memory() is the copy.",
-            "code": "loader = DataLoader(dataset, batch_size, num_workers=2, pin_memory=True)\n"
+            "code": "loader = DataLoader(..., num_workers=2, pin_memory=True)\n"
             "for batch in loader:\n"
             "    x = batch.to(device, non_blocking=True)\n\n"
             "# data that stays the same: once, before the loop\n"

@@ -11,6 +11,7 @@ from advisor.rules.support.citations import OURS, SILENT_TRACES
 from advisor.rules.support.common import amount_per_step, locate_row
 from advisor.rules.support.device_memory import (
     DRIVER_CALLS,
+    EXPANDABLE,
     frees_of_empty_cache,
     run_product,
 )
@@ -48,10 +49,7 @@ class EmptyCacheInLoop(Rule):
         "peak."
     )
     code = (
-        "# remove from the loop:  torch.cuda.empty_cache()\n"
-        "# against fragmentation, in the shell before starting\n"
-        "# (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-        "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+        "# remove from the loop:  torch.cuda.empty_cache()\n# against fragmentation:\n" + EXPANDABLE
     )
     verify = "Profile again: no cudaFree and no cudaMalloc in the steps, and no idle gap there."
     falsified_by = "no empty_cache in the loop and its callbacks"

@@ -176,7 +176,7 @@ class OutOfMemory(Rule):
         },
         "half the batch": {
             "fix": "Halve the micro-batch and accumulate gradients",
-            "code": "loader = DataLoader(dataset, batch_size=batch_size // 2)\n"
+            "code": "loader = DataLoader(..., batch_size=batch_size // 2)\n"
             "for step, (batch, target) in enumerate(loader, 1):\n"
             "    loss = loss_function(model(batch), target) / 2\n"
             "    loss.backward()                   # adds to the gradients of the first half\n"
@@ -426,7 +426,7 @@ def _name_ways(ways: list[Saving], post: PeakMemory, needed: int) -> str:
 UNKNOWN = {
     "half the batch": {
         "fix": "Halve the batch; where the program trains, accumulate gradients over two",
-        "code": "loader = DataLoader(dataset, batch_size=batch_size // 2)",
+        "code": "loader = DataLoader(..., batch_size=batch_size // 2)",
     },
 }
 """Texts where it is unknown whether the program trains."""

@@ -86,8 +86,8 @@ class DenseEmbeddingGradient(Rule):
     code = (
         "table = torch.nn.Embedding(rows, size, sparse=True)\n"
         "optimizers = [\n"
-        "    torch.optim.SparseAdam(table.parameters(), lr=1e-3),\n"
-        "    torch.optim.Adam(other_parameters, lr=1e-3),\n"
+        "    torch.optim.SparseAdam(table.parameters(), lr=lr),   # moments of used rows\n"
+        "    torch.optim.Adam(other_parameters, lr=lr),\n"
         "]"
     )
     cases = {

@@ -102,7 +102,7 @@ class UnusedGradients(Rule):
         '    if "lora_" in name:\n'
         "        parameter.requires_grad_(True)\n"
         "trained = [p for p in model.parameters() if p.requires_grad]\n"
-        "optimizer = torch.optim.AdamW(trained, lr=1e-3)"
+        "optimizer = torch.optim.AdamW(trained, lr=lr)   # your settings"
     )
     verify = "Record again: the backward pass is shorter; the loss of a fixed seed is the same."
     falsified_by = "code that reads these gradients, or an optimizer that is none of PyTorch's"

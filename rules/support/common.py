@@ -46,11 +46,28 @@ MAX_CORRELATIONS = 500
 
 CONFUSION_MATRIX = (
     "# a confusion matrix that stays on the GPU; torch.bincount waits for it\n"
+    "matrix = torch.zeros(classes * classes, dtype=torch.long, device=device)\n"
+    "# for each batch\n"
+    "pred = logits.argmax(dim=1)\n"
     "valid = (target >= 0) & (target < classes)    # not the ignored labels\n"
     "index = torch.where(valid, target * classes + pred, 0).flatten()\n"
     "matrix.index_add_(0, index, valid.flatten().to(matrix.dtype))"
 )
 """Counts of pairs of classes, without a read of the largest index by the host."""
+COPY_AHEAD = (
+    "uploads, compute = torch.cuda.Stream(), torch.cuda.current_stream()\n"
+    "def prefetch(batch):\n"
+    "    uploads.wait_stream(compute)    # it no longer reads what was freed\n"
+    "    with torch.cuda.stream(uploads):\n"
+    "        return [t.to(device, non_blocking=True) for t in batch]\n"
+    "batches = iter(loader)\n"
+    "ready = prefetch(next(batches))\n"
+    "while ready:\n"
+    "    compute.wait_stream(uploads)\n"
+    "    current, ready = ready, prefetch(next(batches, []))\n"
+    "    train_step(*current)"
+)
+"""Copies the next batch on its own stream while a step computes."""
 
 
 def sum_column(values: pl.Series) -> int:

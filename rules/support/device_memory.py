@@ -35,9 +35,11 @@ LOWER_PEAK_UNKNOWN = (
     "also activation checkpointing, or a sharded or 8-bit optimizer."
 )
 EXPANDABLE = (
-    "# shell, before starting (older PyTorch: PYTORCH_CUDA_ALLOC_CONF)\n"
-    "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    "# shell; settings of the allocator in the program override it: remove them\n"
+    "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
+    "# older PyTorch: PYTORCH_CUDA_ALLOC_CONF"
 )
+"""Shell command that lets segments grow."""
 
 EMPTY_CACHE = r"\bempty_?[cC]ache\b"
 """``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""

@@ -15,6 +15,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.rules.support.citations import OURS, SILENT_TRACES, TRACELENS, public_traces
 from advisor.rules.support.common import (
+    COPY_AHEAD,
     amount_per_step,
     busy_intervals,
     device_places,
@@ -225,20 +226,7 @@ class CopiesNotOverlapped(Rule):
         "stream wait for it. Send fewer bytes: the type that the data is "
         "stored in, converted on the GPU."
     )
-    code = (
-        "copies = torch.cuda.Stream()\n"
-        "def prefetch(batch):\n"
-        "    with torch.cuda.stream(copies):\n"
-        "        return [t.to(device, non_blocking=True) for t in batch]\n"
-        "batches = iter(loader)\n"
-        "ready = prefetch(next(batches))\n"
-        "while ready:\n"
-        "    torch.cuda.current_stream().wait_stream(copies)\n"
-        "    current, ready = ready, prefetch(next(batches, []))\n"
-        "    for t in current:\n"
-        "        t.record_stream(torch.cuda.current_stream())\n"
-        "    train_step(*current)"
-    )
+    code = COPY_AHEAD
     verify = "Profile again: the copies overlap with kernels, on another stream."
     falsified_by = "the same step time when the loop reuses one batch on the GPU"
     assumptions = ("the next batch is known while this step runs", "memory for one more batch")

@@ -22,6 +22,7 @@ from advisor.rules.support.citations import (
     public_traces,
 )
 from advisor.rules.support.common import (
+    COPY_AHEAD,
     amount_per_step,
     busy_intervals,
     device_places,
@@ -104,7 +105,7 @@ class PageableCopies(Rule):
         "they cost nothing where compute takes longer."
     )
     code = (
-        "loader = DataLoader(dataset, batch_size, pin_memory=True)\n"
+        "loader = DataLoader(..., pin_memory=True)   # keep your other arguments\n"
         "for batch, target in loader:\n"
         "    batch = batch.to(device, non_blocking=True)\n"
         "    target = target.to(device, non_blocking=True)"
@@ -129,14 +130,9 @@ class PageableCopies(Rule):
             "non_blocking=True on a stream of its own, so that the compute of this one hides it. "
             "Where each step makes its batch anew, let what makes it write into a pinned buffer "
             "(out=). Copying a batch into one can take as long as it saves.",
-            "code": "batches = [batch.pin_memory() for batch in batches]   # what stays the same\n"
-            "uploads = torch.cuda.Stream()\n"
-            "with torch.cuda.stream(uploads):   # before the compute of this step\n"
-            "    following = batches[(step + 1) % len(batches)]\n"
-            "    following = following.to(device, non_blocking=True)\n"
-            "torch.cuda.current_stream().wait_stream(uploads)   # before it is used\n"
-            "following.record_stream(torch.cuda.current_stream())\n\n"
-            "# made anew: written into one pinned buffer\n"
+            "code": "loader = [[t.pin_memory() for t in batch] for batch in batches]   # once\n"
+            f"{COPY_AHEAD}\n\n"
+            "# where each step makes its batch anew: written into one pinned buffer\n"
             "staging = torch.empty(batch_shape, dtype=dtype, pin_memory=True)   # once\n"
             "uploads.synchronize()              # in each step: the copy before is over\n"
             "make_batch(out=staging)",

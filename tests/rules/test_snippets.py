@@ -28,8 +28,8 @@ class Moved:
         assert non_blocking
         return self
 
-    def record_stream(self, _stream: object) -> None:
-        """Nothing to record."""
+    def pin_memory(self) -> Moved:
+        return self
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -47,6 +47,10 @@ def test_a_prefetch_trains_on_every_batch(count: int) -> None:
     }
     exec(RULES["copies-not-overlapped"].code, given)
     assert trained == list(range(count))
+    given["batches"] = given["loader"]
+    kept = str(RULES["pageable-copies"].case("no DataLoader")["code"]).partition("\n\n")[0]
+    exec(kept, given)
+    assert trained == 2 * list(range(count))
 
 
 def test_a_pinned_buffer_is_refilled_only_after_its_last_copy() -> None:

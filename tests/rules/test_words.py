@@ -14,6 +14,7 @@ from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.core.rule import ANY_FRAMEWORK, Program, Rule
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
+from advisor.render.formats.terminal import MAX_CODE
 from advisor.testing import TraceBuilder
 
 RULES = load_rules(config={})
@@ -72,11 +73,14 @@ def said(rule: Rule) -> Iterator[tuple[str, str]]:
 
 
 def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
-    """Beside the four columns of its place; a comment may go above its line, on one of its own."""
+    """Beside the four columns of its place; a comment may go above its line, on one of its own. No
+    alternative is cut in a short report."""
     long = []
     for rule in RULES:
         told = [rule.code, *(advice.code for advice in rule.framework_advice.values())]
         told += [str(texts.get("code", "")) for texts in rule.cases.values()]
+        alternatives = [part for code in told for part in code.split("\n\n")]
+        long += [(rule.id, part) for part in alternatives if part.count("\n") >= MAX_CODE]
         for line in "\n".join(told).splitlines():
             body, mark, comment = line.rpartition("  # ")
             parts = [body, comment] if mark and body.strip() else [line]

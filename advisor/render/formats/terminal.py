@@ -26,7 +26,7 @@ MAX_SCREEN_LINES: Final = 45
 """Number of lines that a report without details is made to fit, by fewer fixes in full."""
 MAX_FULL: Final = 3
 """Number of fixes shown in full without details, and of those in a brief report."""
-MAX_CODE: Final = 6
+MAX_CODE: Final = 12
 """Lines of a fix's code that are shown without details."""
 MAX_ITEMS: Final = 12
 """Number of a list's items that are shown without details."""
@@ -270,11 +270,13 @@ def _cell(text: d.Inline) -> str | tuple[str, str]:
 
 
 def _shortened(code: str) -> str:
-    """Return the first lines of a snippet that is long."""
+    """Return the first alternatives of a long snippet, which empty lines separate."""
     lines = code.strip("\n").split("\n")
-    if len(lines) <= MAX_CODE + 1:
+    if len(lines) <= MAX_CODE:
         return code
-    return "\n".join([*lines[:MAX_CODE], f"… {len(lines) - MAX_CODE} more lines"])
+    end = max((row for row in range(1, MAX_CODE + 1) if not lines[row].strip()), default=MAX_CODE)
+    left = sum(bool(line.strip()) for line in lines[end:])
+    return "\n".join([*lines[:end], f"… {t.count_noun(left, 'more line')}: --details"])
 
 
 LABEL_WIDTH = 9

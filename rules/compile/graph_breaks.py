@@ -38,6 +38,7 @@ from advisor.measure.steps.named_intervals import (
     graph_breaks,
     remove_breaks,
 )
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import OURS, SILENT_TRACES
 from advisor.rules.support.common import (
     amount_per_step,
@@ -49,7 +50,6 @@ from advisor.rules.support.common import (
     of_step,
     per_step,
     row_numbers,
-    rows_in_steps,
     scale_edit,
 )
 from advisor.rules.support.launch_gaps import REMOVE_LAUNCH_COST

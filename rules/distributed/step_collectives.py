@@ -15,6 +15,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, hottest_line, parent_rows, share_in
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import (
     Rows,
@@ -23,7 +24,6 @@ from advisor.rules.support.common import (
     int_column,
     of_step,
     row_numbers,
-    rows_in_steps,
     scale_edit,
     sum_column,
 )

@@ -14,13 +14,13 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import RecordedDevice
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
 from advisor.rules.support.common import (
     impact_per_step,
     impact_without_gain,
     locate_row,
     recorded_steps,
-    rows_in_steps,
     steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder

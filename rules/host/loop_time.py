@@ -21,6 +21,7 @@ from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import LOOP, NESTED, HottestLine, SampledStack, parse_frame
 from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.measure.steps.timeline import CODE
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
@@ -35,7 +36,6 @@ from advisor.rules.support.common import (
     own_phases,
     recorded_steps,
     row_numbers,
-    rows_in_steps,
     scale_edit,
     steps_seen,
 )

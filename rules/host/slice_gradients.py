@@ -13,13 +13,13 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,
     of_step,
-    rows_in_steps,
     scale_edit,
     sum_column,
 )

@@ -20,6 +20,7 @@ from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     Rows,
@@ -27,7 +28,6 @@ from advisor.rules.support.common import (
     costliest_places,
     of_step,
     outermost_in_steps,
-    rows_in_steps,
     scale_edit,
     work_launched_in,
 )

@@ -12,14 +12,9 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.support.common import (
-    Rows,
-    amount_per_step,
-    costliest_places,
-    of_step,
-    rows_in_steps,
-)
+from advisor.rules.support.common import Rows, amount_per_step, costliest_places, of_step
 from advisor.testing import Examples, TraceBuilder
 
 DROPOUT = r"^aten::(?:feature_|alpha_|feature_alpha_)?dropout_?$"

@@ -13,6 +13,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import line_of_function
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import (
     MAX_CORRELATIONS,
@@ -22,7 +23,6 @@ from advisor.rules.support.common import (
     is_share,
     of_step,
     recorded_steps,
-    rows_in_steps,
     scale_edit,
 )
 from advisor.testing import Examples, TraceBuilder

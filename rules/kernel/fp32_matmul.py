@@ -16,6 +16,7 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.measure.device.precision_casts import find_casts
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import attainable_roofs
 from advisor.rules.support import kernel_work
@@ -37,7 +38,6 @@ from advisor.rules.support.common import (
     runs_code_of,
 )
 from advisor.rules.support.framework_advice import in_any_language
-from advisor.rules.support.precision_casts import find_casts
 from advisor.testing import Examples, TraceBuilder
 
 FP32_NAMES = r"sgemm|scudnn|_f32f32_f32f32_f32_"

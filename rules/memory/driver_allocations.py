@@ -17,6 +17,7 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CACHING_ALLOCATOR, OURS, SILENT_TRACES, TENSORBOARD
 from advisor.rules.support.common import (
     amount_per_step,
@@ -25,7 +26,6 @@ from advisor.rules.support.common import (
     locate_row,
     of_step,
     row_numbers,
-    rows_in_steps,
     scale_edit,
     sum_column,
 )

@@ -15,6 +15,7 @@ from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.measure.device.families import find_layer_operators
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import (
     CURED_RECORDINGS,
     OURS,
@@ -31,7 +32,6 @@ from advisor.rules.support.common import (
     per_step,
     recorded_steps,
     row_numbers,
-    rows_in_steps,
     steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder

@@ -14,14 +14,10 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits, find_savings
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES, public_traces
-from advisor.rules.support.common import (
-    amount_per_step,
-    costliest_places,
-    impact_memory,
-    rows_in_steps,
-)
+from advisor.rules.support.common import amount_per_step, costliest_places, impact_memory
 from advisor.rules.support.device_memory import (
     locate_allocation,
     measure_held,

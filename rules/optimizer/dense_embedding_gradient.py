@@ -11,6 +11,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.embedding_tables import MAX_DESCRIBED, Table, find_tables
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
@@ -23,7 +24,6 @@ from advisor.rules.support.common import (
     runs_code_of,
     scale_edit,
 )
-from advisor.rules.support.embedding_tables import MAX_DESCRIBED, Table, find_tables
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^aten::embedding_dense_backward$"

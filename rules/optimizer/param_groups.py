@@ -9,10 +9,10 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
+from advisor.measure.device.group_rounds import Rounds, optimizer_steps, rounds_of_a_step
+from advisor.measure.host.names import OPTIMIZER_STEP
 from advisor.rules.support.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import costliest_places, of_step, scale_edit
-from advisor.rules.support.group_rounds import Rounds, optimizer_steps, rounds_of_a_step
-from advisor.rules.support.kernel_work import STEP
 from advisor.testing import Examples, TraceBuilder
 
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -140,7 +140,9 @@ class ManyParameterGroups(Rule):
                 self.compare("optimizer, share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, steps, dur[steps], top=1),
-            edits=[scale_edit(Select(on="host", kind=("annotation",), name=STEP), *keeps)],
+            edits=[
+                scale_edit(Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP), *keeps)
+            ],
             **self._advise(rounds, optimizer, mergeable),
         )
 

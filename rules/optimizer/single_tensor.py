@@ -12,7 +12,9 @@ from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, Selec
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.names import name_matches
+from advisor.measure.device.embedding_tables import find_tables
+from advisor.measure.device.group_rounds import updates_few_tensors
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.replay.selection import rows_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import FOREACH, OURS, SILENT_TRACES, XPROF
@@ -23,9 +25,7 @@ from advisor.rules.support.common import (
     per_step,
     scale_edit,
 )
-from advisor.rules.support.embedding_tables import find_tables
-from advisor.rules.support.group_rounds import updates_few_tensors
-from advisor.rules.support.kernel_work import FUSED, STEP
+from advisor.rules.support.kernel_work import FUSED
 from advisor.testing import Examples, TraceBuilder
 
 FRAME = r"\b_single_tensor_\w+"
@@ -137,8 +137,8 @@ class SingleTensorOptimizer(Rule):
             yield from self._on_host(a)
             return
         gpu = a.trace.gpu
-        under = rows_under(a, STEP)
-        rows = kernel_work.compute_rows(a) & kernel_work.rows_launched_under(a, STEP)
+        under = rows_under(a, OPTIMIZER_STEP)
+        rows = kernel_work.compute_rows(a) & kernel_work.rows_launched_under(a, OPTIMIZER_STEP)
         count = int(rows.sum())
         if not count:
             return
@@ -184,13 +184,13 @@ class SingleTensorOptimizer(Rule):
             where=where,
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("annotation",), name=STEP),
+                    Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP),
                     self.host_factor,
                     self.host_best,
                     self.host_worst,
                 ),
                 scale_edit(
-                    Select(on="gpu", kind=("kernel",), under=STEP),
+                    Select(on="gpu", kind=("kernel",), under=OPTIMIZER_STEP),
                     self.kernel_factor,
                     self.kernel_best,
                     self.kernel_worst,
@@ -206,7 +206,7 @@ class SingleTensorOptimizer(Rule):
         if not a.span_ns or not a.trains_on_host:
             return
         table = outermost_in_steps(a)
-        table = table.filter(pl.Series(rows_under(a, STEP)[table["row"].to_numpy()]))
+        table = table.filter(pl.Series(rows_under(a, OPTIMIZER_STEP)[table["row"].to_numpy()]))
         count = len(table) / max(a.step_count, 1)
         if (
             count < self.min_kernels
@@ -218,7 +218,7 @@ class SingleTensorOptimizer(Rule):
         if median > self.max_median_ns:
             return
         where, optimizer, _ = self._where(a)
-        steps = a.trace.cpu.filter(name_matches(a.trace.cpu["name"], STEP))
+        steps = a.trace.cpu.filter(name_matches(a.trace.cpu["name"], OPTIMIZER_STEP))
         ts = steps["ts"].to_numpy()
         ns = intersect(union(ts, ts + steps["dur"].to_numpy()), a.spans).total
         long = float(durations[durations > self.max_median_ns].sum()) / max(ns, 1)
@@ -238,7 +238,7 @@ class SingleTensorOptimizer(Rule):
             where=where,
             edits=[
                 scale_edit(
-                    Select(on="host", kind=("annotation",), name=STEP),
+                    Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP),
                     *(
                         short + min(1.0, long) * (large - short)
                         for short, large in (
@@ -265,7 +265,7 @@ class SingleTensorOptimizer(Rule):
     def _where(self, a: Analysis) -> tuple[list[Location], str, bool]:
         """Find the longest optimizer step, its class, and whether stacks name the reason."""
         cpu = a.trace.cpu
-        steps = np.flatnonzero(name_matches(cpu["name"], STEP).to_numpy())
+        steps = np.flatnonzero(name_matches(cpu["name"], OPTIMIZER_STEP).to_numpy())
         longest = int(steps[cpu["dur"].to_numpy()[steps].argmax()])
         name = str(cpu["name"][longest])
         match = re.match(r"Optimizer\.step#(\w+)\.step", name)

@@ -28,6 +28,7 @@ from advisor.measure.host.stacks import (
     share_in,
 )
 from advisor.measure.steps.periodic import OWN_PHASES
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
@@ -145,13 +146,6 @@ def row_numbers(column: pl.Series) -> Rows:
 def int_column(frame: pl.DataFrame, name: str) -> Rows:
     """Return a column of integers, 0 where it is null."""
     return frame[name].fill_null(0).to_numpy().astype(np.int64)
-
-
-def rows_in_steps(a: Analysis, rows: Rows) -> Rows:
-    """Return those rows of ``trace.cpu`` that begin in the analysed steps, as the host marks them:
-    where it runs ahead, the device runs their work later."""
-    ts = a.trace.cpu["ts"].to_numpy()[rows]
-    return rows[covered_length(ts, ts + 1, a.steps.host_spans) > 0]
 
 
 def shapes_by_step(a: Analysis, operators: str) -> Floats:

@@ -38,7 +38,6 @@ MERGED_SHARE = 0.8
 """Share of the selected kernels that merge, from which an edit merges all neighbours."""
 UNIT = {"tf32": 4, "fp32": 4, "fp16": 8, "bf16": 8, "fp8": 16, "int8": 16}
 """Elements in 16 bytes: what one vectorised load takes."""
-STEP = r"^Optimizer\.step#"
 FUSED = r"(?i)multi_tensor_|fused_?(adam|sgd|adagrad|lamb|lion)|foreach|_fused_|^triton_"
 """Kernels that update many parameters at once: foreach and fused optimizers, Apex, Inductor."""
 PERSISTENT = r"(?i)nvjet|persistent|stream_?k|fmhaSm1|_cta_|warpspecialized"

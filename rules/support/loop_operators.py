@@ -13,7 +13,8 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
-from advisor.rules.support.common import Rows, rows_in_steps
+from advisor.measure.steps.steps import rows_in_steps
+from advisor.rules.support.common import Rows
 
 TRAINS = (
     r"^nn\.Module: |^(?:Optimizer\.|enumerate\(DataLoader\)|advisor::|autograd::engine)"

@@ -111,7 +111,7 @@ def test_a_loop_over_parameters_has_its_frame(
 
     loop = recorded(work(False), tmp_path)
     assert f"Optimizer.step#{name}.step" in loop
-    assert count(single_tensor.STEP, loop) == 1
+    assert count(single_tensor.OPTIMIZER_STEP, loop) == 1
     assert count(single_tensor.FRAME, loop) == 1
     assert count(single_tensor.FRAME, recorded(work(True), tmp_path)) == 0
 

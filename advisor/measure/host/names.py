@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 Codes = NDArray[np.intp]
 WORKERS = r"^enumerate\(Data(Loader|Pipe)\)#_MultiProcessing"
 """PyTorch's range around a call for the next batch where worker processes prepare them."""
+OPTIMIZER_STEP = r"^Optimizer\.step#"
+"""PyTorch's range around an optimizer's step."""
 MIN_NAMES_TO_DEDUPLICATE = 5_000
 """Names from which the distinct ones are looked up first: for fewer that takes longer."""
 MAX_REMEMBERED = 4_096

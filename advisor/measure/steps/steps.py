@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
-from advisor.core.intervals import Intervals, union
+from advisor.core.intervals import Intervals, covered_length, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, TENSORRT, Trace
 from advisor.measure.host.launches import (
     AHEAD_SHARE,
@@ -462,3 +463,10 @@ def forward_only(a: Analysis) -> bool:
     if not name_matches(cpu["name"], r"^aten::").any():
         return a.record_only and {post.trains for post in a.peak_memories} == {False}
     return not has_training_rows(a.trace)
+
+
+def rows_in_steps(a: Analysis, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return those rows of ``trace.cpu`` that begin in the analysed steps, as the host marks them:
+    where it runs ahead, the device runs their work later."""
+    ts = a.trace.cpu["ts"].to_numpy()[rows]
+    return rows[covered_length(ts, ts + 1, a.steps.host_spans) > 0]

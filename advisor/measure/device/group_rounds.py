@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from advisor.measure import Analysis
+from advisor.measure.device.embedding_tables import MAX_DESCRIBED
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import name_matches
-from advisor.rules.support.common import rows_in_steps
-from advisor.rules.support.embedding_tables import MAX_DESCRIBED
-from advisor.rules.support.kernel_work import STEP
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
+from advisor.measure.steps.steps import rows_in_steps
+
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
 
 _MANY = r"^aten::_(?:foreach|fused)_"
 """Operators that update a list of tensors."""
@@ -34,7 +35,9 @@ class Rounds(NamedTuple):
 
 def optimizer_steps(a: Analysis) -> np.ndarray:
     """Return the rows of ``trace.cpu`` that are optimizer steps in the analysed window."""
-    rows = np.flatnonzero(name_matches(a.trace.cpu["name"], STEP).to_numpy()).astype(np.int64)
+    rows = np.flatnonzero(name_matches(a.trace.cpu["name"], OPTIMIZER_STEP).to_numpy()).astype(
+        np.int64
+    )
     return rows_in_steps(a, rows)
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import sys
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
 import typer
@@ -18,6 +20,7 @@ from advisor import __version__
 from advisor.core.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+DOCS = "https://pypi.org/project/gpu-advisor/"
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """Exception that typer raises for any misuse of the command line; it exports it under no name."""
@@ -36,7 +39,14 @@ def _advisor(
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Why a PyTorch training step is slow, what to change, and how much time each fix saves."""
+    """Why a PyTorch training step is slow, what to change, and how much time each fix saves.
+
+    \b
+    Start:
+      advisor demo                    the report of a bundled recording
+      advisor analyze trace.json.gz   what is slow in your profile, and what to change
+      advisor record train.py         record a run; then: advisor analyze runs/
+    """
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         raise typer.Exit
@@ -91,9 +101,13 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code."""
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     command = arguments[0] if arguments else ""
     arguments = [_renamed(command, each) for each in arguments]
     try:
+        if command not in COMMANDS and Path(command).exists() and command:
+            raise AdvisorError(f"{command} is no command: advisor analyze {shlex.quote(command)}")
         code = _command(command).main(args=arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()
     except AdvisorError as error:
@@ -128,6 +142,7 @@ def _command(name: str) -> Any:
     app = typer.Typer(
         name="advisor",
         cls=GroupHelp,
+        epilog=f"Docs: {DOCS}",
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -163,7 +178,7 @@ def _usage(error: Exception) -> str:
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "advisor"
-    end = message.rstrip(".")
+    end = message.replace("is not a valid int range", "is no whole number").rstrip(".")
     return f"{end}{'' if end.endswith('?') else '.'} See '{command} --help'."
 
 

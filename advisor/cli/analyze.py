@@ -34,7 +34,7 @@ BAR = 24
 Paths = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="PATH",
+        metavar="[PATH]...",
         help="Trace files (.json, .json.gz, .json.zst), folders of them, URLs (s3://…), memory "
         "snapshots (.pickle), or - for stdin.",
     ),
@@ -83,9 +83,17 @@ def command(
     options: o.Options,
     progress: o.Progress = True,
 ) -> None:
-    """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves."""
+    """Say what is slow in a PyTorch profiler trace, why, what to change, and what it saves.
+
+    \b
+      advisor analyze trace.json.gz      a trace; several: the ranks of one job
+      advisor analyze runs/              the newest run that advisor record wrote
+      advisor analyze snapshot.pickle    what holds the GPU's memory
+    """
     if not paths:
         paths, options = _inputs_without_trace(options)
+    if twice := [path for path in paths if paths.count(path) > 1]:
+        raise AdvisorError(f"{twice[0]} is given twice; to compare two runs: advisor compare")
     paths = out.newest_run(paths)
     check_ranks(paths, options)
     wanted = choose_output(paths, form, output, csv, table=by is not None)

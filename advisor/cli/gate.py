@@ -82,7 +82,10 @@ def command(
         )
         return
     if len(paths) != 2:
-        raise AdvisorError("give a baseline and a run: advisor gate baseline.json RUN")
+        raise AdvisorError(
+            "give a baseline and a run: advisor gate baseline.json RUN; "
+            "first, advisor gate --save baseline.json RUN writes the baseline"
+        )
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import compare_with_baseline
 
@@ -95,7 +98,12 @@ def command(
         memory=parse_share(max_memory, "--max-memory"),
         strict=strict,
     )
-    before, after = (_report(path, options, progress) for path in paths)
+    try:
+        before = _report(paths[0], options, progress)
+    except AdvisorError as error:
+        how = "advisor gate --save baseline.json RUN writes one"
+        raise AdvisorError(f"no baseline: {error}; {how}") from None
+    after = _report(paths[1], options, progress)
     comparison = compare_with_baseline(before, after, bounds)
     out.deliver(wanted, comparison, output, paths, details=True)
     _write_to_workflow(comparison, shown=output is None and form == "github")

@@ -81,7 +81,7 @@ Brief = Annotated[
     typer.Option(
         "--brief",
         callback=_one_of,
-        help="Show the verdict, and the three largest gains with their fixes.",
+        help="Show the verdict, and the first three fixes with their gains.",
     ),
 ]
 

@@ -47,8 +47,8 @@ def choose_renderer(formats: Formats, given: str | None, output: Path | None) ->
         given = formats.by_suffix(output)
         suffix = output.suffix.lower()
         if given is None and suffix[1:].isalpha() and suffix not in PLAIN:
-            names = format_names(formats)
-            raise AdvisorError(f"{output.name}: no format has this suffix. --format is {names}.")
+            known = ", ".join(formats)
+            raise AdvisorError(f"{output.name}: no format has this suffix; --format: {known}")
     return formats.renderer(given or "terminal")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from advisor.render.document import Document
     from advisor.replay.result import WhatIfResult
 
+EXAMPLE, LONGEST_EDITS = "'remove sync'", 400
+"""An edit, and the most characters of a finding's edits that are offered."""
 MAX_NAMES, LONGEST_NAME = 8, 60
 """Number of names listed in place of an unknown one, and the length of each, characters."""
 
@@ -70,6 +75,7 @@ def command(
     options: o.Options,
     form: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
+    details: o.Details = False,
 ) -> None:
     """Predict the step with edits applied, or on another device mesh, by replaying its dependency
     graph.
@@ -90,9 +96,14 @@ def command(
     Targets, narrowed by a pattern after a colon: kernel, family, comm, copy, memset, work, layer,
     op, python, range, host, sync, loader, gap. More: docs/whatif.md.
     """
-    from advisor.replay.edit_language import parse_edit
+    from advisor.replay.edit_language import VERBS, parse_edit
     from advisor.replay.result import what_if
 
+    if path in VERBS and not Path(path).exists():
+        rest = shlex.quote(" ".join([path, *changes]))
+        raise AdvisorError(f"no trace is given: advisor whatif TRACE {rest}")
+    if not any(" " in words for words in changes):  # written without quotes
+        changes = [" ".join(changes)] if changes else []
     edit = [*changes, *edit]
     edits = [parse_edit(line) for line in edit]
     from advisor.advise.engine import open_first_windows
@@ -111,6 +122,8 @@ def command(
             same_batch=same_batch, micro_batches=micro_batches,
         )  # fmt: skip
         document = replace(documents.build_mesh(there), data={"schema": 1, **there._asdict()})
+    elif not edits:
+        raise _no_edit(path, run, options)
     else:
         result = what_if(run, edits, steps=options.steps)
         if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
@@ -120,7 +133,32 @@ def command(
         rows = [row._asdict() | {"edit": e} for row, e in zip(result.edits, edit, strict=True)]
         data = result._asdict() | {"edits": rows}
         document = replace(documents.build(result, edit), data=data)
-    out.deliver(wanted, document, output, [path], details=True)
+    long = details or number is not None or mesh is not None
+    out.deliver(wanted, document, output, [path], details=long)
+
+
+def _no_edit(path: str, run: Run, options: o.Options) -> AdvisorError:
+    """Return the error where no edit is given: with those of the trace's findings, to paste."""
+    from advisor.advise.engine import analyze
+    from advisor.advise.report_text import ranked_findings
+    from advisor.core.labels import clean
+    from advisor.replay.edit_language import write_edit
+
+    error = AdvisorError(f"no edit is given, such as advisor whatif {shlex.quote(path)} {EXAMPLE}")
+    for finding in ranked_findings(analyze(run, options)):
+        edits = " ".join(_quoted(write_edit(edit)) for edit in finding.edits)
+        if edits and len(edits) <= LONGEST_EDITS:
+            if not hasattr(error, "__notes__"):
+                error.add_note("What this trace's fixes change, to paste in its place:")
+            error.add_note(clean(f"{finding.priority:>2}  {finding.title}"))
+            error.add_note(clean(f"    {edits}"))
+    return error
+
+
+def _quoted(line: str) -> str:
+    """Quote an edit for a shell, with its numbers rounded."""
+    line = re.sub(r"\d\.\d{4,}", lambda number: f"{float(number[0]):.3g}", line)
+    return shlex.quote(line) if re.search(r'["`!]|\$[\w({]|\\\\', line) else f'"{line}"'
 
 
 def _precision(run: Run, name: str, options: o.Options) -> Document:

@@ -400,7 +400,8 @@ class HardPart(Struct, frozen=True):
     """Accuracy of the replay for one kind of wait that is hard to reproduce."""
 
     name: str
-    """Kind: syncs that waited, cross-stream starts, queue-blocked launches, thread hand-overs."""
+    """Kind: syncs that waited, cross-stream starts, queue-blocked launches, waits between
+    threads."""
     cases: int
     """Number of such waits in the replayed steps."""
     explained: float

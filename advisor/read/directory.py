@@ -131,7 +131,8 @@ def open_run(
     if rank is not None:
         if rank not in by_rank:
             have = _ranks(by_rank)
-            raise AdvisorError(f"{_shown(given[0])}: no trace of rank {rank} ({have})")
+            omit = "; leave out --rank" * (len(by_rank) == 1)
+            raise AdvisorError(f"{_shown(given[0])}: no trace of rank {rank} ({have}){omit}")
         by_rank = {rank: by_rank[rank]}
     elif ranks is not None:
         kept = {number: windows for number, windows in by_rank.items() if number in ranks}

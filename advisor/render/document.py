@@ -48,7 +48,7 @@ class RenderOptions:
     details: bool = False
     """Show evidence, caveats, verification, skipped checks and limits in a terminal too."""
     brief: bool = False
-    """Show the verdict, and the three largest findings with their gains and fixes."""
+    """Show the verdict, and the first three fixes with their gains; ``top`` where it is set."""
     analysis: Analysis | None = None
     """The measurements behind a report, for a timeline; ``None``: there is only the report."""
     clean: Callable[[str], str] = str

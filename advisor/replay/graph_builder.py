@@ -287,7 +287,7 @@ def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: in
     silent = np.zeros(len(graph))
     silent[back[forward[1]]] = (graph.time[back] - graph.time[left])[forward[1]]
     woken = np.unique(woken)
-    graph.hard["thread hand-overs"] = woken, silent[woken]
+    graph.hard["waits between threads"] = woken, silent[woken]
 
 
 def _boundaries(graph: Graph, bounds: Array) -> Array:

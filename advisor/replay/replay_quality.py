@@ -168,7 +168,7 @@ _STARTS = (EdgeKind.LAUNCH, EdgeKind.STREAM, EdgeKind.CROSS_STREAM, EdgeKind.CON
 _EDGES = {
     "syncs that waited": (EdgeKind.SYNC,),
     "queue-blocked launches": (EdgeKind.QUEUE,),
-    "thread hand-overs": (EdgeKind.HANDOFF,),
+    "waits between threads": (EdgeKind.HANDOFF,),
 }
 
 

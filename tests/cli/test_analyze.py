@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import advisor as advisor_package
 from advisor.cli.analyze import reaches_severity
 from advisor.cli.options import parse_size, parse_steps
 from advisor.core.errors import AdvisorError
@@ -421,7 +423,20 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
         ("report slow.json --details --brief", "--brief and --details: choose one"),
         ("analyze --detials slow.json", "No such option: --detials (Possible options: --details)."),
         ("analyze notes.md", "notes.md: unknown format (it begins with '# A heading');"),
-        ("analyze slow.json --rank 3", "no trace of rank 3 (no trace says its rank)"),
+        ("analyze slow.json --rank 3", "rank 3 (no trace says its rank); leave out --rank"),
+        ("analyze slow.json --steps 90:", "steps; give 0:"),
+        ("analyze slow.json --top x", "'x' is no whole number"),
+        ("analyze slow.json --recorded-gpu foo100", "such as 'h100 sxm', 'a100 80gb' or"),
+        ("analyze slow.json slow.json", "slow.json is given twice; to compare two runs:"),
+        ("analyze slow.json --format pdf", "pdf: a report is written as one of agent, github"),
+        (
+            "analyze slow.json -o x.pdf",
+            "x.pdf: no format has this suffix; --format: agent, github,",
+        ),
+        ("slow.json", "slow.json is no command: advisor analyze slow.json"),
+        ("whatif scale work 0.5", "no trace is given: advisor whatif TRACE 'scale work 0.5'"),
+        ("gate notes.md slow.json", "no baseline: notes.md: unknown format"),
+        ("gate slow.json", "advisor gate --save baseline.json RUN writes the baseline"),
         ("analyze slow.json other.json", "different processes wrote them ('advisor compare'"),
     ],
 )
@@ -440,5 +455,25 @@ def test_export_takes_output_and_demo_brief(advisor: Run, slow_trace: Path) -> N
     assert code == 0 and len(out.splitlines()) < 20
 
 
-def test_whatif_without_an_edit_names_the_option(advisor: Run, slow_trace: Path) -> None:
-    assert "No edit is given: --edit says what to change" in advisor("whatif", slow_trace)[1]
+def test_whatif_without_an_edit_offers_those_of_the_findings(
+    advisor: Run, slow_trace: Path
+) -> None:
+    code, out, err = advisor("whatif", slow_trace)
+    assert (code, out) == (2, "") and "no edit is given, such as advisor whatif" in err
+    *_, title, edits = err.splitlines()
+    assert re.match(r" ?\d+  [A-Z]", title)
+    pasted = shlex.split(edits)
+    assert advisor("whatif", slow_trace, *pasted)[0] == 0
+
+
+def test_whatif_takes_an_edit_without_quotes(advisor: Run, slow_trace: Path) -> None:
+    plain = advisor("whatif", slow_trace, "scale", "work", "0.5")
+    assert plain[0] == 0 and plain == advisor("whatif", slow_trace, "scale work 0.5")
+
+
+def test_top_is_the_number_of_fixes_of_a_brief_report_too(advisor: Run) -> None:
+    shown = advisor("demo", "--brief")[1]
+    trace = Path(advisor_package.__file__).parent / "sample_workloads/recordings"
+    one = advisor("analyze", trace / "loader_before.json.gz", "--brief", "--top", 1)[1]
+    assert len(re.findall(r"^ \d  ", shown, re.M)) == 3
+    assert len(re.findall(r"^ \d  ", one, re.M)) == 1 and "3 more fixes" in one

@@ -50,6 +50,12 @@ def test_the_help_names_the_commands(advisor: Run, arguments: list[str]) -> None
     assert (code, err) == (0, "")
     for command in ("analyze", "demo", "rules"):
         assert command in shown
+    assert "advisor analyze trace.json.gz" in shown and f"Docs: {cli.DOCS}" in shown
+
+
+def test_help_is_a_command_too(advisor: Run) -> None:
+    assert advisor("help") == advisor("--help")
+    assert advisor("help", "analyze") == advisor("analyze", "--help")
 
 
 def test_the_help_has_every_command_under_one_heading(advisor: Run) -> None:

@@ -29,12 +29,15 @@ def trace(tmp_path: Path) -> Path:
     return b.write(tmp_path / "run.json")
 
 
+WHATIF = ("whatif", "--format", "json")
+
+
 def test_whatif_replays_the_ranges_that_are_named(advisor: Run, trace: Path) -> None:
-    every = json.loads(advisor("whatif", trace, "--format", "json")[1])
-    some = json.loads(advisor("whatif", trace, "--format", "json", "--steps", "^evaluate$")[1])
+    every = json.loads(advisor(*WHATIF, trace, "scale work 1")[1])
+    some = json.loads(advisor(*WHATIF, trace, "scale work 1", "--steps", "^evaluate$")[1])
     assert (every["replay"]["of_steps"], some["replay"]["of_steps"]) == (STEPS, STEPS // 2)
     assert some["measured_step_ns"] < 0.5 * every["measured_step_ns"]  # not the 3 ms after it
-    first = json.loads(advisor("whatif", trace, "--format", "json", "--steps", "1:4")[1])
+    first = json.loads(advisor(*WHATIF, trace, "scale work 1", "--steps", "1:4")[1])
     assert first["replay"]["of_steps"] == 3
 
 

@@ -102,9 +102,9 @@ def test_a_format_that_there_is_not_is_one_line_that_lists_those_there_are(
     files = sorted(file.stem for file in folder.glob("*.py") if file.stem != "__init__")
     assert set(files) >= {"html", "json", "terminal"}
     assert capsys.readouterr().err == (
-        f"advisor: a report cannot be written as pdf; there are {', '.join(files)}\n"
+        f"advisor: pdf: a report is written as one of {', '.join(files)}\n"
     )
-    with pytest.raises(AdvisorError, match=r"^a comparison cannot be written as sarif; there are"):
+    with pytest.raises(AdvisorError, match=r"^sarif: a comparison is written as one of "):
         COMPARISONS.renderer("sarif")
 
 

@@ -91,10 +91,10 @@ def test_starts_are_explained_where_the_trace_records_the_waits(
     [
         ("a100_train_6steps", "syncs that waited", 50, 0.95),
         ("a100_train_6steps", "cross-stream starts", 20, 0.9),
-        ("a100_train_6steps", "thread hand-overs", 12, 0.95),
+        ("a100_train_6steps", "waits between threads", 12, 0.95),
         ("v100_train_copy_heavy", "syncs that waited", 40, 0.85),
         ("v100_train_copy_heavy", "cross-stream starts", 20, 0.95),
-        ("nccl_collectives", "thread hand-overs", 6, 0.95),
+        ("nccl_collectives", "waits between threads", 6, 0.95),
         ("alexnet", "syncs that waited", 15, 0.95),
         ("simple_add", "syncs that waited", 15, 0.95),
     ],

@@ -303,7 +303,8 @@ def find_gpu(name: str) -> GpuMatch:
         return GpuMatch(called[0], ())
     fitting = [gpu for gpu in known_gpus() if wanted and wanted <= _spellings(gpu.name)]
     if not fitting:
-        near = suggest(name, (gpu.name for gpu in known_gpus()), "give a name such as 'h100 sxm'")
+        some = "give a name such as 'h100 sxm', 'a100 80gb' or 'rtx 4090'"
+        near = suggest(name, (gpu.name for gpu in known_gpus()), some)
         raise AdvisorError(f"no GPU {name!r} is known; {near}")
     gpu = min(fitting, key=lambda gpu: len(_model(_words(gpu.name))[0]))  # not "Ti" where unsaid
     return GpuMatch(gpu, tuple(other.name for other in fitting if other is not gpu))

@@ -120,7 +120,9 @@ def require_used_steps(steps: Steps, path: str, rank: int, *, selected: bool) ->
     count = steps.table.height
     whose = f"{count} steps" + (f" of rank {rank}" if rank >= 0 else "")
     if selected:
-        raise AdvisorError(f"{path}: --steps selects none of the {whose}")
+        raise AdvisorError(
+            f"{path}: --steps selects none of the {whose}; give 0:{count} or a part of it"
+        )
     what = "it spans no time" if steps.source == "whole trace" else f"its {whose} have no length"
     raise AdvisorError(f"{path}: {what}, so there is nothing to measure; record the trace again")
 

@@ -56,7 +56,7 @@ class XPlane(Reader):
     """Reader of an ``XSpace`` message, packed or not, without TensorFlow or protobuf."""
 
     name = "xplane"
-    description = "one of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
+    description = "a profile of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
     suffixes = (".xplane.pb",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

@@ -32,6 +32,10 @@ UNSEEN_LOADER: Final = (
     "The loader's workers keep up with these steps, so how fast they could be is not in the trace: "
     "the step cannot become shorter than their time per batch."
 )
+RANGES: Final = (
+    "Ranges are those of the replay. Past errors of estimates of the same fix widen them in the "
+    "report."
+)
 NO_GAIN: Final = 0.001
 """Share of the step below which an edit gains next to nothing."""
 _NOUNS: Final[dict[tuple[str, ...], str]] = {
@@ -55,9 +59,6 @@ def notes(lines: Sequence[str]) -> Items:
 # -- edits ----------------------------------------------------------------------------------------
 
 
-NO_EDIT = "No edit is given: --edit says what to change, such as --edit 'remove sync'."
-
-
 def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     """Build the step with edits; ``lines``: these as they were written."""
     apart = result.step is not None and result.step.window_differs
@@ -71,6 +72,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
         TextField("measured", [f"{step} {per}", *_steps(result)]),
         *([TextField("run", _run(result.step))] if result.step is not None and apart else []),
         TextField("replayed", _replayed(result)),
+        TextField("", _waits(result), detail=True),
         TextField("path", parts or ["the critical path is unknown: the steps are not replayed"]),
     ]
     said = [*_without_gain(result, lines, ", ".join(parts)), *result.notes]
@@ -79,9 +81,10 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     share = 1 - result.edited_step_ns / max(result.measured_step_ns, 1)
     change = f"{t.format_share(abs(share))} {'less' if share >= 0 else 'more'}"
     return Document(
-        f"{step} → {least}{edited} ({change}) {per}." if lines else f"{step} {per}. {NO_EDIT}",
+        f"{step} → {least}{edited} ({change}) {per}.",
         [
             *_edits(result, lines),
+            Paragraph(RANGES, "soft"),
             *([notes(said)] if said else []),
             Section("How exact the replay is", [FieldList(fields)]),
         ],
@@ -116,10 +119,15 @@ def _replayed(result: WhatIfResult) -> list[str]:
     if replay.explained is not None:
         explained = f"{replay.explained:.1%} of {replay.starts:,} starts of GPU work explained"
     error = f"error {replay.step_error:.2%}"
+    return [t.format_duration(result.replayed_step_ns), error, explained]
+
+
+def _waits(result: WhatIfResult) -> list[str]:
+    """List how much of the waits and of the idle time the replay explains."""
+    replay = result.replay
+    if result.reason:
+        return []
     return [
-        t.format_duration(result.replayed_step_ns),
-        error,
-        explained,
         *(
             f"{who} {of:.0%} of the time, {share:.0%} of it explained"
             for who, of, share in (
@@ -167,8 +175,6 @@ def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list
 
 def _edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
     """Build a table of each edit's gain, its range, its gain alone, and the step after it."""
-    if not lines:
-        return []
     short = all(len(line) <= MAX_EDIT for line in lines)
     rows = [
         [

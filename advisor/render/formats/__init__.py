@@ -49,7 +49,7 @@ class Formats:
         point = self.external.get(name)
         if point is None:
             known = ", ".join(self)
-            raise AdvisorError(f"{self.subject} cannot be written as {name}; there are {known}")
+            raise AdvisorError(f"{name}: {self.subject} is written as one of {known}")
         with loading(point, "format"):
             loaded = point.load()
             made = (_class_in(loaded) if inspect.ismodule(loaded) else loaded)()

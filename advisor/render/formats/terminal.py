@@ -61,7 +61,7 @@ class Terminal(DocumentRenderer):
 def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
     page = Page(options.width, colour=options.colour)
     page.wrap(labels.clean(document.headline), style=document.style)
-    shown = cards[:MAX_FULL]
+    shown = cards[: MAX_FULL if options.top is None else options.top]
     for card in shown:
         _row(page, card)
         lists = (block for block in card.blocks if isinstance(block, d.FieldList))
@@ -69,7 +69,8 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
             if field.label == "fix":
                 page.wrap(t.first_clause(d.plain_text(field.parts[0])), indent=4, style="bold")
     if len(cards) > len(shown):
-        page.wrap(f"{len(cards) - len(shown)} more: without --brief.", indent=4, style="dim")
+        more = t.count_noun(len(cards) - len(shown), "more fix", "more fixes")
+        page.wrap(f"{more}: run without --brief.", indent=4, style="dim")
     return page.getvalue()
 
 

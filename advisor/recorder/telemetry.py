@@ -47,7 +47,6 @@ class Sampler(BackgroundThread):
         """Reason why there are no GPU samples; ``None``: there are, or sampling has not begun."""
 
     def work(self) -> None:
-        """Sample until the end."""
         with SampleSource() as source:
             self.without_gpu = source.without_gpu
             self._loop(source)

@@ -69,7 +69,6 @@ class TimedWindow(BackgroundThread):
         """Events of the stacks sampled after the window. If steps follow, they are of no step."""
 
     def work(self) -> None:
-        """Wait, open the window, and close it."""
         windows = self._session.windows
         if self.stop_event.wait(WAIT_SECONDS) or self._seen() or not windows.enabled:
             return

@@ -72,7 +72,6 @@ class Bar(Figure):
         return Grid(["", "time", t.format_of(bar.per), ""], rows, align="lrrl")
 
     def html(self, *, small: bool = False) -> Markup:
-        """Draw a bar and its legend."""
         bar = self.bar
         drawn = _strip(bar.segments, f"The {bar.per}'s time: {bar.alt_text}")
         if small:
@@ -154,7 +153,6 @@ class ComparedBars(Figure):
         """Return ``None``: the table beside it has the numbers."""
 
     def html(self, *, small: bool = False) -> Markup:
-        """Draw a bar a side, and one legend."""
         longest, lanes = max(ns for _, ns, _ in self.sides), []
         for name, ns, own in self.sides:
             time, scale = t.format_duration(ns), ns / longest
@@ -256,7 +254,6 @@ class StepTimeline(Figure):
         """Return ``None``: only a page shows it."""
 
     def html(self, *, small: bool = False) -> Markup:
-        """Draw the lanes over a common axis."""
         from advisor.measure.steps.step_lanes import CELLS
 
         shown = self.strip
@@ -318,7 +315,6 @@ class Histogram(Figure):
         return max((count for _, count in self.bins), default=1) or 1
 
     def table(self) -> Grid:
-        """Return a row a bin."""
         rows = [
             [name, t.format_count(count), block_bar(count / self._most(), 30)]
             for name, count in self.bins
@@ -326,7 +322,6 @@ class Histogram(Figure):
         return Grid([*self.head, ""], rows, align="rrl")
 
     def lines(self, width: int) -> list[Parts]:
-        """Draw a bar a bin."""
         wide = max(len(name) for name, _ in self.bins)
         digits = len(t.format_count(self._most()))
         room = width - wide - digits - 6
@@ -339,7 +334,6 @@ class Histogram(Figure):
         ]
 
     def html(self, *, small: bool = False) -> Markup:
-        """Draw a track a bin."""
         rows = []
         for name, count in self.bins:
             length = max(count / self._most() * 100, 0.5) if count else 0

@@ -113,7 +113,6 @@ class GraphBreaks(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count regions inside regions, and the idle time between their graphs."""
         names = a.trace.cpu["name"]
         regions = int(name_matches(names, r"^Torch-Compiled Region").sum())
         broken = broken_regions(a)
@@ -639,7 +638,6 @@ class CudaGraphsSkipped(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Report the reasons in the log."""
         log = a.trace.meta.compilation
         causes = [] if log is None else log.without_cuda_graphs
         if not causes:

@@ -92,7 +92,6 @@ class CollectiveHang(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Report each problem that the comparison found."""
         flight = a.flight
         if flight is None:
             return

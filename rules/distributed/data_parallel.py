@@ -61,7 +61,6 @@ class DataParallel(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for the range, and for work on several devices."""
         cpu, gpu = a.trace.cpu, a.trace.gpu
         forward = np.flatnonzero(name_matches(cpu["name"], FORWARD).to_numpy())
         devices = gpu["device"].drop_nulls().n_unique()

@@ -284,7 +284,6 @@ class ExposedCommunication(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare exposed communication with the step."""
         if not a.breakdown.all_communication.total:
             return
         exposed = a.breakdown.communication.total

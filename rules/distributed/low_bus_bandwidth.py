@@ -53,7 +53,6 @@ class LowBusBandwidth(Rule):
     confidence = 0.6
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the fastest large collective with what the link gives."""
         if a.device_id is None or a.span_ns == 0:
             return
         scaled = scale_collectives(a, across=False)

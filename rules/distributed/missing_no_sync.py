@@ -106,7 +106,6 @@ class MissingNoSync(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare what the passes of one optimizer step reduce."""
         passes = find_passes(a)
         if passes is None:
             return

@@ -34,7 +34,6 @@ class NetworkRule(Rule):
     validation_note = "logs in the formats of public issues (tests/read/nccl); no real job"
 
     def check(self, a: Analysis) -> Outcomes:
-        """Judge the log, where there is one."""
         log = a.trace.meta.network
         if log is not None:
             yield from self.examine_log(a, log)
@@ -109,7 +108,6 @@ class NcclSettings(NetworkRule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare settings with the list."""
         found = {
             name: why
             for name, value in known_settings(a).items()
@@ -209,7 +207,6 @@ class NcclSockets(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Report connections between nodes over sockets, and why no faster network is used."""
         if not log.hosts:
             return
         network = {path: n for path, n in log.paths.items() if path.startswith("NET/")}
@@ -295,7 +292,6 @@ class NcclGpuDirect(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Report connections over adapters without GPUDirect."""
         verbs = {
             path: n
             for path, n in log.paths.items()
@@ -385,7 +381,6 @@ class NcclNodePath(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Report how GPUs of a node reach each other, and how they could."""
         peer = sum(n for path, n in log.paths.items() if path.startswith("P2P"))
         shared = log.paths.get("SHM", 0)
         fast = [link for link in log.gpu_links if re.match(r"NV\d|XGMI", link)]
@@ -463,7 +458,6 @@ class NcclNvls(NetworkRule):
     min_gpus = Threshold(4, "GPUs of the node: pairs gain nothing", CHOSEN)
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Report that multicast is said to be missing where the hardware has it."""
         if log.nvls is None:
             return
         if log.nvls:
@@ -511,7 +505,6 @@ class NcclLimits(NetworkRule):
     }
 
     def examine_log(self, a: Analysis, log: NetworkLog) -> Outcomes:
-        """Report warnings that name a limit."""
         found = {
             meaning: text
             for text in log.warnings

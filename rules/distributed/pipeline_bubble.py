@@ -67,7 +67,6 @@ class PipelineBubble(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the wait of a pipeline with its formula."""
         if a.device_id is None or a.forward_only or a.span_ns == 0:
             return
         rows = a.collectives.filter(pl.col("axis") == "pipeline")

@@ -96,7 +96,6 @@ class PoorOverlap(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sort exposed collectives by how they were issued."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
         exposed = a.breakdown.communication.total

@@ -62,7 +62,6 @@ class RepeatedGathers(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare what the passes of a step gather."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
         table = a.collectives.filter(

@@ -82,7 +82,6 @@ class SlowDevice(Rule):
     )
 
     def check_run(self, study: Study) -> Outcomes:
-        """Report the outliers whose device is slower."""
         if not study.outliers:
             yield from self._compared(study)
         for deviation, gain in study.outliers:

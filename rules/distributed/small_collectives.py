@@ -111,7 +111,6 @@ class SmallCollectives(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find runs of small collectives with exposed time."""
         if not a.breakdown.all_communication.total:
             return
         table = a.collectives
@@ -275,7 +274,6 @@ class UnbucketedGradients(Rule):
     framework_advice = SmallCollectives.framework_advice
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count all-reduces and their size."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
         table = a.collectives.filter(

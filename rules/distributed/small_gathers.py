@@ -96,7 +96,6 @@ class SmallGathers(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find gathers and scatters of sharded parameters that are mostly latency."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
         table = a.collectives.filter(

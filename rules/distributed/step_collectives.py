@@ -169,7 +169,6 @@ class StepCollectives(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sort the collectives of the loop, and compare what the rank waits for each kind."""
         if a.device_id is not None:
             yield from self._buffers(a)
             return

@@ -62,7 +62,6 @@ class TensorAcrossNodes(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find tensor-parallel groups with ranks on several nodes."""
         if a.device_id is None or not a.breakdown.all_communication.total:
             return
         placed = find_placement(a)

@@ -44,7 +44,6 @@ class HeldClocks(Rule):
     _informational: ClassVar[bool] = False
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count the samples under load with the reason, and average their clock."""
         samples = under_load(recorded_steps(a))
         share = share_of_samples(samples, *self._reasons)
         if share is None or share < self.min_share:
@@ -171,7 +170,6 @@ class PowerThrottling(HeldClocks):
     _informational = True
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for a power brake first, then for the power cap."""
         samples = under_load(recorded_steps(a))
         brake = share_of_samples(samples, "power brake")
         if not brake:

@@ -157,7 +157,6 @@ class GpuShared(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the memory of other processes with the device's."""
         samples = [gpu for gpu in recorded_steps(a).gpus if gpu.processes is not None]
         total = gpu_capacity(a)
         if not samples or not total:
@@ -230,7 +229,6 @@ class PcieDowngraded(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the link under load with its maximum."""
         links = [
             (gpu.pcie_gen, gpu.pcie_width, gpu.pcie_gen_max, gpu.pcie_width_max)
             for gpu in under_load(recorded_steps(a))

@@ -47,7 +47,6 @@ class UtilisationIllusion(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare utilisation with the activity of multiprocessors and DRAM."""
         samples = [
             (gpu.utilisation, gpu.gpm)
             for gpu in recorded_steps(a).gpus
@@ -125,7 +124,6 @@ class LowMfu(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Divide the window's FLOPs by what the GPU could do in the unprofiled step."""
         if a.device_id is None or a.mfu is None or not a.step_ns:
             return
         recorded = recorded_steps(a)

@@ -52,7 +52,6 @@ class CpuQuota(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the kernel's counter with the run's time."""
         recorded = recorded_steps(a)
         samples = [(ns, host) for ns, host in recorded.hosts if host.throttled is not None]
         if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
@@ -116,7 +115,6 @@ class NumaMismatch(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the two nodes."""
         recorded = recorded_steps(a)
         gpu, own = recorded.flag("numa_node_gpu"), recorded.flag("numa_node_cpus")
         if not isinstance(gpu, int) or not isinstance(own, list) or not own or gpu in own:
@@ -203,7 +201,6 @@ class ThreadOversubscription(Rule):
     code = "export OMP_NUM_THREADS={best}   # in Python: torch.set_num_threads({best})"
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare threads and workers with cores."""
         recorded = recorded_steps(a)
         threads, cpus = recorded.flag("num_threads"), recorded.record.rank.cpus
         if not isinstance(threads, int) or threads < 2 or not cpus:

@@ -125,7 +125,6 @@ class CudaGraphsUnused(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for repeating launches that cost idle time."""
         gaps = measure_launch_gaps(a) if a.device_id is not None else None
         if gaps is None or gaps.graph_launches or gaps.busy_share > self.max_busy:
             return

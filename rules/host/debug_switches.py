@@ -101,7 +101,6 @@ class AnomalyDetection(Rule):
     code = _NO_ANOMALY
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the time of the checks, and of formatting stacks."""
         cost = AnomalyCost(a)
         if a.recorded is not None or not cost.checks:
             return
@@ -224,7 +223,6 @@ class DebugSwitches(Rule):
     code = _NO_ANOMALY
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare flags and variables with the list."""
         cost = AnomalyCost(a)
         settings = [s for s in _settings_on(a, cost) if _concerns(s, a)]
         if not settings:

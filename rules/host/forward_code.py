@@ -74,7 +74,6 @@ class ForwardCode(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for long stretches of forward without an operator."""
         recorded = recorded_steps(a)
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return

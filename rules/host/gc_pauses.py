@@ -119,7 +119,6 @@ class GcPauses(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Add up the pauses and the time that steps lost to them."""
         recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             if recorded.count:

@@ -168,7 +168,6 @@ class LaunchBound(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the idle time that launching explains."""
         if a.device_id is None:
             return
         gaps = measure_launch_gaps(a)

@@ -122,7 +122,6 @@ class LoopCode(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the main thread's own code by the user's function."""
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
         code = LoopTime(a)
@@ -517,7 +516,6 @@ class LoopPhases(LoopCode):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the step's time in phases of the loop's own code."""
         recorded = recorded_steps(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
@@ -827,7 +825,6 @@ class TimeBetweenSteps(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the time between steps with that of the steps."""
         recorded = recorded_steps(a)
         begin, end = recorded.span
         outside = recorded.outside_steps_ns

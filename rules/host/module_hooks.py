@@ -54,7 +54,6 @@ class ModuleHooks(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count samples in hooks."""
         recorded = recorded_steps(a)
         mean, stacks = recorded.mean, recorded.stacks
         if not a.trains_on_host or not mean:

@@ -120,7 +120,6 @@ class NewInputShapes(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the calls that are the first of their shapes, by operator."""
         calls = a.new_shape_calls
         if calls.is_empty():
             return

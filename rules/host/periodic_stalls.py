@@ -100,7 +100,6 @@ class PeriodicStalls(Rule):
     inference = {"code": "if step % 50 == 0:\n    writer.add_scalar('score', score.item(), step)"}
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find long steps, and the saving or logging in them."""
         steps = a.steps.table.filter(pl.col("used") | pl.col("outlier"))
         main = a.trace.main_thread
         if a.steps.source == "whole trace" or steps.height < self.min_steps or main is None:
@@ -200,7 +199,6 @@ class SavingTime(PeriodicStalls):
     falsified_by = "the same mean step without saving or logging"
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count samples in which the training thread saves or logs."""
         recorded = recorded_steps(a)
         stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
         own = own_phases(recorded).values()
@@ -309,7 +307,6 @@ class LongStep(Rule):
     confidence = 0.6
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find the longest step, and what is longer in it."""
         steps = a.steps.table.filter(pl.col("used") | pl.col("outlier")).sort("ts").slice(1)
         if (
             a.steps.source in (*GUESSED_STEP_SOURCES, "whole trace")

@@ -88,7 +88,6 @@ class PeriodicLoopWork(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for work at equal distances, and for the function that it is in."""
         recorded = recorded_steps(a)
         work = find_periodic_work(recorded)
         if work is None:

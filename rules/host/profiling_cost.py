@@ -67,7 +67,6 @@ class SlowProfiledSteps(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the two medians."""
         recorded = recorded_steps(a)
         kept = recorded.active
         overhead = recorded.profiler_overhead(kept)
@@ -166,7 +165,6 @@ class ProfilerEvents(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Add up the overhead rows."""
         cpu = a.trace.cpu
         rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
         if not len(rows) or not a.span_ns:

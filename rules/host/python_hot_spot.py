@@ -204,7 +204,6 @@ class PythonHotSpot(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for functions with much idle time in few gaps."""
         if a.device_id is None or not a.span_ns:
             return
         if not (a.trace.cpu["kind"] == "python").any():
@@ -453,7 +452,6 @@ class CpuBeforeFirstKernel(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the idle time at the start of each step."""
         lead = step_starts(a)
         if not len(lead):
             return

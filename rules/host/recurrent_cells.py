@@ -67,7 +67,6 @@ class RecurrentCells(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count cells, and what runs as often."""
         if a.device_id is None or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)

@@ -106,7 +106,6 @@ class RepeatedBackward(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Measure the nodes that run again, on the device and on the host."""
         if not a.span_ns:
             return
         again = a.repeated_backwards

@@ -98,7 +98,6 @@ class SampledHotSpot(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find the line of most samples, and how long the GPU idles as the host computes."""
         recorded = recorded_steps(a)
         mean = recorded.mean
         if a.device_id is None or a.trains_on_host or not a.span_ns or not mean:

@@ -74,7 +74,6 @@ class SecondForward(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find layers that run again beside the trained forward pass."""
         if not a.span_ns:
             return
         again = a.second_forwards

@@ -83,7 +83,6 @@ class SliceGradients(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find the tensor of which most slices have a gradient."""
         if not a.span_ns or not a.step_count:
             return
         kinds = [kind for kind in _kinds(a) if len(kind.rows) >= self.min_slices * a.step_count]

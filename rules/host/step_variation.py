@@ -147,7 +147,6 @@ class RegularStalls(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for long steps at regular distances."""
         recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             return
@@ -252,7 +251,6 @@ class StepJitter(Rule):
     confidence = 0.6
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the slowest steps with the median."""
         recorded = recorded_steps(a)
         if recorded.count < self.min_steps or not recorded.median:
             return

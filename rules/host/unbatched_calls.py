@@ -99,7 +99,6 @@ class UnbatchedCalls(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find the product that comes most often with one sample, and what is around it."""
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
@@ -223,7 +222,6 @@ class LoopedOperators(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find the join of most tensors, and what runs as often before it."""
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)

@@ -59,7 +59,6 @@ class EngineIdleBetweenSteps(Rule):
     references = (VLLM_TUNING.address, SGLANG_ARGUMENTS.address)
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the idle time between the engine's steps."""
         passes = a.passes
         if a.device_id is None or passes is None or passes.engine is None:
             return

@@ -134,7 +134,6 @@ class ConstantProjections(Rule):
     sampled_part = "forward"
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find linear layers with equal, many rows in passes of one token."""
         if not a.span_ns or not a.forward_only or a.trace.inputs.is_empty():
             return
         passes = _passes(a)

@@ -56,7 +56,6 @@ class KvCacheIn16Bits(Rule):
     references = (VLLM_KV.address, SGLANG_KV.address)
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum attention of decode steps that is bound by reading a cache of two bytes."""
         passes, hardware = a.passes, a.hardware
         if passes is None or hardware is None:
             return

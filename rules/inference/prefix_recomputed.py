@@ -82,7 +82,6 @@ class PrefixRecomputed(Rule):
     assumptions = ("the model is causal: earlier tokens do not depend on later ones",)
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for passes whose tokens grow by one each time."""
         if not a.span_ns or not a.forward_only:
             return
         lengths, calls = _growing(a)

@@ -29,7 +29,6 @@ class _Suggestion(Rule):
     references = (VLLM_TUNING.address, SGLANG_TUNING.address, SGLANG_ARGUMENTS.address)
 
     def check(self, a: Analysis) -> Outcomes:
-        """Make the suggestion where an engine marks its steps."""
         inference = a.inference
         if inference is None or inference.source != "engine":
             return
@@ -77,7 +76,6 @@ class PrefillStallsDecode(_Suggestion):
     falsified_by = "the same percentile with chunks half as large"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        """Find steps with prompts beside steps that decode."""
         decode = phases.get(DECODE)
         slow = max((p for n, p in phases.items() if n in (PREFILL, MIXED)), default=None, key=_ns)
         if decode is None or slow is None:
@@ -132,7 +130,6 @@ class SmallDecodeBatch(_Suggestion):
     falsified_by = "a decode step that takes twice as long with twice the batch"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        """Find decode steps of few requests that memory limits."""
         decode = phases.get(DECODE)
         if decode is None or decode.requests is None or decode.limit != "memory":
             return
@@ -186,7 +183,6 @@ class PrefixCacheUnused(_Suggestion):
     falsified_by = "prompts that have nothing in common"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        """Find prompts whose keys are all new."""
         marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
         prompts = sum(mark.requests or 0 for mark in marks if mark.phase == PREFILL)
         if prompts < self.min_prompts:
@@ -242,7 +238,6 @@ class CollectivesOfTensorParallel(_Suggestion):
     falsified_by = "fewer tokens per second per GPU with fewer GPUs a copy"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        """Find collectives among the roles of decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles:
             return
@@ -297,7 +292,6 @@ class PiecewiseGraphs(_Suggestion):
     falsified_by = "steps that are as long with one graph"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        """Compare launches of graphs per step with the idle time of decode steps."""
         decode, graphs = phases.get(DECODE), inference.graphs
         if decode is None or graphs is None or decode.busy_share is None:
             return
@@ -350,7 +344,6 @@ class SlowDecodeAttention(_Suggestion):
     falsified_by = "another backend that is as slow"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        """Compare bytes and time of attention in decode steps."""
         decode = phases.get(DECODE)
         if decode is None or not decode.roles or a.passes is None or a.hardware is None:
             return
@@ -414,7 +407,6 @@ class UnevenExperts(_Suggestion):
     falsified_by = "ranks whose experts get the same tokens"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        """Find exchanges of experts whose lengths vary."""
         roles: dict[str, float] = {}
         for phase in phases.values():
             for name, ns in phase.roles.items():

@@ -59,7 +59,6 @@ class TrainingMode(Rule):
     assumptions = ("dropout is not meant to be active (Monte Carlo estimates)",)
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for dropout that draws numbers."""
         if not a.span_ns or not a.forward_only or a.steps.source == "whole trace":
             return
         layers = _active(a)

@@ -68,7 +68,6 @@ class LoaderWaitRule(Rule):
         yield from ()
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the exposed part of the wait with the step."""
         waits = find_waits(a, self._ranges)
         if waits is None:
             return
@@ -169,7 +168,6 @@ class DataLoaderWait(LoaderWaitRule):
     _ranges = WORKERS
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the exposed part of the wait with the step."""
         if a.trace.cpu.is_empty():
             yield SkippedCheck(
                 what="waits for the input pipeline",
@@ -491,7 +489,6 @@ class SamplerTime(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Take the sampler's share of the waits for the loader."""
         waits = find_waits(a, SINGLE_PROCESS)
         if waits is None:
             return

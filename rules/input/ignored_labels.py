@@ -92,7 +92,6 @@ class IgnoredLabels(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the labels that are ignored with the positions that logits are made of."""
         shares, size = _sampled(a, self.min_vocabulary)
         if len(shares) < self.min_samples:
             return

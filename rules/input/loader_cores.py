@@ -124,7 +124,6 @@ class LoaderWorkers(LoadingRule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare workers with cores and with the wait."""
         recorded = recorded_steps(a)
         feed = find_loader(a)
         cpus = recorded.record.rank.cpus
@@ -346,7 +345,6 @@ class CpuBoundTransforms(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the wait for data, or what the training computes on, with the CPU use."""
         recorded = recorded_steps(a)
         feed = find_loader(a)
         share = recorded.share("data")

@@ -113,7 +113,6 @@ class PaddingWaste(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Average the sampled share of padding."""
         padding = _sampled(a)
         if len(padding.all) < self.min_samples:
             return

@@ -75,7 +75,6 @@ class WorkersRespawned(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        """Add up the cost of the starts of epochs."""
         recorded = recorded_steps(a)
         feed = find_loader(a)
         if feed is None or not workers_of(feed) or feed.get("persistent_workers") is not False:
@@ -248,7 +247,6 @@ class PrefetchStarved(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for steps that wait among stretches that do not."""
         recorded = recorded_steps(a)
         feed = find_loader(a)
         wait = recorded.phase("data")

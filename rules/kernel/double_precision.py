@@ -101,7 +101,6 @@ class DoublePrecision(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum own time of operators with double inputs, and of the products among them."""
         if a.device_id is not None:
             yield from self._on_gpu(a)
             return

@@ -95,7 +95,6 @@ class EdgeMessages(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for gathers whose rows are added up right behind them."""
         if a.device_id is None or not a.span_ns or a.trace.inputs.is_empty():
             return
         found = [one for one in _chains(a) if one.edges >= self.min_edges * one.nodes]

@@ -65,7 +65,6 @@ class FoldableBatchNorm(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare time of batch norms that follow a convolution with all kernel time."""
         if a.device_id is None or not a.forward_only:
             return
         named = (

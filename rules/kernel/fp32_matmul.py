@@ -282,7 +282,6 @@ class Fp32Matmul(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare time of FP32 matrix kernels on CUDA cores with all kernel time."""
         if a.device_id is None:
             return
         matrix = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *FAMILIES)

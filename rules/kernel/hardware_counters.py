@@ -120,7 +120,6 @@ class CounterRule(Rule):
         raise NotImplementedError
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find kernels with the problem, by what they could save together."""
         kernels = a.profiled_kernels
         kernels = [k for k in kernels if not is_reference(k.profile.name)] or kernels
         found = [(k, saved) for k in kernels if (saved := self.estimate_saving(k)) is not None]

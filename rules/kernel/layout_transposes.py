@@ -107,7 +107,6 @@ class LayoutTransposes(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the time of layout transposes with convolution time."""
         if a.device_id is None:
             return
         rows = kernel_work.compute_rows(a)

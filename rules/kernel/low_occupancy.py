@@ -90,7 +90,6 @@ class LowOccupancy(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find memory-bound kernels by name with low occupancy and low bandwidth."""
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *MEMORY_BOUND)

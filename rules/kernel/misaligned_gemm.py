@@ -191,7 +191,6 @@ class MisalignedGemm(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the time of misaligned products with all kernel time."""
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, "gemm")

@@ -119,7 +119,6 @@ class RebuiltWeights(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        """Measure the operators that make weights, on the device and on the host."""
         if not a.span_ns:
             return
         making = a.rebuilt_weights_time

@@ -186,7 +186,6 @@ class SlowArguments(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look at each FFT, sort and reduction, by kind of arguments."""
         if not a.span_ns or a.trace.inputs.is_empty():
             return
         on_gpu = a.device_id is not None

@@ -291,7 +291,6 @@ class CudnnBenchmarkOff(Rule):
     confidence = 0.6
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look at the switch, the kernels and the batches."""
         recorded = recorded_steps(a)
         if recorded.flag("cudnn.benchmark") is not False or a.device_id is None:
             return

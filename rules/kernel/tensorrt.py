@@ -39,7 +39,6 @@ class EngineLayers(Rule):
     worst_factor: Threshold[float]
 
     def check(self, a: Analysis) -> Outcomes:
-        """Add up the layers whose names fit."""
         names = a.trace.gpu["name"].cast(pl.String)
         rows = kernel_rows(a) & names.str.contains(self._pattern).to_numpy()
         ns = summed_duration(a, rows)

@@ -172,7 +172,6 @@ class UnfusedAttention(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the time of attention in separate kernels with all kernel time."""
         if a.device_id is None:
             return
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))

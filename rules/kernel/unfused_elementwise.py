@@ -131,7 +131,6 @@ class UnfusedElementwise(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the time of chains with kernel time."""
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))

@@ -78,7 +78,6 @@ class WaveQuantisation(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find kernels, by name, whose last waves waste time."""
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
@@ -292,7 +291,6 @@ class SmallGrids(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the time of compute kernels with less than one block per multiprocessor."""
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         gpu = a.trace.gpu

@@ -79,7 +79,6 @@ class BatchHeadroom(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare memory and activity with what the GPU has."""
         recorded = recorded_steps(a)
         total = gpu_capacity(a)
         peak = last_known(recorded.column("peak"))

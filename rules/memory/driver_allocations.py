@@ -68,7 +68,6 @@ class DriverAllocationRule(Rule):
         return costliest_places(a, row_numbers(calls["host"]), int_column(calls, "dur"))
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count such calls in the steps after the first."""
         used = a.steps.used
         if a.device_id is None or used.height <= self.min_steps:
             return

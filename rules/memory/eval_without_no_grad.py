@@ -102,7 +102,6 @@ class EvalWithoutNoGrad(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare node numbers of the forward pass with those of the backward pass."""
         cpu = a.trace.cpu
         number = row_numbers(cpu["sequence"])
         nodes = name_matches(cpu["name"], NODE).to_numpy() & (number >= 0)

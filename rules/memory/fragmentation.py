@@ -103,7 +103,6 @@ class Fragmentation(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare reserved memory with what tensors needed."""
         findings = list(self._of_snapshot(a))
         yield from findings
         if findings or a.recorded is None:

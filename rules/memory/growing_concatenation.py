@@ -79,7 +79,6 @@ class GrowingConcatenation(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for concatenations whose first input grows by the second."""
         if not a.span_ns or a.trace.inputs.is_empty():
             return
         found = [one for one in _appends(a) if len(one.lengths) >= self.min_lengths]

@@ -114,7 +114,6 @@ class HugeVocabulary(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the largest log-softmax with the peak; else read a snapshot."""
         outcomes = list(self._of_trace(a))
         in_trace = any(isinstance(outcome, Finding) for outcome in outcomes)
         snapshots = [] if in_trace else [self._of_snapshot(post) for post in a.peak_memories]

@@ -67,7 +67,6 @@ class KeptReferences(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for blocks of earlier steps at the peak."""
         for post in a.peak_memories:
             if not post.growth.is_empty():
                 continue
@@ -201,7 +200,6 @@ class MemoryLeak(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Look for steady growth on the GPU and on the host."""
         in_snapshot = list(self._of_snapshot(a)) or list(self._of_series(a))
         yield from in_snapshot
         if a.recorded is None:

@@ -97,7 +97,6 @@ class MemoryNearCapacity(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the highest reserved memory with the GPU's capacity."""
         post = _select_snapshot(a)
         if a.device_id is None and post is None:
             return

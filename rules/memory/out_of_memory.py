@@ -213,7 +213,6 @@ class OutOfMemory(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Read what the recorder saved when it happened."""
         post = next(
             (post for post in a.peak_memories if post.history.failed_event is not None), None
         )

@@ -90,7 +90,6 @@ class RecomputeWithFreeMemory(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare recomputed GPU time with the step, and peak memory with the capacity."""
         if a.device_id is None or not a.breakdown.compute.total:
             return
         training = name_matches(a.trace.cpu["name"], BACKWARD).any()

@@ -91,7 +91,6 @@ class UnifiedMemory(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        """Add up kernels' time with a migration on demand beside them."""
         if a.device_id is None:
             return
         gpu, kernels = a.trace.gpu, kernel_rows(a)

@@ -110,7 +110,6 @@ class DenseEmbeddingGradient(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find tables of which a step uses few rows, and sum up what works on all of them."""
         if not a.span_ns or a.trace.inputs.is_empty():
             return
         if not name_matches(a.trace.cpu["name"], BACKWARD).any():

@@ -94,7 +94,6 @@ class ManyParameterGroups(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count the groups in each optimizer's step, and those that can be merged."""
         if a.device_id is None or not a.span_ns or a.trace.inputs.is_empty():
             return
         steps = optimizer_steps(a)

@@ -132,7 +132,6 @@ class SingleTensorOptimizer(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count kernels launched inside the optimizer's step."""
         if a.device_id is None:
             yield from self._on_host(a)
             return

@@ -110,7 +110,6 @@ class UnusedGradients(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum up the work on gradients that the recorder found unused."""
         recorded, dropped = a.recorded_gradients, a.dropped_gradients
         if (recorded is None and not dropped) or not a.span_ns:
             return

@@ -59,7 +59,6 @@ class ZeroedGradients(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        """Count the launches of fills and additions."""
         names = a.trace.cpu["name"]
         if a.device_id is None or not name_matches(names, ZEROING).any():
             return

@@ -81,7 +81,6 @@ class BelowRate(Rule):
     """Whether the summary names the costliest operator and its shapes."""
 
     def check(self, a: Analysis) -> Outcomes:
-        """Find operators below ``max_efficiency``, and their share of kernel time."""
         if not kernel_work.is_device_busy(a, self.min_busy):
             return
         slow = self._suitable(

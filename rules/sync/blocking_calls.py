@@ -80,7 +80,6 @@ class BlockingRule(Rule):
         return {}
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the GPU idle time after these calls."""
         if a.device_id is None or a.syncs.is_empty():
             return
         blocking = self._select(a)

@@ -199,7 +199,6 @@ class ImplicitSync(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Sum the GPU idle time after reads of GPU values."""
         if a.device_id is None:
             return
         if not _runtime_recorded(a):
@@ -485,7 +484,6 @@ class HostReads(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare the host's time in reads with the GPU's idle time."""
         if a.device_id is None or a.syncs.is_empty():
             return
         to_host = pl.col("direction") == "DtoH"

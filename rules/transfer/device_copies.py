@@ -109,7 +109,6 @@ class DeviceCopies(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare exposed copies within the GPU with the step."""
         if a.device_id is None or a.copies.is_empty():
             return
         copies = a.copies.filter(pl.col("copy") == "DtoD")
@@ -249,7 +248,6 @@ class CopiesNotOverlapped(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Compare exposed copy time with the step and with all copy time."""
         if a.device_id is None or a.copies.is_empty():
             return
         pageable = (pl.col("memory") == "pageable").fill_null(False)

@@ -91,7 +91,6 @@ class DtypeInflation(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        """Match conversions on the host with copies of their result."""
         if a.device_id is None or a.copies.is_empty():
             return
         copies = a.copies.filter(
@@ -310,7 +309,6 @@ class PingPong(Rule):
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        """Pair copies to the host with copies back, by the run of the function that made them."""
         if a.device_id is None or a.copies.is_empty():
             return
         copies = a.copies.filter(

@@ -166,7 +166,6 @@ class PageableCopies(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        """Add up the exposed time of pageable copies and the GPU idle time after them."""
         if a.device_id is None or a.copies.is_empty():
             return
         copies = a.copies.filter(pl.col("copy").is_in(["HtoD", "DtoH"]))

@@ -69,7 +69,6 @@ class CompileLogReader(Reader):
         return ReaderClaim.NO if _RECORD.match(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with the log."""
         from advisor.core.trace import blank_trace
 
         log, records = _read(source.blocks())
@@ -77,7 +76,6 @@ class CompileLogReader(Reader):
         return blank_trace(source.path, bytes_read=read, events_read=records, compilation=log)
 
     def merge(self, values: list[CompileLog]) -> CompileLog:
-        """Merge the logs of several processes."""
         return merge_logs(values)
 
 

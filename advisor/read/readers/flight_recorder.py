@@ -53,7 +53,6 @@ class FlightRecorderReader(Reader):
         return ReaderClaim.SURE if form and any(key in head for key in _KEYS) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with the dump."""
         from advisor.core.trace import blank_trace
 
         dump = _dump(source, min(MAX_BYTES, options.max_bytes))
@@ -66,7 +65,6 @@ class FlightRecorderReader(Reader):
         )
 
     def merge(self, values: list[tuple[FlightDump, ...]]) -> tuple[FlightDump, ...]:
-        """Join the dumps of all ranks."""
         return tuple(dump for dumps in values for dump in dumps)
 
 

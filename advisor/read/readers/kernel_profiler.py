@@ -61,7 +61,6 @@ class _ProfileReader(Reader):
     meta_field = "kernel_profiles"
 
     def merge(self, values: list[KernelProfiles]) -> KernelProfiles:
-        """Merge profiles, with times and counters of one kernel together."""
         from advisor.read.kernel_profiles import merge_profiles
 
         return merge_profiles(values)
@@ -80,7 +79,6 @@ class KernelProfilerReader(_ProfileReader):
         return ReaderClaim.NO if layout_of(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with the kernel profiles."""
         from advisor.read.kernel_profiles import MAX_BYTES, read_kernel_profiles
 
         layout = layout_of(source.head())
@@ -104,7 +102,6 @@ class RocprofComputeReader(_ProfileReader):
         return ReaderClaim.SURE if known else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with the kernel profiles."""
         from advisor.read.kernel_profiles import read_rocprof_compute, read_rocprof_kernels
 
         with open_database(source, options) as database:

@@ -62,7 +62,6 @@ class MemorySnapshotReader(Reader):
         return ReaderClaim.SURE if own else ReaderClaim.PERHAPS
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with the snapshot."""
         from advisor.read.snapshot import read_snapshot
 
         made = read_snapshot(source.blocks(), source.path, max_bytes=options.max_bytes)
@@ -81,7 +80,6 @@ class MemoryTimelineReader(Reader):
         return ReaderClaim.SURE if _TIMELINE.match(head) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Return a blank trace with a snapshot made from the timeline."""
         most = min(MAX_TIMELINE, options.max_bytes)
         data = source.read_all(most, f"larger than {MAX_TIMELINE >> 20} MiB")
         return _trace(source, read_memory_timeline(data, source.path))

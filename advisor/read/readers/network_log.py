@@ -96,7 +96,6 @@ class NetworkLogReader(Reader):
         )
 
     def merge(self, values: list[NetworkLog]) -> NetworkLog:
-        """Merge the logs of several processes and hosts."""
         return merged_networks(values)
 
 

@@ -43,7 +43,6 @@ class Nsys(Reader):
         return ReaderClaim.SURE if report or (_is_report(path) and binary) else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Read the tables with events, joined by the numbers of processes, threads and calls."""
         import polars as pl
 
         from advisor.read.build import build_trace

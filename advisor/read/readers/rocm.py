@@ -28,7 +28,6 @@ class RpdReader(Reader):
         return _claim(head, path, split=False)
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Read the tables of calls and of device work."""
         from advisor.read.rocm import trace_of
         from advisor.read.rocm_tables import Rpd
 
@@ -54,7 +53,6 @@ class RocpdReader(Reader):
         return _claim(head, path, split=True)
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        """Read the tables of each process."""
         with open_database(source, options) as db:
             return _rocpd(source, db)
 

@@ -27,7 +27,6 @@ class Html(DocumentRenderer):
     suffixes = (".html", ".htm")
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        """Draw the page; details open on demand."""
         title = document.headline or f"advisor {document.name}"
         lead = [b for b in document.blocks[:1] if isinstance(b, d.FieldList)]
         head = tag(

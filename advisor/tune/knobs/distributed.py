@@ -18,7 +18,6 @@ class _Ddp(Knob):
         return True if value is None else value
 
     def apply(self, value: Value) -> None:
-        """Set the argument, whatever the program gives for it."""
         from torch.nn.parallel import DistributedDataParallel
 
         def make(original: Any) -> Any:
@@ -78,7 +77,6 @@ class DdpNoSync(Knob):
     )
 
     def apply(self, value: Value) -> None:
-        """Wrap the forward of every DDP model."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim import optimizer as optim

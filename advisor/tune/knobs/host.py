@@ -23,7 +23,6 @@ class Affinity(Knob):
     keep = "numactl --cpunodebind=0 --membind=0 python train.py"
 
     def apply(self, value: Value) -> None:
-        """Bind the process at once; nothing is done where there is one node."""
         here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         for node in sorted(NODES.glob("node[0-9]*/cpulist")):
             own = here & cpu_list(node.read_text())
@@ -49,7 +48,6 @@ class Threads(Knob):
         return {"OMP_NUM_THREADS": str(value), "MKL_NUM_THREADS": str(value)}
 
     def apply(self, value: Value) -> None:
-        """Set the threads at once, and ignore what the program sets later."""
         import torch
 
         torch.set_num_threads(int(value or 1))
@@ -68,7 +66,6 @@ class DebugSwitchesKnob(Knob):
         return {"CUDA_LAUNCH_BLOCKING": None, "TORCH_DISTRIBUTED_DEBUG": None}
 
     def apply(self, value: Value) -> None:
-        """Switch them off at once; what the program switches on later stays off."""
         import torch
 
         if os.environ.pop("CUDA_LAUNCH_BLOCKING", None):  # the program's own
@@ -96,7 +93,6 @@ class AllocatorKnob(Knob):
         return {"PYTORCH_CUDA_ALLOC_CONF": SETTING, "PYTORCH_ALLOC_CONF": SETTING}
 
     def apply(self, value: Value) -> None:
-        """Record the effect: torch has read the variable."""
         self.took_effect()
 
 
@@ -109,7 +105,6 @@ class EmptyCache(Knob):
     keep = "# without torch.cuda.empty_cache() in the loop"
 
     def apply(self, value: Value) -> None:
-        """Replace every call from now on."""
         import torch
 
         def make(original: Any) -> Any:
@@ -133,7 +128,6 @@ class GcFreeze(Knob):
     )
 
     def apply(self, value: Value) -> None:
-        """Count optimizer steps, and freeze and collect by their number."""
         from torch.optim import optimizer as optim
 
         count = 0

@@ -24,7 +24,6 @@ class _Loaders(Knob):
         return True
 
     def apply(self, value: Value) -> None:
-        """Change the loaders that are made from now on."""
 
         def change(arguments: dict[str, object]) -> None:
             if self.change(arguments, value):
@@ -110,7 +109,6 @@ class LoaderPinning(Knob):
     keep = "DataLoader(..., pin_memory=True)\nbatch = batch.to(device, non_blocking=True)"
 
     def apply(self, value: Value) -> None:
-        """Change loaders that are made, and copies to a device, from now on."""
         import torch
 
         def change(arguments: dict[str, object]) -> None:

@@ -24,7 +24,6 @@ class Autocast(Knob):
     keep = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    output = model(batch)"
 
     def apply(self, value: Value) -> None:
-        """Wrap the forward of models when they are first called."""
         import torch
 
         def begin(module: Any) -> None:
@@ -54,7 +53,6 @@ class MatmulPrecision(Knob):
     keep = 'torch.set_float32_matmul_precision("high")'
 
     def apply(self, value: Value) -> None:
-        """Set the precision at once, and ignore later changes."""
         import torch
 
         if torch.get_float32_matmul_precision() != "high":
@@ -83,7 +81,6 @@ class ChannelsLast(Knob):
     )
 
     def apply(self, value: Value) -> None:
-        """Convert models when they are first called."""
         import torch
         from torch import nn
 
@@ -114,7 +111,6 @@ class CudnnBenchmark(Knob):
     keep = "torch.backends.cudnn.benchmark = True"
 
     def apply(self, value: Value) -> None:
-        """Set it at once, and ignore later changes."""
         import torch
 
         if not torch.backends.cudnn.benchmark:
@@ -135,7 +131,6 @@ class CompileModel(Knob):
         return ("default", "reduce-overhead") if machine.cuda else ("default",)
 
     def apply(self, value: Value) -> None:
-        """Compile models when they are first called."""
 
         def begin(module: Any) -> None:
             if module._compiled_call_impl is None and any(True for _ in module.parameters()):
@@ -157,7 +152,6 @@ class CompileDynamic(Knob):
     keep = "torch.compile(..., dynamic=True)"
 
     def apply(self, value: Value) -> None:
-        """Change every function and model that is compiled from now on."""
         import torch
 
         def make(original: Any) -> Any:

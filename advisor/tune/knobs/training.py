@@ -40,7 +40,6 @@ class BatchSize(Knob):
         return text if match[1] else int(text)
 
     def apply(self, value: Value) -> None:
-        """Change every loader, and every sampler of batches, that is made from now on."""
         from torch.utils.data import BatchSampler, DataLoader
 
         inside = 0
@@ -108,7 +107,6 @@ class FusedOptimizer(Knob):
     keep = "torch.optim.AdamW(..., {value}=True)"
 
     def apply(self, value: Value) -> None:
-        """Change every optimizer that is made from now on."""
 
         def change(arguments: dict[str, Any]) -> None:
             if not arguments.get(str(value)):
@@ -130,7 +128,6 @@ class SetToNone(Knob):
     keep = "optimizer.zero_grad(set_to_none=True)"
 
     def apply(self, value: Value) -> None:
-        """Change every call from now on."""
         import torch
 
         def make(original: Any) -> Any:
@@ -154,7 +151,6 @@ class NoGradEvaluation(Knob):
     keep = "with torch.inference_mode():   # around validation\n    output = model(batch)"
 
     def apply(self, value: Value) -> None:
-        """Wrap every outermost forward from now on."""
         import torch
 
         def call(module: Any, go: Any) -> Any:

@@ -32,9 +32,9 @@ POLL_S = 0.02
 
 def floor(path: str) -> int:
     """isal gunzip and msgspec decode into the structs that the reader uses, in its pieces."""
-    from advisor.read.decode import event_list
+    from advisor.read.formats.kineto.decode import event_list
+    from advisor.read.formats.kineto.json_pieces import Splitter
     from advisor.read.source import ByteSource
-    from advisor.read.split import Splitter
 
     return sum(len(event_list.decode(piece)) for piece in Splitter(ByteSource(path)).pieces())
 

@@ -36,7 +36,7 @@ def unpickle(path: str) -> int:
 
 def read(path: str) -> int:
     """Our reader, to tables."""
-    from advisor.read.snapshot import read_snapshot
+    from advisor.read.formats.memory_snapshot.tables import read_snapshot
     from advisor.read.source import ByteSource
 
     return read_snapshot(ByteSource(path).blocks(), path).events.height

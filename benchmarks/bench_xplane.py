@@ -77,10 +77,10 @@ def best(work: Callable[[], object], runs: int = 3) -> float:
 
 def main() -> None:
     """Measure and print a table."""
+    from advisor.read.formats.xplane.host_events import STATS
+    from advisor.read.formats.xplane.xspace import XSpace
     from advisor.read.protobuf import PADDING
     from advisor.read.registry import read_bytes
-    from advisor.read.xla_host import STATS
-    from advisor.read.xspace import XSpace
 
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("file", type=Path)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from public_traces import find
 
+from advisor.read.formats.kineto.json_pieces import scan_list
 from advisor.read.source import ByteSource
-from advisor.read.split import scan_list
 from advisor.testing import TraceBuilder
 
 DEFAULT = "a100_train_6steps"

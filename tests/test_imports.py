@@ -93,7 +93,7 @@ def layers(text: str) -> list[set[str]]:
 
 
 def layer_of(module: str, table: list[set[str]]) -> int | None:
-    """Its row: that of ``ingest`` for ``advisor.read.split``; of ``advisor`` for the package."""
+    """Its row: that of ``read`` for ``advisor.read.build``; of ``advisor`` for all."""
     unit = module.split(".")[1] if "." in module else module
     return next((number for number, row in enumerate(table) if unit in row), None)
 

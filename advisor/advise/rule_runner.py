@@ -333,7 +333,7 @@ def read_hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
     file = Path(a.record.folder) / SCALENE
     if not file.is_file():
         return [], []
-    from advisor.read.scalene import read_scalene
+    from advisor.read.formats.scalene import read_scalene
 
     try:
         return read_scalene(file), []

@@ -152,7 +152,7 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
     logs, else the snapshot, else kernel reports. Raises AdvisorError if there are none."""
     read = options.read
     if read.compile_log is not None:
-        from advisor.read.readers.compile_log import log_files
+        from advisor.read.formats.compile_log import log_files
 
         log_files(Path(read.compile_log))
         return [read.compile_log], o.read_options(options, compile_log=None)

@@ -33,7 +33,7 @@ from advisor.export.rewrite import (
     write_events,
 )
 from advisor.measure import Analysis
-from advisor.read.readers.kineto import MAX_CALLS, OURS, whole_number
+from advisor.read.formats.kineto.reader import MAX_CALLS, OURS, whole_number
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.trace_events import COMM_FIELDS, EventArgs, call_class, copy_parts
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host

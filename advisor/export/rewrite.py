@@ -18,9 +18,9 @@ from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
 from advisor.export.redact import HEAD_KEYS, NameMap, Redactor
-from advisor.read.damage import DECODE_ERRORS, sanitise, split_objects
+from advisor.read.formats.kineto.json_pieces import Splitter
+from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
-from advisor.read.split import Splitter
 
 _list = msgspec.json.Decoder(list[Raw])
 Progress = Callable[[str, int], None]

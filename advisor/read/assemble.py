@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from advisor.core.trace import CPU_SCHEMA, GPU_SCHEMA
 from advisor.read import tables
-from advisor.read.columns import Columns, Piece
+from advisor.read.event_columns import Columns, Piece
 from advisor.read.launches import LaunchTable, classify_calls
 from advisor.read.nesting import independent_stretches, nest, release_ranges, stack_order
 from advisor.read.reader import EVENT_BYTES

@@ -18,10 +18,10 @@ from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import SNAPSHOT
 from advisor.core.snapshot import MemorySnapshot
 from advisor.core.trace import COUNTER_SCHEMA, KINETO, Run, Trace
+from advisor.read.formats.memory_snapshot.tables import MAX_BYTES, read_snapshot
+from advisor.read.formats.out_of_memory_text import of_exception
 from advisor.read.reader import Reader, ReadOptions
-from advisor.read.readers.out_of_memory_text import of_exception
 from advisor.read.registry import all_readers, is_named_for, read_trace
-from advisor.read.snapshot import MAX_BYTES, read_snapshot
 from advisor.read.source import ByteSource
 
 MAX_FILES = 4096

@@ -29,7 +29,7 @@ from advisor.core.trace import (
     TraceMeta,
 )
 from advisor.read.assemble import AssembledTables, Facts, encode_names, join_tables, trim_memory
-from advisor.read.columns import NAME_LIMIT
+from advisor.read.event_columns import NAME_LIMIT
 from advisor.read.tables import blank_column
 
 DAY_NS = 86_400 * 10**9

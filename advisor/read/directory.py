@@ -23,9 +23,14 @@ from advisor.read.auxiliary_files import (
     with_logs,
     with_memory,
 )
+from advisor.read.formats.compile_log import read_logs
+from advisor.read.formats.kernel_profiles.reader import KernelProfilerReader, layout_of, trace_of
+from advisor.read.formats.kernel_profiles.triton_cache import (
+    find_entries,
+    kernels_in,
+    read_triton_cache,
+)
 from advisor.read.reader import ReadOptions
-from advisor.read.readers.compile_log import read_logs
-from advisor.read.readers.kernel_profiler import KernelProfilerReader, layout_of, trace_of
 from advisor.read.registry import (
     SEE_FORMATS,
     begins_like_trace,
@@ -46,7 +51,6 @@ from advisor.read.runs import (
     without_copies,
 )
 from advisor.read.source import ByteSource, kind_of
-from advisor.read.triton_cache import find_entries, kernels_in, read_triton_cache
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 ARCHIVES = {".zip": "zip", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar", ".tar.xz": "tar"}

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.trace import CALLS
-from advisor.read.columns import Columns
+from advisor.read.event_columns import Columns
 from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS, call_class
 
 Array = NDArray[Any]

@@ -11,7 +11,7 @@ import re
 import polars as pl
 
 from advisor.core.trace import CUDA, JAX, PYTORCH, TENSORFLOW
-from advisor.read.columns import NAME_LIMIT
+from advisor.read.event_columns import NAME_LIMIT
 
 _DETAILS = r", (?:seq|op_id|sizes|input_op_ids) = "
 _NAMESPACES = (

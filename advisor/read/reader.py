@@ -77,7 +77,7 @@ class ReaderClaim(IntEnum):
 class Reader(ABC):
     """Reader of one file format, which makes the tables of a :class:`~advisor.core.trace.Trace`.
 
-    Readers are found like rules: those in ``advisor/read/readers/``, and those that installed
+    Readers are found like rules: those in ``advisor/read/formats/``, and those that installed
     packages name under the entry point ``advisor.readers`` (a module, or a class in it). A reader
     is made without arguments and keeps nothing between files.
     """

@@ -28,10 +28,11 @@ Result = TypeVar("Result")
 @cache
 def bundled_readers() -> tuple[Reader, ...]:
     """Return the readers of this package, by their files' names."""
-    import advisor.read.readers
+    import advisor.read.formats
 
-    result = pkgutil.iter_modules(advisor.read.readers.__path__, "advisor.read.readers.")
-    modules = (importlib.import_module(item.name) for item in result)
+    result = pkgutil.iter_modules(advisor.read.formats.__path__, "advisor.read.formats.")
+    names = (item.name + ".reader" * item.ispkg for item in result)
+    modules = map(importlib.import_module, names)
     return tuple(cls() for module in modules for cls in classes_in(module, Reader))
 
 

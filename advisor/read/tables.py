@@ -28,8 +28,8 @@ from advisor.core.trace import (
     GpuKind,
     SyncKind,
 )
-from advisor.read.columns import MISSING, Columns
-from advisor.read.damage import DECODE_ERRORS
+from advisor.read.event_columns import MISSING, Columns
+from advisor.read.json_repair import DECODE_ERRORS
 from advisor.read.trace_events import DEVICE_KINDS, copy_parts, sync_kind
 
 Array = NDArray[Any]

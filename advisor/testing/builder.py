@@ -569,7 +569,7 @@ class TraceBuilder:
         record = None if self._record is None else self._record.build()
         snapshot = None
         if self._snapshot is not None:
-            from advisor.read.snapshot import read_snapshot
+            from advisor.read.formats.memory_snapshot.tables import read_snapshot
 
             snapshot = read_snapshot([self._snapshot], "<TraceBuilder>")
         return Analysis(self.trace(), None, record, snapshot)

@@ -20,7 +20,7 @@ from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import count_needed_bytes
 from advisor.measure.memory.peak_memory import PeakMemory
-from advisor.read.snapshot import read_snapshot
+from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.render.documents.project import build_fit
 from advisor.testing import TraceBuilder
 from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training

@@ -16,7 +16,7 @@ from advisor.core.auxiliary_inputs import CompileLog, FusedKernel, GraphBreak
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location
 from advisor.core.report import Report
-from advisor.read.readers.compile_log import MAX_TEXT, merge_logs, read_logs
+from advisor.read.formats.compile_log import MAX_TEXT, merge_logs, read_logs
 from advisor.testing import TraceBuilder
 
 LOGS: dict[str, list[str]] = json.loads(

@@ -10,7 +10,7 @@ import advisor
 from advisor.advise.engine import Options
 from advisor.compare.compare import compare
 from advisor.measure.memory.peak_memory import PeakMemory, growing_lines, order_snapshots
-from advisor.read.snapshot import read_snapshot
+from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.render.formats import REPORTS
 from advisor.testing.allocator import MIB, FakeAllocator, Training
 

@@ -15,7 +15,7 @@ import advisor
 from advisor.measure.memory.allocator_replay import replay_allocator
 from advisor.measure.memory.memory_savings import count_needed_bytes, find_changes, find_savings
 from advisor.measure.memory.peak_memory import PeakMemory
-from advisor.read.snapshot import read_snapshot
+from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.render.formats import REPORTS
 from advisor.rules.memory.out_of_memory import describe_change
 

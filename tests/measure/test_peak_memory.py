@@ -23,7 +23,7 @@ from advisor.measure.memory.allocator_replay import (
 from advisor.measure.memory.memory_origin import ModuleCall, find_origin, held_by_module
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.peak_memory import PeakMemory, peak_memories
-from advisor.read.snapshot import read_snapshot
+from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.testing.allocator import (
     CALLED,
     GIB,

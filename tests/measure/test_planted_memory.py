@@ -12,7 +12,7 @@ import pytest
 
 from advisor.measure.memory.memory_savings import MIN_SAVING_SHARE, STATE_8_BIT, find_savings
 from advisor.measure.memory.peak_memory import PeakMemory
-from advisor.read.snapshot import read_snapshot
+from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.testing.allocator import (
     CALLED,
     LOOP,

@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.read import decode as pieces
-from advisor.read.columns import MISSING, NAME_LIMIT, RAW_LIMIT, Piece, float_column, int_column
-from advisor.read.decode import decode_piece
+from advisor.read.event_columns import (
+    MISSING,
+    NAME_LIMIT,
+    RAW_LIMIT,
+    Piece,
+    float_column,
+    int_column,
+)
+from advisor.read.formats.kineto import decode as pieces
+from advisor.read.formats.kineto.decode import decode_piece
 from advisor.read.trace_events import EventArgs, TraceEvent
 
 

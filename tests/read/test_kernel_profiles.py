@@ -22,10 +22,10 @@ from advisor.core.errors import AdvisorError
 from advisor.core.kernel_profile import KernelProfiles, ToolAdvice
 from advisor.read import open_run
 from advisor.read.directory import profile_files
-from advisor.read.kernel_profiles import _advice, read_kernel_profiles
+from advisor.read.formats.kernel_profiles.reports import _advice, read_kernel_profiles
+from advisor.read.formats.kernel_profiles.sampled_lines import lines_of_module
 from advisor.read.protobuf import iterate_fields
 from advisor.read.registry import read_bytes, read_trace
-from advisor.read.sampled_lines import lines_of_module
 from advisor.render.formats import REPORTS as FORMATS
 from benchmarks.public_traces import path_of
 

@@ -28,8 +28,8 @@ from advisor.core import trace as trace_module
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import CALLS, COPIES, SYNC_KINDS, Trace
 from advisor.read import ReadOptions, read_trace, reader
-from advisor.read.columns import Piece
-from advisor.read.readers import kineto
+from advisor.read.event_columns import Piece
+from advisor.read.formats.kineto import reader as kineto
 from advisor.read.registry import read_bytes
 from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS, call_class, copy_parts, sync_kind
 from advisor.testing import TraceBuilder
@@ -313,7 +313,7 @@ def children() -> set[int]:
 
 
 def test_workers_do_not_load_polars() -> None:
-    code = "import advisor.read.decode, sys; print('polars' in sys.modules)"
+    code = "import advisor.read.formats.kineto.decode, sys; print('polars' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "False"
 

@@ -20,8 +20,8 @@ import advisor
 from advisor import cli
 from advisor.core.errors import AdvisorError
 from advisor.read import open_run
+from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.read.plain_pickle import PickledFields, read_plain
-from advisor.read.snapshot import read_snapshot
 from advisor.testing import TraceBuilder
 from advisor.testing.allocator import (
     GIB,

@@ -23,7 +23,7 @@ from advisor.core.trace import TraceMeta
 from advisor.export.chrome import write_tables
 from advisor.read import read_trace, registry
 from advisor.read.build import build_trace
-from advisor.read.readers.kineto import Kineto
+from advisor.read.formats.kineto.reader import Kineto
 from advisor.read.registry import read_bytes
 
 TOY = '''

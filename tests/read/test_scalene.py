@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from advisor.advise.engine import Options, analyze
 from advisor.core.errors import AdvisorError
-from advisor.read import scalene
-from advisor.read.scalene import read_scalene
+from advisor.read.formats import scalene
+from advisor.read.formats.scalene import read_scalene
 from advisor.render.formats import REPORTS
 from advisor.testing.record import RecordBuilder
 from tests.run_directories import write_run

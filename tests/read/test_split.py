@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import ANOTHER_TRACE
 from advisor.read import source as source_module
-from advisor.read import split as split_module
-from advisor.read.damage import sanitise, scan_list, split_objects
-from advisor.read.decode import decode_piece
+from advisor.read.formats.kineto import json_pieces as split_module
+from advisor.read.formats.kineto.decode import decode_piece
+from advisor.read.formats.kineto.json_pieces import Splitter, last_boundary
+from advisor.read.formats.kineto.reader import Kineto
+from advisor.read.json_repair import sanitise, scan_list, split_objects
 from advisor.read.reader import ReadOptions
-from advisor.read.readers.kineto import Kineto
 from advisor.read.source import ByteSource
-from advisor.read.split import Splitter, last_boundary
 
 HEAD = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "A"}, {"id": 1, "name": "B"}]}
 TAIL = {"traceName": "t.json", "more": [{"name": 1}], "displayTimeUnit": "ms"}

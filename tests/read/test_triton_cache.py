@@ -17,7 +17,7 @@ from advisor.core.kernel_profile import CompiledKernel
 from advisor.core.report import Report
 from advisor.measure.device.kernel_profiles import compiled_kernels
 from advisor.read import ReadOptions
-from advisor.read.triton_cache import read_triton_cache
+from advisor.read.formats.kernel_profiles.triton_cache import read_triton_cache
 from advisor.testing import TraceBuilder
 from benchmarks.public_traces import path_of
 

@@ -91,7 +91,7 @@ def test_a_torch_that_cannot_is_told_and_trains_on(
 
 
 def test_the_snapshot_is_the_one_of_the_failure(cuda: Calls, tmp_path: Path) -> None:
-    from advisor.read.snapshot import read_snapshot
+    from advisor.read.formats.memory_snapshot.tables import read_snapshot
 
     oom, told = watched(5000)
     oom.folder = tmp_path

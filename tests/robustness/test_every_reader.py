@@ -29,7 +29,7 @@ from advisor.advise.select import read_config
 from advisor.compare import Comparison
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import EVENTS, MANIFEST, RANK, SCALENE, STEPS, TELEMETRY
-from advisor.read.scalene import read_scalene
+from advisor.read.formats.scalene import read_scalene
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 8

@@ -16,8 +16,8 @@ from typing import Any
 import polars as pl
 
 from advisor.core.trace import Copy, CpuKind, Device, GpuKind
+from advisor.read.formats.rocm.device_rows import FILL, build_device, copy_direction
 from advisor.read.nvtx import inputs_of, parse_ranges
-from advisor.read.rocm import FILL, build_device, copy_direction
 from advisor.read.sqlite import (
     Database,
     KeyedTable,

@@ -26,11 +26,11 @@ from advisor.core.trace import (
     TraceMeta,
 )
 from advisor.read.assemble import Assembler, Facts
-from advisor.read.columns import Piece
-from advisor.read.decode import decode_all, decode_piece
+from advisor.read.event_columns import Piece
+from advisor.read.formats.kineto.decode import decode_all, decode_piece
+from advisor.read.formats.kineto.json_pieces import Splitter, without_mark
 from advisor.read.reader import NO_ROOM, Reader, ReaderClaim, ReadOptions, memory_budget
 from advisor.read.source import PROFILE, ByteSource
-from advisor.read.split import Splitter, without_mark
 
 GIVE_UP = 256 << 20
 """Uncompressed size without a single event from which a file is no trace, bytes."""

@@ -62,7 +62,7 @@ class MemorySnapshotReader(Reader):
         return ReaderClaim.SURE if own else ReaderClaim.PERHAPS
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        from advisor.read.snapshot import read_snapshot
+        from advisor.read.formats.memory_snapshot.tables import read_snapshot
 
         made = read_snapshot(source.blocks(), source.path, max_bytes=options.max_bytes)
         return _trace(source, made)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
-from advisor.read.damage import (
+from advisor.read.json_repair import (
     DECODE_ERRORS,
     EVENT_BOUNDARY,
     SPACE,

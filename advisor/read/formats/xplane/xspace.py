@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.read.columns import NAME_LIMIT
+from advisor.read.event_columns import NAME_LIMIT
 from advisor.read.protobuf import (
     BYTES,
     FIXED64,

@@ -29,6 +29,11 @@ from advisor.core.kernel_profile import (
     SampledLine,
     ToolAdvice,
 )
+from advisor.read.formats.kernel_profiles.sampled_lines import (
+    LineRow,
+    lines_of_module,
+    sampled_lines,
+)
 from advisor.read.protobuf import (
     BYTES,
     FIXED32,
@@ -38,7 +43,6 @@ from advisor.read.protobuf import (
     MalformedMessage,
     iterate_fields,
 )
-from advisor.read.sampled_lines import LineRow, lines_of_module, sampled_lines
 from advisor.read.sqlite import Database
 
 EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and give that"

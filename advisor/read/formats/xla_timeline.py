@@ -10,15 +10,15 @@ import numpy as np
 
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace
-from advisor.read.columns import NAME_LIMIT
+from advisor.read.event_columns import NAME_LIMIT
+from advisor.read.formats.kineto.json_pieces import without_mark
+from advisor.read.formats.xplane.reader import Space, XPlane, space_to_trace
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
-from advisor.read.readers.xplane import Space, XPlane, space_to_trace
 from advisor.read.source import ByteSource
-from advisor.read.split import without_mark
 
 if TYPE_CHECKING:
     from advisor.core.intervals import Ints
-    from advisor.read.xspace import Events, Plane, XLine
+    from advisor.read.formats.xplane.xspace import Events, Plane, XLine
 
 MAX_BYTES = 1 << 30
 """Largest file, bytes: the profiler writes at most a million events, some 200 MB."""
@@ -84,7 +84,7 @@ def _decoded(text: bytes, source: ByteSource) -> tuple[list[_Event], int]:
 
 def _space(events: list[_Event], broken: int) -> Space:
     """Return the planes and lines that an XPlane file has."""
-    from advisor.read.xspace import Plane, XLine
+    from advisor.read.formats.xplane.xspace import Plane, XLine
 
     processes: dict[Any, str] = {}
     threads: dict[tuple[Any, Any], str] = {}
@@ -112,7 +112,7 @@ def _space(events: list[_Event], broken: int) -> Space:
 
 
 def _events(own: list[_Event], line: Ints, code: dict[str, int]) -> Events:
-    from advisor.read.xspace import Events
+    from advisor.read.formats.xplane.xspace import Events
 
     meta = np.array([code[event.name[:NAME_LIMIT]] for event in own], dtype=np.int64)
     events = Events(line, meta, _ns(own, "ts"), _ns(own, "dur"))

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Device
-from advisor.read.rocm import build_device, copy_direction, parse_roctx_ranges
+from advisor.read.formats.rocm.device_rows import build_device, copy_direction, parse_roctx_ranges
 
 _CORRELATIONS = 40
 _GPU = 2  # rocprofiler_agent_type_t

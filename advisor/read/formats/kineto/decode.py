@@ -18,8 +18,8 @@ import numpy as np
 from msgspec import Raw
 
 from advisor.core.pool import ProcessPool, WorkerDied
-from advisor.read.columns import Piece, build_columns
-from advisor.read.damage import DECODE_ERRORS, sanitise, split_objects
+from advisor.read.event_columns import Piece, build_columns
+from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.trace_events import EventArgs, TraceEvent
 
 event_list = msgspec.json.Decoder(list[TraceEvent])

@@ -1,4 +1,4 @@
-"""Readers of kernel profilers' reports (``advisor/read/kernel_profiles.py``), without a trace."""
+"""Readers of kernel profilers' reports (``reports.py`` beside it), without a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from advisor.read.sqlite import open_database, table_names
 if TYPE_CHECKING:
     from advisor.core.kernel_profile import KernelProfiles
     from advisor.core.trace import Trace
-    from advisor.read.kernel_profiles import Layout
+    from advisor.read.formats.kernel_profiles.reports import Layout
 
 NCU_MAGIC = b"NVR\0"
 _TABLE = "compute_kernel_metric_value"
@@ -61,7 +61,7 @@ class _ProfileReader(Reader):
     meta_field = "kernel_profiles"
 
     def merge(self, values: list[KernelProfiles]) -> KernelProfiles:
-        from advisor.read.kernel_profiles import merge_profiles
+        from advisor.read.formats.kernel_profiles.reports import merge_profiles
 
         return merge_profiles(values)
 
@@ -79,7 +79,7 @@ class KernelProfilerReader(_ProfileReader):
         return ReaderClaim.NO if layout_of(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        from advisor.read.kernel_profiles import MAX_BYTES, read_kernel_profiles
+        from advisor.read.formats.kernel_profiles.reports import MAX_BYTES, read_kernel_profiles
 
         layout = layout_of(source.head())
         assert layout is not None, "sniffed"
@@ -102,7 +102,10 @@ class RocprofComputeReader(_ProfileReader):
         return ReaderClaim.SURE if known else ReaderClaim.NO
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        from advisor.read.kernel_profiles import read_rocprof_compute, read_rocprof_kernels
+        from advisor.read.formats.kernel_profiles.reports import (
+            read_rocprof_compute,
+            read_rocprof_kernels,
+        )
 
         with open_database(source, options) as database:
             read = read_rocprof_kernels if database.has_table(_KERNELS) else read_rocprof_compute

@@ -46,7 +46,7 @@ class Nsys(Reader):
         import polars as pl
 
         from advisor.read.build import build_trace
-        from advisor.read.nsys_tables import NsysTables
+        from advisor.read.formats.nsys.tables import NsysTables
         from advisor.read.nvtx import framework_of
 
         if not source.head().startswith(MAGIC):

@@ -24,7 +24,7 @@ import msgspec
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular
 from advisor.core.kernel_profile import CompiledKernel, KernelProfiles
-from advisor.read.sampled_lines import MAX_NAME, SYMBOL, sections_of
+from advisor.read.formats.kernel_profiles.sampled_lines import MAX_NAME, SYMBOL, sections_of
 
 TRITON = "Triton"
 MAX_FOLDERS = 50_000

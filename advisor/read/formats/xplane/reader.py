@@ -21,8 +21,8 @@ from advisor.read.source import ByteSource
 from advisor.read.trace_events import copy_parts
 
 if TYPE_CHECKING:
-    from advisor.read.xla_host import XlaHost
-    from advisor.read.xspace import Events, Plane, XLine, XSpace
+    from advisor.read.formats.xplane.host_events import XlaHost
+    from advisor.read.formats.xplane.xspace import Events, Plane, XLine, XSpace
 
 MAX_BYTES = 2 << 30
 """Largest file, bytes: no message of Protocol Buffers is longer."""
@@ -65,8 +65,8 @@ class XPlane(Reader):
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Read host threads, the devices' streams, and the numbers that join them."""
-        from advisor.read.xla_host import STATS
-        from advisor.read.xspace import XSpace
+        from advisor.read.formats.xplane.host_events import STATS
+        from advisor.read.formats.xplane.xspace import XSpace
 
         data = bytearray()
         for block in source.blocks():
@@ -112,10 +112,10 @@ def _begins_with_plane(head: bytes) -> bool:
 
 def space_to_trace(space: Space, source: ByteSource) -> Trace:
     """Return the trace of a decoded space. Raises AdvisorError if nothing in it can be read."""
-    from advisor.read import xla_host
+    from advisor.read.formats.xplane import host_events
 
     path = source.path
-    hosts = xla_host.XlaHost()
+    hosts = host_events.XlaHost()
     devices: list[Device] = []
     device_rows: list[pl.DataFrame] = []
     derived: list[pl.DataFrame] = []
@@ -135,8 +135,8 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
             device_rows.append(_work(hosts, plane, events, number, streams))
             derived.append(_derived_steps(plane, lines, events))
         elif plane.name.startswith("/host:") and plane.name != "/host:metadata":
-            xla_host.read_names(hosts, plane)
-            xla_host.add_plane(hosts, plane, lines, events, _PROCESS)
+            host_events.read_names(hosts, plane)
+            host_events.add_plane(hosts, plane, lines, events, _PROCESS)
         elif plane.name == "Task Environment":
             facts = plane.stats
         elif _TPU.match(plane.name):
@@ -149,9 +149,9 @@ def space_to_trace(space: Space, source: ByteSource) -> Trace:
             f"{path}: a profile of a TPU ({tpus[0][:60]}): TPUs are not read, only GPUs and hosts "
             "are; XProf shows it"
         )
-    steps, main = xla_host.step_rows(hosts, _steps_of_busiest(device_rows, derived))
-    waits = xla_host.wait_rows(hosts, main)
-    host = xla_host.list_host_rows(hosts, steps, waits, main)
+    steps, main = host_events.step_rows(hosts, _steps_of_busiest(device_rows, derived))
+    waits = host_events.wait_rows(hosts, main)
+    host = host_events.list_host_rows(hosts, steps, waits, main)
     if device is not None and device.height:
         host = _with_ops(host, device)
     memory = [frame for frame in hosts.memory if frame.height]
@@ -313,7 +313,7 @@ def _work(hosts: XlaHost, plane: Plane, events: Events, device: int, streams: An
     table = pl.DataFrame(columns).select(
         pl.col(name).cast(kind) for name, kind in _WORK_SCHEMA.items()
     )
-    from advisor.read.xla_host import count_modules
+    from advisor.read.formats.xplane.host_events import count_modules
 
     count_modules(hosts, events)
     return table[np.flatnonzero(stream >= 0)]

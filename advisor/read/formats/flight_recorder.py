@@ -17,9 +17,9 @@ import msgspec
 from advisor.core.auxiliary_inputs import FlightCall, FlightDump
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
+from advisor.read.formats.compile_log import LIBRARY
 from advisor.read.plain_pickle import PickledFields, looks_like_pickle, read_plain
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
-from advisor.read.readers.compile_log import LIBRARY
 from advisor.read.remote.urls import rank_in
 from advisor.read.source import ByteSource
 

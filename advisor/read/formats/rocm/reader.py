@@ -28,8 +28,8 @@ class RpdReader(Reader):
         return _claim(head, path, split=False)
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        from advisor.read.rocm import trace_of
-        from advisor.read.rocm_tables import Rpd
+        from advisor.read.formats.rocm.databases import Rpd
+        from advisor.read.formats.rocm.device_rows import trace_of
 
         with open_database(source, options) as db:
             if not db.has_table("rocpd_api") and not db.has_table("rocpd_op"):
@@ -70,8 +70,8 @@ class RocprofJson(Reader):
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Read the whole file at once. Raises AdvisorError if memory does not suffice."""
-        from advisor.read.rocm import trace_of
-        from advisor.read.rocprof_json import Rows, decode_document
+        from advisor.read.formats.rocm.device_rows import trace_of
+        from advisor.read.formats.rocm.rocprof_json import Rows, decode_document
 
         most = min(MAX_JSON, memory_budget() // JSON_MEMORY)
         advice = (
@@ -98,8 +98,8 @@ def _claim(head: bytes, path: str, *, split: bool) -> ReaderClaim:
 
 
 def _rocpd(source: ByteSource, db: Database) -> Trace:
-    from advisor.read.rocm import trace_of
-    from advisor.read.rocm_tables import Rocpd
+    from advisor.read.formats.rocm.databases import Rocpd
+    from advisor.read.formats.rocm.device_rows import trace_of
 
     tables = Rocpd(db)
     host, device = tables.rows()

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.read.damage import DECODE_ERRORS, sanitise, split_objects
+from advisor.read.json_repair import DECODE_ERRORS, sanitise, split_objects
 from advisor.read.trace_events import (
     ABSENT,
     COMM_FIELDS,

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Intervals, Ints, union
 from advisor.core.trace import CALLS, CPU_KINDS, DEVICE_STEPS, JAX, PYTORCH, TENSORFLOW, TF_DATA
+from advisor.read.formats.xplane.xspace import Events, Plane, XLine
 from advisor.read.trace_events import call_class
-from advisor.read.xspace import Events, Plane, XLine
 
 STATS = frozenset(
     """

@@ -1,0 +1,1 @@
+"""Readers of single kernels: hardware counters, sampled lines, and what Triton compiled."""

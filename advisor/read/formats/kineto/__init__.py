@@ -1,0 +1,1 @@
+"""Reader of PyTorch profiler (Kineto) traces, in pieces that are decoded independently."""

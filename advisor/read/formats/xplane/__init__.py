@@ -1,0 +1,1 @@
+"""Reader of XPlane files, and of what TensorFlow, JAX and PyTorch/XLA write in them."""

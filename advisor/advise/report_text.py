@@ -81,10 +81,21 @@ def _trace(report: Report) -> list[str]:
         parts.append(f"window {shown.window} (there are {shown.windows}: --window)")
     if len(report.inputs) > 1:
         which = "no rank known" if shown.rank is None else f"rank {shown.rank}"
-        parts.append(f"{which}, beside {len(report.inputs) - 1} more")
+        parts.append(f"{which} of {len(report.inputs)}{_slowest(report)}")
     elif shown.rank is not None:
         parts.append(f"rank {shown.rank}")
     return parts
+
+
+def _slowest(report: Report) -> str:
+    """Name the rank with the longest step where that is another one; empty: it is not."""
+    lines = [] if report.ranks is None else report.ranks.lines
+    line = max(lines, key=lambda line: line.step_ns, default=None)
+    if line is None or line.rank == report.scope.rank:
+        return ""
+    return (
+        f"; the slowest is rank {line.rank}, {t.format_duration(line.step_ns)}: --rank {line.rank}"
+    )
 
 
 def _device(report: Report) -> list[str]:
@@ -758,23 +769,29 @@ def _late_launches(report: Report) -> str:
     )
 
 
-CLEARLY_MORE: Final = 1.1
-"""Ratio of two gains from which the order of their fixes needs a reason."""
-
-
 def _why_first(finding: Finding, report: Report) -> list[str]:
-    """Say why a finding is first although another gains clearly more; empty: none does."""
-    gains = {f.rule: f.impact.gain_ns or 0 for f in ranked_findings(report) if f.impact is not None}
-    rule = max(gains, key=lambda rule: gains[rule], default=finding.rule)
-    if finding.priority != 1 or gains[rule] <= CLEARLY_MORE * gains.get(finding.rule, 0):
+    """Say why a finding is first although another gains more; empty: none does."""
+
+    def gain(other: Finding) -> int:
+        return 0 if other.impact is None else other.impact.gain_ns or 0
+
+    most = max(ranked_findings(report), key=gain, default=finding)
+    more = t.format_duration(gain(most))
+    if (
+        finding.priority != 1
+        or gain(most) <= gain(finding)
+        or more == t.format_duration(gain(finding))
+    ):
         return []
-    title = next(f.title for f in report.findings if f.rule == rule)
     why = "it causes part of the same idle time"
-    if any(edit.op == "make_async" for edit in finding.edits):
+    if gain(most) * most.confidence < gain(finding) * finding.confidence:
+        sure, less = t.format_share(finding.confidence), t.format_share(most.confidence)
+        why = f"its cause is more certain ({sure}, not {less})"
+    elif any(edit.op == "make_async" for edit in finding.edits):
         why = "no CUDA graph can hold its waits"
     elif finding.edits and all(edit.op == "remove" for edit in finding.edits):
         why = "work that need not be done need not be launched faster"
-    return [f"ranked above '{labels.clean(title)}' ({t.format_duration(gains[rule])}): {why}"]
+    return [f"ranked above '{labels.clean(most.title)}' ({more}): {why}"]
 
 
 def describe_marginal_gain(finding: Finding) -> str:

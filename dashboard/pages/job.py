@@ -274,7 +274,6 @@ def _capitalized(text: str) -> str:
 
 def _changes(report: Report) -> list[Any]:
     """Show fixes, opened on demand, and what other changes would gain."""
-    ranks = report.ranks
     fixes = [
         foldable(
             " · ".join(filter(None, (clean(finding.title), facts_of.describe_gain(finding)))),
@@ -284,8 +283,8 @@ def _changes(report: Report) -> list[Any]:
         for finding in report.findings[:MAX_SHOWN]
     ]
     cases = [
-        element("Li", _capitalized(rank_charts.describe_what_if(item)))
-        for item in (ranks.what_if if ranks else [])[:MAX_SHOWN]
+        element("Li", _capitalized(change))
+        for change in rank_charts.other_changes(report)[:MAX_SHOWN]
     ]
     return [
         *([card("What to change", *fixes)] if fixes else []),

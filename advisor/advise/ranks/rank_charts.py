@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from advisor.core import text as t
 from advisor.core.labels import clean, shorten
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf
+from advisor.core.report import Report
 
 HISTOGRAM_BINS: Final = 8
 EQUAL_STEPS_SHARE: Final = 0.005
@@ -152,22 +153,26 @@ def class_label(name: str) -> str:
     return t.CLASS_LABELS.get(name) or clean(name).replace("_", " ")
 
 
-WHAT_IF = "What if"
-"""Title of the list of changes."""
-
-
-def build_lists(ranks: Ranks) -> list[tuple[str, str, list[str]]]:
-    """Return (title, aside, lines): gains of changes, ranks not read, and what is not compared."""
+def build_lists(ranks: Ranks) -> list[tuple[str, list[str]]]:
+    """Return (title, lines): ranks not read, and what is not compared."""
+    not_compared = [f"{clean(name)}: {clean(why)}" for name, why in ranks.not_checked.items()]
     result = [
-        (WHAT_IF, "in the ranks' replay", [describe_what_if(item) for item in ranks.what_if]),
-        ("Ranks that were not read", "", [describe_missing(item) for item in ranks.missing]),
-        (
-            "Not compared",
-            "",
-            [f"{clean(name)}: {clean(why)}" for name, why in ranks.not_checked.items()],
-        ),
+        ("Ranks that were not read", [describe_missing(item) for item in ranks.missing]),
+        ("Not compared", not_compared),
     ]
-    return [item for item in result if item[2]]
+    return [item for item in result if item[1]]
+
+
+def other_changes(report: Report) -> list[str]:
+    """Describe the changes of the job that no finding has as its fix, each with its gain."""
+    impacts = [finding.impact for finding in report.findings if finding.impact is not None]
+    found = {(impact.gain_ns, impact.low_ns) for impact in impacts}
+    changes = [] if report.ranks is None else report.ranks.what_if
+    return [
+        describe_what_if(item)
+        for item in changes
+        if (round(item.gain_ns), round(item.low_ns)) not in found
+    ]
 
 
 def describe_what_if(item: RanksWhatIf) -> str:

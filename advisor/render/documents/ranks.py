@@ -153,9 +153,8 @@ SLOWED = 0.25
 """Slowdown of the window's steps from which a title says that its times are of these."""
 
 
-def sections(ranks: Ranks, slowdown: float = 0.0) -> Iterator[Block]:
-    """Yield what a table of the ranks does not show; for a few ranks, the map and lists alone.
-    ``slowdown``: how much longer the profiled steps are than the run's, as a share of these."""
+def sections(ranks: Ranks) -> Iterator[Block]:
+    """Yield what a table of the ranks does not show; for a few ranks, the map and lists alone."""
     many = len(ranks.lines) > rank_charts.FEW_RANKS
     if many and (bins := rank_charts.build_histogram(ranks)):
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
@@ -163,10 +162,23 @@ def sections(ranks: Ranks, slowdown: float = 0.0) -> Iterator[Block]:
     yield from _map(ranks)
     if many:
         yield from build_rank_groups(ranks)
-    for title, _, lines in rank_charts.build_lists(ranks):
-        if title == rank_charts.WHAT_IF and abs(slowdown) >= SLOWED:
-            title = f"{title} · of profiled steps, {format_longer(slowdown)} than the run's"
-        yield Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")])
+    for title, lines in rank_charts.build_lists(ranks):
+        yield _list(title, lines)
+
+
+def build_what_if(report: Report) -> Iterator[Section]:
+    """Yield the changes of the job that are no finding's fix, with their gains."""
+    step = report.step
+    slowdown = 0.0 if step is None else step.window_excess or 0.0
+    aside = ""
+    if abs(slowdown) >= SLOWED:
+        aside = f"of profiled steps, {format_longer(slowdown)} than the run's"
+    if changes := rank_charts.other_changes(report):
+        yield _list("What if", changes, aside)
+
+
+def _list(title: str, lines: list[str], aside: str = "") -> Section:
+    return Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")], aside)
 
 
 def _map(ranks: Ranks) -> Iterator[Block]:

@@ -74,6 +74,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             *_time(report),
             *(block for block in context if block not in on_demand),
             *_findings(report, options.width),
+            *ranks.build_what_if(report),
             *_rest(report, on_demand),
         ],
         name="report",
@@ -123,7 +124,6 @@ def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
 
 
 def _ranks(report: Report) -> Iterator[Block]:
-    slowdown = 0.0 if report.step is None else report.step.window_excess or 0.0
     differs = report.step is not None and report.step.window_differs
     table, short = (
         report_charts.build_rank_table(report),
@@ -143,7 +143,7 @@ def _ranks(report: Report) -> Iterator[Block]:
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections
 
-        yield from sections(report.ranks, slowdown)
+        yield from sections(report.ranks)
 
 
 # -- what to do ---------------------------------------------------------------------------------

@@ -533,3 +533,15 @@ def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[st
     assert "exposed wait of the others" in labels and len(labels) == len(set(labels))
     assert "more host time" in late.summary
     assert "time.perf_counter" in late.code and "a @ a" not in late.code, "the host is to test"
+
+
+def test_what_a_finding_cures_is_not_said_again_below_the_fixes(
+    shared_trace: Callable[[str], str],
+) -> None:
+    """Rank 7 is late: a fix, so no change of its own. The first fix saves less, and says why."""
+    report = analyze(Path(shared_trace("dlrm_8ranks/worker7.pt.trace")).parent)
+    shown = " ".join(str(report).split())
+    first, fixes, others = (shown.index(part) for part in ("rank 0 of 8;", "What to", "What if"))
+    assert first < fixes < others and "rank 7 arriving" not in shown
+    assert "the slowest is rank 1, 19.9 ms: --rank 1" in shown
+    assert "ranked above 'Rank 7 keeps the others waiting' (1.27 ms): its cause is more" in shown

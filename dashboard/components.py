@@ -279,12 +279,11 @@ def swatch(colour: str) -> Any:
     return element("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
 
 
-def share_bar(share: float, colour: str) -> Any:
-    """Draw a bar as long as a share of its cell."""
-    width = f"{max(0.0, min(share, 1.0)) * 100:.2f}%"
-    return element(
-        "Span", cls="spark", style={"width": width, "background": colour}, aria_hidden="true"
-    )
+def bar_cell(share: float, colour: str) -> Any:
+    """Draw a cell with a bar as long as a share of it; nothing of nothing."""
+    style = {"width": f"{max(0.0, min(share, 1.0)) * 100:.2f}%", "background": colour}
+    bar = element("Span", cls="spark", style=style, aria_hidden="true")
+    return element("Div", bar if share else None, cls="bar-cell")
 
 
 def banner(lines: Sequence[str]) -> Any:

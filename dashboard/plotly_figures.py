@@ -434,24 +434,3 @@ def rank_class_heatmap(
         made.update_xaxes(type="category", nticks=16, title="rank", tickangle=0)
     made.update_layout(margin={"l": 8, "t": 8, "b": 44 if ranks else 8})
     return made
-
-
-def histogram(labels: Sequence[str], values: Sequence[float], unit: str) -> Any:
-    """Draw a bar per label, below each other: how many are in a range, or how long each takes."""
-    counts = all(isinstance(value, int) for value in values)
-    made = empty_figure(60 + 24 * len(labels))
-    made.add_trace(
-        go.Bar(
-            x=list(values),
-            y=[escape_markup(label) for label in labels],
-            orientation="h",
-            marker={"color": BAR},
-            hovertemplate=f"%{{y}}: %{{x:,{'' if counts else '.4g'}}} {unit}<extra></extra>",
-        )
-    )
-    made.update_xaxes(title=unit, rangemode="tozero", showgrid=True, nticks=6)
-    if counts:
-        made.update_xaxes(tickformat=",d", **({"dtick": 1} if max(values, default=0) < 6 else {}))
-    made.update_yaxes(type="category", autorange="reversed", showgrid=False)
-    made.update_layout(bargap=0.15, margin={"l": 150, "t": 4})
-    return made

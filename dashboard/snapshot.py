@@ -15,6 +15,7 @@ from advisor.core import text as t
 from advisor.core.report import MemoryView
 from advisor.dashboard import plotly_figures
 from advisor.dashboard.components import (
+    bar_cell,
     card,
     draw_grid,
     element,
@@ -22,7 +23,6 @@ from advisor.dashboard.components import (
     figure,
     foldable,
     remark,
-    share_bar,
     swatch,
     table,
     tiles,
@@ -123,8 +123,7 @@ def _picture(post: PeakMemory, shown: MemoryView, table_: pl.DataFrame, named: s
     rows = [
         [
             element("Span", swatch(COLOURS[each.category]), f" {each.category}", cls="nowrap"),
-            element("Div", share_bar(each.bytes / max(shown.allocated, 1), COLOURS[each.category]),
-               cls="bar-cell"),
+            bar_cell(each.bytes / max(shown.allocated, 1), COLOURS[each.category]),
             t.format_bytes(each.bytes), t.format_share(each.bytes / max(shown.allocated, 1)),
             t.format_count(each.blocks),
         ]

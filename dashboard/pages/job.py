@@ -14,9 +14,10 @@ from advisor.core import text as t
 from advisor.core.labels import clean, shorten
 from advisor.core.ranks import Ranks
 from advisor.core.report import Report
-from advisor.dashboard import page_view, plotly_figures
+from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
     banner,
+    bar_cell,
     card,
     draw_section,
     element,
@@ -27,6 +28,8 @@ from advisor.dashboard.components import (
     head,
     link,
     page,
+    png_button,
+    remark,
     table,
     tiles,
 )
@@ -181,11 +184,9 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
             description="Each rank's time per step by class, compared with the median rank's. The "
             "table of ranks below has the numbers.",
         ),
-        element(
-            "P",
-            "Per step: red is longer, blue is shorter. Click on a rank to open its timeline. ",
-            shown.note,
-            cls="note-line",
+        remark(
+            "Per step: red is longer, blue is shorter. Click on a rank to open its timeline. "
+            + shown.note
         ),
     )
 
@@ -222,45 +223,24 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
 
 
 def _steps(ranks: Ranks) -> Any:
+    """Draw a bar for each of a few ranks, the slowest first; of more, how many take how long."""
     bins = rank_charts.build_histogram(ranks)
     if not bins:
         return None
     if len(ranks.lines) <= MAX_BARS:
-        return _step_of_each(ranks)
-    made = plotly_figures.histogram(
-        [item.label for item in bins], [item.ranks for item in bins], "ranks"
-    )
-    description = "; ".join(
-        f"{item.label}: {t.format_count(item.ranks)}" for item in bins if item.ranks
-    )
-    return card(
-        "Ranks by step time",
-        figure(
-            made,
-            "job-steps",
-            height=60 + 24 * len(bins),
-            description=f"Ranks by mean step: {description}.",
-        ),
-    )
-
-
-def _step_of_each(ranks: Ranks) -> Any:
-    """Draw a bar for each of a few ranks, the slowest first."""
-    rows = sorted((row for row in ranks.lines if row.step_ns > 0), key=lambda row: -row.step_ns)
-    names = [f"rank {row.rank}" for row in rows]
-    made = plotly_figures.histogram(names, [row.step_ns / 1e6 for row in rows], "ms")
-    description = "; ".join(
-        f"{name}: {t.format_duration(row.step_ns)}" for name, row in zip(names, rows, strict=True)
-    )
-    return card(
-        "Step time of each rank",
-        figure(
-            made,
-            "job-steps",
-            height=60 + 24 * len(rows),
-            description=f"Mean step of each rank: {description}.",
-        ),
-    )
+        title, header = "Step time of each rank", ("Rank", "", "Mean step")
+        slowest = sorted(ranks.lines, key=lambda row: -row.step_ns)
+        bars = [
+            (f"rank {row.rank}", row.step_ns, t.format_duration(row.step_ns))
+            for row in slowest
+            if row.step_ns > 0
+        ]
+    else:
+        title, header = "Ranks by step time", ("Mean step", "", "Ranks")
+        bars = [(item.label, item.ranks, t.format_count(item.ranks)) for item in bins]
+    longest = max(value for _, value, _ in bars)
+    rows = [[name, bar_cell(value / longest, theme.ACCENT), text] for name, value, text in bars]
+    return card(title, table(header, rows, numbers=(2,)), tools=png_button("job-steps"))
 
 
 def _title(name: str) -> str:
@@ -317,7 +297,7 @@ def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
     return card(
         "Ranks",
         grid(RANKS, columns, rows, height=420, label="Ranks"),
-        element("P", "Choose a rank to open its timeline.", cls="note-line"),
+        remark("Choose a rank to open its timeline."),
     )
 
 

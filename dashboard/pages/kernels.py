@@ -15,6 +15,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
+    bar_cell,
     card,
     draw_section,
     element,
@@ -27,7 +28,6 @@ from advisor.dashboard.components import (
     page,
     rank_choice,
     remark,
-    share_bar,
     swatch,
     table,
 )
@@ -107,11 +107,7 @@ def _families(a: Analysis) -> Any:
     lines = [
         [
             element("Span", swatch(theme.colour_of("kernels", each.name)), each.name, cls="nowrap"),
-            element(
-                "Div",
-                share_bar(each.ns / largest, theme.colour_of("kernels", each.name)),
-                cls="bar-cell",
-            ),
+            bar_cell(each.ns / largest, theme.colour_of("kernels", each.name)),
             t.format_duration(each.ns),
             t.format_share(each.share),
             t.format_count(each.count),

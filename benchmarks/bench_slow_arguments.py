@@ -4,7 +4,7 @@ and their like over a dimension that is not the innermost.
 python benchmarks/bench_slow_arguments.py
 
 CPU time of one thread, so that other programs matter little. Shares are of the slow call's time.
-The figures of ``rules/kernel/slow_arguments.py`` are from torch 2.13 with MKL, AVX2.
+The figures of ``rules/kernel/slow_operator_arguments.py`` are from torch 2.13 with MKL, AVX2.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import pytest
 
 from advisor.measure.memory import trace_memory
 from advisor.read import read_trace
-from advisor.rules.memory import recompute
-from advisor.rules.optimizer import single_tensor
+from advisor.rules.memory import recompute_with_free_memory
+from advisor.rules.optimizer import single_tensor_optimizer
 from advisor.rules.support import device_memory, kernel_work
 
 torch = pytest.importorskip("torch")
@@ -91,7 +91,7 @@ def test_recomputation_leaves_its_frame_or_its_operator(reentrant: bool, tmp_pat
     assert count(trace_memory.RECOMPUTE, names) == (0 if reentrant else 1)
     assert count(trace_memory.REENTRANT, names) == (1 if reentrant else 0)
     assert count(r"torch/utils/checkpoint\.py\(\d+\): checkpoint$", names) == 1
-    assert count(recompute.BACKWARD, names) > 0
+    assert count(recompute_with_free_memory.BACKWARD, names) > 0
 
 
 @pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
@@ -111,9 +111,9 @@ def test_a_loop_over_parameters_has_its_frame(
 
     loop = recorded(work(False), tmp_path)
     assert f"Optimizer.step#{name}.step" in loop
-    assert count(single_tensor.OPTIMIZER_STEP, loop) == 1
-    assert count(single_tensor.FRAME, loop) == 1
-    assert count(single_tensor.FRAME, recorded(work(True), tmp_path)) == 0
+    assert count(single_tensor_optimizer.OPTIMIZER_STEP, loop) == 1
+    assert count(single_tensor_optimizer.FRAME, loop) == 1
+    assert count(single_tensor_optimizer.FRAME, recorded(work(True), tmp_path)) == 0
 
 
 def test_empty_cache_has_its_frame(tmp_path: Path) -> None:

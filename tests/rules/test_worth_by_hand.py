@@ -17,7 +17,7 @@ from advisor.rules.kernel.unfused_elementwise import UnfusedElementwise
 from advisor.rules.memory.driver_allocations import PinnedAllocationInLoop
 from advisor.rules.memory.huge_vocabulary import HugeVocabulary
 from advisor.rules.optimizer.dense_embedding_gradient import DenseEmbeddingGradient
-from advisor.rules.optimizer.single_tensor import SingleTensorOptimizer
+from advisor.rules.optimizer.single_tensor_optimizer import SingleTensorOptimizer
 from advisor.rules.transfer.dtype_inflation import DtypeInflation, PingPong
 from advisor.testing import TraceBuilder
 from tests.rules.across import compared

@@ -587,8 +587,10 @@ def _reasons(
             return [f"range: {decides}"]
         if parts := _parts_removed(finding):
             return [f"range: {parts}"]
-    if any(edit.factor == 1 and edit.factor_low not in (None, 1) for edit in finding.edits):
-        ends = [(end, BESIDE if (end, by) == ("high end", "assumption") else by)
+    beside = any(e.factor == 1 and e.factor_low not in (None, 1) for e in finding.edits)
+    if beside or {edit.op for edit in finding.edits} == {"overlap"}:
+        by_best = BESIDE if beside else "overlap"
+        ends = [(end, by_best if (end, by) == ("high end", "assumption") else by)
                 for end, by in ends]  # fmt: skip
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
@@ -620,6 +622,7 @@ BESIDE: Final = "beside"
 DECIDED_BY: Final = {
     "": "",
     BESIDE: "at best the fix shortens other work too",
+    "overlap": "at best other work hides all of this time",
     "assumption": "the fix removes {removes} of this time than expected",
     "faster host": "the host runs faster without the profiler, and {faster}",
     "slower host": "the host may be slower than estimated, and {slower}",
@@ -697,7 +700,7 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
         return ""
     if operations == {"overlap"}:
         compute = sum(part.ns for part in report.time if part.name == "compute")
-        if compute < shown_ns:
+        if impact.gain_ns <= compute < shown_ns:
             return "too little other GPU work can hide it"
         busy = report.busy_share is None or report.busy_share >= LEAST_BUSY_DEVICE
         return "" if busy else "the host then limits the step"

@@ -491,7 +491,7 @@ def _longest_operators(a: Analysis) -> str:
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
 UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
-UNFILTERED_WITH_STACKS = "Record all activities, with stacks, on an idle GPU."
+UNFILTERED_WITH_STACKS = "Record all, with stacks, on a GPU nobody else uses."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
+from advisor.measure.comm.links import ring_latency, select_collectives
+from advisor.measure.comm.messages import bus_factor
+from advisor.measure.device.shapes import width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     COMMUNICATION,
@@ -32,14 +36,16 @@ _ALL_TO_ALL = (
     "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
 )
 _TORCHREC = "https://docs.pytorch.org/torchrec/"
-_NEXT_BATCH = (
-    "Such compute is the dense layers, the next part of the batch, or the next batch's inputs"
-)
+_OF_NEXT_BATCH = ", or the next batch's inputs"
 _PIPELINE_LINE = "\n# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile"
 _PIPELINE = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
 """Ranges of torchrec's TrainPipelineSparseDist."""
 MIN_BLOCKED_SHARE = 0.01
 """Share of the step from which a wait in the pipeline is named."""
+SLOWEST_GB_PER_S = 0.125
+"""Rate of 1 Gbit/s, the slowest network between GPUs, GB/s."""
+SIMPLE = 2
+"""NCCL's protocol with the longest latency (``ring_latency``)."""
 
 
 class ExposedCommunication(Rule):
@@ -48,7 +54,9 @@ class ExposedCommunication(Rule):
     Exposed time is the union of communication kernels minus the union of compute kernels. So time
     under compute costs nothing here, however long the collectives are. A collective also waits for
     the slowest rank inside its kernel. One rank's trace cannot tell that wait from transfer: where
-    the figure is large, record the traces of all ranks.
+    the figure is large, record the traces of all ranks. Where messages take far longer than any
+    network needs, most of the time is such a wait. Then neither overlap nor fewer bytes help. The
+    bound is latency as NCCL models it, and 1 Gbit/s.
 
     Where ranks train on CPUs, the collectives are gloo's, which run in threads of the host. Exposed
     is what of them runs while no thread is in an operator. Half of what the other work could hide
@@ -130,13 +138,13 @@ class ExposedCommunication(Rule):
         },
         EMBEDDINGS: {
             "fix": "Start each all-to-all before compute that does not need it, and wait late. "
-            f"{_NEXT_BATCH}. Balance what ranks send, because the fullest one decides: shard "
+            f"Such compute is the dense layers or the next part of the batch{_OF_NEXT_BATCH}. "
+            "Balance what ranks send, because the fullest one decides: shard "
             "tables by load. Then send fewer bytes: BF16 or FP8 on the wire, pooling before "
             "sending, hot rows kept on each rank.",
             "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
-            f"work.wait(){_PIPELINE_LINE}\n"
-            "# on the wire: qcomms_config=QCommsConfig(forward_precision=CommType.BF16)",
+            f"work.wait(){_PIPELINE_LINE}",
             "references": (_ALL_TO_ALL, _TORCHREC),
         },
         "all_to_all of experts": {
@@ -207,6 +215,16 @@ class ExposedCommunication(Rule):
             "fix": "Merge the messages that are sent together, or give each rank a larger batch, "
             "which does more work with as many messages. The messages are small (median "
             "{median}): latency and waits take the time, not bytes.",
+        },
+        "a late rank": {
+            "title": "The GPU waits for a rank that enters collectives late",
+            "fix": "Find the rank that enters late: the report of the traces of all ranks names "
+            "it, and what it does longer. Neither overlap nor fewer bytes shorten this wait.",
+            "code": "advisor analyze traces_of_all_ranks/",
+            "verify": "Profile all ranks again: nobody arrives last at most collectives.",
+            "assumptions": ("the late rank can be made to enter with this one",),
+            "falsified_by": "traces of all ranks in which all enter these collectives together: "
+            "the network is then slower than any that is known",
         },
         "tensor": {
             "fix": "Merge the tensor-parallel collectives with the products beside them (async "
@@ -312,17 +330,37 @@ class ExposedCommunication(Rule):
             f"{t.count_noun(max(1, round(count / a.step_count)), 'call')}"
             for kind, axis, in_optimizer, ns, count in by_kind.head(3).iter_rows()
         ]
+        evidence = [
+            amount_per_step(a, "exposed communication", exposed),
+            self.compare("share", share, "min_share", per=a.per),
+            amount_per_step(a, "all communication", total),
+            Evidence("hidden under compute", overlap, "share"),
+            Evidence("largest exposed", "; ".join(kinds)),
+        ]
+        waits = _waits_for_ranks(a, table)
+        waited = min(int(waits["wait"].sum()), exposed)
+        if waited > exposed / 2:
+            longest = waits.sort("wait").row(-1, named=True)
+            select, part = select_collectives(a, waits)
+            left = 1 - part * waited / int(waits["dur"].sum())
+            yield Finding(
+                summary=(
+                    f"In collectives the GPU waits for other ranks, {of_step(a, waited)}: "
+                    f"{t.format_bytes(longest['bytes'])} take "
+                    f"{t.format_duration(longest['dur'])}, where 1 Gbit/s needs "
+                    f"{t.format_duration(longest['transfer'])}."
+                ),
+                evidence=[amount_per_step(a, "waiting for other ranks", waited), *evidence],
+                where=self._worst(a, waits),
+                edits=[Edit(op="scale", select=select, factor=left, factor_high=1.0)],
+                **self.case("a late rank"),
+            )
+            return
         yield Finding(
             summary=(
                 f"{subject} {of_step(a, exposed)}. Compute hides {overlap:.0%} of communication."
             ),
-            evidence=[
-                amount_per_step(a, "exposed communication", exposed),
-                self.compare("share", share, "min_share", per=a.per),
-                amount_per_step(a, "all communication", total),
-                Evidence("hidden under compute", overlap, "share"),
-                Evidence("largest exposed", "; ".join(kinds)),
-            ],
+            evidence=evidence,
             where=self._worst(a, table),
             edits=[
                 Edit(op="overlap", select=Select(on="gpu", family=("communication",)), ahead=True)
@@ -344,12 +382,18 @@ class ExposedCommunication(Rule):
             return {}
         result = self._of_small_messages(self.case(names[0]), by_kind, table)
         if names[0] == EMBEDDINGS and (blocked := _in_pipeline(a)) is not None:
-            _, balance, rest = result["fix"].partition("Balance")
-            result["fix"] = f"{balance}{rest} {blocked}".strip()
-            result["code"] = result["code"].partition(_PIPELINE_LINE)[2].lstrip("\n")
+            result["fix"] = f"{result['fix'].replace(_OF_NEXT_BATCH, '')} {blocked}"
+            result["code"] = result["code"].replace(_PIPELINE_LINE, "")
+        longest = table.sort("exposed").row(-1, named=True)
+        if names[0] == EMBEDDINGS and re.search(BACKWARD, longest["annotation"] or ""):
+            result["code"] = BACKWARD_CODE
+        if width_of(longest["dtype"] or "") == 1:  # fewer bytes are sent already
+            result["fix"] = re.sub(f"{FEWER_BYTES}[^.]*[.]", "", result["fix"])
         others = [name for name in dict.fromkeys(names[1:]) if name in ALSO and name != names[0]]
         if self.program.trains and others:
-            result["fix"] = " ".join([result["fix"], *(ALSO[name] for name in others)])
+            first, _, rest = result["fix"].partition(". ")
+            also = ". ".join(ALSO[name] for name in others)
+            result["fix"] = f"{first}; {also[0].lower()}{also[1:]}. {rest}"
         return result
 
     def _of_small_messages(
@@ -364,9 +408,7 @@ class ExposedCommunication(Rule):
         fix = advice["fix"].partition(FEWER_BYTES)[0]
         small = self.case("small messages", median=t.format_bytes(int(median)))["fix"]
         advice = {**advice, "fix": f"{fix} {small}"}
-        for begin in ("\n\n# fewer bytes", "\n# on the wire"):
-            advice["code"] = advice["code"].partition(begin)[0]
-        return advice
+        return {**advice, "code": advice["code"].partition("\n\n# fewer bytes")[0]}
 
     def _case(
         self, a: Analysis, kind: str, axis: str, table: pl.DataFrame, *, in_optimizer: bool
@@ -413,6 +455,7 @@ class ExposedCommunication(Rule):
 
         return {
             "all-reduce after backward": example_steps(body),
+            "a small message that waits for a late rank": _of_ranks(1 << 10),
             "hidden under compute": (example_steps(hidden), "min_share"),
             "on CPUs": _on_cpus(exposed=True),
             "on CPUs, hidden": (_on_cpus(exposed=False), "min_share"),
@@ -421,6 +464,27 @@ class ExposedCommunication(Rule):
                 "not a.breakdown.all_communication.total",
             ),
         }
+
+
+def _waits_for_ranks(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
+    """Return the collectives that take longer than their bytes need on the slowest network, with
+    that ``transfer`` and the exposed ``wait`` beyond it, ns. A stage of a pipeline waits for work,
+    so sends and receives are left out; gloo's time is of the host's cores too."""
+    keys = table.select("collective", "group_size").unique()
+    transfer = [
+        (kind, size, latency, bus_factor(kind, ranks) or 1.0)
+        for kind, size in keys.iter_rows()
+        if a.device_id is not None and (ranks := size or a.trace.meta.world_size)
+        for latency in (ring_latency(kind, ranks, 1, SIMPLE),)
+    ]
+    schema = keys.schema | {"latency": pl.Float64, "factor": pl.Float64}
+    known = pl.DataFrame(transfer, schema=schema, orient="row")
+    rows = table.filter(~pl.col("collective").is_in(["send", "recv", "send_recv"]))
+    rows = rows.join(known, on=["collective", "group_size"], nulls_equal=True)
+    sent = pl.col("bytes") * pl.col("factor") / SLOWEST_GB_PER_S
+    rows = rows.with_columns(transfer=pl.col("latency") + sent)
+    rows = rows.with_columns(wait=pl.col("exposed") - pl.col("transfer"))
+    return rows.filter(pl.col("wait") > 0)
 
 
 def _in_pipeline(a: Analysis) -> str | None:
@@ -446,13 +510,19 @@ def _in_pipeline(a: Analysis) -> str | None:
 
 
 ALSO = {
-    "all_reduce": "Let DDP overlap the all-reduces with the backward pass.",
-    "all_gather": "Prefetch the all-gathers of the next block.",
-    "all_to_all": "Start the all-to-alls before compute that does not need them.",
-    "the optimizer": "Start the optimizer's collectives while it updates the next parameters, and "
-    "send them in BF16.",
+    "all_reduce": "Let DDP overlap the all-reduces with the backward pass",
+    "all_gather": "Prefetch the all-gathers of the next block",
+    "all_to_all": "Start the all-to-alls before compute that does not need them",
+    "the optimizer": "Start the optimizer's collectives while it updates other parameters",
 }
-"""Sentence for a kind of collective that has much of the exposed time beside another."""
+"""Clause for a kind of collective that has much of the exposed time beside another."""
+BACKWARD = r"(?i)bwd|backward"
+"""Ranges around collectives of the backward pass."""
+BACKWARD_CODE = """\
+work = alltoall_pooled(...)             # of torchrec: autograd knows it
+dense = bottom_mlp(dense_features)      # needs none of it
+pooled = work.wait()
+# backward, in reverse, sends gradients beside bottom_mlp's"""
 EXCHANGES = (
     ("embeddings", r"(?i)all2all_|kjt|embedding_?bag|split_embedding|pooled_embedding|torchrec"),
     ("experts", r"(?i)(^|[^a-z])moe|(^|[^a-z])experts?([^a-z]|$)|deep_?ep|ep_?(dispatch|combine)"),
@@ -478,6 +548,14 @@ def _exchanged(a: Analysis, table: pl.DataFrame) -> str | None:
             if text.str.contains(pattern).any():
                 return what
     return None
+
+
+def _of_ranks(size: int) -> TraceBuilder:
+    b = TraceBuilder(rank=0, world_size=8)
+    for _ in b.steps():
+        _compute(b)
+        b.collective("allreduce", size, 4000, wait=True)
+    return b
 
 
 def _on_cpus(*, exposed: bool) -> TraceBuilder:

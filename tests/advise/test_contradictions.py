@@ -24,7 +24,7 @@ from tests.corpus_analyses import examined
 
 LARGE = 1_500_000
 """Bytes of a file whose report takes long; other tests read those."""
-NOT_PYTHON = r";\s*(//.*)?$|^(vllm|python|torchrun|export|nvcc|sglang) "
+NOT_PYTHON = r";\s*(//.*)?$|^(vllm|python|torchrun|export|nvcc|sglang|advisor) "
 """Code of C++ and of a shell."""
 NEVER = {
     "a share of minus nothing": r"[-−]0 ?%",

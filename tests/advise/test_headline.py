@@ -386,7 +386,7 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
     assert "idles for 49% of the step (32% with work queued)" in report.verdict
-    assert "Record all activities, with stacks" in report.verdict
+    assert "Record all, with stacks, on a GPU nobody else uses." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
 

@@ -199,6 +199,42 @@ def test_an_all_to_all_that_nothing_explains_has_the_general_advice(
     assert ("tables" in str(finding.fix)) == ("kjt" in mark)
 
 
+@pytest.mark.parametrize(("size", "late"), [(1 << 10, True), (100 << 20, False)])
+def test_a_message_far_too_small_for_its_time_waits_for_a_rank(size: int, late: bool) -> None:
+    """4 ms: 1 KiB needs 0.2 ms of latency between 8 ranks, 100 MiB more than 4 ms at 1 Gbit/s."""
+    b = TraceBuilder(rank=0, world_size=8)
+    for _ in b.steps(3):
+        b.run("aten::mm", "ampere_bf16_s16816gemm", 3000, [[512, 512], [512, 512]], "float")
+        b.collective("allreduce", size, 4000, wait=True)
+    (finding,) = found(b.analysis(), "exposed-communication")
+    (edit,) = finding.edits
+    assert (edit.op, "late" in finding.title) == ("scale" if late else "overlap", late)
+    if late:
+        waited = 4000 - (8.4 + 14 * 14 + 1024 * 2 * 7 / 8 / 0.125e3)  # base, 14 hops, bytes: µs
+        assert number(finding, "waiting for other ranks") == pytest.approx(waited * 1e3, rel=1e-3)
+        assert "DDP" not in finding.code and "overlap" not in str(finding.fix).partition(".")[0]
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_small_messages_of_a_job_wait_for_its_late_rank(shared_trace: Trace, rank: int) -> None:
+    """24 KiB take up to 7.6 ms on ranks 0, 1, 3, 4 and 5; the other three enter late."""
+    for finding in found(analysis(shared_trace(f"dlrm_8ranks/worker{rank}.pt.trace")),
+                         "exposed-communication"):  # fmt: skip
+        late = "enters collectives late" in finding.title
+        assert late == (rank in (0, 1, 3, 4, 5))
+        assert ("traces of all ranks" in str(finding.fix)) == late
+        # of rank 7 alone, all-reduces are exposed longest
+        assert "fully_shard" not in finding.code and ("DDP(" in finding.code) == (rank == 7)
+
+
+def test_code_for_an_all_to_all_is_of_its_pass(shared_trace: Trace) -> None:
+    """The longest of rank 0 is alltoall_fwd_single, of rank 1 alltoall_bwd_single, of bytes."""
+    for rank, backward in ((0, False), (1, True)):
+        (own,) = found(analysis(shared_trace(f"two_ranks_rank{rank}")), "exposed-communication")
+        assert ("backward" in own.code) == backward
+        assert "on the wire" not in f"{own.fix} {own.code}"
+
+
 def test_a_collective_that_is_waited_for_at_once_runs_alone(shared_trace: Trace) -> None:
     """Rank 7's longest: the next kernel is launched while it runs, and starts when it ends."""
     a = analysis(shared_trace("dlrm_8ranks/worker7.pt.trace"))

@@ -48,6 +48,7 @@ MAX_OPENED = 6
 """Number of ranks of jobs, and runs of a folder, kept open: a trace of 100 MB takes a GB or two."""
 MAX_RUNS = 200
 """Number of runs of a folder that are listed, the newest."""
+BROKEN = "the analysis failed; see the terminal"
 WATCH_SECONDS = 2.0
 """Time between two looks at a live run's folder for new windows, s."""
 
@@ -268,10 +269,7 @@ class DashboardSession:
                     self._compare(*self._in_order(self.entries[0].key, entry.key))
             finally:
                 if entry.state == "loading":
-                    entry.state, entry.failure_reason = (
-                        "failed",
-                        "the analysis failed; see the terminal",
-                    )
+                    self._fail(entry, BROKEN)
 
     def comparison(self, before: str, after: str) -> Comparison | str | None:
         """Return two entries compared; a text: why not; ``None``: not (yet) made."""
@@ -338,10 +336,7 @@ class DashboardSession:
         finally:
             for entry in self.entries[:1] if self.folder else self.entries:
                 if entry.state == "loading":  # the thread dies of a bug: say so, not "loading"
-                    entry.state, entry.failure_reason = (
-                        "failed",
-                        "the analysis failed; see the terminal",
-                    )
+                    self._fail(entry, BROKEN)
             self._first.set()
 
     def _load(self, entry: OpenedPath, *, as_run: bool = False) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Literal
 
+import polars as pl
+
 from advisor.core import text as t
 from advisor.core.report import (
     MemoryHolder,
@@ -56,11 +58,7 @@ def build_memory_views(a: Analysis) -> list[MemoryView]:
         table, per = growing_lines(posts)
         views[0].series = [sample_memory(post, PurePath(post.snapshot.path).name) for post in posts]
         views[0].grows_per = per
-        views[0].grows = [
-            MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
-                         function=row["function"], blocks=row["blocks"], bytes=round(row["rate"]))
-            for row in table.head(MAX_LINES).iter_rows(named=True)
-        ]  # fmt: skip
+        views[0].grows = _holders(table, size="rate")
     return views
 
 
@@ -81,6 +79,18 @@ def sample_memory(post: PeakMemory, name: str) -> MemorySample:
     return MemorySample(
         name=name, allocated=post.allocated, reserved=post.reserved, categories=_categories(post)
     )
+
+
+def _holders(
+    table: pl.DataFrame, *, blocks: str = "blocks", size: str = "bytes"
+) -> list[MemoryHolder]:
+    """Return the first lines of a table; ``blocks``, ``size``: its columns of these."""
+    return [
+        MemoryHolder(category=row.get("category", ""), file=row["file"], line=row["line"],
+                     function=row["function"], label=row.get("label"),
+                     blocks=round(row[blocks]), bytes=round(row[size]))
+        for row in table.head(MAX_LINES).iter_rows(named=True)
+    ]  # fmt: skip
 
 
 def _sums(held: dict[str, int]) -> list[MemoryHolder]:
@@ -147,18 +157,8 @@ def _view(post: PeakMemory) -> MemoryView:
         step_source=post.step_source,
         steps=max(0, len(post.whole_steps) - 1),
         churn_bytes=post.churn_bytes,
-        churn=[
-            MemoryHolder(category="", file=row["file"], line=row["line"],
-                         function=row["function"], blocks=round(row["times"]),
-                         bytes=round(row["bytes"]))
-            for row in post.churn.head(MAX_LINES).iter_rows(named=True)
-        ],
-        growth=[
-            MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
-                         function=row["function"], blocks=row["steps"],
-                         bytes=round(row["step_bytes"]))
-            for row in post.growth.head(MAX_LINES).iter_rows(named=True)
-        ],
+        churn=_holders(post.churn, blocks="times"),
+        growth=_holders(post.growth, blocks="steps", size="step_bytes"),
         savings=[
             MemorySaving(change=each.name, bytes=each.bytes, assumes=each.assumes,
                          cost=COSTS.get(each.name, ("none", ""))[0], file=each.file, line=each.line)

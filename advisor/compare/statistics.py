@@ -62,19 +62,18 @@ def welch_interval(before: Sample, after: Sample, level: float = CONFIDENCE_LEVE
     a, b = len(before), len(after)
     va, vb = before.var(ddof=1) / a, after.var(ddof=1) / b
     spread = math.sqrt(va + vb)
-    amount = float(after.mean() - before.mean())
     reach = 0.0
     if spread > 0:
         freedom = (va + vb) ** 2 / (va**2 / (a - 1) + vb**2 / (b - 1))
         reach = t_quantile(0.5 + level / 2, float(freedom)) * spread
-    return Difference(
-        "Welch's t interval",
-        "mean",
-        float(before.mean()),
-        float(after.mean()),
-        amount - reach,
-        amount + reach,
-    )
+    centers = float(before.mean()), float(after.mean())
+    return _around("Welch's t interval", "mean", *centers, reach)
+
+
+def _around(method: str, statistic: str, before: float, after: float, reach: float) -> Difference:
+    """Return the difference with an interval of ``reach`` to either side."""
+    amount = after - before
+    return Difference(method, statistic, before, after, amount - reach, amount + reach)
 
 
 def difference(
@@ -106,18 +105,11 @@ def difference(
         ]
         spread, freedom = _combined(sides)
     center = np.median if statistic == "median" else np.mean
-    before_center, after_center = float(center(before)), float(center(after))
-    reach = _reach(spread, freedom, level)
     long = " and ".join(map(str, blocks))
     unit = "pairs of steps" if paired else "steps"
-    return Difference(
-        f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {long} ({unit})",
-        statistic,
-        before_center,
-        after_center,
-        after_center - before_center - reach,
-        after_center - before_center + reach,
-    )
+    method = f"circular block bootstrap, {RESAMPLES:,} draws, blocks of {long} ({unit})"
+    centers = float(center(before)), float(center(after))
+    return _around(method, statistic, *centers, _reach(spread, freedom, level))
 
 
 def difference_of_runs(
@@ -144,19 +136,10 @@ def difference_of_runs(
         spread, freedom = _combined(each)
         errors.append((spread / len(runs), freedom))
     within, steps_freedom = _combined(errors)
-    reach = max(
-        _reach(between, runs_freedom, level),
-        _reach(within, steps_freedom, level),
-    )
-    before_center, after_center = (float(runs.mean()) for runs in centers)
-    return Difference(
-        f"Student's t interval over {counts[0]} and {counts[1]} runs",
-        statistic,
-        before_center,
-        after_center,
-        after_center - before_center - reach,
-        after_center - before_center + reach,
-    )
+    reach = max(_reach(between, runs_freedom, level), _reach(within, steps_freedom, level))
+    method = f"Student's t interval over {counts[0]} and {counts[1]} runs"
+    first, second = (float(runs.mean()) for runs in centers)
+    return _around(method, statistic, first, second, reach)
 
 
 def block_length(series: Sample) -> int:

@@ -156,9 +156,7 @@ def measure_paired_gain(
     if freedom < MIN_DEGREES_OF_FREEDOM:
         return None
     squares = sum(float(np.square(np.array(logs) - np.mean(logs)).sum()) for logs in asked if logs)
-    reach = t_quantile(0.5 + CONFIDENCE_LEVEL / 2, freedom) * math.sqrt(
-        squares / freedom / len(own)
-    )
+    reach = _reach(squares / freedom / len(own), freedom)
     first = float(np.mean([np.mean(run) for run in before[: len(after)] if len(run)]))
     return _gain(first, math.exp(float(np.mean(own))), reach, len(own))
 

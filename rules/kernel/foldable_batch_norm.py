@@ -11,7 +11,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, is_operator, parent_rows
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES
+from advisor.rules.support.citations import OURS, SILENT_TRACES
 from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.testing import Examples, TraceBuilder
 
@@ -44,9 +44,7 @@ class FoldableBatchNorm(Rule):
         "https://docs.pytorch.org/tutorials/intermediate/torch_compile_conv_bn_fuser.html",
     )
     min_share = Threshold(0.03, "of kernel time: folding changes the model's modules", OURS)
-    min_busy = Threshold(
-        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
-    )
+    min_busy = kernel_work.MIN_BUSY
 
     fix = (
         "Fold each batch norm into the convolution before it, once, after loading the weights. The "

@@ -14,7 +14,7 @@ from advisor.measure.host.operators import attainable_roofs
 from advisor.replay.operations import ROOFLINE_SHARE
 from advisor.rules.support import kernel_work
 from advisor.rules.support.below_rate import saved_time
-from advisor.rules.support.citations import OURS, SILENT_TRACES, SMALL_GRIDS_TRACES, TRACELENS
+from advisor.rules.support.citations import OURS, SILENT_TRACES, TRACELENS
 from advisor.rules.support.common import amount_per_step, example_steps, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
@@ -58,9 +58,7 @@ class LayoutTransposes(Rule):
     min_time = Threshold(
         0.02, "of kernel time: converting a network with one convolution does not pay", OURS
     )
-    min_busy = Threshold(
-        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
-    )
+    min_busy = kernel_work.MIN_BUSY
     attainable_share = Threshold(
         ROOFLINE_SHARE, "of the memory's rate: batch norm in channels-last order", TRACELENS
     )

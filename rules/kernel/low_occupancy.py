@@ -16,7 +16,6 @@ from advisor.rules.support.citations import (
     NCU,
     OURS,
     SILENT_TRACES,
-    SMALL_GRIDS_TRACES,
     TRACELENS,
 )
 from advisor.rules.support.common import example_steps, scale_edit
@@ -61,9 +60,7 @@ class LowOccupancy(Rule):
     attainable_share = Threshold(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
     best_reachable = Threshold(0.875, "of peak bandwidth, at best", TRACELENS)
     worst_reachable = Threshold(0.6, "of peak bandwidth, at worst", TRACELENS)
-    min_busy = Threshold(
-        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
-    )
+    min_busy = kernel_work.MIN_BUSY
 
     fix = (
         "Use fewer registers per thread, less shared memory per block, or blocks of 128 to 256 "

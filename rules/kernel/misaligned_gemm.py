@@ -21,7 +21,6 @@ from advisor.rules.support.citations import (
     ALIGNED_REACH,
     ENGINE_FLOOR,
     MATMUL_GUIDE,
-    SMALL_GRIDS_TRACES,
     public_traces,
 )
 from advisor.rules.support.common import amount_per_step, example_steps
@@ -130,9 +129,7 @@ class MisalignedGemm(Rule):
     min_share = Threshold(
         0.03, "of kernel time; with the factor below that is about 1% of a busy step", ENGINE_FLOOR
     )
-    min_busy = Threshold(
-        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
-    )
+    min_busy = kernel_work.MIN_BUSY
     reach = Threshold(
         0.8, "of the attainable rate, that padded products reach if none is aligned", ALIGNED_REACH
     )

@@ -20,7 +20,6 @@ from advisor.rules.support.citations import (
     OURS,
     REAL_KERNEL,
     SILENT_TRACES,
-    SMALL_GRIDS_TRACES,
     TRACELENS,
 )
 from advisor.rules.support.common import amount_per_step, example_steps
@@ -73,9 +72,7 @@ class UnfusedElementwise(Rule):
     )
     min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
     max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)
-    min_busy = Threshold(
-        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
-    )
+    min_busy = kernel_work.MIN_BUSY
     kept_share = Threshold(1.0, "of the links whose tensor is no longer written", OURS)
     kept_high = Threshold(1.0, "of the links, at best", OURS)
     kept_low = Threshold(0.7, "of the links, at worst", OURS)

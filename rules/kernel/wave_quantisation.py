@@ -52,9 +52,7 @@ class WaveQuantisation(Rule):
     min_waste = Threshold(0.20, "of a kernel's time", MATMUL_GUIDE)
     max_waves = Threshold(4, "waves: above it the tail is below 20% anyway", ARITHMETIC)
     min_share = Threshold(0.03, "of kernel time, for one kernel name", OURS)
-    min_busy = Threshold(
-        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
-    )
+    min_busy = kernel_work.MIN_BUSY
     recovered_share = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
 
     fix = (
@@ -246,9 +244,7 @@ class SmallGrids(Rule):
         "of compute time; public healthy traces have 4 to 16%, launch-bound ones 36 and more",
         SMALL_GRIDS_TRACES,
     )
-    min_busy = Threshold(
-        kernel_work.MIN_BUSY, "share of the step the device is busy", SMALL_GRIDS_TRACES
-    )
+    min_busy = kernel_work.MIN_BUSY
     recovered_share = Threshold(
         0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS
     )

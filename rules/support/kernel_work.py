@@ -23,12 +23,12 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.replay.selection import rows_under
-from advisor.rules.support.citations import FLASH_2, FLASH_3
+from advisor.rules.support.citations import FLASH_2, FLASH_3, SMALL_GRIDS_TRACES
 from advisor.rules.support.common import layer_columns, layer_fields, locate_row
 
 Mask = NDArray[np.bool_]
 
-MIN_BUSY = 0.5
+MIN_BUSY = Threshold(0.5, "share of the step the device is busy", SMALL_GRIDS_TRACES)
 """Below this busy share of the step the shape of kernels matters little: the device waits for
 something else, and small kernels are a symptom. TensorBoard's plugin and Nsight's
 ``gpu_time_util`` call a device idle below 50%."""

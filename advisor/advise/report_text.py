@@ -449,6 +449,12 @@ def has_large_gain(report: Report) -> bool:
     return any(not is_small(finding) for finding in ranked_findings(report))
 
 
+def counted_steps(report: Report) -> str:
+    """Name the steps that events are counted in: ``6 steps``; empty: one, or none is marked."""
+    steps, per = report.scope.steps_used, report.per
+    return t.count_noun(steps, per) if steps > 1 and per != "recording" else ""
+
+
 def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
     """Return where a finding is, worst first, without repeated names."""
     result: dict[object, Location] = {}
@@ -520,14 +526,17 @@ def folded_findings(report: Report, finding: Finding) -> list[Finding]:
     return result
 
 
-def describe_gain(finding: Finding, *, alone: bool = False) -> str:
+def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool = False) -> str:
     """Describe what a fix gains, the same on every screen: ``about 5.4 ms (4.3–5.4 ms), 41%``. A
     time without a unit is per step; with ``alone`` the unit is always named."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return t.format_gain(finding)
     if finding.pays_after is not None:
-        return f"none alone, about {describe_marginal_gain(finding)} after another fix"
+        others = [] if report is None else report.findings
+        before = next((f.priority for f in others if f.rule == finding.pays_after), None)
+        after = "another fix" if before is None else f"fix {before}"
+        return f"0 alone, about {describe_marginal_gain(finding)} after {after}"
     amount = t.format_saving(impact)
     if not amount.startswith(("up to ", "at least ")):
         amount = f"about {amount}"
@@ -650,7 +659,7 @@ WHY_MORE: Final = {
     "make_async": "the host no longer waits in these calls and launches later work earlier{late}",
     "round_trip": "the CPU's work between these copies disappears too",
     "drop_launch": "idle time before the first launch, and of other causes, disappears too",
-    "parallelize": "loading that GPU work hides no longer delays the launches after it",
+    "parallelize": "the launches after it come earlier too",
     "overlap": "what waits for these copies or collectives starts earlier too",
 }
 

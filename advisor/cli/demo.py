@@ -97,9 +97,10 @@ def _outcome(predicted: Impact | None, c: Comparison) -> str:
         return "\nThe recording from after the change does not compare with this one.\n"
     means = steps.before.mean_ns, steps.after.mean_ns
     range_ = t.format_range(predicted.low_ns or 0, predicted.high_ns or 0)
+    gain = f"{t.format_duration(predicted.gain_ns)} less per step ({range_})"
     return (
         f"\nThen its authors set {CHANGE} and recorded again:\n"
-        f"  predicted  {t.format_duration(predicted.gain_ns)} less per step ({range_})\n"
+        f"  predicted  {gain}, with 2 or 4 workers\n"
         f"  measured   {t.format_duration(means[0] - means[1])} less: "
         f"{t.format_duration(means[0])} → {t.format_duration(means[1])}\n"
     )

@@ -132,7 +132,7 @@ def _without_steps(comparison: Comparison) -> str:
         before, after = spans
         text = f"From the first GPU work to the last: {' → '.join(map(t.format_duration, spans))}"
         if comparison.other_shapes:
-            return f"{text}, but for other input shapes, such as another batch size"
+            return f"{text}, with other input shapes, such as another batch size: not comparable"
         how = "longer" if after > before else "shorter"
         if (share := t.format_share(abs(after / before - 1))) not in ("0%", "<1%"):
             text += f" ({share} {how})"
@@ -212,7 +212,7 @@ def _side(side: Side) -> list[str]:
     parts = [t.shorten_path(side.path, 60)]
     if side.rank is not None:
         parts.append(f"rank {side.rank}")
-    parts.append(side.device_name or "unknown GPU")
+    parts.append(side.device_name or "GPU model not recorded")
     if side.samples is not None:
         parts.append(f"{t.count_noun(side.samples, 'sample')} per step")
     return parts
@@ -381,6 +381,20 @@ def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
     if item.reason:
         parts.append(item.reason)
     return parts
+
+
+def next_fix(c: Comparison) -> str:
+    """Name the first fix of the run after; empty: it has none, or the programs differ."""
+    ranked = [item for item in c.findings if item.after_priority is not None]
+    if not ranked or is_unjudged(c):
+        return ""
+    first = min(ranked, key=lambda item: item.after_priority or 0)
+    gain = ""
+    if first.after_gain_ns:
+        gain = f": {t.format_duration(first.after_gain_ns)}{per_suffix(c)}"
+        if first.before_gain_ns is not None:
+            gain += f", {t.format_duration(first.before_gain_ns)} before"
+    return f"{first.title}{gain}. Its fix is in the report of the run after."
 
 
 def describe_realised_gain(c: Comparison) -> list[str]:

@@ -374,7 +374,7 @@ class Rule:
     @classmethod
     def paragraphs(cls) -> list[str]:
         """Return the paragraphs of the class docstring, which is the rule's documentation."""
-        doc = inspect.cleandoc(cls.__doc__ or "")
+        doc = inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
         return [part for part in doc.split("\n\n") if part.strip()]
 
     @classmethod

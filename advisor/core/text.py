@@ -271,14 +271,15 @@ def location_names(
     return parts
 
 
-def location_figures(location: Location) -> list[str]:
-    """Return how often it happens, and how long the worst instance takes."""
+def location_figures(location: Location, over: str = "") -> list[str]:
+    """Return how often it happens, and how long the worst instance takes. ``over``: the steps that
+    events of the trace are counted in."""
     parts = []
     if location.count is not None:
-        counted = location.counted
-        parts.append(
-            count_noun(location.count, counted) if counted else f"{format_count(location.count)}×"
-        )
+        often = f"{format_count(location.count)}×"
+        if location.counted:
+            often = count_noun(location.count, location.counted)
+        parts.append(f"{often} in {over}" if over and location.dur_ns is not None else often)
     if location.dur_ns is not None:
         worst = "worst " if location.count is not None and location.count > 1 else ""
         if location.count is None and (location.op or location.kernel):

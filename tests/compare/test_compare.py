@@ -164,6 +164,10 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     (product,) = (f for f in c.findings_with("remaining") if f.rule == "fp32-matmul")
     assert not product.reason
     assert product.before_gain_ns == pytest.approx(product.after_gain_ns, rel=0.02)
+    (first,) = (f for f in c.findings if f.after_priority == 1)
+    shown = COMPARISONS.render("terminal", c)
+    last = " ".join(shown.partition("What to change next ─")[2].split())
+    assert f"{first.title}: " in last and "Its fix is in the report of the run after." in last
     assert c.realised.rules
     assert c.realised.method == "replay"
     # as on the real pairs, workers cost the step a tenth of what they compute and half a

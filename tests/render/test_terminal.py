@@ -143,7 +143,7 @@ def test_brief_is_the_verdict_and_three_rows(report: Make) -> None:
     assert [line[:23] for line in rows] == [f" {n}  Finding number {n} of" for n in (1, 2, 3)]
     assert lines[1].endswith("up to 40 ms (20–40 ms), 10%")
     assert fixes == ["    Do the other thing instead of this"] * 3
-    assert lines[7:] == ["    2 more: without --brief."]
+    assert lines[7:] == ["    2 more fixes: run without --brief."]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_caveats_of_several_fixes_stand_once_above_them(report: Make) -> None:
         "terminal", replace(made, findings=[one, other, made.findings[2]]), details=True
     )
     above, below = full.split(one.title + "\n", 1)
-    assert f"caveats  {shared} (of several fixes)" in above and shared not in below
+    assert f"caveats  of several fixes: {shared}" in above and shared not in below
     assert f"of the first alone; assumes: {assumed}" in " ".join(below.split())
     assert "of several fixes" not in REPORTS.render("terminal", report(1), details=True)
 
@@ -253,7 +253,7 @@ def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> 
         "confidence in the cause 80%",
         "/home/me/project/train.py:42 in train_step",
         "aten::item",
-        "share of the step 10%, limit 5% (XProf)",
+        "share of the step 10%, limit 5%: XProf",
         "bandwidth not measured",
         "Do the other thing",
         "│ step(quick=True)",
@@ -297,7 +297,7 @@ def test_a_finding_that_pays_only_after_another_says_so(
         REPORTS.render("terminal", report(findings=[finding(1), late]), details=True).split()
     )
     assert "gains only after 'Finding number 1 of the step'" in shown
-    assert "none alone, about 9 ms after another fix" in shown
+    assert "0 alone, about 9 ms after fix 1" in shown
 
 
 def test_a_finding_of_another_rank_says_whose(

@@ -84,6 +84,7 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
                 [line for line in work if line not in noise],
                 aside=window,
             ),
+            *_next(c),
             *_on_demand(c, noise, window),
         ],
         name="comparison",
@@ -179,6 +180,11 @@ def _findings(c: Comparison) -> Iterator[Block]:
         lists.append(Items(shown, "∙", f"{title} ({len(items)})"))
     if lists:
         yield Section("Findings", lists, short=True)
+
+
+def _next(c: Comparison) -> Iterator[Section]:
+    if text := comparison_text.next_fix(c):
+        yield Section("What to change next", [Paragraph(text)], short=True)
 
 
 def predicted_gain(c: Comparison) -> Iterator[Section]:

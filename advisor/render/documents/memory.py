@@ -116,9 +116,10 @@ def _first_saving(view: MemoryView, report: Report) -> list[Block]:
         text, code = "Release what the line leaves behind in each step", ""
     if most.file is not None:
         text += f": {shorten(most.file)}:{most.line}"
-    shown = any(risk.code.strip() == code.strip() for risk in report.risks)
-    fix = FieldList([TextField("fix", [text], "strong")])
-    return [fix] if shown or not code else [fix, Code(code, indent=2)]
+    if code and any(risk.code.strip() == code.strip() for risk in report.risks):
+        return []
+    fix = FieldList([TextField("first", [text], "strong")])
+    return [fix, Code(code, indent=2)] if code else [fix]
 
 
 def _is_like(view: MemoryView, first: MemoryView) -> bool:
@@ -233,7 +234,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
             rows,
         ),
         _table(
-            f"What a change frees {freed} (savings overlap)",
+            f"What a change frees {freed} (least time first; savings overlap)",
             ["change", "frees", "costs per step"] + ["line"] * _has_lines(view),
             _savings(view),
             rows,

@@ -156,7 +156,7 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         lead: list[Block] = [Paragraph(outlook, "soft")] if outlook else []
         shared = report_text.shared_caveats(ranked)
         if shared:
-            caveats = TextField("caveats", [f"{'; '.join(shared)} (of several fixes)"], detail=True)
+            caveats = TextField("caveats", [f"of several fixes: {'; '.join(shared)}"], detail=True)
             lead.append(FieldList([caveats]))
         result = [_card(report, finding, width, shared) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
@@ -195,7 +195,7 @@ def _card(
         finding.title,
         [FieldList(fields, indent=4), *code],
         number="" if finding.priority is None else str(finding.priority),
-        gain=report_text.describe_gain(finding),
+        gain=report_text.describe_gain(finding, report),
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,
         details=[
@@ -233,7 +233,7 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
         parts: list[Inline] = [
             Span(name, "code", full) for name, full in zip(names, whole, strict=True)
         ]
-        parts += t.location_figures(location)
+        parts += t.location_figures(location, report_text.counted_steps(report))
         if parts:
             yield TextField("" if number else "where", parts, detail=number > 0)
     if missing := report_text.line_not_recorded(report, finding):
@@ -243,7 +243,7 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
 def _fact(item: Evidence) -> EvidenceRow:
     limit = ""
     if item.threshold is not None:
-        source = f" ({labels.clean(item.source)})" if item.source else ""
+        source = f": {labels.clean(item.source)}" if item.source else ""
         limit = f"{t.format_value(item.threshold, item.unit)}{source}"
     return t.evidence_label(item), t.format_value(item.value, item.unit), limit
 

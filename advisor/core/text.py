@@ -378,7 +378,7 @@ def split_sentences(text: str, room: int) -> tuple[str, str]:
 def first_sentence(text: str) -> str:
     """Return a text's first sentence, or as many of its words as have room."""
     text = clean(text).strip()
-    first = re.split(r"(?<=[a-z)`%\d_][.:;])\s+(?=[A-Z])", text, maxsplit=1)[0].rstrip(".:;")
+    first = _END.split(text, maxsplit=1)[0].rstrip(".:;")
     if len(first) <= _MAX_SENTENCE:
         return first
     cut = first[:_MAX_SENTENCE].rsplit(" ", 1)[0]
@@ -391,6 +391,10 @@ def first_clause(text: str) -> str:
     return _REASON.split(first_sentence(text))[0]
 
 
+_END: Final = re.compile(
+    r"(?<=[a-z)`%\d_][.:;])\s+(?=[A-Z])|(?<=[A-Za-z_)]{2}\.)\s+(?=[A-Z\d]|torch\.)"
+)
+"""End of a sentence: before a capital letter, and of a longer word before a figure or a call."""
 _REASON: Final = re.compile(
     r"(?<=.{12})(?:: (?=(?:the|it|this|that|one|\d)\b)|, (?:which|because|so that|and) |; )"
 )

@@ -8,6 +8,7 @@ from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
+from advisor.measure.inference.annotations import FORWARD
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.rules.support.common import amount_per_step, of_step, per_step, shapes_by_step
@@ -101,6 +102,10 @@ class LaunchBound(Rule):
         10, "launches between two waits for the GPU: fewer make every capture impossible", OURS
     )
 
+    half = Threshold(
+        0.5, "of the step busy, and of memory in use: twice the batch fits into both", OURS
+    )
+
     code = (
         "# fuses small kernels, then replays CUDA graphs\n"
         'model = torch.compile(model, mode="reduce-overhead")'
@@ -139,8 +144,15 @@ class LaunchBound(Rule):
         "something waits": {
             "fix": "First remove {waits} for the GPU: {names}. A capture allows no waits."
         },
+        "a larger batch fits": {
+            "fix": "Use a larger batch or{graphs}. A larger batch changes the training: scale the "
+            "learning rate. The gain shown is that of CUDA graphs.",
+            "code": "{code}\n\n"
+            "# or a larger batch, with another learning rate: it hardly takes longer\n"
+            "loader = DataLoader(..., batch_size=4 * batch_size)",
+        },
         "sizes vary outside the dense layers": {
-            "fix": "Replay only the dense layers as CUDA graphs. "
+            "fix": "Replay only the dense layers as CUDA graphs{without}. "
             'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.',
             "code": "# the dense layers alone: sizes of the others vary from batch to batch\n"
             'model.dense = torch.compile(model.dense, mode="reduce-overhead")',
@@ -156,6 +168,16 @@ class LaunchBound(Rule):
 
     confidence = 0.85
 
+    inference = {
+        "cases": {
+            "a larger batch fits": {
+                "fix": "Use a larger batch where throughput counts or{graphs}. The gain shown is "
+                "that of CUDA graphs.",
+                "code": "{code}\n\n# or a larger batch: it hardly takes longer\n"
+                "loader = DataLoader(..., batch_size=4 * batch_size)",
+            }
+        }
+    }
     engine_advice = GRAPHS_ON
     framework_advice = {
         **in_any_language(
@@ -217,10 +239,7 @@ class LaunchBound(Rule):
                 Evidence("graph launches", gaps.graph_launches, "count"),
             ],
             where=locate_gaps(a, edits),
-            fix=self._fix(a, static, waits, gaps),
-            code=self.case("sizes vary outside the dense layers")["code"]
-            if waits.dense_only
-            else "",
+            **self._advice(a, static, waits, gaps),
             edits=edits,
             needs="" if waits.dense_only else "sizes repeat",
             confidence=0.75 if stacks else 0.85,
@@ -240,14 +259,16 @@ class LaunchBound(Rule):
                 record="all activities, unfiltered, on a GPU that nobody else uses",
             )
 
-    def _fix(
+    def _advice(
         self, a: Analysis, static: bool | None, waits: CaptureBlockers, gaps: LaunchGaps
-    ) -> str:
-        fix = self.fix
+    ) -> dict[str, str]:
+        fix, code = self.fix, self.code
+        count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
         if gaps.graph_launches:
             fix = self.case("graphs are used already")["fix"]
         elif waits.dense_only:
-            fix = self.case("sizes vary outside the dense layers")["fix"]
+            without = f", without the {count} for the GPU: {waits.names}" * bool(waits.own_per_step)
+            fix, code = self.case("sizes vary outside the dense layers", without=without).values()
         elif static is not False and is_compiled(a):
             fix = self.case("the model is compiled already")["fix"]
         elif static is False:
@@ -259,13 +280,29 @@ class LaunchBound(Rule):
             fix = self.case("the same kernels in every step")["fix"]
         graphs, _, more = fix.partition(". ")
         others = "" if gaps.graph_launches else waits.others
-        if waits.own_per_step and not gaps.graph_launches:
-            # in one sentence, as a short report shows the first alone
-            count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
+        # in one sentence, as a short report shows the first alone
+        if waits.own_per_step and not gaps.graph_launches and not waits.dense_only:
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
             graphs = f"{graphs}; {remove[0].lower()}{remove[1:]}"
+            code = f"{waits.cures}{code}"
+        if self._may_grow(a, gaps):
+            graphs = f"{',' * graphs.startswith('If')} {graphs[0].lower()}{graphs[1:]}"
+            graphs = graphs.removesuffix(".")
+            graphs, code = self.case("a larger batch fits", graphs=graphs, code=code).values()
         otherwise = self.case("in every case", ways="".join(f"{way}, " for way in _ways(a)))["fix"]
-        return " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, more, otherwise]))
+        fix = " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, more, otherwise]))
+        return {"fix": fix, "code": code}
+
+    def _may_grow(self, a: Analysis, gaps: LaunchGaps) -> bool:
+        """Return whether twice the batch fits into memory and idle time, and is a choice: requests
+        make that of a server or of a model that generates."""
+        memory, passes = a.memory, a.passes
+        served = passes is not None and any(mark.phase != FORWARD for mark in passes.marks)
+        if served or gaps.graph_launches or memory.is_empty():
+            return False
+        capacity = memory["capacity"].max()
+        used = gaps.busy_share, memory["peak_reserved"].max() / capacity if capacity else 1.0
+        return max(used) <= self.half
 
     @staticmethod
     def examples() -> Examples:

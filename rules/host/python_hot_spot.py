@@ -30,6 +30,7 @@ from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     int_column,
+    list_names,
     of_step,
     per_step,
     row_numbers,
@@ -96,11 +97,6 @@ def _location(a: Analysis, spot: dict[str, Any]) -> Location:
         dur_ns=int(a.trace.cpu["dur"][frame]),
         count=spot["count"],
     )
-
-
-def _listed(names: list[str]) -> str:
-    """``a, b and c``."""
-    return f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
 
 
 def _calls(a: Analysis, spot: dict[str, Any]) -> str:
@@ -263,8 +259,8 @@ class PythonHotSpot(Rule):
         kinds = [spot["kind"] for spot in spots]
         for kind in dict.fromkeys(kinds):
             own = [spot for spot, each in zip(spots, kinds, strict=True) if each == kind]
-            names = _listed(_names(own))
-            packages = _listed(sorted({library_of(spot["name"]) for spot in own}))
+            names = list_names(_names(own))
+            packages = list_names(sorted({library_of(spot["name"]) for spot in own}))
             values = {"names": names, "library": packages, "workers": "{workers}"}
             fix.append(self.case(kind, **values)["fix"])
         ahead = [spot["name"] for spot in spots if spot["kind"] == AHEAD]
@@ -284,7 +280,7 @@ class PythonHotSpot(Rule):
         names = _names(spots)
         if len(names) == 1:
             return f"The function {names[0]} leaves the GPU idle"
-        return f"The functions {_listed(names)} leave the GPU idle"
+        return f"The functions {list_names(names)} leave the GPU idle"
 
     @staticmethod
     def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import HOST_CODE, Finding, Location, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.sampled_code import COMPUTING, SampledCode, code_outside
+from advisor.measure.host.sampled_code import COMPUTING, MOST, SampledCode, code_outside
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
     SampledStack,
@@ -38,10 +38,12 @@ from advisor.testing import Examples, TraceBuilder
 IMAGES = re.compile(r"torchvision/|PIL/|cv2/|albumentations/")
 """Files of libraries that prepare images."""
 IMAGE_CODE = (
-    "# copy raw images, as uint8\n"
-    "raw = torch.from_numpy(images).pin_memory()\n"
-    "x = raw.to('cuda', non_blocking=True).permute(0, 3, 1, 2)\n"
-    "x = x.float().div_(255).sub_(mean).div_(std)         # on the GPU"
+    "# once; std too\n"
+    "mean = torch.tensor(MEAN, device=device).view(3, 1, 1)\n"
+    "# for each batch: images of shape [height, width, 3], as uint8\n"
+    "raw = torch.from_numpy(np.stack(images)).pin_memory()\n"
+    "x = raw.to(device, non_blocking=True).permute(0, 3, 1, 2)\n"
+    "x = x.float().div_(255).sub_(mean).div_(std)"
 )
 WHOLE_PROGRAM = ("main", "<module>")
 """Functions that hold a whole program: the line says more."""
@@ -86,8 +88,18 @@ class SampledHotSpot(Rule):
         "Do on the GPU what {line} computes, on the whole batch, with operators on tensors (torch "
         "in place of NumPy and PIL). Or do it {elsewhere}, while the GPU works on the batch before."
     )
+    code = (
+        "# NumPy -> torch on the GPU, on the whole batch\n"
+        "torch.randint(n, (count,), device=device)  # np.random.choice\n"
+        "torch.randperm(n, device=device)           # permutation\n"
+        "x.clamp(a, b), x.sort(), x.unique()        # clip, sort, unique\n"
+        "total.index_add_(0, index, values)         # np.add.at"
+    )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "images": {
+            "fix": "Copy the images as uint8, and convert and normalise them on the GPU, a whole "
+            "batch at once: {line} does so on the CPU. Or do it {elsewhere}, while the GPU "
+            "works on the batch before.",
             "code": IMAGE_CODE,
             "references": ("https://docs.pytorch.org/vision/stable/transforms.html",),
         }
@@ -112,20 +124,28 @@ class SampledHotSpot(Rule):
         if code is None or code.waits:
             return
         gain = min(code.share, idle / a.span_ns) * mean
-        inside = f", in {code.library_function}" if code.library_function else ""
         operators = self._operators(a, gaps)
         place = code.location
         line = place.function if place.line is None else f"line {place.line}"
-        images = IMAGES.search(code.library_function or "")
-        use = find_library_use(_stacks_of(recorded.stacks, place))
+        stacks = _stacks_of(recorded.stacks, place)
+        use = find_library_use(stacks)
+        called = code.library_function or ("" if use is None else use.time.function)
+        inside = f", in {called}" if called else ""
+        images = IMAGES.search(called)
         cure = None if images or use is None else use.cure
         elsewhere = "in another thread or process"
         if find_loader(a) is not None:
             elsewhere = "in workers of the DataLoader"
-        fix = self.fix.format(line=line, elsewhere=elsewhere)
+        texts: dict[str, Any] = {}
+        if images:
+            texts = self.case("images", line=line, elsewhere=elsewhere)
+        else:
+            fix = self.fix.format(line=line, elsewhere=elsewhere)
+            texts["fix"] = fix if cure is None else f"{cure.fix} {fix}"
+            texts["code"] = self.code if cure is None else cure.code
+        in_line = sum(stack.samples for stack in stacks) >= MOST * code.samples
         yield Finding(
-            title=f"{_named(code)} leaves the GPU idle",
-            fix=f"{cure.fix} {fix}" if cure is not None else fix,
+            title=f"{_named(code, in_line)} leaves the GPU idle",
             summary=(
                 f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}: "
                 f"{t.format_duration(code.share * mean)} of the mean step. The GPU idles for "
@@ -149,7 +169,7 @@ class SampledHotSpot(Rule):
                 high=gain,
                 method="share of the sampled stacks, of the mean step",
             ),
-            **(self.case("images") if images else {"code": cure.code if cure else ""}),
+            **texts,
         )
 
     def _operators(self, a: Analysis, gaps: pl.DataFrame) -> str:
@@ -210,9 +230,9 @@ def _stacks_of(stacks: Sequence[SampledStack], place: Location) -> list[SampledS
     return own
 
 
-def _named(code: SampledCode) -> str:
+def _named(code: SampledCode, in_line: bool) -> str:
     place = code.location
-    if place.function not in WHOLE_PROGRAM or not place.line:
+    if not place.line or not (in_line or place.function in WHOLE_PROGRAM):
         return f"The function {place.function}"
     return f"Line {place.line} of {Path(place.file or '').name}"
 

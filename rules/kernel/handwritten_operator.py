@@ -19,7 +19,13 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import OURS, public_traces
-from advisor.rules.support.common import amount_per_step, example_steps, per_step, runs_code_of
+from advisor.rules.support.common import (
+    amount_per_step,
+    example_steps,
+    list_names,
+    per_step,
+    runs_code_of,
+)
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -32,6 +38,8 @@ class Pattern(NamedTuple):
     """Regular expression over the operators' names, each followed by a blank."""
     passes: int
     """Number of times the fused kernel reads or writes a tensor of the largest size."""
+    use: str
+    """What takes its place, in a few words."""
     fix: str
     code: str
     reference: str
@@ -53,6 +61,7 @@ PATTERNS = (
         rf"(?:sub {_CAST})?(?:mul {_CAST})?add {_CAST}(?:sqrt {_CAST}div|rsqrt {_CAST}mul|div) "
         rf"{_CAST}(?:mul {_CAST})?(?:add )?",
         2,
+        "F.layer_norm",
         "Call F.layer_norm (nn.LayerNorm), which is one kernel.",
         "self.norm = nn.LayerNorm(hidden, eps=1e-5)\ny = self.norm(x)",
         f"{FUNCTIONS}layer_norm.html",
@@ -62,16 +71,17 @@ PATTERNS = (
         rf"{_CAST}{_SQUARE} {_CAST}mean {_CAST}add {_CAST}"
         rf"(?:{_ROOT}|sqrt(?: reciprocal)?) {_CAST}{_SCALE} {_CAST}(?:mul )?",
         2,
+        "F.rms_norm",
         "Call F.rms_norm (nn.RMSNorm): one kernel from PyTorch 2.9 on, and with torch.compile "
         "in older versions. It computes in FP32 where its input has 16 bits.",
-        "self.norm = nn.RMSNorm(hidden, eps=1e-6)   # or F.rms_norm(x, (hidden,), weight, eps)\n"
-        "y = self.norm(x)",
+        "y = F.rms_norm(x, (hidden,), weight, eps)   # or an nn.RMSNorm",
         f"{FUNCTIONS}rms_norm.html",
     ),
     Pattern(
         "softmax",
         rf"(?:(?:amax|max) {_CAST}sub )?{_CAST}exp {_CAST}sum {_CAST}div ",
         2,
+        "F.softmax",
         "Call F.softmax, one kernel that also subtracts the maximum. Inside attention, "
         "F.scaled_dot_product_attention needs no softmax at all.",
         "p = F.softmax(scores, dim=-1)",
@@ -82,6 +92,7 @@ PATTERNS = (
         rf"(?:mul {_CAST}neg {_CAST}cat {_CAST}mul {_CAST}add "
         rf"|mul {_CAST}mul {_CAST}sub {_CAST}mul {_CAST}mul {_CAST}add {_CAST}cat )",
         2,
+        "a compiled rotary embedding",
         "Rotate queries and keys in one kernel: compile the function, or use a fused rotary "
         "kernel (Liger Kernel, flash-attn, TransformerEngine).",
         "@torch.compile\n"
@@ -96,6 +107,7 @@ PATTERNS = (
         rf"(?:mul )?pow {_CAST}mul {_CAST}add {_CAST}mul {_CAST}(?:mul )?tanh {_CAST}add {_CAST}"
         rf"mul {_CAST}",
         2,
+        'F.gelu(x, approximate="tanh")',
         'Call F.gelu(x, approximate="tanh"), which is one kernel.',
         'y = F.gelu(x, approximate="tanh")',
         f"{FUNCTIONS}gelu.html",
@@ -109,6 +121,7 @@ PATTERNS = (
         "GELU",
         rf"(?:mul {_CAST})?(?:div|mul) {_CAST}erf {_CAST}add {_CAST}mul ",
         2,
+        "F.gelu",
         "Call F.gelu(x), which is one kernel.",
         "y = F.gelu(x)",
         f"{FUNCTIONS}gelu.html",
@@ -262,8 +275,8 @@ class HandwrittenOperator(Rule):
         )
         patterns = [PATTERNS[n] for n in by_pattern["pattern"]]
         share = float(table["dur"].sum()) / total
-        *most, last = [pattern.name for pattern in patterns]
-        names = f"{', '.join(most)} and {last}" if most else last
+        *most, _ = patterns
+        names = list_names([pattern.name for pattern in patterns])
         verb = "takes" if len(patterns) == 1 else "take"
         advice = [
             self.case(
@@ -296,11 +309,20 @@ class HandwrittenOperator(Rule):
             where=kernel_work.kernel_locations(a, rows),
             fix=" ".join(
                 [
+                    *([f"Use {list_names([one.use for one in patterns])}."] if most else []),
                     *dict.fromkeys(one["fix"] for one in advice),
                     "Compiling the model fuses such chains too.",
                 ]
             ),
-            code="\n".join([*dict.fromkeys(one["code"] for one in advice), *_liger(a, patterns)]),
+            code="\n\n".join(
+                [
+                    "\n".join(
+                        f"# {one.name}\n{texts['code']}" if most else texts["code"]
+                        for one, texts in zip(patterns, advice, strict=True)
+                    ),
+                    *_liger(a, patterns),
+                ]
+            ),
             references=[*dict.fromkeys(pattern.reference for pattern in patterns)],
             edits=changes,
         )

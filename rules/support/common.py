@@ -133,6 +133,11 @@ def runs_code_of(a: Analysis, pattern: str) -> bool:
     return any(re.search(pattern, frame) for stack in stacks for frame in stack.frames)
 
 
+def list_names(names: list[str]) -> str:
+    """``a, b and c``."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
+
+
 def per_step(a: Analysis) -> str:
     """`` per step``, or nothing when the trace has no steps."""
     return " per step" if a.per == "step" else ""

@@ -205,12 +205,19 @@ class CaptureBlockers(NamedTuple):
     names: str
     """Most frequent causes of those, with their line where stacks were recorded: ``aten::item
     (train.py:10)``."""
+    cures: str
+    """Comments of code that say how to end those of known kinds."""
     others: str
     """Owners of the other waits inside it, and what that means for a capture."""
     dense_only: bool
     """Flag that sizes vary from batch to batch, but for the dense layers."""
 
 
+CURES = (
+    (r"item|is_nonzero|_scalar_dense|equal", 'first: torch.where(ok, x, y) in place of "if ok:"'),
+    (r"::_?index|::nonzero|masked_select", "first: torch.where(mask, x, 0) in place of x[mask]"),
+)
+"""Operators that wait, and what takes their place in a capture."""
 OWN, OUTSIDE, TORCHREC, DDP_TIMERS = "own", "outside", "torchrec", "DDP"
 _RANGES_OF_TORCHREC = (
     r"^## (?:.*sparse_data_dist|.*copy_batch_to_gpu|.*Awaitable|all2all_|permute_id_list_).*##$"
@@ -246,6 +253,7 @@ def find_capture_blockers(a: Analysis) -> CaptureBlockers:
         -(-syncs.height // a.step_count),
         per_step.get(OWN, 0),
         ", ".join(top) + more,
+        "".join(f"# {how}\n" for what, how in CURES if re.search(what, " ".join(named))),
         " ".join(_of_others(owner, count) for owner, count in per_step.items()).strip(),
         TORCHREC in owners,
     )
@@ -292,7 +300,10 @@ def _of_others(owner: str, count: int) -> str:
             f"Run 11 iterations before a capture: {waits} per step {verb} from DDP's own timers, "
             "which run in the first iterations and seldom later."
         )
+    more = ""
+    if "mask" in owner:
+        more = " It looks at the attention mask, which torch.compile leaves out."
     return (
         f"{waits} per step {verb} from {owner}: one graph ends before it, and another "
-        "begins after it."
+        f"begins after it.{more}"
     )

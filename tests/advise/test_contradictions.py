@@ -264,6 +264,13 @@ def test_snippets_of_python_can_be_pasted(report: Report) -> None:
     assert not wrong
 
 
+def test_the_first_sentence_of_a_fix_says_what_to_do(report: Report) -> None:
+    """A short report shows no other: it refers to nothing before it, and is not cut."""
+    begins = r"(?:First|Then|Otherwise|Or|Also|Too|It|This|That|These|Those|They|Run \d+|\d+)\b"
+    sentences = [t.first_sentence(each.fix) for each in (*report.findings, *report.notes)]
+    assert not [each for each in sentences if re.match(begins, each) or each.endswith("…")]
+
+
 def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
     """Of its exposed time, all-to-alls have the most, all-gathers and all-reduces the rest."""
     found = examined(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings

@@ -16,6 +16,7 @@ from advisor.advise.rule_runner import run_rules
 from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.core.report import Report
+from advisor.core.text import first_sentence
 from advisor.measure.steps.step_records import StepRecords
 from advisor.read import open_run
 from advisor.rules.optimizer.unused_gradients import _reference_network
@@ -220,11 +221,21 @@ def test_a_metric_in_the_loop_is_named_with_its_line_by_samples(method: str, cod
     assert "_validate (torchmetrics/functional/stat_scores.py)" in found[0].fix
 
 
-def test_what_a_capture_needs_first_stands_with_its_code() -> None:
+@pytest.mark.parametrize("batch", [2, 32, 64])
+def test_a_larger_batch_is_a_choice_where_the_gpu_idles_and_has_memory(batch: int) -> None:
+    """Batches of 32 and 128 took the same time there; with 128 no launch is late."""
+    report = analyze(str(CORPUS / f"pairs/particle_batch{batch}.json.gz"), Options(config={}))
+    finding = next(f for f in report.findings if f.rule == "launch-bound")
+    assert finding.fix.startswith("Use a larger batch where throughput counts or, if shapes")
+    assert "first remove 5 waits for the GPU: aten::item" in first_sentence(finding.fix)
+    assert "torch.where(ok, x, y)" in finding.code and "batch_size=4 * batch_size" in finding.code
+
+
+def test_waits_stay_outside_of_captured_dense_layers() -> None:
     """A short report shows the first sentence of a fix, and the code."""
     report = analyze(str(CORPUS / "dlrm_8ranks/worker0.pt.trace.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "launch-bound")
-    dense = "Replay only the dense layers as CUDA graphs; first remove 4 waits per step for the GPU"
+    dense = "Replay only the dense layers as CUDA graphs, without the 4 waits per step for the GPU"
     assert finding.fix.startswith(dense)
     assert "6 waits per step come from torchrec" in finding.fix and "model.dense" in finding.code
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
@@ -261,7 +263,7 @@ class LaunchBound(Rule):
 
     def _advice(
         self, a: Analysis, static: bool | None, waits: CaptureBlockers, gaps: LaunchGaps
-    ) -> dict[str, str]:
+    ) -> dict[str, Any]:
         fix, code = self.fix, self.code
         count = t.count_noun(waits.own_per_step, "wait") + per_step(a)
         if gaps.graph_launches:
@@ -300,9 +302,8 @@ class LaunchBound(Rule):
         served = passes is not None and any(mark.phase != FORWARD for mark in passes.marks)
         if served or gaps.graph_launches or memory.is_empty():
             return False
-        capacity = memory["capacity"].max()
-        used = gaps.busy_share, memory["peak_reserved"].max() / capacity if capacity else 1.0
-        return max(used) <= self.half
+        held, capacity = (memory[name].to_numpy() for name in ("peak_reserved", "capacity"))
+        return gaps.busy_share <= self.half and bool((held <= self.half * capacity).all())
 
     @staticmethod
     def examples() -> Examples:

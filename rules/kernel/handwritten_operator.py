@@ -39,7 +39,7 @@ class Pattern(NamedTuple):
     passes: int
     """Number of times the fused kernel reads or writes a tensor of the largest size."""
     use: str
-    """What takes its place, in a few words."""
+    """Name of the call in place of the chain, or of what replaces it."""
     fix: str
     code: str
     reference: str

@@ -17,6 +17,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks
 
 from benchmarks import public_traces
+from tests import corpus_analyses
 from tests.corpus_analyses import file_among
 
 # what the user of this machine remembers is not part of the tests
@@ -105,6 +106,29 @@ def _settle_heap() -> None:
     """Half a million objects of imported modules would take 0.3 s of every full collection."""
     gc.collect()
     gc.freeze()
+
+
+corpus_analyses.share()  # before a test file imports what is shared
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _reports(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder of reports that all processes of a run share."""
+    base = tmp_path_factory.getbasetemp()
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    corpus_analyses.reports = (base.parent if parallel else base) / "reports"
+    corpus_analyses.reports.mkdir(exist_ok=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that replaces functions or variables gets analyses of its own."""
+
+    def patched() -> bool:
+        patch = getattr(item, "funcargs", {}).get("monkeypatch")
+        return patch is not None and bool(patch._setattr or patch._setitem)
+
+    corpus_analyses.patched = patched
 
 
 def public_file(name: str) -> str:

@@ -1,27 +1,93 @@
-"""Analyses of the files of ``tests/corpus``, for all tests of a process.
+"""Analyses of the repository's own recordings, each made once for many tests.
 
 An analysis of a real file takes seconds, and dozens of tests look at each file. ``conftest`` puts
-tests of one file one after the other, so that a few results kept are enough.
+tests of one file one after the other, so that a few results kept are enough; reports, which are
+small, are kept for the whole run and all its processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache, lru_cache
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
+from advisor.advise import engine
+from advisor.advise.engine import AnalysisResult, Options
+from advisor.advise.select import read_config
+from advisor.core.prices import read_prices
+from advisor.core.report import Report
 from benchmarks.public_traces import CORPUS
 
 SUFFIXES = (".json.gz", ".sqlite.gz", ".sqlite", ".gz", "")
+RECORDED = (CORPUS, CORPUS.parent / "data")
+"""Folders whose files no test changes."""
+MOST = 4
+"""Results that a process keeps: some hold a gigabyte."""
+
+reports: Path | None = None
+"""Folder of the reports of this run."""
+patched: Callable[[], bool] = lambda: False  # noqa: E731
+"""True while a test has replaced something: what it analyses is analysed anew."""
+_kept: OrderedDict[str, AnalysisResult] = OrderedDict()
 
 
-@lru_cache(maxsize=3)
-def examined(path: str) -> Any:
-    """The ``AnalysisResult`` of a file or folder, under the settings as delivered."""
-    from advisor.advise.engine import Options, examine
+def examined(path: str) -> AnalysisResult:
+    """The result for a file or folder, under the settings as delivered."""
+    return engine.examine(path, Options(config={}))
 
-    return examine(path, Options(config={}))
+
+def share() -> None:
+    """Let analyses of the repository's recordings find the one that was made before."""
+    examine, analyze = engine.examine, engine.analyze
+
+    @wraps(examine)
+    def examine_once(source: Any, options: Any = None, on_read: Any = None) -> AnalysisResult:
+        key = _key(source, options)
+        if key is None:
+            return examine(source, options, on_read)
+        if key in _kept:
+            _kept.move_to_end(key)
+            if on_read is not None:
+                on_read()
+        else:
+            _kept[key] = examine(source, options, on_read)
+            while len(_kept) > MOST:
+                _kept.popitem(last=False)
+        return _kept[key]
+
+    @wraps(analyze)
+    def analyze_once(source: Any, options: Any = None) -> Report:
+        key = _key(source, options)
+        if key is None or reports is None:
+            return analyze(source, options)
+        file = reports / hashlib.sha256(key.encode()).hexdigest()
+        if not file.exists():
+            part = file.with_suffix(f".{id(key)}")
+            part.write_bytes(engine.examine(source, options).report.to_json())
+            part.replace(file)
+        return Report.from_json(file.read_bytes())
+
+    engine.examine, engine.analyze = examine_once, analyze_once
+
+
+def _key(source: Any, options: Options | None) -> str | None:
+    """All that a result depends on; None: it is no recording of the repository, or may differ."""
+    options = options or Options()
+    several = isinstance(source, Sequence) and not isinstance(source, str)
+    sources = [str(each) for each in (source if several else (source,))]
+    own = all(any(Path(each).is_relative_to(f) for f in RECORDED) for each in sources)
+    if not own or options.workers or options.cluster or options.read.peek or patched():
+        return None
+    quiet = replace(options.read, progress=None)
+    config = read_config() if options.config is None else options.config
+    prices = read_prices() if options.prices is None else options.prices
+    return repr(
+        (sources, replace(options, read=quiet, on_progress=None, config=config, prices=prices))
+    )
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import advisor
 from advisor.advise.options import Options
 from advisor.core.finding import Finding
+from advisor.core.report import Report
 from benchmarks.simulation.engine import Played
 from benchmarks.simulation.jobs import RANKS_PER_HOST
 from benchmarks.simulation.kineto import trace
@@ -57,10 +58,15 @@ def judge(rule: str, planted: Planted, folder: Path) -> Outcome:
 
 def find(rule: str, played: Played, network: float | None, folder: Path) -> Finding | None:
     """What a rule finds on the first rank of a job."""
+    report = report_of_first_rank(played, network, folder)
+    return next((each for each in report.findings if each.rule == rule), None)
+
+
+def report_of_first_rank(played: Played, network: float | None, folder: Path) -> Report:
+    """Report on the trace of rank 0, which is written into the folder."""
     path = folder / "rank0.json"
     path.write_bytes(trace(played, 0))
-    report = advisor.analyze(path, Options(node_size=RANKS_PER_HOST, node_bandwidth=network))
-    return next((each for each in report.findings if each.rule == rule), None)
+    return advisor.analyze(path, Options(node_size=RANKS_PER_HOST, node_bandwidth=network))
 
 
 def main() -> None:

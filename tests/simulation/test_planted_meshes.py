@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_mesh_rules import find, judge
+from benchmarks.bench_mesh_rules import find, judge, report_of_first_rank
 from benchmarks.simulation.planted import FAULTS, few_micro_batches
 from benchmarks.simulation.programs import simulate
 from tests.measure.test_mesh import LAYOUTS, job_of
@@ -17,16 +17,22 @@ SEEDS = {
     "tensor-across-nodes": (12, 20, 34, 42),
     "small-gathers": (44, 59, 63, 72),
     # all up to 28 that cost 5% or more; of 3, the range begins just below 1% of the step
-    "pipeline-bubble": (2, 3, 16, 19, 20, 28),
+    "pipeline-bubble": (2, 16, 19, 3, 20, 28),
 }
 
 
-@pytest.mark.parametrize("rule", FAULTS)
+@pytest.mark.parametrize(
+    ("rule", "seeds"),
+    [
+        *((rule, SEEDS[rule][: len(SEEDS[rule]) // 2]) for rule in FAULTS),
+        *(pytest.param(rule, SEEDS[rule], marks=pytest.mark.thorough) for rule in FAULTS),
+    ],
+)
 def test_the_gain_of_a_planted_fault_is_what_the_cured_job_is_faster_by(
-    rule: str, tmp_path: Path
+    rule: str, seeds: tuple[int, ...], tmp_path: Path
 ) -> None:
     found = []
-    for seed in SEEDS[rule]:
+    for seed in seeds:
         planted = FAULTS[rule](seed)
         assert planted is not None
         found.append(judge(rule, planted, tmp_path))
@@ -57,5 +63,5 @@ def test_many_micro_batches_leave_no_bubble_to_report(tmp_path: Path) -> None:
 def test_healthy_jobs_have_no_fault_of_their_mesh(layout: str, tmp_path: Path) -> None:
     """Their pipelines have few micro-batches, which is no fault of the simulation."""
     played = simulate(job_of(LAYOUTS[layout][0]))
-    for rule in ("tensor-across-nodes", "small-gathers"):
-        assert find(rule, played, None, tmp_path) is None
+    found = {each.rule for each in report_of_first_rank(played, None, tmp_path).findings}
+    assert not found & {"tensor-across-nodes", "small-gathers"}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from advisor.advise.engine import Options, analyze
+from advisor.advise.ranks import job
 from advisor.core.report import Report
 from advisor.dashboard.session import DashboardSession
 from advisor.read import open_run
@@ -109,12 +110,14 @@ def check_typed(folder: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks", [*(pytest.param(n, marks=pytest.mark.thorough) for n in (12, 16, 64)), 17]
+    ("ranks", "in_memory"),
+    [(4, 3), *(pytest.param(n, 16, marks=pytest.mark.thorough) for n in (12, 16, 17, 64))],
 )
 def test_a_slow_gpu_is_named_with_its_gain_at_every_door(
-    tmp_path: Path, advisor: Run, ranks: int
+    tmp_path: Path, advisor: Run, ranks: int, in_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also beyond the ranks that are held in memory at once, and what-if says the same."""
+    monkeypatch.setattr(job, "MAX_RANKS_IN_MEMORY", in_memory)
     played, truth = play(0, ranks, "slow_device", steps=3)
     played = simulate(replace(played.job, lost=(), cut=()))
     kineto.write(played, tmp_path)
@@ -124,6 +127,8 @@ def test_a_slow_gpu_is_named_with_its_gain_at_every_door(
     assert rule in ("slow-device", "straggler-rank")
     assert f"rank {truth.ranks[0]} " in title.lower()
     assert impact.gain_ns == pytest.approx(truth.gain_ns, rel=0.1)
-    if ranks == 17:
+    if ranks > in_memory:
+        assert len(job.files_summarised_apart([str(tmp_path)], Options(config={}))) == ranks
+    if ranks in (4, 17):
         assert "straggler-rank" in asked_back(tmp_path, report)
         check_typed(tmp_path, truth.ranks[0])

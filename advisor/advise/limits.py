@@ -20,11 +20,12 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.report import StepVariationPart
 from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX, Run, Trace, TraceMeta
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX
 from advisor.measure.host.names import name_matches
-from advisor.measure.steps.step_differences import CAPTURE, LOADING, MAX_BUSY, StepDifference
+from advisor.measure.steps.step_differences import CAPTURE, LOADING, MAX_BUSY
 from advisor.measure.steps.step_records import MIN_DEVICE_TIMED, StepRecords
 from advisor.measure.steps.steps import recorded_extent
 from advisor.measure.steps.unmarked_steps import range_groups
@@ -514,7 +515,7 @@ def _class(name: str, framework: str | None) -> str:
     return t.CLASS_LABELS.get(name, name)
 
 
-def _work(part: StepDifference) -> str:
+def _work(part: StepVariationPart) -> str:
     few, many = (
         f"{count or 0:,.1f}".removesuffix(".0") for count in (part.short_count, part.long_count)
     )
@@ -522,7 +523,7 @@ def _work(part: StepDifference) -> str:
     return f"{labels.kernel_label(part.name, 40)} {t.format_duration(part.ns)}{calls}"
 
 
-def _more_calls(part: StepDifference) -> bool:
+def _more_calls(part: StepVariationPart) -> bool:
     few, many = part.short_count or 0.0, part.long_count or 0.0
     return many - few >= MIN_COUNT_CHANGE * max(many, 1e-9)
 

@@ -15,7 +15,6 @@ from advisor.core.report import (
     MemorySample,
     MemorySaving,
     MemoryView,
-    ModuleMemory,
     Report,
 )
 from advisor.core.rule import VerdictRole
@@ -134,13 +133,7 @@ def _view(post: PeakMemory) -> MemoryView:
                          bytes=row["bytes"])
             for row in post.by_line.head(MAX_LINES).iter_rows(named=True)
         ],
-        modules=[
-            ModuleMemory(
-                file=each.file, line=each.line,
-                parent=each.parent, blocks=each.blocks, bytes=each.size, own_bytes=each.own,
-            )
-            for each in held_by_module(post)[:MAX_MODULES]
-        ],
+        modules=held_by_module(post)[:MAX_MODULES],
         pools=[] if result is None else [
             MemoryPool(
                 name=_pool_name(row), segments=row["segments"], reserved=row["reserved"],

@@ -30,8 +30,6 @@ from advisor.core.report import (
     Scope,
     StepDurations,
     StepTime,
-    StepVariation,
-    StepVariationPart,
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy
@@ -45,12 +43,15 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
     from advisor.core.trace import Run
     from advisor.measure import Analysis
-    from advisor.measure.steps.step_differences import StepDifference
     from advisor.replay.ranks.study import Study
 
 MAX_OPERATORS = 10
 MAX_DURATIONS = 5000
 """Number of steps whose durations a report holds: the last ones, so that neighbours stay so."""
+
+
+OF_META = set(Input.__struct_fields__) - {"rank", "windows"}
+"""Fields of an input that are those of its trace's metadata."""
 
 
 def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
@@ -60,19 +61,9 @@ def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
         meta = a.trace.meta
         result.append(
             Input(
-                path=meta.path,
                 rank=None if number < 0 else number,
-                window=meta.window,
                 windows=sum(1 for r, _ in (*run.traces, *run.unread) if r == number),
-                events_read=meta.events_read,
-                events_dropped=meta.events_dropped,
-                bytes_read=meta.bytes_read,
-                truncated=meta.truncated,
-                damage=meta.damage,
-                format=meta.format,
-                record_shapes=meta.record_shapes,
-                with_stack=meta.with_stack,
-                profile_memory=meta.profile_memory,
+                **{name: getattr(meta, name) for name in OF_META},
             )
         )
     return result
@@ -90,7 +81,7 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
         "host_step_ns": None
         if a.steps.launched is None
         else a.steps.host_spans.total / a.step_count,
-        "step_variation": compare_short_and_long_steps(a),
+        "step_variation": a.step_halves,
         "inference": a.inference,
         "layers": report_layers(a),
     }
@@ -364,10 +355,9 @@ def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
     rank_energies: list[RankEnergy] = []
     boards: dict[str, RankEnergy] = {}
     for number, a in analyses.items():
-        energy = None if a.recorded is None else step_energy(a.recorded)
-        if energy is None or a.recorded is None:
+        item = None if a.recorded is None else step_energy(a.recorded, number)
+        if item is None or a.recorded is None:
             continue
-        item = RankEnergy(rank=number, **energy._asdict())
         rank_energies.append(item)
         boards.setdefault(a.recorded.uuid or f"rank {number}", item)  # ranks may share a GPU
     if not rank_energies:
@@ -496,17 +486,3 @@ def step_time(a: Analysis) -> StepTime | None:
         abs(beside / run - 1) >= MIN_APART_SHARE and result.share_beyond < MAX_SIMILAR_SHARE
     )
     return result
-
-
-def compare_short_and_long_steps(a: Analysis) -> StepVariation | None:
-    """Return what differs between short and long steps; ``None`` if they are similar or too few."""
-    result = None if a.record_only else a.step_halves
-    if result is None:
-        return None
-    return StepVariation(
-        result.short_ns, result.long_ns, _parts(result.classes), _parts(result.work)
-    )
-
-
-def _parts(parts: tuple[StepDifference, ...]) -> list[StepVariationPart]:
-    return [StepVariationPart(p.name, p.ns, p.short_count, p.long_count) for p in parts]

@@ -382,6 +382,11 @@ class StepVariation(Struct, frozen=True):
     work: list[StepVariationPart] = field(default_factory=list)
     """Device work that holds as much of the difference, hidden or not."""
 
+    @property
+    def difference_ns(self) -> float:
+        """Mean of the longer half less that of the shorter half, ns."""
+        return self.long_ns - self.short_ns
+
 
 class OperatorTime(Struct, frozen=True):
     """Self time of one operator on the host, over all threads, per step."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf
 
 from advisor.core.finding import LAYER_TIMES, Edit, Finding, RangeCause
-from advisor.core.report import HardPart, Replay
+from advisor.core.report import Replay
 from advisor.measure import Analysis
 from advisor.replay.exposed_time import ExposedTime, host_work, leaves_host_work
 from advisor.replay.predictions import widened_by_kind
@@ -107,20 +107,11 @@ class ReplayEstimator(GainEstimator):
         return self.whatif.critical_path_parts()
 
     def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
-        whatif, quality = self.whatif, self.whatif.quality
+        whatif, quality = self.whatif, self.whatif.quality._asdict()
         return Replay(
-            step_ns=whatif.a.step_ns * (1 + quality.total_error),
+            step_ns=whatif.a.step_ns * (1 + quality.pop("total_error")),
             measured_ns=whatif.a.step_ns,
-            step_error=quality.step_error,
-            starts=quality.starts,
-            explained=quality.explained,
-            hard=[HardPart(*part) for part in quality.hard],
-            waits=quality.waits,
-            waits_explained=quality.waits_explained,
-            idle=quality.idle,
-            idle_explained=quality.idle_explained,
-            steps=quality.steps,
-            of_steps=quality.of_steps,
+            **quality,
             critical=whatif.critical_path_parts(),
             critical_after=whatif.critical_path_parts(edits),
             busy_after_ns=whatif.busy_after(edits),

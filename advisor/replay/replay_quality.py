@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from advisor.core.report import HardPart
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 
 EXPLAINED_NS = 5_000
@@ -29,19 +30,6 @@ MIN_RELEVANT_SHARE = 0.05
 """Share of the steps below which waiting or idling decides nothing."""
 
 
-class PartQuality(NamedTuple):
-    """Quality of one hard part of the model, given all else as measured."""
-
-    name: str
-    cases: int
-    explained: float
-    """Share of the waiting time that is explained."""
-    error_ns: float
-    """Median absolute error of the ends of the waits."""
-    time_ns: float
-    """Waiting time in all replayed steps."""
-
-
 class ReplayQuality(NamedTuple):
     """Measures of how far the replay can be trusted."""
 
@@ -52,7 +40,7 @@ class ReplayQuality(NamedTuple):
     explained: float | None
     """Share of device starts that the graph's edges explain within 5 µs."""
     starts: int
-    hard: tuple[PartQuality, ...]
+    hard: list[HardPart]
     steps: int
     """Number of consecutive steps that are replayed."""
     of_steps: int
@@ -148,7 +136,7 @@ def device_idle(graph: Graph, lanes: Array) -> WaitTimes:
     return explain_waits(graph, device[idle], gap[idle], _STARTS)
 
 
-def measure_hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
+def measure_hard_parts(graph: Graph) -> list[HardPart]:
     """Return the quality of each hard part alone."""
     result = []
     for name, (nodes, time) in graph.hard.items():
@@ -156,11 +144,11 @@ def measure_hard_parts(graph: Graph) -> tuple[PartQuality, ...]:
             part = explain_waits(graph, nodes, time, _EDGES.get(name, _STARTS))
             share, error = part.share, float(np.median(np.abs(part.error)))
             result.append(
-                PartQuality(
+                HardPart(
                     name, len(nodes), 1.0 if share is None else share, error, float(time.sum())
                 )
             )
-    return tuple(result)
+    return result
 
 
 _NOTHING = (np.zeros(0, dtype=np.int64), np.zeros(0))

@@ -45,7 +45,7 @@ def test_the_difference_of_the_halves_is_told_by_cause():
         "idle: loader",
         pytest.approx(found.difference_ns, rel=0.02),
     )
-    assert found.work == ()
+    assert found.work == []
     assert "(data loader) 2.47 ms" in longer_steps(a)
 
 

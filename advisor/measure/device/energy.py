@@ -6,12 +6,13 @@ there is one, else its power (nvmlDeviceGetPowerUsage, mW) integrated by the tra
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
+from advisor.core.prices import RankEnergy
 from advisor.measure.steps.step_records import StepRecords, finite_or_nan
 
 MIN_SAMPLES = 4
@@ -24,22 +25,10 @@ MIN_COVERED = 0.5
 """Share of the steps that count which must lie between samples."""
 
 
-class StepEnergy(NamedTuple):
-    """Energy and power of one GPU over the steps that were measured."""
-
-    joules: float
-    """Mean energy of a step, J."""
-    watts: float
-    """Mean power over the steps, W."""
-    method: Literal["counter", "power"]
-    """Source: the driver's energy counter, or its power integrated over time."""
-    steps: int
-    """Number of steps measured: those that count (``StepRecords.used``) and lie between samples."""
-
-
-def step_energy(recorded: StepRecords) -> StepEnergy | None:
+def step_energy(recorded: StepRecords, rank: int = -1) -> RankEnergy | None:
     """Measure the energy per step of this rank's GPU; ``None``: not sampled, or too seldom. On a
-    MIG slice it is that of the whole board, as the driver measures it."""
+    MIG slice it is that of the whole board, as the driver measures it. The steps are those that
+    count (``StepRecords.used``) and lie between samples."""
     if recorded.uuid is not None and recorded.uuid.startswith("MIG-"):
         return None
     methods: tuple[Literal["counter", "power"], ...] = ("counter", "power")
@@ -50,7 +39,10 @@ def step_energy(recorded: StepRecords) -> StepEnergy | None:
         result = _a_step(recorded, *course)
         if result is not None:
             joules, steps, seconds = result
-            return StepEnergy(joules / steps, joules / seconds, method, steps)
+            watts = joules / seconds
+            return RankEnergy(
+                rank=rank, joules=joules / steps, watts=watts, method=method, steps=steps
+            )
     return None
 
 

@@ -13,6 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
+from advisor.core.report import ModuleMemory
 from advisor.core.snapshot import SnapshotFrame, Stack
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.memory.trace_memory import find_running
@@ -356,23 +357,7 @@ MAX_DEPTH = 64
 """Nesting depth of module calls, at most."""
 
 
-class ModuleCall(NamedTuple):
-    """Blocks held at the moment that were made inside a module's ``forward``. Bytes."""
-
-    file: str
-    """File of the module's ``forward``."""
-    line: int | None
-    """Line of the call, in the file of the ``forward`` around it; ``None``: outermost."""
-    parent: int | None
-    """Place in the list of the call around it."""
-    blocks: int
-    size: int
-    """Bytes, with the calls inside."""
-    own: int
-    """Bytes outside of these."""
-
-
-def held_by_module(post: PeakMemory) -> list[ModuleCall]:
+def held_by_module(post: PeakMemory) -> list[ModuleMemory]:
     """List module calls below the ones around them, the largest first among siblings. Modules
     called from one line (blocks in a loop) are one. Empty: no stack contains a ``forward``."""
     history, rows = post.history, post.allocated_rows
@@ -407,14 +392,17 @@ def held_by_module(post: PeakMemory) -> list[ModuleCall]:
     for each, up in enumerate(parent):
         below.setdefault(up, []).append(each)
     keys = list(nodes)
-    result: list[ModuleCall] = []
+    result: list[ModuleMemory] = []
     left: list[tuple[int, int | None]] = [
         (each, None) for each in _smallest_first(below, -1, whole)
     ]
     while left:
         each, place = left.pop()
         _, file, line = keys[each]
-        result.append(ModuleCall(file, line, place, blocks[each], whole[each], own[each]))
+        result.append(
+            ModuleMemory(file=file, line=line, parent=place, blocks=blocks[each],
+                         bytes=whole[each], own_bytes=own[each])
+        )  # fmt: skip
         left += [(child, len(result) - 1) for child in _smallest_first(below, each, whole)]
     return result
 

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.intervals import Intervals, covered_length, union
+from advisor.core.report import StepVariation, StepVariationPart
 from advisor.measure.device.families import CLASSES
 from advisor.measure.steps.timeline import CLASSES as HOST
 
@@ -216,42 +217,11 @@ NAMED_SHARE = 0.15
 LIMIT = 4
 
 
-class StepDifference(NamedTuple):
-    """Difference between the halves in one class of the step's time, or one kind of work."""
-
-    name: str
-    ns: float
-    """Mean excess of the longer steps, ns per step."""
-    short_count: float | None = None
-    """Mean count of the work in a shorter step; ``None``: a class."""
-    long_count: float | None = None
-    """Mean count in a longer step."""
-
-
-class StepHalves(NamedTuple):
-    """Mean of the longer half of the steps less that of the shorter half.
-
-    A median step is in neither. ``classes`` are exclusive (those of ``Breakdown``, idle by its
-    cause), so that all of them would add up to ``difference_ns``; those that hold NAMED_SHARE of it
-    are listed. ``work`` is device work by name in the same way, not exclusive: hidden work is in it
-    too.
-    """
-
-    short_ns: float
-    long_ns: float
-    classes: tuple[StepDifference, ...]
-    work: tuple[StepDifference, ...]
-
-    @property
-    def difference_ns(self) -> float:
-        """Difference of the mean step between the longer half and the shorter one, ns."""
-        return self.long_ns - self.short_ns
-
-
-def compare_halves(a: Analysis) -> StepHalves | None:
-    """Compare the longer half of the used steps with the shorter one. ``None``: the steps are
-    similar, or too few. Without device work it compares the main thread's time by its classes, and
-    operators by their self time."""
+def compare_halves(a: Analysis) -> StepVariation | None:
+    """Compare the longer half of the used steps with the shorter one; a median step is in neither.
+    ``None``: the steps are similar, or too few. Without device work it compares the main thread's
+    time by its classes, and operators by their self time. All classes together would add up to the
+    difference."""
     used = a.steps.used
     if used.height < MIN_STEPS or (a.device_id is None and a.trace.main_thread is None):
         return None
@@ -276,10 +246,10 @@ def compare_halves(a: Analysis) -> StepHalves | None:
     for cause, begin, finish in _host(a) if a.device_id is None else _idle(a):
         amounts[cause] = covered_length(start, end, union(begin, finish))
     classes = [
-        StepDifference(name, float(each[long].mean() - each[short].mean()))
+        StepVariationPart(name, float(each[long].mean() - each[short].mean()))
         for name, each in amounts.items()
     ]
-    return StepHalves(
+    return StepVariation(
         float(dur[short].mean()),
         float(dur[long].mean()),
         _largest(classes, difference),
@@ -332,7 +302,9 @@ def _operators(a: Analysis) -> _Work:
     )
 
 
-def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> list[StepDifference]:
+def _by_name(
+    a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray
+) -> list[StepVariationPart]:
     """Sum time by name inside the steps of each half, a piece in the step where it starts."""
     used = a.steps.used
     ts = work.ts.to_numpy()
@@ -364,11 +336,11 @@ def _by_name(a: Analysis, work: _Work, short: np.ndarray, long: np.ndarray) -> l
         .head(20)
     )
     return [
-        StepDifference(str(name), float(ns), float(few), float(many))
+        StepVariationPart(str(name), float(ns), float(few), float(many))
         for name, ns, few, many in table.iter_rows()
     ]
 
 
-def _largest(parts: list[StepDifference], difference: float) -> tuple[StepDifference, ...]:
+def _largest(parts: list[StepVariationPart], difference: float) -> list[StepVariationPart]:
     kept = [part for part in parts if part.ns >= NAMED_SHARE * difference]
-    return tuple(sorted(kept, key=lambda part: -part.ns)[:LIMIT])
+    return sorted(kept, key=lambda part: -part.ns)[:LIMIT]

@@ -18,7 +18,7 @@ import stat
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -189,3 +189,25 @@ def _sweep(parent: Path) -> None:
                 if number is not None:
                     shutil.rmtree(entry.path, ignore_errors=True)
                     os.close(number)
+
+
+def at_most(blocks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """Yield the same bytes in blocks of at most ``size``."""
+    for block in blocks:
+        if len(block) <= size:
+            yield block
+        else:
+            yield from (block[i : i + size] for i in range(0, len(block), size))
+
+
+def cut_lines(blocks: Iterable[bytes], longest: int) -> Iterator[bytes]:
+    """Yield lines without their ends, cut to so many bytes."""
+    rest = b""
+    for block in blocks:
+        *lines, last = block.split(b"\n")
+        for line in lines:
+            yield (rest + line[:longest])[:longest]
+            rest = b""
+        rest = (rest + last[:longest])[:longest]
+    if rest:
+        yield rest

@@ -25,19 +25,24 @@ class Titles(TypedDict):
     place: str
 
 
-class FindingLine(TypedDict):
-    """A finding in a line. Gains are ns saved per step; null: no time is saved per step."""
+class FindingFacts(TypedDict):
+    """A finding. Gains are ns saved per step; null: no time is saved per step."""
 
     id: str
     rule: str
-    category: str
     severity: str
-    currency: str | None
+    confidence: float
     gain_ns: int | None
     low_ns: int | None
     high_ns: int | None
+
+
+class FindingLine(FindingFacts):
+    """A finding in a line. Gains are ns saved per step; null: no time is saved per step."""
+
+    category: str
+    currency: str | None
     share_of_step: float | None
-    confidence: float
     from_trace: Titles
 
 
@@ -96,16 +101,9 @@ class Details(TypedDict):
     edits: list[str]
 
 
-class FindingFull(TypedDict):
+class FindingFull(FindingFacts):
     """A finding with its fix, evidence, places and edits."""
 
-    id: str
-    rule: str
-    severity: str
-    confidence: float
-    gain_ns: int | None
-    low_ns: int | None
-    high_ns: int | None
     method: str
     proven_on: str
     untrusted: str
@@ -319,13 +317,10 @@ class TogetherLine(TypedDict):
     gain_high: float
 
 
-class Tried(TypedDict):
+class Tried(Ran):
     """Measured effect of fixes that can be made at a program's start. complete: false where the
     time ended before all was known."""
 
-    path: str
-    exit_code: int | None
-    seconds: float
     complete: bool
     step_ns: float | None
     repeats_its_losses: bool | None
@@ -333,8 +328,6 @@ class Tried(TypedDict):
     more_trials: int
     together: TogetherLine | None
     by_hand: list[str]
-    untrusted: str
-    from_program: str
 
 
 _T = TypeVar("_T")

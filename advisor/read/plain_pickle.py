@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from advisor.core.errors import AdvisorError
+from advisor.core.files import at_most
 
 MAX_STRING = 1 << 20
 """Longest string, bytes. File names, allocator settings and stacks of FX nodes are shorter."""
@@ -165,7 +166,7 @@ class _Checked:
         """Yield the same pickle in frames of whole opcodes, with dicts as lists."""
         yield b"\x80\x04"
         rest, first = b"", True
-        for block in _cut(self._blocks):
+        for block in at_most(self._blocks, BLOCK):
             data = rest + block if rest else block
             start = self.seen
             at = 0
@@ -262,16 +263,6 @@ class _Checked:
             "pickle "
             "like that can run code, and is not read"
         )
-
-
-def _cut(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in blocks of at most BLOCK."""
-    for block in blocks:
-        if len(block) <= BLOCK:
-            yield block
-            continue
-        for at in range(0, len(block), BLOCK):
-            yield block[at : at + BLOCK]
 
 
 def _name(op: int) -> str:

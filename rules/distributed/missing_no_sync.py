@@ -16,7 +16,14 @@ from advisor.measure.comm.comms import in_window, list_collectives
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
 from advisor.rules.support.citations import OURS, SILENT_TRACES
-from advisor.rules.support.common import Rows, amount_per_step, device_places, row_numbers
+from advisor.rules.support.common import (
+    Rows,
+    amount_per_step,
+    device_places,
+    remove_collectives,
+    row_numbers,
+    sum_column,
+)
 from advisor.testing import Examples, TraceBuilder
 
 _FORWARD = r"^DistributedDataParallel\.forward$"
@@ -24,8 +31,6 @@ _OPTIMIZER = r"^Optimizer\.step#"
 _HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _BROADCAST = r"(?i)broadcast"
 _COPY = r"^torch\.distributed\.ddp\.reducer::"
-MAX_CORRELATIONS = 500
-"""An Edit names at most so many collectives one by one."""
 
 
 class SyncPasses(NamedTuple):
@@ -151,7 +156,11 @@ class MissingNoSync(Rule):
                 Evidence("their time", time, "ns", per=a.per),
             ],
             where=device_places(a, needless, "dur"),
-            edits=[_edit(a, table, needless), *_copies(a, k), *_broadcasts(a, k)],
+            edits=[
+                remove_collectives(a, needless, sum_column(table.filter("inside")["dur"]), _HOOK),
+                *_copies(a, k),
+                *_broadcasts(a, k),
+            ],
             code=self.code.format(passes=k),
         )
 
@@ -240,18 +249,6 @@ def _sizes(table: pl.DataFrame, unit: int, count: int) -> list[Counter[int | Non
 
 def _bytes(step: list[Counter[int | None]]) -> int:
     return sum((size or 0) * count for sizes in step for size, count in sizes.items())
-
-
-def _edit(a: Analysis, table: pl.DataFrame, needless: pl.DataFrame) -> Edit:
-    """Remove these collectives; where they are too many to name, their share of the time."""
-    ids = a.trace.gpu["correlation"].gather(needless["gpu"]).drop_nulls().unique().sort()
-    if a.device_id is not None and len(ids) <= MAX_CORRELATIONS:
-        select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
-        return Edit(op="remove", select=select)
-    select = Select(on="gpu", kind=("kernel",), family=("communication",), under=_HOOK)
-    inside = table.filter("inside")
-    keep = 1 - int(needless["dur"].sum()) / max(1, int(inside["dur"].sum()))
-    return Edit(op="scale", select=select, factor=max(0.0, keep))
 
 
 def _copies(a: Analysis, passes: int) -> list[Edit]:

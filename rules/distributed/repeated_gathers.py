@@ -6,16 +6,19 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.mesh import forward_passes
 from advisor.rules.support.citations import FULLY_SHARD, SILENT_TRACES, TRACELENS
-from advisor.rules.support.common import Rows, amount_per_step, device_places, sum_column
+from advisor.rules.support.common import (
+    Rows,
+    amount_per_step,
+    device_places,
+    remove_collectives,
+    sum_column,
+)
 from advisor.testing import Examples, TraceBuilder
-
-MAX_CORRELATIONS = 500
-"""An Edit names at most so many collectives one by one."""
 
 
 class RepeatedGathers(Rule):
@@ -88,6 +91,7 @@ class RepeatedGathers(Rule):
             return
         size = float(first["first"].to_numpy().mean())
         time = sum_column(again["dur"])
+        every = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
         yield Finding(
             summary=(
                 f"Each of {passes} micro-batches gathers {t.format_bytes(size)} of parameters. "
@@ -104,7 +108,7 @@ class RepeatedGathers(Rule):
                 self.compare("share", share, "min_share", "share"),
             ],
             where=device_places(a, again, "exposed"),
-            edits=[_edit(a, again)],
+            edits=[remove_collectives(a, again, int(every.sum()))],
             fix=self.fix.format(size=t.format_bytes(size)),
         )
 
@@ -129,18 +133,6 @@ def _by_pass(a: Analysis, table: pl.DataFrame, starts: Rows) -> pl.DataFrame:
     return result.with_columns((pl.col("number") - first).alias("pass")).with_columns(
         passes=pl.col("pass").n_unique().over("step")
     )
-
-
-def _edit(a: Analysis, again: pl.DataFrame) -> Edit:
-    """Remove these gathers; where they are too many to name, their share of the time."""
-    ids = a.trace.gpu["correlation"].gather(again["gpu"]).drop_nulls().unique().sort()
-    if len(ids) <= MAX_CORRELATIONS:
-        select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
-        return Edit(op="remove", select=select)
-    every = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
-    keep = 1 - sum_column(again["dur"]) / max(1, int(every.sum()))
-    select = Select(on="gpu", kind=("kernel",), family=("communication",))
-    return Edit(op="scale", select=select, factor=max(0.0, keep))
 
 
 def _training(passes: int, *, kept: bool = False, gather_us: float = 400) -> TraceBuilder:

@@ -368,6 +368,18 @@ def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit
     return Edit(op="scale", select=select, factor=factor, factor_low=best, factor_high=worst)
 
 
+def remove_collectives(a: Analysis, needless: pl.DataFrame, whole_ns: int, under: str = "") -> Edit:
+    """Remove these rows of ``Analysis.collectives``; where they are too many to name, their share
+    of ``whole_ns`` from the communication ``under`` such operators."""
+    ids = a.trace.gpu["correlation"].gather(needless["gpu"]).drop_nulls().unique().sort()
+    if a.device_id is not None and len(ids) <= MAX_CORRELATIONS:
+        select = Select(on="gpu", kind=("kernel",), correlation=tuple(ids.to_list()))
+        return Edit(op="remove", select=select)
+    select = Select(on="gpu", kind=("kernel",), family=("communication",), under=under)
+    keep = 1 - sum_column(needless["dur"]) / max(1, whole_ns)
+    return Edit(op="scale", select=select, factor=max(0.0, keep))
+
+
 def select_copies(a: Analysis, gpu: pl.Series) -> Select:
     """Select single copies, given as rows of ``trace.gpu``, up to ``MAX_CORRELATIONS``."""
     ids = a.trace.gpu["correlation"].gather(gpu).drop_nulls().unique().sort()

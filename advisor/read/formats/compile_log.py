@@ -18,6 +18,7 @@ from msgspec import structs
 
 from advisor.core.auxiliary_inputs import CompileCause, CompileLog, FusedKernel, GraphBreak
 from advisor.core.errors import AdvisorError
+from advisor.core.files import cut_lines
 from advisor.core.finding import Location
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
@@ -204,7 +205,7 @@ class _Log:
 def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
     """Return the log, and the number of records looked at."""
     log, records = _Log(), 0
-    for record, payload in _records(_lines(blocks), log):
+    for record, payload in _records(cut_lines(blocks, MAX_LINE), log):
         records += 1
         number = f"{record.get('frame_id')}/{record.get('frame_compile_id')}"
         if _METRICS in record:
@@ -229,19 +230,6 @@ def _read(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
         **causes,
     )
     return result, records
-
-
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines, cut to ``MAX_LINE``."""
-    rest = b""
-    for block in blocks:
-        *lines, last = block.split(b"\n")
-        for line in lines:
-            yield rest + line[:MAX_LINE]
-            rest = b""
-        rest = (rest + last[:MAX_LINE])[:MAX_LINE]
-    if rest:
-        yield rest
 
 
 def _records(lines: Iterable[bytes], log: _Log) -> Iterator[tuple[dict[str, Any], list[str]]]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from advisor.core.auxiliary_inputs import NetworkLog
 from advisor.core.credentials import clean_value
 from advisor.core.errors import AdvisorError
+from advisor.core.files import cut_lines
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
@@ -84,7 +85,7 @@ class NetworkLogReader(Reader):
         from advisor.core.trace import blank_trace
 
         found = _Found()
-        for line in _lines(source.blocks()):
+        for line in cut_lines(source.blocks(), MAX_LINE):
             found.add(line)
             if source.bytes_read > MAX_BYTES:
                 raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
@@ -366,18 +367,6 @@ def transport_name(text: str) -> str:
     if kind == "P2P":
         return f"P2P/{_plain(rest.partition('/')[0])}"
     return "SHM" if kind == "SHM" or "shared memory" in text else _plain(kind)
-
-
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines, cut to ``MAX_LINE``."""
-    rest = b""
-    for block in blocks:
-        *lines, last = (rest + block).split(b"\n")
-        for line in lines:
-            yield line[:MAX_LINE]
-        rest = last[:MAX_LINE]
-    if rest:
-        yield rest
 
 
 def _number(text: str) -> float:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from advisor.core.errors import AdvisorError
+from advisor.core.files import at_most
 from advisor.read.json_repair import (
     DECODE_ERRORS,
     EVENT_BOUNDARY,
@@ -67,7 +68,7 @@ class Splitter:
 
     def pieces(self) -> Iterator[bytes]:
         """Yield pieces. Raises AdvisorError when there is no list of events at all."""
-        blocks = _at_most(self.source.blocks(), self.piece_bytes)
+        blocks = at_most(self.source.blocks(), self.piece_bytes)
         held = [self._find_list(blocks)]
         size = len(held[0])
         for block in blocks:
@@ -317,15 +318,6 @@ def _is_json(text: bytes) -> bool:
             continue
         return True
     return False
-
-
-def _at_most(blocks: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """Yield the same bytes in blocks of at most ``size``."""
-    for block in blocks:
-        if len(block) <= size:
-            yield block
-        else:
-            yield from (block[i : i + size] for i in range(0, len(block), size))
 
 
 def _listed(parts: list[bytes | memoryview]) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from advisor.core import text as t
@@ -14,6 +12,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits, find_savings
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES, public_traces
@@ -25,9 +24,6 @@ from advisor.rules.support.device_memory import (
     snapshot_example,
 )
 from advisor.testing import Examples, TraceBuilder
-
-if TYPE_CHECKING:
-    from advisor.measure.memory.peak_memory import PeakMemory
 
 _FORWARD = r"^aten::_log_softmax$"
 _LOSS = r"^aten::(?:_log_softmax|nll_loss|cross_entropy_loss)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from advisor.measure.memory.allocator_replay import (
     measure_repacking,
     measure_repacking_at_end,
 )
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.rules.support.citations import CHOSEN, public_traces
 from advisor.rules.support.common import impact_memory, recorded_steps
 from advisor.rules.support.device_memory import (
@@ -30,9 +30,6 @@ from advisor.rules.support.device_memory import (
     snapshot_example,
 )
 from advisor.testing import Examples, TraceBuilder
-
-if TYPE_CHECKING:
-    from advisor.measure.memory.peak_memory import PeakMemory
 
 
 class Fragmentation(Rule):

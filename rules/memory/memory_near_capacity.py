@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import polars as pl
 
@@ -12,6 +12,7 @@ from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import SGLANG, TENSORRT_LLM, VLLM
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.rules.support.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
 from advisor.rules.support.common import impact_risk
 from advisor.rules.support.device_memory import (
@@ -28,9 +29,6 @@ from advisor.rules.support.device_memory import (
     snapshot_example,
 )
 from advisor.testing import Examples, TraceBuilder
-
-if TYPE_CHECKING:
-    from advisor.measure.memory.peak_memory import PeakMemory
 
 
 class MemoryNearCapacity(Rule):

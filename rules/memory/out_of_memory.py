@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.snapshot import OutOfMemoryText
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
 from advisor.measure.memory.memory_savings import LOSS_CHUNKS, Saving, find_savings
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, public_traces
 from advisor.rules.support.common import impact_risk, recorded_steps
 from advisor.rules.support.device_memory import (
@@ -26,10 +27,6 @@ from advisor.rules.support.device_memory import (
     snapshot_example,
 )
 from advisor.testing import Examples, TraceBuilder
-
-if TYPE_CHECKING:
-    from advisor.core.snapshot import OutOfMemoryText
-    from advisor.measure.memory.peak_memory import PeakMemory
 
 MIN_BATCHES = 5
 """Number of batches from which the last one is compared with the median."""

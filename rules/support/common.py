@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import numpy as np
 import polars as pl
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Impact, Instants, Location, Select
-from advisor.core.intervals import Intervals, covered_length
+from advisor.core.intervals import Floats, Intervals, covered_length
 from advisor.core.rule import Evidence
-from advisor.core.run_directory import MAX_VALUE
+from advisor.core.run_directory import MAX_VALUE, Event, Gpu
 from advisor.core.trace import KINETO, PYTORCH
+from advisor.measure import Analysis
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
@@ -28,17 +30,9 @@ from advisor.measure.host.stacks import (
     share_in,
 )
 from advisor.measure.steps.periodic import OWN_PHASES
+from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.testing import TraceBuilder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from advisor.core.intervals import Floats
-    from advisor.core.run_directory import Event, Gpu
-    from advisor.measure import Analysis
-    from advisor.measure.steps.step_records import StepRecords
-
 
 Rows = NDArray[np.int64]
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core.finding import Location, Select, SkippedCheck
+from advisor.core.intervals import Floats
+from advisor.measure import Analysis
+from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.replay.selection import rows_under
 from advisor.rules.support.common import recorded_steps
 from advisor.testing import TraceBuilder
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from advisor.core.intervals import Floats
-    from advisor.measure import Analysis
-    from advisor.measure.memory.peak_memory import PeakMemory
 
 GIB = 1 << 30
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
+from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
 _MULTIPLIES = r"^aten::(?:mm|addmm|matmul|linear)$"

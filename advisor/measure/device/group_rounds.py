@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from advisor.measure import Analysis
 from advisor.measure.device.embedding_tables import MAX_DESCRIBED
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.steps.steps import rows_in_steps
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 _MANY = r"^aten::_(?:foreach|fused)_"
 """Operators that update a list of tensors."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import name_matches
-
-if TYPE_CHECKING:
-    from advisor.measure import Analysis
 
 Mask = NDArray[np.bool_]
 

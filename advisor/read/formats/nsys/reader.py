@@ -6,7 +6,8 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import scratch_folder
@@ -14,9 +15,6 @@ from advisor.core.trace import Trace, TraceMeta
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, open_database, table_names
-
-if TYPE_CHECKING:
-    import polars as pl
 
 REPORTS = (".nsys-rep", ".qdrep")
 _SIGNS = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO"})

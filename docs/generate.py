@@ -48,7 +48,7 @@ OPTIONS_BEGIN, OPTIONS_END = "<!-- options: begin -->", "<!-- options: end -->"
 def pages() -> dict[Path, str]:
     """Every generated file and what it must hold."""
     rules = [rule_page.describe(rule) for rule in load_rules(config={})]
-    found = {DOCS / "rules" / f"{page.id}.md": GENERATED + rule_text(page) for page in rules}
+    found = {DOCS / "rules" / f"{page.rule.id}.md": GENERATED + rule_text(page) for page in rules}
     found[DOCS / "rules" / "README.md"] = GENERATED + index_text(rules)
     found[DOCS / "workloads.md"] = GENERATED + workloads_text()
     found[DOCS / "report-schema.md"] = GENERATED + schema_text()
@@ -64,11 +64,13 @@ def pages() -> dict[Path, str]:
 
 def rule_text(page: RulePage) -> str:
     """The page of one rule."""
-    category = rule_page.CATEGORIES.get(page.category, page.category)
-    parts = [f"# {escape(page.title)}", f"`{page.id}` · {category}"]
+    category = rule_page.CATEGORIES.get(page.rule.category, page.rule.category)
+    parts = [f"# {escape(page.rule.title)}", f"`{page.rule.id}` · {category}"]
     parts += [_prose(paragraph) for paragraph in page.paragraphs]
-    if page.sources:
-        parts.append("Sources of the figures above: " + "; ".join(map(_cited, page.sources)) + ".")
+    if page.rule.sources:
+        parts.append(
+            "Sources of the figures above: " + "; ".join(map(_cited, page.rule.sources)) + "."
+        )
     parts += _advice(page)
     parts += _inference(page)
     parts += _elsewhere(page)
@@ -85,22 +87,25 @@ def rule_text(page: RulePage) -> str:
     parts.append("In `pyproject.toml`:")
     parts.append(fenced_block(rule_page.override_lines(page), "toml"))
     parts.append("## How it was tested")
-    tested = rule_page.VALIDATION.get(page.validated, page.validated)
-    parts.append(escape(_sentences(tested, page.validated_on)))
+    tested = rule_page.VALIDATION.get(page.rule.validation, page.rule.validation)
+    parts.append(escape(_sentences(tested, page.rule.validation_note)))
     parts.append(
         "\n".join(
             [
-                *(f"- right on: {_proof(name)}" for name in page.found_in),
-                *(f"- rightly silent on: {_proof(name, cured=True)}" for name in page.silent_in),
+                *(f"- right on: {_proof(name)}" for name in page.rule.found_in),
+                *(
+                    f"- rightly silent on: {_proof(name, cured=True)}"
+                    for name in page.rule.silent_in
+                ),
                 *(f"- fires on the example: {escape(name)}" for name in page.fires_on),
                 *(f"- silent on the example: {escape(name)}" for name in page.silent_on),
             ]
         )
     )
     parts.append(f"Source: [`{page.file}`](../../{page.file})")
-    if page.references:
+    if page.rule.references:
         parts.append("## References")
-        parts.append("\n".join(f"- {_link(reference)}" for reference in page.references))
+        parts.append("\n".join(f"- {_link(reference)}" for reference in page.rule.references))
     return "\n\n".join(parts) + "\n"
 
 
@@ -195,8 +200,8 @@ def _prose(paragraph: str) -> str:
 
 def index_text(rules: list[RulePage]) -> str:
     """The list of rules, by category."""
-    public = sum(page.validated == "real traces" for page in rules)
-    recorded = sum(page.validated == "recordings" for page in rules)
+    public = sum(page.rule.validation == "real traces" for page in rules)
+    recorded = sum(page.rule.validation == "recordings" for page in rules)
     parts = [
         "# Rules",
         f"{len(rules)} rules. {public} were right on a public trace, {recorded} more on a "
@@ -205,14 +210,18 @@ def index_text(rules: list[RulePage]) -> str:
         "`[tool.advisor.rules.<id>]` of your `pyproject.toml`.",
     ]
     for category, title in rule_page.CATEGORIES.items():
-        own = sorted((page for page in rules if page.category == category), key=lambda p: p.id)
+        own = sorted(
+            (page for page in rules if page.rule.category == category), key=lambda p: p.rule.id
+        )
         if not own:
             continue
         parts.append(f"## {title}")
         lines = []
         for page in own:
-            remark = " *(not proven)*" if page.validated == "synthetic" else ""
-            lines.append(f"- [{page.id}]({page.id}.md): {escape(page.title)}{remark}")
+            remark = " *(not proven)*" if page.rule.validation == "synthetic" else ""
+            lines.append(
+                f"- [{page.rule.id}]({page.rule.id}.md): {escape(page.rule.title)}{remark}"
+            )
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

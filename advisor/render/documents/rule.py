@@ -82,9 +82,7 @@ class OtherFrameworkAdvice(NamedTuple):
 class RulePage(NamedTuple):
     """A rule's documentation, taken apart."""
 
-    id: str
-    title: str
-    category: str
+    rule: type[Rule]
     file: str
     """Path of its source in the repository."""
     paragraphs: list[str]
@@ -100,13 +98,6 @@ class RulePage(NamedTuple):
     """Texts that differ where nothing is trained: attribute -> text."""
     elsewhere: list[OtherFrameworkAdvice]
     thresholds: list[Option]
-    sources: tuple[Citation, ...]
-    """Sources of those numbers in the paragraphs that are no thresholds."""
-    validated: str
-    validated_on: str
-    found_in: tuple[str, ...]
-    silent_in: tuple[str, ...]
-    references: tuple[str, ...]
     fires_on: list[str]
     """Names of the examples that must produce a finding."""
     silent_on: list[str]
@@ -119,9 +110,7 @@ def describe(rule: Rule) -> RulePage:
     comments = _comments(cls)
     examples = cls.examples()
     return RulePage(
-        id=cls.id,
-        title=cls.title,
-        category=str(cls.category),
+        rule=cls,
         file=f"{cls.__module__.removeprefix('advisor.').replace('.', '/')}.py",
         paragraphs=[*cls.paragraphs(), *_explained(cls)],
         fix=_opened(cls.fix),
@@ -136,12 +125,6 @@ def describe(rule: Rule) -> RulePage:
             Option(name, value, *_meaning(cls, name, comments))
             for name, value in cls.options().items()
         ],
-        sources=cls.sources,
-        validated=str(cls.validation),
-        validated_on=cls.validation_note,
-        found_in=cls.found_in,
-        silent_in=cls.silent_in,
-        references=cls.references,
         fires_on=[name for name, b in examples.items() if not isinstance(b, tuple)],
         silent_on=[name for name, b in examples.items() if isinstance(b, tuple)],
     )
@@ -267,7 +250,7 @@ def format_source(source: Citation) -> str:
 
 def override_lines(page: RulePage) -> str:
     """Write the lines of pyproject.toml that change a threshold, or switch the rule off."""
-    lines = [f"[tool.advisor.rules.{page.id}]"]
+    lines = [f"[tool.advisor.rules.{page.rule.id}]"]
     lines += [f"{item.name} = {to_toml(item.value)}" for item in page.thresholds[:1]]
     return "\n".join([*lines, "enabled = false  # to switch it off"])
 
@@ -284,15 +267,15 @@ def to_toml(value: Any) -> str:
 def build(rule: Rule) -> Document:
     """Build the document of a rule."""
     about = describe(rule)
-    category = CATEGORIES.get(about.category, about.category)
+    category = CATEGORIES.get(about.rule.category, about.rule.category)
     paragraphs: list[Block] = []
     for number, paragraph in enumerate(about.paragraphs):
         paragraphs += [Paragraph("")] * bool(number) + _paragraph(paragraph)
     tested = [
-        TextField("on", [VALIDATION.get(about.validated, about.validated)]),
-        TextField("seen", [about.validated_on]),
-        TextField("right", ["; ".join(about.found_in)]),
-        TextField("quiet", ["; ".join(about.silent_in)]),
+        TextField("on", [VALIDATION.get(about.rule.validation, about.rule.validation)]),
+        TextField("seen", [about.rule.validation_note]),
+        TextField("right", ["; ".join(about.rule.found_in)]),
+        TextField("quiet", ["; ".join(about.rule.silent_in)]),
         TextField("fires", ["; ".join(about.fires_on)]),
         TextField("silent", ["; ".join(about.silent_on)]),
     ]
@@ -308,10 +291,10 @@ def build(rule: Rule) -> Document:
         Section("Thresholds", [line for item in about.thresholds for line in _threshold(item)]),
         Section("How it was tested", [FieldList(tested)]),
         Section("Change it", [Code(override_lines(about), "toml", "", 0)], "in pyproject.toml"),
-        Section("References", [Paragraph(reference) for reference in about.references]),
+        Section("References", [Paragraph(reference) for reference in about.rule.references]),
     ]
-    lead = Paragraph(f"{about.id} · {category}", "soft", indent=0)
-    return Document(about.title, [lead, *(s for s in sections if s.blocks)], name="rule")
+    lead = Paragraph(f"{about.rule.id} · {category}", "soft", indent=0)
+    return Document(about.rule.title, [lead, *(s for s in sections if s.blocks)], name="rule")
 
 
 def _elsewhere_section(advice: OtherFrameworkAdvice) -> Section:

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding
 from advisor.core.rule import Rule

@@ -25,10 +25,10 @@ MILLION_MB = 330
 SERVE = """
 import json, os, sys, threading, time
 from advisor.measure import Analysis
-from advisor.dashboard.access import Access
+from advisor.dashboard.server import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.access import bind
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.server import bind
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.timeline.routes import rank_timeline
 
 def rss():

@@ -248,7 +248,7 @@ def analyse_all(options: argparse.Namespace) -> None:
 def all_on_trial() -> Iterator[None]:
     """Rules that were only tried on synthetic examples are ranked like the others: this is their
     trial, and the controls are one for all of them."""
-    from advisor.advise.select import load_rules
+    from advisor.advise.rule_loading import load_rules
 
     kinds = {type(rule) for rule in load_rules(config={}) if rule.validation == "synthetic"}
     try:

@@ -21,11 +21,11 @@ from werkzeug.exceptions import HTTPException
 from advisor.core import labels
 from advisor.core.errors import describe_failure
 from advisor.dashboard import page_view
-from advisor.dashboard.access import Access, protect
 from advisor.dashboard.components import element, icon, link, register_rank_choice
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import KEY, PageView, clean_query
 from advisor.dashboard.pages import job
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.server import Access, protect
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 

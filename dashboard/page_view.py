@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlencode
 import flask
 
 from advisor.core import labels
-from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
+from advisor.dashboard.loaded_runs import DashboardSession, LoadedRun, OpenedPath
 from advisor.measure import Analysis
 
 KEY = "ADVISOR_SESSION"

@@ -31,7 +31,7 @@ import advisor.core.ranks
 import advisor.core.report
 import advisor.core.rule
 import advisor.recorder.options
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.cli import GROUPS, run
 from advisor.core.rule import Citation
 from advisor.render.documents import rule as rule_page

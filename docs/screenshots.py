@@ -15,9 +15,9 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from advisor.dashboard.access import Access, DashboardServer, bind
 from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
+from advisor.dashboard.server import Access, DashboardServer, bind
 
 SHOWN = (
     ("overview", 1440, "light"),

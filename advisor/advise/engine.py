@@ -27,6 +27,7 @@ from advisor.advise.ranks.job import files_summarised_apart, first_rank, summari
 from advisor.advise.ranks.task import shorten_reason
 from advisor.advise.report_fields import cost_per_step
 from advisor.advise.report_writer import write_report
+from advisor.advise.rule_loading import choose_windows, load_rules, read_config
 from advisor.advise.rule_runner import (
     RankFindings,
     add_hot_lines,
@@ -35,7 +36,6 @@ from advisor.advise.rule_runner import (
     read_hot_lines,
     run_ranks,
 )
-from advisor.advise.select import choose_windows, load_rules, read_config
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
@@ -51,14 +51,14 @@ from advisor.measure.host.stacks import frame_rank
 from advisor.measure.inference.graphs import attach_capture, captured_launches, find_replays
 from advisor.measure.memory.memory_origin import frame_owner
 from advisor.measure.ranks.join import collective_waits
-from advisor.measure.ranks.members import host_of
+from advisor.measure.ranks.topology import host_of
 from advisor.read import open_run
 from advisor.replay.estimators import GainEstimator, estimator_for
 
 if TYPE_CHECKING:
     from advisor.core.rule import Rule
     from advisor.measure import Analysis
-    from advisor.measure.ranks.summary import RankSummary, UnreadRank
+    from advisor.measure.ranks.summary_schema import RankSummary, UnreadRank
     from advisor.read.reader import ReadOptions
     from advisor.replay.ranks.estimator import OfRank
     from advisor.replay.ranks.study import Study

@@ -15,7 +15,7 @@ from math import ceil, isfinite
 import polars as pl
 from msgspec.structs import replace
 
-from advisor.advise.limits import lost_records
+from advisor.advise.recording_limits import lost_records
 from advisor.advise.report_fields import MIN_APART_SHARE, step_time
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Impact, RangeCause, Severity

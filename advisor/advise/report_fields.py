@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.auxiliary_report import source_scope
-from advisor.advise.limits import lost_records, lost_replays, window_lines
+from advisor.advise.recording_limits import lost_records, lost_replays, window_lines
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES

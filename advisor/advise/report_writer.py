@@ -14,14 +14,14 @@ from advisor.advise.kernel_counters import (
     build_triton_views,
     profiling_command,
 )
-from advisor.advise.limits import (
+from advisor.advise.memory import build_memory_views, memory_of_rank
+from advisor.advise.priority import MOSTLY_BUSY
+from advisor.advise.recording_limits import (
     is_too_small,
     list_limits,
     lost_records,
     one_off_costs,
 )
-from advisor.advise.memory import build_memory_views, memory_of_rank
-from advisor.advise.priority import MOSTLY_BUSY
 from advisor.advise.report_charts import build_charts
 from advisor.advise.report_fields import (
     build_ranks_view,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Rule
     from advisor.core.trace import Run
     from advisor.measure import Analysis
-    from advisor.measure.ranks.summary import RankSummary
+    from advisor.measure.ranks.summary_schema import RankSummary
     from advisor.replay.estimators import GainEstimator
     from advisor.replay.ranks.study import Study
 

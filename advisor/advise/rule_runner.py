@@ -14,8 +14,7 @@ import polars as pl
 from msgspec import structs
 
 from advisor.advise.impact import estimate_impact, note_rank_counts, weigh_confidence
-from advisor.advise.limits import lost_records
-from advisor.advise.terms import (
+from advisor.advise.program_wording import (
     for_program,
     has_advice_for,
     how_to_record,
@@ -24,6 +23,7 @@ from advisor.advise.terms import (
     without_compilation,
     without_known_settings,
 )
+from advisor.advise.recording_limits import lost_records
 from advisor.core.errors import AdvisorError, describe_failure
 from advisor.core.finding import Finding, Location, Outcome, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule
@@ -34,7 +34,7 @@ from advisor.replay.estimators import GainEstimator, estimator_for
 
 if TYPE_CHECKING:
     from advisor.core.finding import HotLine
-    from advisor.measure.ranks.summary import RankSummary
+    from advisor.measure.ranks.summary_schema import RankSummary
     from advisor.replay.ranks.study import Study
 
 RULE_FAILED = "the rule failed"

@@ -9,7 +9,9 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.auxiliary_report import flight_verdict, source_verdict
-from advisor.advise.limits import (
+from advisor.advise.priority import is_vague
+from advisor.advise.program_wording import ACTIVITIES, how_to_record, record_gpu_work, record_with
+from advisor.advise.recording_limits import (
     count_events,
     count_launches,
     describe_unseen_end,
@@ -20,12 +22,10 @@ from advisor.advise.limits import (
     part_of_step,
     schedule_of,
 )
-from advisor.advise.priority import is_vague
 from advisor.advise.report_fields import (
     MIN_APART_SHARE,
 )
 from advisor.advise.report_text import has_large_gain
-from advisor.advise.terms import ACTIVITIES, how_to_record, record_gpu_work, record_with
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding

@@ -18,8 +18,8 @@ from advisor.cli import options as o
 from advisor.core.errors import AdvisorError, install_command
 
 if TYPE_CHECKING:
-    from advisor.dashboard.access import DashboardServer
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.loaded_runs import DashboardSession
+    from advisor.dashboard.server import DashboardServer
 
 TOKEN = "ADVISOR_DASHBOARD_TOKEN"
 PERFETTO = "https://ui.perfetto.dev"
@@ -105,8 +105,8 @@ def command(
         raise AdvisorError(
             f"the dashboard needs {error.name}: {install_command('dashboard')}"
         ) from None
-    from advisor.dashboard.access import Access, bind
-    from advisor.dashboard.session import MAX_RUNS, DashboardSession, saved_report
+    from advisor.dashboard.loaded_runs import MAX_RUNS, DashboardSession, saved_report
+    from advisor.dashboard.server import Access, bind
     from advisor.read.directory import refuse_several, require_trace
     from advisor.read.runs import SeveralRuns
 
@@ -148,7 +148,7 @@ def _check_exist(paths: list[str]) -> None:
 
 def _serve(server: DashboardServer, session: DashboardSession, *, browser: bool) -> None:
     """Load the session, serve it until interrupted, and remove the browser's temporary files."""
-    from advisor.dashboard.access import open_browser
+    from advisor.dashboard.server import open_browser
 
     session.start()
     # a kill, too, removes what was made for the browser
@@ -178,7 +178,7 @@ def read_token(file: Path | None, *, no_token: bool) -> str | None:
         text, source = _read_token(file), f"--token-file {file}"
     if text is None:
         return None
-    from advisor.dashboard.access import MIN_TOKEN, is_usable_token
+    from advisor.dashboard.server import MIN_TOKEN, is_usable_token
 
     text = text.strip()
     if not is_usable_token(text):

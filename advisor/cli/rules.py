@@ -30,7 +30,7 @@ def _rules(ctx: typer.Context) -> None:
 @app.command("list")
 def list_rules(folder: Folder = None) -> None:
     """List all rules by category, with how far each was validated."""
-    from advisor.advise.select import read_config
+    from advisor.advise.rule_loading import read_config
     from advisor.render.documents.rule import build_list
 
     rules = _load(folder)
@@ -54,6 +54,6 @@ def show(
 
 def _load(folder: Path | None) -> list[Rule]:
     """Load every rule with its built-in thresholds, including the rules that are switched off."""
-    from advisor.advise.select import load_rules
+    from advisor.advise.rule_loading import load_rules
 
     return load_rules(folder, config={})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
-from advisor.advise.terms import mark_steps_of
+from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import (
     MIN_MATCHED,

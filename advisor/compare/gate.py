@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from advisor.advise.terms import mark_steps_of
+from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.compare import compare_reports, describe_side, find_other_programs
 from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS

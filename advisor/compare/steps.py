@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from advisor.advise.terms import mark_steps_of
+from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.comparison import Distribution, StepTimeChange, Verdict
 from advisor.compare.statistics import (
     CONFIDENCE_LEVEL,

@@ -574,7 +574,7 @@ def _add_resources(server: MCPServer[Any]) -> None:
 
     @functools.cache
     def rules() -> dict[str, Rule]:
-        from advisor.advise.select import load_rules
+        from advisor.advise.rule_loading import load_rules
 
         return {rule.id: rule for rule in load_rules(None, config={})}
 

@@ -28,6 +28,12 @@ from advisor.measure.device.kernels import (
     sum_families,
     sum_kernels,
 )
+from advisor.measure.host.device_reads import (
+    find_time_after_reads,
+    read_loops,
+    round_trips,
+    trip_intervals,
+)
 from advisor.measure.host.gaps import idle_gaps
 from advisor.measure.host.host_time import host_breakdown
 from advisor.measure.host.launches import (
@@ -39,12 +45,6 @@ from advisor.measure.host.launches import (
 from advisor.measure.host.layers import measure_layers
 from advisor.measure.host.new_shapes import new_shape_calls, new_shape_spans
 from advisor.measure.host.operators import measure_operators
-from advisor.measure.host.reads import (
-    find_time_after_reads,
-    read_loops,
-    round_trips,
-    trip_intervals,
-)
 from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weights_time
 from advisor.measure.host.repeated_passes import repeated_backwards, second_forwards
 from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames

@@ -230,7 +230,7 @@ def around_forwards(call: Callable[[Any, Callable[[], Any]], Any]) -> None:
 
 SPEC: Final = "ADVISOR_TRIAL"
 """Environment variable with the file of the :class:`TrialSpec`, in the processes of a trial."""
-MODULE: Final = "advisor.tune.child_process"
+MODULE: Final = "advisor.tune.in_child"
 """Module that runs in these processes once torch is imported, in the recorder's place."""
 MAX_RESULT_BYTES = 64 << 20
 SO_FAR = ".partial_result"

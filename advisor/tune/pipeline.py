@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, examine
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core import run_directory as rundir
 from advisor.core.cgroup import count_cores
 from advisor.core.credentials import HIDDEN, clean_command
@@ -29,10 +29,10 @@ from advisor.lint.script import Script, find_keyword, parse
 from advisor.recorder.folder import new_run
 from advisor.replay import predictions
 from advisor.tune.knob import Knob, KnobSetting, Machine, Value, find_knob
-from advisor.tune.process import TrialProgram
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import TrialLimits
-from advisor.tune.session import TrialSession, build_trial_error, explain_refusal
+from advisor.tune.trial_process import TrialProgram
+from advisor.tune.trials import TrialSession, build_trial_error, explain_refusal
 
 RECORDED_STEPS, RECORDED_LEAST = 90, 40
 """Steps of the recording, and the least: a profiled window and as many around it."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from advisor.tune.knob import KnobSetting, TrialResult
-from advisor.tune.process import RunningTrial, TrialProgram
+from advisor.tune.trial_process import RunningTrial, TrialProgram
 
 KnobSettings = tuple[KnobSetting, ...]
 BLOCKS_PER_PROCESS = 8

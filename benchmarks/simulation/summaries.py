@@ -24,7 +24,7 @@ from advisor.core.intervals import (
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.collectives import short_key
 from advisor.measure.ranks.rank_summary import MAX_KERNELS, shrink_to_limit
-from advisor.measure.ranks.summary import (
+from advisor.measure.ranks.summary_schema import (
     Collectives,
     KernelSummary,
     RankSummary,

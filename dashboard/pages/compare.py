@@ -31,8 +31,8 @@ from advisor.dashboard.components import (
     table,
     verdict_head,
 )
+from advisor.dashboard.loaded_runs import OpenedPath
 from advisor.dashboard.page_view import PageView
-from advisor.dashboard.session import OpenedPath
 from advisor.render.documents.comparison import predicted_gain
 
 BEFORE, AFTER = "#9a9aa5", theme.ACCENT

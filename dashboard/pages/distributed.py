@@ -27,8 +27,8 @@ from advisor.dashboard.components import (
     table,
     tiles,
 )
+from advisor.dashboard.loaded_runs import LoadedRun
 from advisor.dashboard.page_view import PageView
-from advisor.dashboard.session import LoadedRun
 from advisor.measure.comm.comms import sum_collectives, sum_skew
 from advisor.measure.ranks.skew import align_ranks, exposed_by_rank, measure_skew
 from advisor.render.documents.ranks import build_mesh_sections

@@ -24,8 +24,8 @@ from advisor.dashboard.components import (
     page,
 )
 from advisor.dashboard.grid import Column, duration_column, grid, grid_rows, register_search
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView
-from advisor.dashboard.session import DashboardSession
 from advisor.replay.project.project import (
     ANY,
     RESTS_ON,

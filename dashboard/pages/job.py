@@ -34,8 +34,8 @@ from advisor.dashboard.components import (
     tiles,
 )
 from advisor.dashboard.grid import Column, grid, register_search
+from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, key_of, split_key
 from advisor.dashboard.page_view import PageView
-from advisor.dashboard.session import DashboardSession, OpenedPath, key_of, split_key
 from advisor.render.documents.ranks import build_rank_groups
 
 STRIP = 128

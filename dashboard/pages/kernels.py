@@ -9,8 +9,8 @@ import polars as pl
 from dash import Input, Output, State
 from msgspec.structs import asdict
 
+from advisor.advise.program_wording import record_gpu_work, record_with
 from advisor.advise.report_fields import list_families
-from advisor.advise.terms import record_gpu_work, record_with
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.dashboard import page_view, plotly_figures, theme
@@ -40,8 +40,8 @@ from advisor.dashboard.grid import (
     register_search,
     share_column,
 )
+from advisor.dashboard.loaded_runs import DashboardSession, LoadedRun
 from advisor.dashboard.page_view import PageView, parse_query
-from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.op_tree import KERNEL, op_table, op_tree

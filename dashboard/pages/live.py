@@ -29,9 +29,9 @@ from advisor.dashboard.components import (
     tiles,
     two_columns,
 )
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView, parse_query
 from advisor.dashboard.pages.overview import finding_line
-from advisor.dashboard.session import DashboardSession
 from advisor.measure.steps.step_records import StepRecords
 from advisor.render.documents.monitor import throttle_reasons
 

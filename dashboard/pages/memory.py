@@ -7,10 +7,10 @@ from typing import Any
 
 import polars as pl
 
-from advisor.advise.terms import is_foreign
+from advisor.advise.program_wording import is_foreign
 from advisor.core import text as t
 from advisor.core.labels import clean
-from advisor.dashboard import page_view, plotly_figures, snapshot, theme
+from advisor.dashboard import memory_cards, page_view, plotly_figures, theme
 from advisor.dashboard.components import (
     card,
     element,
@@ -26,7 +26,7 @@ from advisor.dashboard.page_view import PageView
 from advisor.measure import Analysis
 from advisor.measure.memory.trace_memory import memory_devices
 
-warm = snapshot.warm
+warm = memory_cards.warm
 ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
 
 
@@ -48,7 +48,7 @@ def layout(**query: object) -> Any:
     lead = f"GPU memory as {whose} it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))
     ooms = _out_of_memory(a)
-    parts = snapshot.memory_cards(view)
+    parts = memory_cards.draw_cards(view)
     recorded = _recorded(a)
     if not known and not parts:
         parts.append(

@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.charts import FixSequence, StepAfterFix, StepBar
 from advisor.core.finding import Finding, Impact
 from advisor.core.report import Report
-from advisor.dashboard import page_view, snapshot
+from advisor.dashboard import memory_cards, page_view
 from advisor.dashboard.components import (
     banner,
     card,
@@ -29,9 +29,9 @@ from advisor.dashboard.components import (
     tiles,
     verdict_head,
 )
+from advisor.dashboard.loaded_runs import DashboardSession, LoadedRun
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages import network
-from advisor.dashboard.session import DashboardSession, LoadedRun
 from advisor.render.documents import auxiliary_sections, inference
 from advisor.render.documents.report import checks
 
@@ -49,7 +49,7 @@ def layout(**query: object) -> Any:
         _head(report),
         banner(report.limits),
         *(
-            snapshot.memory_cards(view)[:1]
+            memory_cards.draw_cards(view)[:1]
             if timeless
             else [tiles(report_text.figures_of_merit(report))]
         ),

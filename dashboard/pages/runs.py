@@ -18,8 +18,8 @@ from advisor.dashboard.components import (
     table,
 )
 from advisor.dashboard.grid import search_field
+from advisor.dashboard.loaded_runs import OpenedPath
 from advisor.dashboard.page_view import PageView
-from advisor.dashboard.session import OpenedPath
 
 HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Verdict and program")
 OPTIONAL = {"Commit": "–", "Ranks": "1"}

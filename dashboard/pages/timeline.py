@@ -17,8 +17,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.files import scratch_folder
 from advisor.dashboard import page_view
 from advisor.dashboard.components import element, icon
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView, clean_query
-from advisor.dashboard.session import DashboardSession
 from advisor.dashboard.timeline.routes import routes, warm_first
 
 

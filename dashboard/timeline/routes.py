@@ -10,8 +10,8 @@ from typing import Any
 import flask
 
 from advisor.core.labels import distinct_labels
+from advisor.dashboard.loaded_runs import DashboardSession, LoadedRun, OpenedPath
 from advisor.dashboard.page_view import clean_query
-from advisor.dashboard.session import DashboardSession, LoadedRun, OpenedPath
 from advisor.dashboard.timeline.detail_levels import (
     ALL,
     BASE,

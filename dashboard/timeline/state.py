@@ -15,7 +15,7 @@ from advisor.measure.ranks.skew import align_ranks
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
-    from advisor.dashboard.session import LoadedRun
+    from advisor.dashboard.loaded_runs import LoadedRun
     from advisor.measure import Analysis
 
 MAX_RECENT = 6

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Rule, Threshold
-from advisor.measure.ranks.members import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.measure.ranks.outliers import describe_subject
+from advisor.measure.ranks.topology import LATE_SHARE, MAX_LATE_CHANCE, MIN_COLLECTIVES, MIN_LATE
 from advisor.rules.support.across_ranks import find_unit, finding_of
 from advisor.rules.support.citations import SIGNIFICANCE, TRACEML
 from advisor.rules.support.framework_advice import in_any_language

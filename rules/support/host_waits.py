@@ -13,7 +13,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
-from advisor.measure.host.reads import outermost_aten
+from advisor.measure.host.device_reads import outermost_aten
 from advisor.replay.selection import selected_host
 from advisor.rules.support.common import (
     MAX_CORRELATIONS,

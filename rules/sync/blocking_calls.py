@@ -14,7 +14,7 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.host.reads import backward_nodes, outermost_aten
+from advisor.measure.host.device_reads import backward_nodes, outermost_aten
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import innermost_library
 from advisor.rules.support.citations import ENGINE_FLOOR, OURS, SILENT_TRACES, public_traces

@@ -14,8 +14,8 @@ from advisor.core.intervals import EMPTY, covered_length, intersect, union, unio
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
+from advisor.measure.host.device_reads import COPY, VALUE
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.reads import COPY, VALUE
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
 from advisor.rules.support.citations import (
     ENGINE_FLOOR,

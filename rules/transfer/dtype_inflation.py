@@ -12,8 +12,8 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare_type_name
+from advisor.measure.host.device_reads import DELIBERATE
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.reads import DELIBERATE
 from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
 from advisor.rules.support.citations import (

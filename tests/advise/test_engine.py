@@ -13,8 +13,8 @@ import advisor
 from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze, examine
 from advisor.advise.report_charts import build_fix_sequence
+from advisor.advise.rule_loading import load_rules, read_config
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
-from advisor.advise.select import load_rules, read_config
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Finding, Outcome, Select, SkippedCheck
 from advisor.core.rule import Evidence, HostCheck, Rule, VerdictRole

@@ -15,7 +15,7 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks import job
 from advisor.core.report import Report
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.read import open_run
 from advisor.replay.result import what_if
 from benchmarks.simulation import kineto

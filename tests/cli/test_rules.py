@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from advisor import cli
-from advisor.advise.select import load_rules, read_config
+from advisor.advise.rule_loading import load_rules, read_config
 from advisor.core import files
 from advisor.core.errors import AdvisorError
 from advisor.core.files import open_regular, read_lines, read_regular

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 pytest.importorskip("dash", reason="the dashboard's packages are not installed")
 
-from advisor.dashboard.access import Access, bind
 from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
+from advisor.dashboard.server import Access, bind
 from advisor.dashboard.timeline import encoding
 
 PATIENCE_MS = 30_000

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 pytest.importorskip("dash")
 
 from advisor.core.errors import AdvisorError
-from advisor.dashboard.access import COOKIE, Access, bind, listen, local_address
 from advisor.dashboard.app import PAGES, create_app
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import clean_query, parse_query
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.server import COOKIE, Access, bind, listen, local_address
 from advisor.testing import TraceBuilder
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -241,7 +241,7 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         compared.append((one, other))
         return one == other
 
-    monkeypatch.setattr("advisor.dashboard.access.hmac.compare_digest", compare)
+    monkeypatch.setattr("advisor.dashboard.server.hmac.compare_digest", compare)
     access = Access.for_host("127.0.0.1", "a" * 20)
     assert (
         access.is_valid_token("a" * 20)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from advisor import dashboard
-from advisor.dashboard.access import Access
 from advisor.dashboard.app import PAGES, create_app
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
+from advisor.dashboard.server import Access
 
 SCRIPTS = Path(dashboard.__file__).parent / "assets"
 

@@ -18,9 +18,9 @@ import pytest
 
 pytest.importorskip("dash")
 
-from advisor.dashboard.access import Access, DashboardServer, bind, open_browser, redirect_file
 from advisor.dashboard.app import create_app
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
+from advisor.dashboard.server import Access, DashboardServer, bind, open_browser, redirect_file
 from advisor.testing import TraceBuilder
 
 SOON = 2.0

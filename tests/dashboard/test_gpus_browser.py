@@ -12,7 +12,7 @@ import pytest
 from advisor.advise.engine import Options
 from advisor.advise.report_text import describe_cost
 from advisor.core.prices import NO_PRICES, Prices, parse_price, read_prices
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.replay.project.project import Projector, choose_gpus, describe_cheapest, offered_gpus
 from advisor.testing import TraceBuilder
 

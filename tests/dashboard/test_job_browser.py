@@ -13,8 +13,8 @@ from advisor.advise.ranks.job import MAX_RANKS_IN_MEMORY
 from advisor.core.errors import AdvisorError
 from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks
 from advisor.core.report import Report, Scope
-from advisor.dashboard import session as home
-from advisor.dashboard.session import DashboardSession, OpenedPath
+from advisor.dashboard import loaded_runs as home
+from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath
 from advisor.testing import TraceBuilder
 
 NASTY = "<img src=x onerror=\"window.hit=1\">"  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from advisor.core.run_directory import STEPS, trace_name
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
 
 
 def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
 
 READ = Path(__file__).parents[1] / "read"
 

@@ -374,12 +374,12 @@ def test_small_collectives_are_summed_and_nothing_is_lost() -> None:
 
 def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path) -> None:
     """Bytes by category at the moment, and the blocks of the segments, add up to the report's."""
-    from advisor.dashboard import page_view, snapshot
-    from advisor.dashboard.access import Access
+    from advisor.dashboard import memory_cards, page_view
     from advisor.dashboard.app import create_app, has_content
+    from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.pages import memory as page
     from advisor.dashboard.pages import overview
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.server import Access
     from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training
 
     m = FakeAllocator(total=4 * GIB)
@@ -391,14 +391,14 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     loaded = session.entries[0].loaded
     assert loaded is not None, session.entries[0].failure_reason
     (post,), (told,) = loaded.main.peak_memories, loaded.report.memory
-    drawn = snapshot._timeline(post, post.timeline(50))
+    drawn = memory_cards._timeline(post, post.timeline(50))
     at = int(post.timeline(50)["event"].index_of(post.event) or 0)
     assert drawn.layout.yaxis.title.text == "MiB"  # less than one GiB
     stacked = {line.name: line.y[at] * MIB for line in drawn.data if line.stackgroup}
     assert {name: held for name, held in stacked.items() if held} == {
         each.category: each.bytes for each in told.categories
     }
-    bars = snapshot._segments(post).data
+    bars = memory_cards._segments(post).data
     assert sum(sum(bar.x) for bar in bars) * MIB == pytest.approx(
         sum(p.reserved for p in told.pools)
     )
@@ -416,10 +416,10 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
 def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kernels(
     tmp_path: Path,
 ) -> None:
-    from advisor.dashboard.access import Access
     from advisor.dashboard.app import create_app
+    from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.pages import kernels, overview
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.server import Access
     from benchmarks.public_traces import path_of
 
     alone = path_of("ncu/sparse_matmul_a10g.ncu-rep.gz")
@@ -461,10 +461,10 @@ def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kern
 )
 def test_the_findings_have_the_notes_and_the_line_of_the_report(name: str, says: str) -> None:
     from advisor.advise import report_text
-    from advisor.dashboard.access import Access
     from advisor.dashboard.app import create_app
+    from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.pages import findings
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.server import Access
     from benchmarks.public_traces import path_of
 
     session = DashboardSession([str(path_of(name))]).load()
@@ -494,10 +494,10 @@ def test_other_programs_are_not_called_faster_nor_their_findings_fixed() -> None
 
 
 def test_what_was_served_has_its_command_its_gpus_and_no_option_of_the_terminal() -> None:
-    from advisor.dashboard.access import Access
     from advisor.dashboard.app import create_app
+    from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.pages import findings, kernels, overview, run
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.server import Access
     from benchmarks.public_traces import path_of
 
     session = DashboardSession([str(path_of("serving/vllm_decode_full/replay.json.gz"))]).load()

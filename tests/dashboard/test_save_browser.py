@@ -18,9 +18,9 @@ import pytest
 
 pytest.importorskip("dash")
 
-from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
+from advisor.dashboard.server import Access
 from advisor.testing import TraceBuilder
 
 FORMULA = "=HYPERLINK(evil)"

@@ -26,14 +26,14 @@ from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
 from advisor.core.report import StepTime
 from advisor.core.run_directory import MANIFEST, STEPS, Manifest, Step
-from advisor.dashboard import session as home
-from advisor.dashboard.access import Access
+from advisor.dashboard import loaded_runs as home
 from advisor.dashboard.app import create_app
 from advisor.dashboard.components import editor_href
 from advisor.dashboard.live_run import Follower
+from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, newest_windows
 from advisor.dashboard.page_view import describe_missing
 from advisor.dashboard.pages import kernels, runs
-from advisor.dashboard.session import DashboardSession, OpenedPath, newest_windows
+from advisor.dashboard.server import Access
 from advisor.measure.steps.step_records import RunSummary
 from advisor.testing import TraceBuilder
 

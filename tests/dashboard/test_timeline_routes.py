@@ -15,9 +15,9 @@ from advisor.testing import TraceBuilder
 
 dash = pytest.importorskip("dash", reason="the dashboard extra is not installed")
 
-from advisor.dashboard.access import Access  # noqa: E402
 from advisor.dashboard.app import create_app  # noqa: E402
-from advisor.dashboard.session import DashboardSession  # noqa: E402
+from advisor.dashboard.loaded_runs import DashboardSession  # noqa: E402
+from advisor.dashboard.server import Access  # noqa: E402
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x00'\"&"
 

@@ -14,9 +14,9 @@ import pytest
 from advisor.advise import report_text
 from advisor.advise.report_charts import build_chosen_fix_sequence
 from advisor.core.text import format_duration
-from advisor.dashboard.access import Access
 from advisor.dashboard.app import create_app
-from advisor.dashboard.session import DashboardSession
+from advisor.dashboard.loaded_runs import DashboardSession
+from advisor.dashboard.server import Access
 from advisor.testing import TraceBuilder
 
 sys.path.insert(0, str(Path(__file__).parent))

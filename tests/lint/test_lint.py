@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import advisor.lint
 from advisor import cli
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core.errors import AdvisorError
 from advisor.lint import lint_paths, lint_text
 

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.limits import longer_steps
+from advisor.advise.recording_limits import longer_steps
 from advisor.measure import Analysis
 from advisor.measure.steps.step_differences import compare_halves
 from advisor.read import read_trace

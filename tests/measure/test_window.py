@@ -17,7 +17,7 @@ import polars as pl
 import pytest
 
 from advisor.advise.engine import Options, analyze
-from advisor.advise.limits import list_limits
+from advisor.advise.recording_limits import list_limits
 from advisor.compare.statistics import autocorrelation
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import Run

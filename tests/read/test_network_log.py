@@ -212,8 +212,8 @@ def test_a_trace_with_the_log_beside_it_gets_a_replayed_gain(tmp_path: Path) -> 
 def test_the_recorders_environment_is_enough_for_settings(tmp_path: Path) -> None:
     b = TraceBuilder()
     b.record_of_run(env={"NCCL_P2P_DISABLE": "1"}).steps(10, 10)
+    from advisor.advise.rule_loading import load_rules
     from advisor.advise.rule_runner import run_rules
-    from advisor.advise.select import load_rules
 
     (rule,) = [each for each in load_rules(config={}) if each.id == "nccl-settings"]
     (finding,) = run_rules(-1, b.analysis(), [rule]).findings

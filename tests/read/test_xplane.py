@@ -577,7 +577,7 @@ def test_every_command_takes_it(
 def test_the_dashboard_shows_it(jax_file: Path) -> None:
     dash = pytest.importorskip("dash", reason="the dashboard's packages are not installed")
     from advisor.dashboard.app import create_app
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.timeline.index_builder import build_index
 
     session = DashboardSession([str(jax_file)]).load()

@@ -496,7 +496,7 @@ def test_options_behind_the_program_are_pointed_out(
 
 
 def test_a_report_of_a_recording_names_the_option_that_shows_lines() -> None:
-    from advisor.advise.terms import how_to_record
+    from advisor.advise.program_wording import how_to_record
     from advisor.core.trace import TraceMeta
 
     meta = TraceMeta(path="trace.json")

@@ -133,7 +133,7 @@ def test_a_rule_says_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None
     def unused(*_: object) -> None:
         raise AssertionError("a renderer loads rules")
 
-    monkeypatch.setattr("advisor.advise.select.load_rules", unused)
+    monkeypatch.setattr("advisor.advise.rule_loading.load_rules", unused)
     run = log(Report.from_json(saved))
     said = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
     assert set(said) == {result["ruleId"] for result in run["results"]}

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 
 from advisor.advise import report_text
 from advisor.advise.engine import analyze
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location
 from advisor.core.ranks import Ranks

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from advisor import analyze
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.replay import predictions
 from advisor.replay.predictions import (
     GainInterval,

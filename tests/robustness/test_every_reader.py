@@ -24,8 +24,8 @@ import pytest
 import zstandard
 
 from advisor import cli
+from advisor.advise.rule_loading import read_config
 from advisor.advise.rule_runner import RULE_FAILED
-from advisor.advise.select import read_config
 from advisor.compare import Comparison
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import EVENTS, MANIFEST, RANK, SCALENE, STEPS, TELEMETRY
@@ -252,7 +252,7 @@ def application() -> Any:
     """The dashboard, once: dash keeps one registry of pages a process."""
     pytest.importorskip("dash", reason="the dashboard's packages are not installed")
     from advisor.dashboard.app import create_app
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.loaded_runs import DashboardSession
 
     return create_app(DashboardSession([]))
 
@@ -262,8 +262,8 @@ def dashboard(path: Path) -> None:
     import dash
 
     from advisor.dashboard.live_run import Follower
+    from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.page_view import KEY
-    from advisor.dashboard.session import DashboardSession
     from advisor.dashboard.timeline.index_builder import build_index
 
     app = application()

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from advisor.advise.report_fields import build_recorded_view, measure_fields
+from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
-from advisor.advise.select import load_rules
 from advisor.core import run_directory as rundir
 from advisor.core.run_directory import (
     Event,

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from advisor.advise.impact import MIN_GAIN_SHARE
+from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
-from advisor.advise.select import load_rules
 from advisor.core.finding import Finding, Impact
 from advisor.core.rule import Rule
 from advisor.measure import Analysis

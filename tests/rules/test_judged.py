@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from advisor.advise.engine import Options, analyze
+from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
-from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.core.text import location_figures
 from advisor.measure import Analysis

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core.finding import Edit, Finding
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.device.traffic import count_bytes

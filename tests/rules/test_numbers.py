@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core.rule import Citation, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.read import read_trace

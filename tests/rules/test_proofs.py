@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
-from advisor.advise.select import load_rules
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.read import open_run

@@ -17,8 +17,8 @@ import polars as pl
 import pytest
 
 from advisor.advise.engine import analyze
+from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
-from advisor.advise.select import load_rules
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcome, PassedCheck
 from advisor.core.report import Report

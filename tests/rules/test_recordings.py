@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from advisor.advise.engine import Options, analyze
+from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
-from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.core.text import first_sentence

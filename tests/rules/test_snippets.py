@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core.rule import Rule
 from advisor.rules.support.framework_advice import STAGING_CODE
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
-from advisor.advise.select import load_rules
 from advisor.core.finding import Finding
 from advisor.core.rule import ANY_FRAMEWORK, Program, Rule
 from advisor.core.trace import CUDA, JAX, TENSORFLOW

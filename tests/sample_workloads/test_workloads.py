@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from advisor.advise.engine import analyze  # noqa: E402
-from advisor.advise.select import load_rules  # noqa: E402
+from advisor.advise.rule_loading import load_rules  # noqa: E402
 from advisor.core.errors import AdvisorError  # noqa: E402
 from advisor.core.report import Report  # noqa: E402
 from advisor.read import open_run  # noqa: E402

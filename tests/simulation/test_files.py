@@ -13,7 +13,7 @@ import pytest
 
 from advisor.advise.engine import examine
 from advisor.advise.ranks.task import summarise_file
-from advisor.measure.ranks.summary import PackedColumns, RankSummary, unpack
+from advisor.measure.ranks.summary_schema import PackedColumns, RankSummary, unpack
 from benchmarks.simulation import kineto
 from benchmarks.simulation.engine import Played
 from benchmarks.simulation.jobs import HEALTHY

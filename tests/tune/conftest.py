@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.tune.knob import KnobSetting, TrialResult
-from advisor.tune.process import TrialProgram
+from advisor.tune.trial_process import TrialProgram
 
 TRAPS = '''
 import gc, os, resource, sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.advise.select import load_rules
+from advisor.advise.rule_loading import load_rules
 from advisor.core.errors import AdvisorError
 from advisor.tune.knob import KnobSetting, Machine, all_knobs, find_knob
 

@@ -9,7 +9,7 @@ import pytest
 
 from advisor.tune.knob import KnobSetting, TrialResult, find_knob
 from advisor.tune.measured_gain import check_losses
-from advisor.tune.session import build_trial_error, explain_refusal
+from advisor.tune.trials import build_trial_error, explain_refusal
 
 from .conftest import TRAPS
 
@@ -100,7 +100,9 @@ raise RuntimeError("end")
 """
 
 
-@pytest.mark.skipif("not __import__('advisor.tune.process', fromlist=['x']).landlock_version()")
+@pytest.mark.skipif(
+    "not __import__('advisor.tune.trial_process', fromlist=['x']).landlock_version()"
+)
 def test_what_native_code_would_write_and_what_would_be_deleted_is_refused(
     run_once: Run, tmp_path: Path
 ) -> None:
@@ -167,7 +169,9 @@ if libc.open(os.path.abspath("native.bin").encode(), os.O_WRONLY | os.O_CREAT, 0
 """
 
 
-@pytest.mark.skipif("not __import__('advisor.tune.process', fromlist=['x']).landlock_version()")
+@pytest.mark.skipif(
+    "not __import__('advisor.tune.trial_process', fromlist=['x']).landlock_version()"
+)
 def test_a_writer_that_is_refused_is_told_which_switch_helps(run_once: Run, tmp_path: Path) -> None:
     result = run_once(DENIED, here=tmp_path)
     error = build_trial_error(explain_refusal(result), result)
@@ -178,7 +182,7 @@ def test_a_writer_that_is_refused_is_told_which_switch_helps(run_once: Run, tmp_
 def test_a_folder_that_the_user_allows_is_written_to(tmp_path: Path) -> None:
     import sys
 
-    from advisor.tune.process import TrialProgram
+    from advisor.tune.trial_process import TrialProgram
 
     (tmp_path / "program.py").write_text(
         "import torch, os\nos.makedirs('open', exist_ok=True)\n"

@@ -11,10 +11,10 @@ from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.tune.knob import KnobSetting, Machine, TrialResult
 from advisor.tune.pipeline import plan_requested_trials
-from advisor.tune.process import RunningTrial, TrialProgram
 from advisor.tune.report import TrialReport, write_headline
 from advisor.tune.rounds import TrialLimits
-from advisor.tune.session import TrialSession
+from advisor.tune.trial_process import RunningTrial, TrialProgram
+from advisor.tune.trials import TrialSession
 
 
 class Run(RunningTrial):

@@ -18,8 +18,8 @@ import pytest
 from advisor.tune import rounds as round_
 from advisor.tune.knob import KnobSetting
 from advisor.tune.measured_gain import block_log_ratios, measure_gain
-from advisor.tune.process import RunningTrial, TrialProgram
 from advisor.tune.rounds import Rounds, TrialLimits
+from advisor.tune.trial_process import RunningTrial, TrialProgram
 
 pytest.importorskip("torch")
 
@@ -210,7 +210,7 @@ def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path
         f"""
         import time
         from pathlib import Path
-        from advisor.tune.process import TrialProgram
+        from advisor.tune.trial_process import TrialProgram
         (Path({str(tmp_path)!r}) / "other").mkdir()
         root = (Path({str(tmp_path)!r}) / "other").resolve()
         made = TrialProgram({made.words!r}, root)

@@ -20,7 +20,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool
 from advisor.core.run_directory import is_run, read_recording
 from advisor.core.trace import Run
-from advisor.measure.ranks.summary import RankSummary, UnreadRank, select_main_run
+from advisor.measure.ranks.summary_schema import RankSummary, UnreadRank, select_main_run
 from advisor.read import open_run
 from advisor.read.auxiliary_files import is_named_log, logs_in, with_logs
 from advisor.read.directory import MAX_ELSEWHERE, trace_files

@@ -16,7 +16,7 @@ from advisor.advise.options import Options
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import is_run
 from advisor.core.trace import Run
-from advisor.measure.ranks.summary import MAX_DECODED, RankSummary, UnreadRank, encode
+from advisor.measure.ranks.summary_schema import MAX_DECODED, RankSummary, UnreadRank, encode
 from advisor.read.remote.urls import RemoteFile, location_of_url
 
 RETRY_PAUSES_S: Final = (0.5, 2.0)
@@ -129,7 +129,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _measured(order: MeasureTask) -> bytes:
-    from advisor.measure.ranks.members import host_of
+    from advisor.measure.ranks.topology import host_of
     from advisor.read.registry import refuse_unknown
     from advisor.read.remote.fetch import open_locally
 
@@ -160,8 +160,8 @@ def summarise_file(
     """
     from advisor.advise.memory import memory_of_rank
     from advisor.advise.options import Options
+    from advisor.advise.rule_loading import choose_windows, load_rules, read_config
     from advisor.advise.rule_runner import run_rules
-    from advisor.advise.select import choose_windows, load_rules, read_config
     from advisor.measure.ranks.rank_summary import summarise_rank
     from advisor.read import open_run
 

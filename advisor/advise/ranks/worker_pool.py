@@ -19,7 +19,7 @@ from advisor.advise.options import RANK_TIMEOUT_SECONDS
 from advisor.advise.ranks.task import MeasureTask, run_task, shorten_reason
 from advisor.core.errors import AdvisorError, install_command
 from advisor.core.pool import ProcessPool, Work, WorkerDied
-from advisor.measure.ranks.summary import MAX_DECODED, RankSummary, UnreadRank, decode
+from advisor.measure.ranks.summary_schema import MAX_DECODED, RankSummary, UnreadRank, decode
 
 RETRIES: Final = 2
 """Number of retries of a file whose worker died, because of it or something else."""

@@ -11,8 +11,8 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, union
 from advisor.measure.device.families import find_layer_operators
+from advisor.measure.host.device_reads import backward_nodes
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.reads import backward_nodes
 from advisor.measure.host.stacks import (
     BACKWARD,
     ENGINE_NODE,

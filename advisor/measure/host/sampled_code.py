@@ -13,7 +13,7 @@ import polars as pl
 from advisor.core.finding import Location
 from advisor.core.intervals import intersect, union
 from advisor.measure import Analysis
-from advisor.measure.host.reads import outermost_aten
+from advisor.measure.host.device_reads import outermost_aten
 from advisor.measure.host.stacks import (
     MIN_COVERED,
     MIN_OF_LOOP,

@@ -11,8 +11,8 @@ import polars as pl
 from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, union
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.device_reads import backward_nodes
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.reads import backward_nodes
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.measure.steps.steps import step_of
 

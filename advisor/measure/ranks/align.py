@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from advisor.core.intervals import Bools, Floats, Ints
-from advisor.measure.ranks.summary import MAX_CLOCK_DIFFERENCE_NS
+from advisor.measure.ranks.summary_schema import MAX_CLOCK_DIFFERENCE_NS
 
 END_TOLERANCE_NS = 1_000_000.0
 """Largest difference of one collective's ends on two ranks, ns: up to 0.33 ms on a public pair of

@@ -18,9 +18,9 @@ from advisor.measure.comm.comms import list_collectives
 from advisor.measure.comm.messages import COLLECTIVES
 from advisor.measure.host.names import map_names
 from advisor.measure.ranks.align import group_medians
-from advisor.measure.ranks.members import Members, find_members
 from advisor.measure.ranks.outliers import MAX_CHANCE, MIN_SHARE, Deviation, JobMeasurements
-from advisor.measure.ranks.summary import Collectives, StepSummary, pack
+from advisor.measure.ranks.summary_schema import Collectives, StepSummary, pack
+from advisor.measure.ranks.topology import Members, find_members
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """Collectives that no rank can leave before every rank of its group has entered them. (A rank can

@@ -14,7 +14,7 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.align import Clocks, align_cells, group_medians
-from advisor.measure.ranks.summary import Collectives, RankSummary, unpack
+from advisor.measure.ranks.summary_schema import Collectives, RankSummary, unpack
 
 COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
 

@@ -16,7 +16,16 @@ from advisor.core.ranks import format_ranks
 from advisor.core.text import format_duration, format_share
 from advisor.measure.device.families import FAMILIES
 from advisor.measure.ranks.join import CollectiveWaits, JoinedCollectives
-from advisor.measure.ranks.members import (
+from advisor.measure.ranks.own_time import (
+    MIN_KERNELS,
+    OWN,
+    RankProfile,
+    compare_devices,
+    have_other_inputs,
+    longer_families,
+)
+from advisor.measure.ranks.summary_schema import RankSummary
+from advisor.measure.ranks.topology import (
     LATE_SHARE,
     MAX_LATE_CHANCE,
     MIN_COLLECTIVES,
@@ -31,15 +40,6 @@ from advisor.measure.ranks.members import (
     p_values,
     upper_tail,
 )
-from advisor.measure.ranks.profile import (
-    MIN_KERNELS,
-    OWN,
-    RankProfile,
-    compare_devices,
-    have_other_inputs,
-    longer_families,
-)
-from advisor.measure.ranks.summary import RankSummary
 
 MAX_CHANCE = 0.002
 """Chance of a false alarm in each of five searches: together one healthy job of a hundred."""

@@ -15,14 +15,13 @@ from advisor.core.finding import Finding
 from advisor.core.intervals import Ints, covered_length, union
 from advisor.core.report import MemorySample
 from advisor.measure import Analysis
-from advisor.measure.host.reads import outermost_aten
+from advisor.measure.host.device_reads import outermost_aten
 from advisor.measure.ranks.collectives import (
     collective_table,
     pack_collectives,
     step_summaries,
 )
-from advisor.measure.ranks.members import host_of
-from advisor.measure.ranks.summary import (
+from advisor.measure.ranks.summary_schema import (
     MAX_BYTES,
     Advice,
     Collectives,
@@ -33,6 +32,7 @@ from advisor.measure.ranks.summary import (
     pack,
     pack_findings,
 )
+from advisor.measure.ranks.topology import host_of
 from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
 from advisor.read.remote.urls import redact_url
 
@@ -215,7 +215,7 @@ def _fewer(result: Collectives, share: float) -> Collectives | None:
     """Keep about this share of the collectives, in whole steps; ``None`` if no step is left."""
     from msgspec.structs import replace as changed
 
-    from advisor.measure.ranks.summary import unpack
+    from advisor.measure.ranks.summary_schema import unpack
 
     columns = {
         name: unpack(getattr(result, name))

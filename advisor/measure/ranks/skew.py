@@ -19,7 +19,7 @@ from advisor.measure.ranks.collectives import (
     step_summaries,
 )
 from advisor.measure.ranks.join import JoinedCollectives, match_collectives, measure_waits
-from advisor.measure.ranks.summary import RankSummary
+from advisor.measure.ranks.summary_schema import RankSummary
 
 
 class Alignment(NamedTuple):

@@ -14,7 +14,7 @@ from advisor.advise.memory_fit import (
     MemoryFit,
     RepeatedLayer,
 )
-from advisor.advise.terms import how_to_record
+from advisor.advise.program_wording import how_to_record
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.prices import format_money

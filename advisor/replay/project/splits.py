@@ -13,7 +13,7 @@ from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
-from advisor.measure.ranks.members import host_of
+from advisor.measure.ranks.topology import host_of
 from advisor.measure.steps.steps import require_used_steps
 from advisor.replay.project.mesh import (
     MedianRank,

@@ -14,7 +14,7 @@ from advisor.core.report import Replay
 from advisor.measure import Analysis
 from advisor.measure.ranks.outliers import Deviation, edits_of
 from advisor.measure.ranks.rank_summary import summarise_rank
-from advisor.measure.ranks.summary import unpack_findings
+from advisor.measure.ranks.summary_schema import unpack_findings
 from advisor.replay.estimators import GainEstimator, estimator_for
 from advisor.replay.ranks.gains import (
     change_without,

@@ -14,8 +14,8 @@ import numpy as np
 
 from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.join import JoinedCollectives
-from advisor.measure.ranks.profile import RankProfile
-from advisor.measure.ranks.summary import RankSummary
+from advisor.measure.ranks.own_time import RankProfile
+from advisor.measure.ranks.summary_schema import RankSummary
 from advisor.replay.predictions import OTHERS, job_band
 
 MAX_CELLS = 400_000

@@ -20,7 +20,6 @@ from advisor.core.rule import Evidence
 from advisor.core.text import format_count, format_duration, format_share
 from advisor.measure.ranks.collectives import slow_links
 from advisor.measure.ranks.join import match_collectives, measure_waits
-from advisor.measure.ranks.members import RankTopology, find_stages
 from advisor.measure.ranks.outliers import (
     Deviation,
     JobMeasurements,
@@ -29,8 +28,14 @@ from advisor.measure.ranks.outliers import (
     find_outliers,
     merge_outliers,
 )
-from advisor.measure.ranks.profile import CLASSES, profile_ranks
-from advisor.measure.ranks.summary import RankSummary, UnreadRank, find_clusters, select_main_run
+from advisor.measure.ranks.own_time import CLASSES, profile_ranks
+from advisor.measure.ranks.summary_schema import (
+    RankSummary,
+    UnreadRank,
+    find_clusters,
+    select_main_run,
+)
+from advisor.measure.ranks.topology import RankTopology, find_stages
 from advisor.replay.ranks.gains import estimate_gain, estimate_without_stragglers, no_transfers
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 

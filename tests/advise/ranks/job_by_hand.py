@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from advisor.measure.ranks.summary import (
+from advisor.measure.ranks.summary_schema import (
     Advice,
     Collectives,
     KernelSummary,

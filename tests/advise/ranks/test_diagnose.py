@@ -19,7 +19,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, format_ranks
-from advisor.measure.ranks.summary import (
+from advisor.measure.ranks.summary_schema import (
     Advice,
     KernelSummary,
     RankSummary,

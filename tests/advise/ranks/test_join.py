@@ -17,7 +17,7 @@ from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.ranks.join import match_collectives, measure_waits
 from advisor.measure.ranks.skew import align_ranks, measure_skew
-from advisor.measure.ranks.summary import pack, unpack
+from advisor.measure.ranks.summary_schema import pack, unpack
 from advisor.read import open_run
 from tests.measure.stragglers import stragglers
 

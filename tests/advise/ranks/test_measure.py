@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from advisor.advise.engine import examine
 from advisor.advise.ranks.task import summarise_file
 from advisor.core.errors import AdvisorError
-from advisor.measure.ranks.members import find_racks, host_of
 from advisor.measure.ranks.rank_summary import shrink_to_limit
-from advisor.measure.ranks.summary import MAX_BYTES, decode, encode, pack, unpack
+from advisor.measure.ranks.summary_schema import MAX_BYTES, decode, encode, pack, unpack
+from advisor.measure.ranks.topology import find_racks, host_of
 from advisor.testing import TraceBuilder
 
 sys.path.insert(0, str(Path(__file__).parent))

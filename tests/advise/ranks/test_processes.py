@@ -19,7 +19,7 @@ from advisor.advise.ranks.task import MeasureTask, run_task
 from advisor.advise.ranks.worker_pool import start_processes
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool, WorkerDied
-from advisor.measure.ranks.summary import RankSummary, decode
+from advisor.measure.ranks.summary_schema import RankSummary, decode
 from advisor.read.remote.urls import RemoteFile
 
 

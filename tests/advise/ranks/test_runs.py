@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from advisor.measure.ranks.summary import RankSummary, StepSummary, select_main_run
+from advisor.measure.ranks.summary_schema import RankSummary, StepSummary, select_main_run
 
 HOUR = 3_600 * 10**9
 

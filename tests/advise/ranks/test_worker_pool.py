@@ -14,7 +14,7 @@ import msgspec
 from advisor.advise.ranks.task import MeasureTask, run_task
 from advisor.advise.ranks.worker_pool import RETRIES, iterate_results
 from advisor.core.pool import WorkerDied
-from advisor.measure.ranks.summary import RankSummary, UnreadRank, encode
+from advisor.measure.ranks.summary_schema import RankSummary, UnreadRank, encode
 from advisor.read.remote.urls import RemoteFile
 
 Act = Callable[[int, int], bytes]

@@ -321,7 +321,7 @@ def test_a_large_file_never_is_in_memory(web: Server, tmp_path: Path, ranges: bo
 def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
     web: Server, trace_bytes: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from advisor.dashboard.session import DashboardSession
+    from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.mcp.answers import AllowedFolders
     from advisor.mcp.tools import Tools
 

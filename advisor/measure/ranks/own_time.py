@@ -16,7 +16,7 @@ import numpy as np
 
 from advisor.core.intervals import Floats
 from advisor.measure.device.families import MATRIX
-from advisor.measure.ranks.summary import RankSummary, unpack
+from advisor.measure.ranks.summary_schema import RankSummary, unpack
 
 CLASSES = ("compute", "copies", "input", "host", "communication")
 """Exclusive classes of a step's time; the last one is no work of the rank's own."""

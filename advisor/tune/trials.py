@@ -21,9 +21,9 @@ from advisor.tune.measured_gain import (
     measure_gain,
     measure_paired_gain,
 )
-from advisor.tune.process import TrialProgram, landlock_version
 from advisor.tune.report import CombinedTrial, Trial, TrialReport
 from advisor.tune.rounds import KNOBS_PER_ROUND, Rounds, TrialLimits
+from advisor.tune.trial_process import TrialProgram, landlock_version
 
 MIN_GAIN = 0.01
 """Smallest share of the step that counts as a gain: two runs of one program differ by less."""

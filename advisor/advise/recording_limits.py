@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.memory import memory_limits
-from advisor.advise.terms import (
+from advisor.advise.program_wording import (
     ACTIVITIES,
     OTHER_FRAMEWORKS,
     mark_steps,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
 from advisor.measure.ranks.join import JoinedCollectives
-from advisor.measure.ranks.summary import RankSummary
+from advisor.measure.ranks.summary_schema import RankSummary
 
 _OF_TENSORBOARD = re.compile(r"^(?P<host>[A-Za-z][\w.-]*?)_\d+(?:\.\d+)?\.pt\.trace\.json")
 """Names of files by ``tensorboard_trace_handler``: ``<host>_<pid>.<time>.pt.trace.json``."""

@@ -27,8 +27,8 @@ from advisor.dashboard.components import (
     table,
     tiles,
 )
+from advisor.dashboard.loaded_runs import LoadedRun
 from advisor.dashboard.page_view import PageView
-from advisor.dashboard.session import LoadedRun
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_kinds import CATEGORIES
 from advisor.measure.memory.peak_memory import PeakMemory
@@ -57,7 +57,7 @@ def warm(loaded: LoadedRun) -> None:
         _timeline_table(loaded, None, post)
 
 
-def memory_cards(view: PageView) -> list[Any]:
+def draw_cards(view: PageView) -> list[Any]:
     """Build cards of each device of the rank; empty where no memory was recorded."""
     a = view.analysis
     views = {device_view.device: device_view for device_view in view.loaded.report.memory}

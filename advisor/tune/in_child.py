@@ -302,7 +302,7 @@ class TrialRecorder:
 
 class PauseControl:
     """Stops the trial's process group before each block of steps, all threads and workers with it,
-    so that nobody works ahead. Its parent resumes it (``advisor/tune/process.py``)."""
+    so that nobody works ahead. Its parent resumes it (``advisor/tune/trial_process.py``)."""
 
     def __init__(self, spec: TrialSpec) -> None:
         self.spec = spec

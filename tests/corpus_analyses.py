@@ -17,7 +17,7 @@ from typing import Any
 
 from advisor.advise import engine
 from advisor.advise.engine import AnalysisResult, Options
-from advisor.advise.select import read_config
+from advisor.advise.rule_loading import read_config
 from advisor.core.prices import read_prices
 from advisor.core.report import Report
 from benchmarks.public_traces import CORPUS

@@ -341,14 +341,35 @@ def commands_text() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+PYTHON_USE = """import advisor
+from advisor.compare import compare
+
+report = advisor.analyze("trace.json.gz")  # what advisor analyze shows, as data
+for finding in report.findings:
+    if finding.impact and finding.impact.gain_ns:
+        print(finding.title, finding.impact.gain_ns / 1e6, "ms per step")
+
+run = advisor.open("trace.json.gz")
+result = advisor.whatif(run, ["parallelize loader 2"])  # a change of your own
+print(result.measured_step_ns / 1e6, "→", result.edited_step_ns / 1e6, "ms")
+
+print(compare("trace.json.gz", "after.json.gz").verdict)
+"""
+
+
 def python_text() -> str:
     """Every public name of the package with its signature and docstring."""
     parts = [
         "# Python",
-        "After this page you can call advisor from Python: `import advisor`. These are its public "
-        "names. `record` is `profile` under a name for `with`.",
+        "After this page you can call advisor from Python.",
+        fenced_block(PYTHON_USE, "python"),
+        "`print(report)` writes the report as in a terminal; `report.to_dict()` is "
+        "[its JSON](report-schema.md). To record from Python: [recording](recording.md).",
+        "These are all public names, functions first. `record` is `profile` under a name for "
+        "`with`.",
     ]
-    for name in (each for each in advisor.__all__ if each not in ("__version__", "record")):
+    names = [each for each in advisor.__all__ if each not in ("__version__", "record")]
+    for name in sorted(names, key=lambda name: inspect.isclass(getattr(advisor, name))):
         item = getattr(advisor, name)
         parts.append(f"## advisor.{name}")
         if not inspect.isclass(item):

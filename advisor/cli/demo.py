@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from advisor.compare.comparison import Comparison
     from advisor.core.finding import Impact
 
-SOURCE = (
-    "A ResNet's training on one GPU, from PyTorch's own profiler tests (github.com/pytorch/kineto)"
-)
+SOURCE = "A ResNet's training on one GPU (a recording of github.com/pytorch/kineto)"
 CHANGE = "num_workers=0 → 4"
 
 

@@ -83,6 +83,21 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_every_page_is_linked_from_the_index() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    linked = {(docs / to).resolve() for to in re.findall(r"\]\(([^)#\s]+)", index)}
+    pages = [page.resolve() for page in docs.glob("*.md") if page.name != "index.md"]
+    assert [page.name for page in pages if page not in linked] == []
+
+
+def test_the_readme_counts_the_rules_that_are_not_proven() -> None:
+    listed = (ROOT / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
+    every, public, samples = map(int, re.findall(r"\d+", listed.partition(" more on")[0]))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{every - public - samples} of {every} rules were not yet right" in readme
+
+
 def test_what_is_said_of_installing_advisor_is_what_works() -> None:
     """One way, kept in ``core/errors.py``: no page and no message has another."""
     from advisor.core.errors import install_command

@@ -363,22 +363,13 @@ class MeshProjector:
     ) -> tuple[float, float, dict[str, float]]:
         """Return the step, the bubble in it, and what new collectives add by axis, ns."""
         factor = work.factors(bound)
-        step = self._replay(factor, work.launches)
+        step = scaled_step(self.whatif, factor, host=work.launches)
         added = work.added(bound)
         step += sum(added.values())
         # a pipeline waits for the stages before and after: not in the optimizer and what follows
         once = work.once(bound)
         bubble = max(0.0, step - once) * (mesh.pp - 1) / slots
         return step + bubble, bubble, added
-
-    def _replay(self, factor: Array, launches: float) -> float:
-        if self.replayed:
-            return scaled_step(self.whatif, factor, host=launches)
-        gpu, a = self.a.trace.gpu, self.a
-        dur = gpu["dur"].to_numpy() * a.in_window
-        busy = a.device_busy(a.in_window).total
-        mean = float((dur * factor).sum() / max(dur.sum(), 1))
-        return (busy * mean + (a.span_ns - busy) * launches) / a.step_count
 
     def _axis_changes(self, work: _Work, added: dict[str, float]) -> tuple[MeshAxisChange, ...]:
         factor, steps = work.factors(MIDDLE), self.a.step_count

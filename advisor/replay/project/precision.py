@@ -31,6 +31,7 @@ from advisor.replay.project.device_scaling import (
     estimate_product,
     missing_unit,
 )
+from advisor.replay.project.project import scaled_step
 from advisor.replay.window_replayer import WindowReplayer
 
 LINEAR = ("mm", "addmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm")
@@ -318,11 +319,7 @@ class _Conversion:
     def _replay(self, factor: Array, launches: Array, whatif: WindowReplayer) -> float:
         a = self.a
         if whatif.unusable_reason:
-            busy = a.device_busy(a.in_window).total
-            dur = self.dur * a.in_window
-            return (a.span_ns - busy + busy * float((dur * factor).sum() / dur.sum())) / (
-                a.step_count
-            )
+            return scaled_step(whatif, factor)
         graph = whatif.graph
         dur, weight = graph.dur.copy(), graph.weight.copy()
         device = graph.device

@@ -163,18 +163,8 @@ class Projector:
         return self._step(np.zeros(self.a.trace.gpu.height), 1.0, self.source)
 
     def _step(self, factor: Array, host: float, target: GpuSpec) -> float:
-        """Return the measured step times the ratio of two replays, ns. Where steps cannot be
-        replayed, busy time is scaled by ``factor`` and the rest by ``host``."""
-        if not self.replayed:
-            return self._by_busy(factor, host)
         later = START_NS[target.vendor] - START_NS[self.source.vendor]
         return scaled_step(self.whatif, factor, host=host, later=later)
-
-    def _by_busy(self, factor: Array, host: float) -> float:
-        busy = self.a.device_busy(self.a.in_window).total
-        dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window
-        mean = float((dur * factor).sum() / max(dur.sum(), 1))
-        return (busy * mean + (self.a.span_ns - busy) * host) / self.a.step_count
 
     def _parts(self, moved: ScaledDeviceWork) -> tuple[Part, ...]:
         dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
@@ -370,7 +360,14 @@ def scaled_step(
 ) -> float:
     """Return the measured step times the ratio of two replays, ns. ``factor``: new duration of each
     row of ``trace.gpu`` over the old one; ``host``: the same of host time; ``later``: ns by which
-    kernels start later after their launch."""
+    kernels start later after their launch. Where steps cannot be replayed, busy time is scaled by
+    ``factor`` and the rest by ``host``."""
+    a = whatif.a
+    if whatif.unusable_reason:
+        busy = a.device_busy(a.in_window).total
+        own = a.trace.gpu["dur"].to_numpy() * a.in_window
+        mean = float((own * factor).sum() / max(own.sum(), 1))
+        return (busy * mean + (a.span_ns - busy) * host) / a.step_count
     graph = whatif.graph
     dur, weight = graph.dur.copy(), graph.weight.copy()
     device = graph.device
@@ -378,4 +375,4 @@ def scaled_step(
     weight[np.isin(graph.edge, HOST_EDGES) & (weight > 0)] *= host
     launch = (graph.edge == EdgeKind.LAUNCH) & (weight > NEVER)
     weight[launch] = np.maximum(weight[launch] + later, np.minimum(weight[launch], 0.0))
-    return whatif.a.step_ns * whatif.plan.steady_step(weight, dur) / max(whatif.steady_ns, 1.0)
+    return a.step_ns * whatif.plan.steady_step(weight, dur) / max(whatif.steady_ns, 1.0)

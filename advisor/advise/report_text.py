@@ -91,7 +91,7 @@ def _slowest(report: Report) -> str:
     """Name the rank with the longest step where that is another one; empty: it is not."""
     lines = [] if report.ranks is None else report.ranks.lines
     line = max(lines, key=lambda line: line.step_ns, default=None)
-    if line is None or line.rank == report.scope.rank:
+    if line is None or line.step_ns <= (1 + EQUAL_STEP_SHARE) * report.scope.step_ns:
         return ""
     return (
         f"; the slowest is rank {line.rank}, {t.format_duration(line.step_ns)}: --rank {line.rank}"
@@ -163,7 +163,7 @@ def compare_window_with_run(report: Report) -> list[str]:
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         same = abs(step.window_excess - step.profiler_overhead) < EQUAL_STEP_SHARE
         parts = [] if same else [longer]
-        adds = f"the profiler adds {t.format_share(step.profiler_overhead)}"
+        adds = f"the profiler adds {t.format_share(step.profiler_overhead)} to steps next to it"
         if step.window_excess < 0:  # the two add up to no contradiction
             parts = [f"{longer}, although {adds}"]
         else:
@@ -656,7 +656,7 @@ ENDS_DIFFER: Final = {
 }
 """Words of DECIDED_BY that differ by end."""
 WHY_MORE: Final = {
-    "make_async": "the host no longer waits in these calls and launches later work earlier{late}",
+    "make_async": "the host does not wait, and launches earlier{late}",
     "round_trip": "the CPU's work between these copies disappears too",
     "drop_launch": "idle time before the first launch, and of other causes, disappears too",
     "parallelize": "the launches after it come earlier too",

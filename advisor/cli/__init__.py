@@ -44,7 +44,7 @@ def _advisor(
     \b
     Start:
       advisor demo                    the report of a bundled recording
-      advisor analyze trace.json.gz   what is slow in your profile, and what to change
+      advisor analyze trace.json.gz   what is slow, and what to change
       advisor record train.py         record a run; then: advisor analyze runs/
     """
     if ctx.invoked_subcommand is None:

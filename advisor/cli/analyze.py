@@ -112,6 +112,12 @@ def command(
         )  # fmt: skip
     if fail_on is not None and reaches_severity(report, fail_on):
         raise typer.Exit(1)
+    if (
+        fail_on is not None
+        and report.status == "limited"
+        and any(i.truncated for i in report.inputs)
+    ):
+        raise AdvisorError("--fail-on: the file is cut off, so nothing is judged; record it again")
 
 
 def choose_output(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -453,6 +454,15 @@ def test_export_takes_output_and_demo_brief(advisor: Run, slow_trace: Path) -> N
     assert Path("x.json").exists()
     code, out, _ = advisor("demo", "--brief")
     assert code == 0 and len(out.splitlines()) < 20
+
+
+def test_a_file_that_is_cut_off_passes_no_gate(advisor: Run) -> None:
+    recordings = Path(advisor_package.__file__).parent / "sample_workloads/recordings"
+    with gzip.open(recordings / "loader_before.json.gz") as file:
+        Path("cut.json").write_bytes(file.read(60_000))
+    assert advisor("analyze", "cut.json")[0] == 0
+    code, _, err = advisor("analyze", "cut.json", "--fail-on", "warning")
+    assert code == 2 and "--fail-on: the file is cut off" in err
 
 
 def test_whatif_without_an_edit_offers_those_of_the_findings(

@@ -50,6 +50,7 @@ def test_the_help_names_the_commands(advisor: Run, arguments: list[str]) -> None
     assert (code, err) == (0, "")
     for command in ("analyze", "demo", "rules"):
         assert command in shown
+    assert max(map(len, shown.splitlines())) <= 80
     assert "advisor analyze trace.json.gz" in shown and f"Docs: {cli.DOCS}" in shown
 
 

@@ -13,6 +13,7 @@ import polars as pl
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.finding import LAYER_TIMES
 from advisor.core.report import (
     KernelCounters,
     KernelLine,
@@ -20,7 +21,7 @@ from advisor.core.report import (
     Status,
     TritonKernel,
 )
-from advisor.core.trace import CUDA, KINETO, PYTORCH, TENSORRT
+from advisor.core.trace import CUDA, KINETO, PYTORCH
 from advisor.measure.device.kernel_names import library_of
 from advisor.measure.device.kernel_profiles import (
     ONE_LAUNCH,
@@ -32,6 +33,7 @@ from advisor.measure.device.kernel_profiles import (
     shorten_kernel,
 )
 from advisor.measure.steps.steps import step_of
+from advisor.read.registry import find_tool
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding
@@ -417,8 +419,9 @@ ONE_OF_SEVERAL = "Of a job, the launcher starts one rank so, and the others as b
 def _program(report: Report) -> str:
     """Return the command of the program, by the format and framework of its recording."""
     form, framework = _format(report), report.scope.framework
-    if form == TENSORRT:
-        return "trtexec --loadEngine=model.plan --warmUp=0 --duration=0 --iterations=3"
+    tool = find_tool(form, framework)
+    if tool is not None and tool.program:
+        return tool.program
     if framework == CUDA:
         return "./program"
     if form != KINETO and form is not None and report.inference is None:
@@ -459,7 +462,7 @@ def profiling_command(
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
     pattern = f"^({'|'.join(names)})"
     which = f"ncu -k 'regex:{pattern}'"
-    if _format(report) == TENSORRT:  # its names are of layers, not of kernels
+    if report.scope.step_source == LAYER_TIMES:  # its names are of layers, not of kernels
         layers = round(sum(row.calls for row in report.rooflines))
         which, skip, count, after = "ncu", layers, layers, " after one inference"
     else:

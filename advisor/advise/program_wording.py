@@ -8,7 +8,6 @@ would have to be recorded."""
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -21,6 +20,8 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.inference.annotations import FORWARD, TRANSFORMERS
 from advisor.measure.steps.step_records import StepRecords
+from advisor.read.reader import Tool
+from advisor.read.registry import find_tool
 from advisor.rules.support.common import impact_without_gain
 
 OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
@@ -129,59 +130,6 @@ def _is_set(line: str, recorded: StepRecords) -> bool:
 # -- what would have to be recorded ----------------------------------------------------------------
 
 
-class Tool(NamedTuple):
-    """Recording tool other than PyTorch's profiler, and how to use it."""
-
-    command: str
-    """Command or profiler that records everything."""
-    step: str
-    """Call or range that marks a step."""
-    host: str
-    """Option or range that shows the host's work in a program without PyTorch."""
-
-
-_ROCTX = ("a ROCTX range around each iteration", "ROCTX ranges around the host's work")
-_TOOLS = {
-    "nsys": Tool(
-        "nsys profile --trace=cuda,nvtx,osrt",
-        "an NVTX range around each iteration",
-        "NVTX ranges around the host's work (or samples: nsys profile --sample=process-tree)",
-    ),
-    "rocpd": Tool("rocprofv3 --sys-trace", *_ROCTX),
-    "rpd": Tool("runTracer.sh", *_ROCTX),
-    "rocprofv3": Tool("rocprofv3 --sys-trace", *_ROCTX),
-}
-_XLA_FORMATS = ("xplane", "xla-timeline")
-_XLA_TOOLS = {
-    TENSORFLOW: Tool(
-        "tf.profiler.experimental.start",
-        "tf.profiler.experimental.Trace around each step",
-        "tf.profiler.experimental.ProfilerOptions(python_tracer_level=1)",
-    ),
-    JAX: Tool(
-        "jax.profiler.trace",
-        "jax.profiler.StepTraceAnnotation around each step",
-        "jax.profiler.ProfileOptions (python_tracer_level = 1)",
-    ),
-    PYTORCH: Tool(
-        "torch_xla.debug.profiler.trace",
-        "torch_xla.debug.profiler.StepTrace around each step",
-        "torch_xla.debug.profiler.Trace around the host's work",
-    ),
-}
-_XLA = Tool(
-    "TensorFlow's or JAX's profiler",
-    "tf.profiler.experimental.Trace or jax.profiler.StepTraceAnnotation around each step",
-    "python_tracer_level=1 in the profiler's options",
-)
-"""Tool of files whose framework is not known."""
-_TOOLS["tensorrt"] = Tool(
-    "nsys profile --trace=cuda,nvtx,osrt trtexec --loadEngine=model.plan",
-    "an NVTX range around each inference",
-    "NVTX ranges around the host's work, under nsys profile --trace=cuda,nvtx,osrt",
-)
-_NVIDIA = ("nsys", "tensorrt")
-"""Formats whose programs Nsight Systems can record."""
 MEMORY_SNAPSHOT = "a memory snapshot (torch.cuda.memory._dump_snapshot), read with --memory"
 """Recording of the allocator's memory beside a trace of any tool."""
 
@@ -194,13 +142,7 @@ _DEEP = frozenset(("with_stack", "profile_memory"))
 
 def tool_of(meta: TraceMeta) -> Tool | None:
     """Return the tool that recorded a trace; ``None`` for PyTorch's profiler or a similar one."""
-    return _tool(meta.format, meta.framework)
-
-
-def _tool(trace_format: str | None, framework: str | None) -> Tool | None:
-    if trace_format in _XLA_FORMATS:
-        return _XLA_TOOLS.get(framework or "", _XLA)
-    return _TOOLS.get(trace_format or "")
+    return find_tool(meta.format, meta.framework)
 
 
 def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> str:
@@ -213,7 +155,7 @@ def how_to_record(option: str, meta: TraceMeta, *, recorder: bool = False) -> st
         return "advisor record --deep" if recorder and name in _DEEP else option
     torch = meta.framework == PYTORCH
     if option.startswith("a profiler that writes"):
-        return tool.command if meta.format in _NVIDIA else ""
+        return tool.command if tool.records_device else ""
     match option.replace("(", "=").partition("=")[0]:
         case "record_shapes":
             return "torch.autograd.profiler.emit_nvtx(record_shapes=True)" if torch else ""
@@ -263,7 +205,7 @@ def ask_to_record(how: str) -> str:
 
 def mark_steps(trace_format: str | None, framework: str | None) -> str:
     """Say how to mark steps: ``call profiler.step() once an iteration``."""
-    tool = _tool(trace_format, framework)
+    tool = find_tool(trace_format, framework)
     if tool is None:
         return "call profiler.step() once an iteration"
     return f"put {tool.step}, or name a range with --steps"

@@ -469,8 +469,8 @@ def describe_unseen_end(recorded: StepRecords) -> str:
 
 def is_too_small(a: Analysis) -> bool:
     """Tell whether a file is too small for any advice. Traces written as code are examples."""
-    engine = a.trace.meta.format == "tensorrt"  # every layer of an inference, by its mean time
-    return count_events(a) < MIN_EVENTS and not a.trace.meta.example and not engine
+    meta = a.trace.meta
+    return count_events(a) < MIN_EVENTS and not meta.example and not meta.layer_times
 
 
 def count_events(a: Analysis) -> int:

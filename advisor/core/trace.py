@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import Recording
     from advisor.core.snapshot import MemorySnapshot
 
-TENSORRT = "tensorrt"
 """Value of ``TraceMeta.format`` for the profile of a TensorRT engine."""
 KINETO = "kineto"
 """Value of ``TraceMeta.format`` for PyTorch's profiler."""
@@ -254,6 +253,8 @@ class TraceMeta:
     """Dumps of the flight recorder: from a file that is one, or given beside a trace."""
     network: NetworkLog | None = None
     """Logs of NCCL and topologies: from a file that holds nothing else, or given beside a trace."""
+    layer_times: bool = False
+    """Whether rows are the layers of one inference, with mean times (``Reader.layer_times``)."""
     step_marks: str | None = None
     """Kind of step marks, of STEP_MARKS, where they are not PyTorch's: the marks are then ranges
     ``step #<n>``."""

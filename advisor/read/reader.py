@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from advisor.core.cgroup import available_memory
 from advisor.read.source import DEFAULT_LIMIT, ByteSource
@@ -74,6 +74,21 @@ class ReaderClaim(IntEnum):
     SURE = 2
 
 
+class Tool(NamedTuple):
+    """Recording tool other than PyTorch's profiler, and how to use it."""
+
+    command: str
+    """Command or profiler that records everything."""
+    step: str
+    """Call or range that marks a step."""
+    host: str
+    """Option or range that shows the host's work in a program without PyTorch."""
+    records_device: bool = False
+    """Whether the command also records grids, blocks and the device's properties."""
+    program: str = ""
+    """Program that ran, where it is always the same one."""
+
+
 class Reader(ABC):
     """Reader of one file format, which makes the tables of a :class:`~advisor.core.trace.Trace`.
 
@@ -95,6 +110,16 @@ class Reader(ABC):
     meta_field: ClassVar[str] = ""
     """Field of TraceMeta filled by files that hold no trace. Given beside traces, they are joined
     with :meth:`merge`, and every trace gets the result (``core/auxiliary_inputs.py``)."""
+
+    tool: ClassVar[Tool | None] = None
+    """Tool that writes its files; reports advise how to record more with it. ``None``: PyTorch's
+    profiler, or one with its options."""
+    layer_times: ClassVar[bool] = False
+    """Whether its rows are the layers of one inference, with mean times: no step begins or ends."""
+
+    def find_tool(self, framework: str | None) -> Tool | None:  # noqa: ARG002
+        """Return the tool for a program of a framework (``TraceMeta.framework``)."""
+        return self.tool
 
     def merge(self, values: list[Any]) -> Any:
         """Merge the ``meta_field`` values of two or more files."""

@@ -16,7 +16,7 @@ from advisor.core.discovery import classes_in, loading
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import find_gpu
 from advisor.core.trace import KINETO, Trace
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool
 from advisor.read.source import PACKINGS, ByteSource, kind_of
 
 ENTRY_POINTS = "advisor.readers"
@@ -92,6 +92,15 @@ def refuse_unknown(first: bytes, path: str) -> None:
         source = ByteSource(path, data=first)
         if source.head():
             reader_of(source)
+
+
+def find_tool(trace_format: str | None, framework: str | None) -> Tool | None:
+    """Return the tool that records a format; ``None``: PyTorch's profiler or one like it."""
+    for readers in (bundled_readers, installed_readers):
+        for reader in readers():
+            if reader.name == trace_format:
+                return reader.find_tool(framework)
+    return None
 
 
 def is_trace_name(name: str) -> bool:
@@ -175,10 +184,16 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
     if not isinstance(trace, Trace):  # somebody else's
         raise AdvisorError(f"{source.path}: the reader {reader.name!r} failed (it gave no Trace)")
     form = trace.meta.format if reader.name == KINETO else reader.name
-    if form != reader.name and form not in {item.name for item in all_readers()}:
-        form = reader.name  # it says that we wrote it, from a file of a format that nobody knows
+    if form != reader.name:  # it says that we wrote it, from a file of another format
+        reader = next((each for each in all_readers() if each.name == form), reader)
     gpu = None if options.recorded_gpu is None else find_gpu(options.recorded_gpu).gpu.name
-    meta = replace(trace.meta, format=form, step_ranges=options.step_ranges, gpu=gpu)
+    meta = replace(
+        trace.meta,
+        format=reader.name,
+        layer_times=reader.layer_times,
+        step_ranges=options.step_ranges,
+        gpu=gpu,
+    )
     return replace(trace, meta=meta)
 
 

@@ -17,6 +17,8 @@ import pytest
 
 import advisor
 from advisor import cli
+from advisor.read.registry import bundled_readers, reader_of
+from advisor.read.source import ByteSource
 from advisor.testing.allocator import FakeAllocator, Training
 
 SECRET = b"/home/gracehop/x/k.py"
@@ -59,6 +61,19 @@ FORMATS: dict[str, tuple[Callable[[Path], Path], bytes]] = {
     ),
 }
 """How to make a small one, and a kernel's name in it."""
+NO_KERNELS = {"tensorrt"}
+"""Formats whose rows are layers."""
+SAME_ROWS = {"xla-timeline": "xplane"}
+"""Formats that another reader turns into the same rows."""
+
+
+def test_no_tool_s_format_is_left_out(tmp_path: Path) -> None:
+    tried = set()
+    for name, (make, _) in FORMATS.items():
+        (tmp_path / name).mkdir()
+        tried.add(reader_of(ByteSource(str(make(tmp_path / name)))).name)
+    tools = {reader.name for reader in bundled_readers() if reader.tool is not None}
+    assert {SAME_ROWS.get(name, name) for name in tools} - NO_KERNELS == tried
 
 
 @pytest.fixture(

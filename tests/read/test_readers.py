@@ -18,6 +18,7 @@ from polars.testing import assert_frame_equal
 
 import advisor
 from advisor import cli
+from advisor.advise.program_wording import mark_steps, record_with
 from advisor.core.errors import AdvisorError
 from advisor.core.trace import TraceMeta
 from advisor.export.chrome import write_tables
@@ -30,7 +31,7 @@ TOY = '''
 import polars as pl
 
 from advisor.read.build import build_trace
-from advisor.read.reader import Reader, ReaderClaim
+from advisor.read.reader import Reader, ReaderClaim, Tool
 from advisor.core.trace import TraceMeta
 
 HEAD = b"what,kind,name,lane,start_ns,length_ns,id"
@@ -42,6 +43,7 @@ class Toy(Reader):
     name = "toy"
     description = "a toy table (.csv)"
     suffixes = (".csv",)
+    tool = Tool("toyprof run", "toy_mark() around each step", "toy_range()")
 
     def sniff(self, head, path):
         return ReaderClaim.SURE if head.startswith(HEAD) else ReaderClaim.NO
@@ -126,6 +128,12 @@ def test_times_are_whole_nanoseconds_and_stacks_and_launches_are_found(path: Pat
     assert around["name"].cast(pl.String).unique().to_list() == ["net::layer"]
     outer = trace.cpu[around["parent"]]
     assert outer["name"].cast(pl.String).to_list() == [f"ProfilerStep#{n // 10}" for n in range(50)]
+
+
+def test_advice_on_recording_is_for_its_tool(path: Path) -> None:
+    meta = read_trace(str(path)).meta
+    assert record_with("activities=[CPU, CUDA]", meta) == "Record with toyprof run."
+    assert mark_steps("toy", None).startswith("put toy_mark() around each step")
 
 
 def test_its_traces_are_analysed_replayed_and_explored_like_any_other(path: Path) -> None:

@@ -23,7 +23,10 @@ from types import ModuleType
 
 import pytest
 
+from advisor.core.trace import KINETO
 from advisor.read import open_run, read_trace
+from advisor.read.registry import bundled_readers, reader_of
+from advisor.read.source import ByteSource
 from advisor.testing.allocator import MIB, FakeAllocator, Training
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
@@ -136,6 +139,10 @@ SEEDS: dict[str, Callable[[Path], Path]] = {
     "ncu report": lambda folder: _rows(folder / "n", "ncu/cutlass_a100_s8.ncu-rep.gz", None),
     "rocprof csv": lambda folder: _rows(
         folder / "r.csv", "rocprof/laplacian/kernel1_results.csv.gz", 40
+    ),
+    "rocprof compute": lambda folder: _written(
+        folder / "compute.db",
+        gzip.decompress((CORPUS / "rocprof/rocprof_compute_sample.db.gz").read_bytes()),
     ),
     "tensorrt": lambda folder: _engine(folder / "t.json", "resnet_A100_fp16.profile.json"),
     "tensorrt graph": lambda folder: _engine(folder / "g.json", "resnet_A100_fp16.graph.json"),
@@ -353,6 +360,16 @@ def test_every_sound_file_is_analysed(name: str, seeds: dict[str, bytes], tmp_pa
     path, read = _places(tmp_path / "sound", name, seeds)
     path.write_bytes(seeds[name])
     assert mutations.hold(_analysing, name, read) == "read"
+
+
+ELSEWHERE = {KINETO, "flight-recorder", "nccl-log", "memory-timeline"}
+"""Readers whose files ``test_every_reader.py`` damages."""
+
+
+def test_no_reader_of_this_package_is_left_out(tmp_path: Path) -> None:
+    made = [make(tmp_path) for make in SEEDS.values()]
+    seeded = {reader_of(ByteSource(str(path))).name for path in made}
+    assert seeded | ELSEWHERE == {reader.name for reader in bundled_readers()}
 
 
 def _places(stem: Path, name: str, seeds: dict[str, bytes]) -> tuple[Path, Path]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import Intervals, covered_length, union
-from advisor.core.trace import KINETO, LOADER, STEP_MARKS, TENSORRT, Trace
+from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
 from advisor.measure.host.launches import (
     AHEAD_SHARE,
     analysed_device,
@@ -165,7 +165,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     """
     if trace.meta.step_ranges is not None:
         return _finish(trace, *_named_steps(trace, trace.meta.step_ranges), select)
-    if trace.meta.format == TENSORRT:
+    if trace.meta.layer_times:
         return _sum_of_layers(trace)
     passes = find_passes(trace)
     if passes is not None and passes.source == ENGINE:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advisor.core.errors import AdvisorError
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool
 from advisor.read.source import ByteSource
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ class TensorRT(Reader):
     name = "tensorrt"
     description = "TensorRT layer times (.profile.json)"
     suffixes = ()
+    tool = Tool(
+        "nsys profile --trace=cuda,nvtx,osrt trtexec --loadEngine=model.plan",
+        "an NVTX range around each inference",
+        "NVTX ranges around the host's work, under nsys profile --trace=cuda,nvtx,osrt",
+        records_device=True,
+        program="trtexec --loadEngine=model.plan --warmUp=0 --duration=0 --iterations=3",
+    )
+    layer_times = True
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise either file by its first keys."""

@@ -13,7 +13,7 @@ from advisor.core.trace import Trace
 from advisor.read.event_columns import NAME_LIMIT
 from advisor.read.formats.kineto.json_pieces import without_mark
 from advisor.read.formats.xplane.reader import Space, XPlane, space_to_trace
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.reader import ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _TimelineFile(msgspec.Struct):
     traceEvents: list[msgspec.Raw] = []
 
 
-class XlaTimeline(Reader):
+class XlaTimeline(XPlane):
     """Reader of ``<host>.trace.json.gz`` in a log directory: the events of the XPlane file beside
     it, cut to a million. Processes are planes, threads are lines."""
 

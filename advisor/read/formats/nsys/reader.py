@@ -12,7 +12,7 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.files import scratch_folder
 from advisor.core.trace import Trace, TraceMeta
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, open_database, table_names
 
@@ -29,6 +29,12 @@ class Nsys(Reader):
     name = "nsys"
     description = "an Nsight Systems export or report (.sqlite, .nsys-rep or .qdrep)"
     suffixes = (".sqlite", *REPORTS)
+    tool = Tool(
+        "nsys profile --trace=cuda,nvtx,osrt",
+        "an NVTX range around each iteration",
+        "NVTX ranges around the host's work (or samples: nsys profile --sample=process-tree)",
+        records_device=True,
+    )
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise SQLite with Nsight Systems' tables; a report by its name, if it is no text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from advisor.core.trace import Trace, TraceMeta
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions, memory_budget
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool, memory_budget
 from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, Database, open_database, table_names
 
@@ -16,12 +16,17 @@ JSON_MEMORY = 8
 """Memory per byte of such a file, bytes."""
 
 
+_ROCTX = ("a ROCTX range around each iteration", "ROCTX ranges around the host's work")
+_ROCPROF = Tool("rocprofv3 --sys-trace", *_ROCTX)
+
+
 class RpdReader(Reader):
     """Reader of rocmProfileData: ``runTracer.sh``, ``rpdTracerControl``."""
 
     name = "rpd"
     description = "an RPD profile of ROCm (.rpd)"
     suffixes = (".rpd",)
+    tool = Tool("runTracer.sh", *_ROCTX)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise SQLite with tables of RPD, or of rocprofv3, which have similar names."""
@@ -47,6 +52,7 @@ class RocpdReader(Reader):
     name = "rocpd"
     description = "a profile of rocprofv3 (.db, .json)"
     suffixes = (".db",)
+    tool = _ROCPROF
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise SQLite whose tables are named after a process."""
@@ -63,6 +69,7 @@ class RocprofJson(Reader):
     name = "rocprofv3"
     description = "a profile of rocprofv3 (.db, .json)"
     suffixes = ()
+    tool = _ROCPROF
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise JSON whose first key is the tool's."""

@@ -13,10 +13,10 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import known_gpus
-from advisor.core.trace import GPU_KINDS, Device, Trace, TraceMeta
+from advisor.core.trace import GPU_KINDS, JAX, PYTORCH, TENSORFLOW, Device, Trace, TraceMeta
 from advisor.read.build import build_trace
 from advisor.read.protobuf import PADDING, MalformedMessage, varint
-from advisor.read.reader import Reader, ReaderClaim, ReadOptions
+from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool
 from advisor.read.source import ByteSource
 from advisor.read.trace_events import copy_parts
 
@@ -52,12 +52,39 @@ class Space:
     """Number of events that could not be decoded."""
 
 
+_TOOLS = {
+    TENSORFLOW: Tool(
+        "tf.profiler.experimental.start",
+        "tf.profiler.experimental.Trace around each step",
+        "tf.profiler.experimental.ProfilerOptions(python_tracer_level=1)",
+    ),
+    JAX: Tool(
+        "jax.profiler.trace",
+        "jax.profiler.StepTraceAnnotation around each step",
+        "jax.profiler.ProfileOptions (python_tracer_level = 1)",
+    ),
+    PYTORCH: Tool(
+        "torch_xla.debug.profiler.trace",
+        "torch_xla.debug.profiler.StepTrace around each step",
+        "torch_xla.debug.profiler.Trace around the host's work",
+    ),
+}
+
+
 class XPlane(Reader):
     """Reader of an ``XSpace`` message, packed or not, without TensorFlow or protobuf."""
 
     name = "xplane"
     description = "a profile of TensorFlow or JAX (.xplane.pb or .trace.json.gz)"
     suffixes = (".xplane.pb",)
+    tool = Tool(
+        "TensorFlow's or JAX's profiler",
+        "tf.profiler.experimental.Trace or jax.profiler.StepTraceAnnotation around each step",
+        "python_tracer_level=1 in the profiler's options",
+    )
+
+    def find_tool(self, framework: str | None) -> Tool | None:
+        return _TOOLS.get(framework or "", self.tool)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise a message whose first field is a plane with a profiler's name for it."""

@@ -84,7 +84,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
         f"{step} → {least}{edited} ({change}) {per}.",
         [
             *_edits(result, lines),
-            Paragraph(RANGES, "soft"),
+            *([] if result.reason else [Paragraph(RANGES, "soft")]),
             *([notes(said)] if said else []),
             Section("How exact the replay is", [FieldList(fields)]),
         ],

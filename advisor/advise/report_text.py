@@ -275,8 +275,9 @@ def headline_numbers(report: Report) -> list[Line]:
         critical = report.replay.critical
         path = path_parts(critical, report.scope.framework, report.per)
         if path and _has_hidden_work(critical, report.busy_share):
-            path.append("next limit: GPU work")
-        lines.append(("path", ["critical path: " + path[0], *path[1:]] if path else []))
+            path.append(f"next limit: GPU work ({t.format_share(report.busy_share)} busy)")
+        named = "critical path" + ", unprofiled" * report.replay.unprofiled
+        lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:
         host = [
             f"{t.host_label(part.name, report.scope.framework)} {t.format_share(part.share)}"

@@ -452,6 +452,8 @@ class Replay(Struct, kw_only=True):
     """Measured step less what all ranked findings save together, ns."""
     busy_after_ns: float | None = None
     """Time in which the device works in that step, ns; ``null``: no device, or not replayed."""
+    unprofiled: bool = False
+    """Whether the critical path is of a step without the profiler's time on the host."""
 
 
 class Phase(Struct, frozen=True):

@@ -116,6 +116,7 @@ class ReplayEstimator(GainEstimator):
             critical_after=whatif.critical_path_parts(edits),
             busy_after_ns=whatif.busy_after(edits),
             step_after_ns=whatif.a.step_ns * left,
+            unprofiled=whatif.knows_own_steps,
         )
 
 

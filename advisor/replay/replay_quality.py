@@ -252,9 +252,15 @@ def path_composition(
     copies: pl.Series,
 ) -> dict[str, float]:
     """Return the critical path's time by what it consists of, ns: ``host``, ``compute``,
-    ``copying``, ``communication``, ``loader``, ``latency``. ``communication``, ``copies``: aligned
-    with ``trace.gpu``."""
+    ``copying``, ``communication``, ``loader``, ``latency``. Work launched before the window is an
+    earlier step's. ``communication``, ``copies``: aligned with ``trace.gpu``."""
     path = critical_path(graph, time, weight, dur)
+    device, done = np.isin(path.node, graph.device), time[path.node]
+    before = device & (graph.steps_of_launch()[path.node] < 0)
+    first = np.min(done[device & ~before], initial=np.inf)
+    since = np.max(done[before & (done < first)], initial=NEVER)
+    if first < np.inf:  # else no launch is recorded
+        path = CriticalPath(*(column[done > since] for column in path))
     own = path.edge < 0
     kind = np.where(own, EdgeKind.LAUNCH.value, graph.edge[np.maximum(path.edge, 0)])
     row = np.where(own, graph.row[path.node], 0)

@@ -227,7 +227,7 @@ class WindowReplayer:
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
     @cached_property
-    def _knows_own_steps(self) -> bool:
+    def knows_own_steps(self) -> bool:
         """Whether the run's own steps, most of which are not profiled, are known. The gains of a
         recorded run are of steps without the profiler: its host time would lengthen the steps that
         a fix leaves, and launches that it makes slower are none that a fix can save."""
@@ -295,7 +295,7 @@ class WindowReplayer:
         """Return the factor from savings of a step without the profiler to savings of the measured
         one: the ratio of their lengths, or that of the time in which the device idles where edits
         leave all device work, which takes as long without the profiler."""
-        if not self._knows_own_steps:
+        if not self.knows_own_steps:
             return 1.0
         step, profiled = self.period((), assumption), self.period((), "profiled")
         busy = self.a.breakdown.busy.total / max(self.a.step_count, 1)
@@ -327,10 +327,10 @@ class WindowReplayer:
         self, edits: Sequence[Edit], applied: Sequence[Edit]
     ) -> tuple[float, float, RangeCause, RangeCause]:
         both = [*applied, *edits]
-        others = ("unprofiled_max", "profiled") if self._knows_own_steps else ("unprofiled",)
+        others = ("unprofiled_max", "profiled") if self.knows_own_steps else ("unprofiled",)
         if self._central(both):
             others = ("profiled", "unprofiled")
-        elif self._knows_own_steps and self._min_cost_ratio:
+        elif self.knows_own_steps and self._min_cost_ratio:
             others = ("unprofiled_min", *others)
         gains = [
             self.gain(edits, applied),
@@ -383,7 +383,7 @@ class WindowReplayer:
     @property
     def _device_bound(self) -> bool:
         """Whether the device is busy for nearly all of the run's own step."""
-        return self._knows_own_steps and self.a.is_device_bound
+        return self.knows_own_steps and self.a.is_device_bound
 
     @cached_property
     def _usual_cost_ratio(self) -> float:
@@ -395,7 +395,7 @@ class WindowReplayer:
     def _own_step_ratio(self) -> float:
         """Cost of an event over the assumed one that the run's own steps are without; 0.0 where
         they are not known, and the profiled ones are replayed as they are."""
-        return self._usual_cost_ratio if self._knows_own_steps else 0.0
+        return self._usual_cost_ratio if self.knows_own_steps else 0.0
 
     def _real_share(self, times: float) -> Array | None:
         """Return the share of each edge's host time that remains without a profiler of ``times``

@@ -279,6 +279,8 @@ def test_a_replay_says_what_the_step_hangs_on_and_how_good_it_is(
     shown = REPORTS.render("terminal", full, details=True)
     # By hand: 300 of 401 ms are 75%, 101 are 25%.
     assert "critical path: 75% of the step depends on the host" in shown
+    own = report(findings=[fixed], replay=replay(unprofiled=True))
+    assert "critical path, unprofiled: 75%" in REPORTS.render("terminal", own)
     assert "25% on GPU compute" in shown
     # 400 - 56.7 is 343.3, 400 / 343.3 is 1.165, 300 / 343.3 is 0.874
     after = "With this fix: 400 ms → 343 ms (1.17× faster); the GPU is then busy for 87% of it."

@@ -18,7 +18,7 @@ from whatif_by_hand import Job
 
 from advisor.advise.engine import analyze
 from advisor.measure import Analysis
-from advisor.read import read_trace
+from advisor.read import open_run, read_trace
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
@@ -271,6 +271,16 @@ def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -
             busy[path.name] = host / sum(parts.values())
     assert len(busy) >= 3
     assert {path: share for path, share in busy.items() if share > 0.1} == {}
+
+
+def test_work_launched_before_the_window_is_not_on_its_critical_path(shared_file: Find) -> None:
+    """Both GPUs begin with a queue of earlier work, of 9.7 ms and of 315 ms."""
+    for name in ("mi300x_kernels_after_steps.json.gz", "h100/vocabulary"):
+        run = open_run(shared_file(name))
+        whatif = WindowReplayer(Analysis(run.traces[min(run.traces)]))
+        parts = whatif.critical_path_parts()
+        assert sum(parts.values()) == pytest.approx(whatif.period(()), rel=0.001)
+        assert parts["compute"] >= 0.99 * sum(parts.values())
 
 
 def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() -> None:

@@ -137,6 +137,7 @@ def _scope(a: Analysis) -> Scope:
         step_max_ns=_whole(used["dur"].max()),
         recorded_ns=_recorded(a),
         earlier_ns=int(a.trace.gpu["dur"].to_numpy()[a.launched_before].sum()),
+        behind_ns=_whole(a.steps.ahead_ns),
         step_median_ns=float(used["dur"].median() or 0),  # type: ignore[arg-type]
         device=a.device_id,
         device_name=a.device_name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,14 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
 from advisor.core.charts import FixSequence
-from advisor.core.finding import HOST_CODE, LAYER_TIMES, Finding, Location, are_alternatives
+from advisor.core.finding import (
+    HOST_CODE,
+    LAYER_TIMES,
+    Finding,
+    Impact,
+    Location,
+    are_alternatives,
+)
 from advisor.core.prices import format_money
 from advisor.core.report import EQUAL_STEP_SHARE, Replay, Report
 from advisor.core.rule import Per
@@ -139,6 +147,8 @@ def _steps(report: Report) -> list[str]:
     else:
         spread = t.format_range(scope_.step_min_ns, scope_.step_max_ns)
         parts = [f"{used} {source}", f"{mean} on average", spread]
+    if scope_.behind_ns > scope_.step_ns:
+        parts.append(f"the GPU runs {t.format_duration(scope_.behind_ns)} behind the host's marks")
     if scope_.outliers:
         parts.append(f"outliers set aside: {join_names(scope_.outliers)}")
     return [*parts, *compare_window_with_run(report)]
@@ -622,6 +632,8 @@ def _parts_removed(finding: Finding) -> str:
     if usual == 1:
         return ""
     removed, most, least = (t.format_share(1 - factor) for factor in (usual, best, worst))
+    if any(edit.op == "make_async" for edit in finding.edits):
+        return f"of the idle time around these calls, {least} to {most} disappears"
     return f"the fix removes {least} to {most} of this time, {removed} is expected"
 
 
@@ -642,6 +654,7 @@ DECIDED_BY: Final = {
     "past": "earlier estimates of such fixes had errors this large",
     "not proven": "this rule is not proven on real traces",
     "device work": "at best only the GPU's own work remains",
+    "late launches": "only the time of these calls disappears, and later launches stay late",
 }
 ENDS_DIFFER: Final = {
     "low end": {
@@ -801,7 +814,7 @@ def _why_first(finding: Finding, report: Report) -> list[str]:
         sure, less = t.format_share(finding.confidence), t.format_share(most.confidence)
         why = f"its cause is more certain ({sure}, not {less})"
     elif any(edit.op == "make_async" for edit in finding.edits):
-        why = "no CUDA graph can hold its waits"
+        why = "a CUDA graph cannot be captured around its waits"
     elif finding.edits and all(edit.op == "remove" for edit in finding.edits):
         why = "work that need not be done need not be launched faster"
     return [f"ranked above '{labels.clean(most.title)}' ({more}): {why}"]
@@ -909,8 +922,11 @@ def describe_all_fixes(report: Report) -> str:
     ratio = before / after if after > 0 else 1.0
     if ratio - 1 < SMALL_SHARE or t.format_duration(before) == t.format_duration(after):
         return ""
+    gains = [f.impact for f in found if f.impact is not None and f.impact.gain_ns]
+    if all(impact.share is None for impact in gains):
+        return ""  # of a part of a step
     fixes = "all fixes" if len(found) > 1 else "this fix"
-    bound = "up to " * has_upper_bound(report)
+    bound = "up to " * any(map(t.is_upper_bound, gains))
     times = f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
     busy = None if report.replay is None else report.replay.busy_after_ns
     then = ""
@@ -918,7 +934,7 @@ def describe_all_fixes(report: Report) -> str:
         then = f"; the GPU is then busy for {t.format_share(min(1.0, busy / after))} of it"
     return (
         f"With {fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
-        f"({bound}{times}× faster){then}."
+        f"({bound}{times}× faster){then}.{_explain_gains(gains, before - after)}"
         + "".join(
             f" Fix {f.priority} saves {t.format_duration(f.impact.gain_ns)} over the run, "
             "outside these steps."
@@ -926,6 +942,15 @@ def describe_all_fixes(report: Report) -> str:
             if f.impact is not None and f.impact.unit == "run" and f.impact.gain_ns
         )
     )
+
+
+def _explain_gains(gains: Sequence[Impact], together: float) -> str:
+    """Say what the gains of the list are of, where their sum or order lets one wonder."""
+    own = [impact.gain_ns or 0 for impact in gains if impact.unit != "run"]
+    ordered = all(after <= before for before, after in itertools.pairwise(own))
+    if len(own) < 2 or (ordered and abs(sum(own) - together) < 0.03 * together):
+        return ""
+    return " Gains below are of each fix alone; the order counts the fixes above, and confidence."
 
 
 def describe_chosen_fixes(stairs: FixSequence) -> str:

@@ -21,6 +21,7 @@ from advisor.advise.recording_limits import (
     list_limits,
     lost_records,
     one_off_costs,
+    part_of_step,
 )
 from advisor.advise.report_charts import build_charts
 from advisor.advise.report_fields import (
@@ -69,13 +70,19 @@ def write_report(
     a = next(iter(analyses.values()))
     samples = {number: memory_of_rank(each, number) for number, each in analyses.items()}
     samples |= {each.rank: each.memory for each in summaries}
+    findings = ranked.findings
+    if part_of_step(a):  # a share of a part says nothing of the step
+        findings = [
+            f if f.impact is None else replace(f, impact=replace(f.impact, share=None))
+            for f in findings
+        ]
     memory_ranks = [each for _, each in sorted(samples.items()) if each is not None]
     report = Report(
         version=advisor.__version__,
         status="limited",
         verdict="",
         inputs=list_inputs(run, analyses),
-        findings=ranked.findings,
+        findings=findings,
         notes=ranked.notes,
         risks=ranked.risks,
         passed=checked.passed,

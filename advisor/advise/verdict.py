@@ -708,21 +708,22 @@ def _lead(report: Report) -> str:
     word = first.title.split(" ", 1)[0]
     named = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
-    if impact is None or impact.gain_ns is None or impact.share is None:
+    if impact is None or impact.gain_ns is None:
         unknown = ". It slows each step, by how much is not recorded"
         return f"First: {title}{unknown if first.known_cost else ''}"
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
-    share = t.format_share(impact.share)
+    share = "" if impact.share is None else t.format_share(impact.share)
     if not impact.low_ns and not first.where:
         deep = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
-        return f"First: {title}, at most {saving.removeprefix('up to ')} ({share}){deep}"
+        share = f" ({share})" * bool(share)
+        return f"First: {title}, at most {saving.removeprefix('up to ')}{share}{deep}"
     high_ns = max(impact.gain_ns, impact.high_ns or 0)
     if impact.low_ns is not None and (
         impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
     ):
-        share += f"; range {t.format_gain_range(first)}"
+        share += f"{'; ' * bool(share)}range {t.format_gain_range(first)}"
     # what decides whether it does is beside the finding
     saves = "may save" if about and impact.low_ns == 0 else "saves"
-    return f"First: {title}. A fix {saves} {about}{saving} ({share})"
+    return f"First: {title}. A fix {saves} {about}{saving}" + f" ({share})" * bool(share)

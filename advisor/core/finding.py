@@ -36,12 +36,13 @@ RangeCause = Literal[
     "past",
     "not proven",
     "device work",
+    "late launches",
 ]
 """Cause of an end of a gain's range: the finding's own assumption; a host that is faster
 without the profiler; one that is slower than expected, as while it is profiled; taking results over
 from other processes; the error of the replay; past estimates of the kind, and how far off they
-were; the worst of them, where a rule is not proven; the device work that the fix leaves. Empty:
-nothing."""
+were; the worst of them, where a rule is not proven; the device work that the fix leaves; launches
+that are late with the fix too. Empty: nothing."""
 StepProperty = Literal["", "sizes repeat"]
 """Property of a step. ``sizes repeat``: every step launches the same kernels on the same sizes."""
 Instants = Literal[

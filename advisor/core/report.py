@@ -127,6 +127,9 @@ class Scope(Struct, kw_only=True):
     earlier_ns: int = 0
     """GPU work that was launched before the recording and ran in it, ns. It counts in no table of
     kernels and no gain."""
+    behind_ns: int = 0
+    """Time that the first work of a step waits in the GPU's queue (median), where the steps are
+    the GPU's, ns."""
 
     @property
     def has_no_step_time(self) -> bool:

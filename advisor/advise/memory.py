@@ -268,7 +268,7 @@ COSTS = {
     "checkpointing": ("2nd forward pass", "it runs the forward pass twice"),
     "offload activations": ("copies both ways", "it copies activations both ways"),
     "offload optimizer state": ("update on host", "it updates weights on the host"),
-    "half the batch": ("launches twice", "it launches twice as many kernels"),
+    "half the batch": ("2× the launches", "it launches twice as many kernels"),
     "8-bit optimizer": ("lower precision", "check that accuracy holds"),
     "16-bit optimizer state": ("lower precision", "check that accuracy holds"),
     "16-bit weights": ("lower precision", "check that accuracy holds"),
@@ -298,22 +298,23 @@ def _returned(view: MemoryView) -> str:
 def _memory_action(view: MemoryView) -> str:
     """Name the cheapest change that frees much, and the one that frees most; without a history, say
     how to record one."""
+    more = ""
     if view.source == "timeline":
         held = max(view.categories, key=lambda each: each.bytes, default=None)
         if held is not None and held.category == "activations" and view.trains is not False:
-            return (
-                "Autocast to bf16 and checkpointing make activations smaller; a snapshot shows by "
-                "how much (torch.cuda.memory._dump_snapshot)."
+            more = (
+                " A snapshot shows what autocast and checkpointing free "
+                "(torch.cuda.memory._dump_snapshot)."
             )
     large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
     if large:
         first, most = large[0], max(large, key=lambda each: each.bytes)
         cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
         rest = "" if most is first else f" Most is freed by: {_freed(most, view)}."
-        return f"First: {_freed(first, view)}; {cost}.{rest}"
+        return f"First: {_freed(first, view)}; {cost}.{rest}{more}"
     if view.at != "peak" and view.source != "timeline":
         return f"Its peak is unknown: start with {RECORD_HISTORY}."
-    return ""
+    return more.strip()
 
 
 def _freed(saving: MemorySaving, view: MemoryView) -> str:

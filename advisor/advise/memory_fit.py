@@ -363,7 +363,7 @@ def _price(
         if gpu is not None:
             more += 3 * post.by_category.get("gradients", 0) / memory_rate(gpu) * 1e9
         added = ", gradients added up" if phases.backward else ""
-        return more, f"two passes of half the batch: launches twice{added}"
+        return more, f"two passes of half the batch: twice the launches{added}"
     if each.name == "autocast without cache":
         if gpu is None:
             return None, "each copy made once more in each pass: needs the GPU"

@@ -78,7 +78,10 @@ def _trace(report: Report) -> list[str]:
     if (kind := AUXILIARY_INPUTS_BY_NAME.get(report.scope.step_source)) is not None:
         several = len(report.kernel_counters) + len(report.triton_kernels)  # of all files given
         count = t.count_noun(several or shown.events_read, kind.counted)
-        parts = [t.shorten_path(name, 60), *kind.description.format(count=count).split(", ")]
+        what = kind.description
+        if any(view.source == "timeline" for view in report.memory):
+            what = "a memory timeline, {count}"
+        parts = [t.shorten_path(name, 60), *what.format(count=count).split(", ")]
     elif report.scope.step_source == "record":
         parts = [t.shorten_path(name, 60), "no profiled window"]
     else:
@@ -597,24 +600,28 @@ def _reasons(
         ends.append(("low end", decided_by[0]))
     if high > WIDE_HIGH * gain:
         ends.append(("high end", decided_by[1]))
+    # the assumption that has a range itself, or says what happens at worst
+    ranged = [labels.clean(text) for text in finding.assumptions if RANGED.search(text)]
+    assumed = ranged[0] if ranged else _parts_removed(finding)
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
-        # the one that has a range itself, or says what happens at worst
-        ranged = [text for text in finding.assumptions if RANGED.search(text)]
-        decides = labels.clean((ranged or finding.assumptions)[0])
         if low < NO_GAIN * gain:
-            return [f"no gain unless: {decides}"]
-        if ranged:
-            return [f"range: {decides}"]
-        if parts := _parts_removed(finding):
-            return [f"range: {parts}"]
+            return [f"no gain unless: {labels.clean((ranged or finding.assumptions)[0])}"]
+        if assumed:
+            return [f"range: {assumed}"]
     beside = any(e.factor == 1 and e.factor_low not in (None, 1) for e in finding.edits)
     if beside or {edit.op for edit in finding.edits} == {"overlap"}:
         by_best = BESIDE if beside else "overlap"
         ends = [(end, by_best if (end, by) == ("high end", "assumption") else by)
                 for end, by in ends]  # fmt: skip
+    past = {"low": t.format_share(low / gain), "high": t.format_share(high / gain)}
+    if [by for _, by in ends] == ["past", "past"]:
+        both = DECIDED_BY["past"].format(past="{low} to {high}").format(**past)
+        return [f"range: {both}"]
+    assumed = assumed or "programs differ in how much of this time the fix removes"
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
-        reasons.setdefault(DECIDED_BY[by].format(**ENDS_DIFFER[end]), []).append(end)
+        words = {key: text.format(**past) for key, text in ENDS_DIFFER[end].items()}
+        reasons.setdefault(DECIDED_BY[by].format(assumed=assumed, **words), []).append(end)
     return [f"{' and '.join(which)}: {why}" for why, which in reasons.items() if why]
 
 
@@ -634,7 +641,9 @@ def _parts_removed(finding: Finding) -> str:
     removed, most, least = (t.format_share(1 - factor) for factor in (usual, best, worst))
     if any(edit.op == "make_async" for edit in finding.edits):
         return f"of the idle time around these calls, {least} to {most} disappears"
-    return f"the fix removes {least} to {most} of this time, {removed} is expected"
+    if worst == 1:
+        return ""
+    return f"we assume that the fix removes {removed} of this time ({least} to {most})"
 
 
 RANGED: Final = re.compile(r"[\d%] to \d|at worst|at best")
@@ -645,14 +654,14 @@ DECIDED_BY: Final = {
     "": "",
     BESIDE: "at best the fix shortens other work too",
     "overlap": "at best other work hides all of this time",
-    "assumption": "the fix removes {removes} of this time than expected",
+    "assumption": "{assumed}",
     "faster host": "the host runs faster without the profiler, and {faster}",
     "slower host": "the host may be slower than estimated, and {slower}",
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay without changes misses the measured step by as much",
     "shared cores": "collectives take cores from the work beside them",
-    "past": "earlier estimates of such fixes had errors this large",
-    "not proven": "this rule is not proven on real traces",
+    "past": "measured gains of such fixes were {past} of the estimate",
+    "not proven": "this estimate has been checked on few programs",
     "device work": "at best only the GPU's own work remains",
     "late launches": "only the time of these calls disappears, and later launches stay late",
 }
@@ -660,12 +669,12 @@ ENDS_DIFFER: Final = {
     "low end": {
         "faster": "leaves less idle time",
         "slower": "then limits the step",
-        "removes": "less",
+        "past": "as little as {low}",
     },
     "high end": {
         "faster": "limits the step less",
         "slower": "then leaves more idle time",
-        "removes": "more",
+        "past": "up to {high}",
     },
 }
 """Words of DECIDED_BY that differ by end."""

@@ -179,7 +179,7 @@ def _verdict(
     if busy_share >= HEALTHY_BUSY_SHARE:
         rates, near = _rates(report)
         if not near:
-            profile = " Profile them: the report has the command." * bool(report.profile_kernels)
+            profile = " Profile them with hardware counters." * bool(report.profile_kernels)
             left = "Its time is in the kernels, not in waits."
             return "limited", f"{text}. {left}{rates}{profile}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
@@ -205,7 +205,7 @@ def _of_layers(report: Report) -> tuple[Literal["bottlenecks", "limited"], str]:
     text = f"The layers of one inference take {t.format_duration(report.step_ns)}"
     if has_large_gain(report):
         return "bottlenecks", f"{text}. {_lead(report)}."
-    profile = " Profile its kernels: the report has the command." * bool(report.profile_kernels)
+    profile = " Profile its kernels with hardware counters." * bool(report.profile_kernels)
     return "limited", (
         f"{text}; no fix is known for them.{profile}{_largest_of_small(report)} Idle time is not "
         "in a layer profile."
@@ -648,8 +648,9 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     which = "the memory's rate" if (known["bound"] == "memory").all() else "its attainable rate"
     at = f", at {t.format_share(rate)} of {which}" if rate else ""
     share = t.format_share(ns / a.span_ns)
-    noted = any(place.op == name for note in report.notes for place in note.where)
-    known_fix = "A note has a fix (--details)" if noted else "No fix is known for it"
+    noted = (n for n in report.notes if any(place.op == name for place in n.where))
+    fixes = [f"{t.first_clause(note.fix)} (a note: --details)" for note in noted]
+    known_fix = [*fixes, "No fix is known for it"][0]
     return (
         f" {labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "
         f"{report.per}{at}. {known_fix}."
@@ -696,7 +697,7 @@ def _below_rate(report: Report) -> str:
         if share >= MIN_FAMILY_SHARE and rate < LOW_RATE:
             return (
                 f"{family} ({t.format_share(share)} of kernel time) reaches {t.format_share(rate)} "
-                "of its attainable rate, for no known reason"
+                "of its attainable rate, and the trace does not show why"
             )
     return ""
 

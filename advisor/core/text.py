@@ -40,7 +40,7 @@ CAUSE_LABELS: Final = {
     "communication": "host in MPI",
     "host_code": "CPU code (sampled)",
     "launch": "launch calls",
-    "compile": "start-up, compiling",
+    "compile": "preparing kernels",
     "allocation": "allocating memory",
     "profiler": "the profiler",
     "stream": "another stream",

@@ -134,7 +134,7 @@ class SmallGathers(Rule):
                 self.compare("small gathers", count, "min_count", "count", per=a.per),
                 Evidence("median gather", size, "bytes"),
                 self.compare("transfer", transfer / (latency + transfer), "max_transfer", "share"),
-                amount_per_step(a, "latency of these", float(small["latency"].sum())),
+                amount_per_step(a, "latency of these all-gathers", float(small["latency"].sum())),
                 amount_per_step(a, "exposed", sum_column(small["exposed"])),
                 self.compare("share", share, "min_share"),
             ],

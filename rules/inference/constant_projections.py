@@ -159,7 +159,7 @@ class ConstantProjections(Rule):
             evidence=[
                 self.compare("passes in a row", longest, "min_passes", "count"),
                 amount_per_step(a, "layers on constant rows", len(rows), "count"),
-                amount_per_step(a, "time of these", ns),
+                amount_per_step(a, "time of these layers", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, rows, dur, top=1),

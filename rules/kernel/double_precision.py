@@ -77,8 +77,8 @@ class DoublePrecision(Rule):
     worst_product = Threshold(1.5, "of that time, at worst, but no more than in float64", CHOSEN)
 
     fix = (
-        "Convert data and model to float32: NumPy's arrays are float64 by default. Keep float64 "
-        "where the result needs it, such as sums over many values."
+        "Convert data and model to float32; check that accuracy holds. NumPy's arrays are float64 "
+        "by default. Keep float64 where the result needs it, such as sums over many values."
     )
     code = (
         "x = torch.as_tensor(array, dtype=torch.float32)   # once, where data is loaded\n"
@@ -92,8 +92,8 @@ class DoublePrecision(Rule):
         "tensors beside the model": {
             "title": "Tensors outside the model are doubles (float64)",
             "fix": "Convert these tensors, such as those that {op} takes, to float32 where they "
-            "are made. Leave the model as it is: its products are of another type. NumPy's arrays "
-            "are float64 by default.",
+            "are made; check that accuracy holds. Leave the model as it is: its products are of "
+            "another type. NumPy's arrays are float64 by default.",
             "code": "# once, where the doubles are made; not the model\n"
             "x = torch.as_tensor(array, dtype=torch.float32)\n"
             "mask = mask.to(torch.float32)",

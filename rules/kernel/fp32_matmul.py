@@ -199,7 +199,10 @@ class Fp32Matmul(Rule):
     )
     praise_rate = Threshold(0.25, "of the attainable rate, to be praised", OURS)
 
-    fix = "Allow TF32 for FP32 matrix work: one line, 10 bits of mantissa instead of 23."
+    fix = (
+        "Allow TF32 for FP32 matrix work; check that accuracy holds. Products then have 10 bits of "
+        "mantissa instead of 23."
+    )
     code = _TF32
     verify = f"{_VERIFY}Compare the loss curve over some hundred steps."
     falsified_by = (
@@ -210,21 +213,21 @@ class Fp32Matmul(Rule):
     assumptions: ClassVar[tuple[str, ...]] = (_REACHED, _TRAINS)
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         BF16: {
-            "fix": "Train in BF16 with autocast. TF32 is no faster than FP32 on this GPU; 16-bit "
-            "formats are.",
+            "fix": "Train in BF16 with autocast; check that accuracy holds. TF32 is no faster "
+            "than FP32 on this GPU; 16-bit formats are.",
             "code": _BF16,
             "falsified_by": _NEEDS_FP32,
         },
         FP16: {
-            "fix": "Train in mixed precision with FP16: this GPU has no TF32. Autocast picks the "
-            "ops, and the scaler keeps small gradients from vanishing.",
+            "fix": "Train in mixed precision with FP16; check that accuracy holds. This GPU has "
+            "no TF32. Autocast picks the ops, and the scaler keeps small gradients from vanishing.",
             "code": _SCALED,
             "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
             "falsified_by": _NEEDS_FP32,
         },
         NO_NAME: {
-            "fix": "Train in mixed precision: autocast runs matrix work on the tensor cores. From "
-            "Ampere on, use BF16 without a scaler, or allow TF32.",
+            "fix": "Train in mixed precision; check that accuracy holds. Autocast runs matrix "
+            "work on the tensor cores. From Ampere on, use BF16 without a scaler, or allow TF32.",
             "code": _SCALED,
             "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
             "falsified_by": f"{_NEEDS_FP32}, or a GPU without tensor cores (GTX 16)",
@@ -242,19 +245,20 @@ class Fp32Matmul(Rule):
         "assumptions": (_REACHED, _ANSWERS),
         "cases": {
             BF16: {
-                "fix": "Run the model in BF16. TF32 is no faster than FP32 on this GPU; 16-bit "
-                "formats are.",
+                "fix": "Run the model in BF16; check that accuracy holds. TF32 is no faster than "
+                "FP32 on this GPU; 16-bit formats are.",
                 "code": _FORWARD.format("bfloat16"),
             },
             NO_NAME: {
-                "fix": "Run the model in FP16, or from Ampere on in BF16 or TF32.",
+                "fix": "Run the model in FP16, or from Ampere on in BF16 or TF32; check that "
+                "accuracy holds.",
                 "code": _FORWARD.format("float16"),
                 "verify": f"{_VERIFY_FP16}Compare the model's outputs.",
                 "assumptions": (_HAS_TENSOR_CORES, _REACHED_BLIND, _ANSWERS),
             },
             FP16: {
-                "fix": "Run the model in FP16: this GPU has no TF32, and its tensor cores take "
-                "FP16.",
+                "fix": "Run the model in FP16; check that accuracy holds. This GPU has no TF32, "
+                "and its tensor cores take FP16.",
                 "code": _FORWARD.format("float16"),
                 "verify": f"{_VERIFY_FP16}Compare the model's outputs.",
             },
@@ -529,7 +533,10 @@ class MixedPrecisionOff(Fp32Matmul):
     best_reach = kernel_work.BEST_REACH
     worst_reach = Threshold(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
 
-    fix = "Train in BF16 with autocast. Weights and optimizer stay in FP32; no scaler is needed."
+    fix = (
+        "Train in BF16 with autocast; check that accuracy holds. Weights and optimizer stay in "
+        "FP32, and no scaler is needed."
+    )
     code = _BF16
     falsified_by = "mathematics that needs FP32, or an autocast region that these products leave"
     assumptions = (
@@ -542,8 +549,8 @@ class MixedPrecisionOff(Fp32Matmul):
         BF16: {},
         BESIDE: {
             "title": "Some matrix products run in FP32, others in {format}",
-            "fix": "Compute these products in {format}, like the others. Put them inside the "
-            "autocast region too, and leave out a .float() before them.",
+            "fix": "Compute these products in {format}, like the others; check that accuracy "
+            "holds. Put them inside the autocast region too, and leave out a .float() before them.",
             "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
             "    loss = criterion(model(x), y)  # the whole model, with its head",
         },
@@ -558,7 +565,7 @@ class MixedPrecisionOff(Fp32Matmul):
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
     inference: ClassVar[Mapping[str, Any]] = {
-        "fix": "Run the model in BF16, whole or with autocast.",
+        "fix": "Run the model in BF16, whole or with autocast; check that accuracy holds.",
         "code": _FORWARD.format("bfloat16"),
         "verify": f"{_VERIFY}Compare the model's outputs.",
         "assumptions": (_REACHED, assumptions[1], _ANSWERS),

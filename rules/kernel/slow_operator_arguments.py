@@ -204,7 +204,7 @@ class SlowArguments(Rule):
                 summary=f"{most.summary} Such calls take {of_step(a, ns)}.",
                 evidence=[
                     amount_per_step(a, "calls", len(rows), "count"),
-                    amount_per_step(a, "time of these", ns),
+                    amount_per_step(a, "time of these calls", ns),
                     self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, rows, dur),

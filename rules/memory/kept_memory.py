@@ -188,13 +188,16 @@ class MemoryLeak(Rule):
             "verify": "Take a snapshot some hundred steps later: the line holds as much as now.",
             "falsified_by": "a longer history that frees the line's blocks: a queue of fixed "
             "length, or garbage that Python has yet to collect",
-            "code": "total += loss.detach()          # not: total += loss",
+            "code": "kept.append(output.detach().cpu())   # not: kept.append(output)\n"
+            "total += loss.detach()               # not: total += loss",
             "confidence": 0.75,
         }
     }
     inference = {
         "cases": {
-            "of a snapshot": {"code": "total += score.detach()         # not: total += score"}
+            "of a snapshot": {
+                "code": "kept.append(output.detach().cpu())   # not: kept.append(output)"
+            }
         },
         "code": "total += score.detach()         # not: total += score\n" + _TAKE_SNAPSHOT,
     }
@@ -285,7 +288,7 @@ class MemoryLeak(Rule):
                         else ""
                     )
                     + (
-                        f" Held: {t.format_bytes(then)} {_moment(post)}, "
+                        f" These held {t.format_bytes(then)} {_moment(post)}, "
                         f"{t.format_bytes(held)} at the end of the history."
                         if then != held
                         else f" At the end of the history {t.format_bytes(held)} are held."

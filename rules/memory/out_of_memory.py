@@ -85,6 +85,13 @@ class OutOfMemory(Rule):
         },
         "an unusually large batch": {
             "fix": "Limit the size of a batch: cut or bucket sequences, or batch by tokens.",
+            "code": "# batches of at most `limit` tokens; lengths: of the samples\n"
+            "batches = [[]]\n"
+            "for i in sorted(range(len(lengths)), key=lengths.__getitem__):\n"
+            "    if (len(batches[-1]) + 1) * lengths[i] > limit:\n"
+            "        batches.append([])\n"
+            "    batches[-1].append(i)\n"
+            "loader = DataLoader(dataset, batch_sampler=batches, collate_fn=pad)",
             "confidence": 0.9,
         },
         "other processes": {
@@ -288,12 +295,14 @@ class OutOfMemory(Rule):
             f"{t.format_bytes(post.reserved)} reserved ({_list_holders(post)})"
         )
         fix, grown = _name_ways(ways, post, needed), ""
+        code = describe_change(ways[0].name, post.trains)[1] if ways else ""
         if (larger := post.larger_inputs) is not None:
             origin, *ends = larger
             first, last = map(t.format_bytes, ends)
             place = line_name(origin.file, origin.line)
             grown = f" Inputs grew from step to step: {place} made {first}, then {last}."
-            fix = f"{self.case('an unusually large batch')['fix']} {fix}"
+            limit = self.case("an unusually large batch")
+            fix, code = f"{limit['fix']} {fix}", f"{limit['code']}\n\n{code}".strip()
         return Finding(
             summary=f"A request of {t.format_bytes(request)} failed: {why}.{grown}",
             evidence=[
@@ -314,7 +323,7 @@ class OutOfMemory(Rule):
             severity="critical",
             impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
             fix=fix,
-            code=describe_change(ways[0].name, post.trains)[1] if ways else "",
+            code=code,
             confidence=0.85,
             assumptions=[f"{_name(way, post)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
         )

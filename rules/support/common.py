@@ -345,8 +345,8 @@ def measure_time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Eviden
     in them, whichever is longer, ns; and both as evidence."""
     device = 0 if a.device_id is None else work_launched_in(a, stretches)
     evidence = [
-        amount_per_step(a, "host time of these", stretches.total),
-        amount_per_step(a, "device time of these", device),
+        amount_per_step(a, "host time of this work", stretches.total),
+        amount_per_step(a, "device time of this work", device),
     ]
     longest_first = evidence[::-1] if device > stretches.total else evidence
     return max(device, stretches.total), longest_first

@@ -503,7 +503,10 @@ def test_what_was_served_has_its_command_its_gpus_and_no_option_of_the_terminal(
     session = DashboardSession([str(path_of("serving/vllm_decode_full/replay.json.gz"))]).load()
     report = session.entries[0].report
     assert report is not None and report.profile_kernels, session.entries[0].failure_reason
-    assert "the report has the command" in report.verdict and "--details" not in report.verdict
+    assert (
+        "Profile them with hardware counters" in report.verdict
+        and "--details" not in report.verdict
+    )
     app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
     with app.server.test_request_context("/"):
         for page in (overview, findings, kernels):

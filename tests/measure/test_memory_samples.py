@@ -296,7 +296,7 @@ def test_the_remedy_that_costs_no_time_is_named_first(name: str) -> None:
 
 
 CHEAPEST = [
-    "none", "lower precision", "more casts", "launches twice", "2nd forward pass",
+    "none", "lower precision", "more casts", "2× the launches", "2nd forward pass",
     "copies both ways", "update on host",
 ]  # fmt: skip
 

@@ -148,6 +148,16 @@ def test_another_optimizer_keeps_the_settings(
     assert own == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
+def test_batches_by_tokens_hold_each_sample_once_and_no_more_than_the_limit() -> None:
+    lengths = [5, 90, 7, 12, 40, 3, 11]
+    given: dict[str, Any] = {"lengths": lengths, "limit": 90, "dataset": [], "pad": list}
+    given["DataLoader"] = lambda _dataset, batch_sampler, collate_fn: batch_sampler
+    exec(str(RULES["out-of-memory"].case("an unusually large batch")["code"]), given)
+    batches: list[list[int]] = given["loader"]
+    assert sorted(index for batch in batches for index in batch) == [*range(len(lengths))]
+    assert max(len(batch) * max(lengths[i] for i in batch) for batch in batches) == 90
+
+
 def _channels_last(shape: tuple[int, ...]) -> Any:
     return torch.randn(shape).contiguous(memory_format=torch.channels_last)
 

@@ -116,7 +116,7 @@ def _first_saving(view: MemoryView, report: Report) -> list[Block]:
         text, code = "Release what the line leaves behind in each step", ""
     if most.file is not None:
         text += f": {shorten(most.file)}:{most.line}"
-    if code and any(risk.code.strip() == code.strip() for risk in report.risks):
+    if code and any(code.strip() in risk.code for risk in report.risks):
         return []
     fix = FieldList([TextField("first", [text], "strong")])
     return [fix, Code(code, indent=2)] if code else [fix]
@@ -346,7 +346,7 @@ def _has_lines(view: MemoryView) -> bool:
 def _savings(view: MemoryView) -> list[list[str]]:
     rows = []
     for each in view.savings[:MAX_SAVINGS]:
-        place = "" if each.file is None else f"{t.shorten_path(each.file, 16)}:{each.line}"
+        place = "" if each.file is None else f"{shorten(each.file, 16)}:{each.line}"
         row = [_named(each.change), t.format_bytes(each.bytes), each.cost]
         rows.append([*row, place] if _has_lines(view) else row)
     return rows
@@ -388,9 +388,9 @@ def _place(each: MemoryHolder) -> str:
     return f"{shorten(each.file)}:{each.line}"
 
 
-def shorten(file: str) -> str:
+def shorten(file: str, width: int = 32) -> str:
     """Return the end of a path, with slashes."""
-    return t.shorten_path(labels.clean(file).replace("\\", "/"), 32)
+    return t.shorten_path(labels.clean(file).replace("\\", "/"), width)
 
 
 def sentences(device: DeviceMemory) -> list[str]:

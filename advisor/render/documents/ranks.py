@@ -133,7 +133,7 @@ def _links(report: Report) -> Iterator[str]:
 
 def _mesh_notes(report: Report) -> Iterator[str]:
     if not all(axis.named for axis in report.mesh):
-        yield "*: named after what is sent, as the process group has no name."
+        yield "*: the process group has no name; its kind follows from what it sends."
     rated = [axis for axis in report.mesh if axis.bus_gb_per_s is not None]
     if rated:
         yield "GB/s: bus bandwidth of messages of 1 MiB and more (nccl-tests)."

@@ -255,8 +255,8 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.notes:
         notes = [_note(note) for note in report.notes[:MAX_NOTES]]
         counted = t.count_noun(len(report.notes), "note")
-        priced = [(n.impact.share or 0.0, n.title) for n in report.notes if n.impact is not None]
-        most, title = max(priced, default=(0.0, ""))
+        gains = [(n.impact.share or 0.0, n.title) for n in report.notes if n.impact is not None]
+        most, title = max(gains, default=(0.0, ""))
         if most >= MIN_POSSIBLE:
             counted += f" with a possible gain of up to {t.format_share(most)} ('{title}')"
         if report.scope.has_no_step_time:  # without a step nothing is ranked

@@ -1,4 +1,4 @@
-"""Analyses of the repository's own recordings, each made once for many tests.
+"""Analyses of recordings that no test changes, each made once for many tests.
 
 An analysis of a real file takes seconds, and dozens of tests look at each file. ``conftest`` puts
 tests of one file one after the other, so that a few results kept are enough; reports, which are
@@ -23,8 +23,8 @@ from advisor.core.report import Report
 from benchmarks.public_traces import CORPUS
 
 SUFFIXES = (".json.gz", ".sqlite.gz", ".sqlite", ".gz", "")
-RECORDED = (CORPUS, CORPUS.parent / "data")
-"""Folders whose files no test changes."""
+RECORDED = [CORPUS, CORPUS.parent / "data"]
+"""Folders whose files no test changes; fixtures that make a file for many tests add theirs."""
 MOST = 4
 """Results that a process keeps: some hold a gigabyte."""
 
@@ -41,7 +41,7 @@ def examined(path: str) -> AnalysisResult:
 
 
 def share() -> None:
-    """Let analyses of the repository's recordings find the one that was made before."""
+    """Let an analysis of such a recording be the one that was made before."""
     examine, analyze = engine.examine, engine.analyze
 
     @wraps(examine)
@@ -75,7 +75,7 @@ def share() -> None:
 
 
 def _key(source: Any, options: Options | None) -> str | None:
-    """All that a result depends on; None: it is no recording of the repository, or may differ."""
+    """All that a result depends on; None: it is of other files, or may differ."""
     options = options or Options()
     several = isinstance(source, Sequence) and not isinstance(source, str)
     sources = [str(each) for each in (source if several else (source,))]

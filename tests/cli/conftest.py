@@ -10,6 +10,7 @@ import pytest
 
 from advisor import cli
 from advisor.testing import TraceBuilder
+from tests.corpus_analyses import RECORDED
 
 
 class Done(NamedTuple):
@@ -35,8 +36,16 @@ def advisor(
     return run
 
 
-@pytest.fixture
-def slow_trace(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of traces that all tests share: they may copy them, but not change them."""
+    folder = tmp_path_factory.mktemp("traces")
+    RECORDED.append(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def slow_trace(traces: Path) -> Path:
     """Four steps of 11 ms, of which the device waits 10 ms for a data loader without workers."""
     b = TraceBuilder()
     for _ in range(4):
@@ -45,11 +54,12 @@ def slow_trace(tmp_path: Path) -> Path:
             with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
                 b.launch("ampere_sgemm_128x64_nn", 900)
             b.sync()
-    return b.write(tmp_path / "slow.json")
+    (traces / "slow").mkdir()
+    return b.write(traces / "slow" / "slow.json")
 
 
-@pytest.fixture
-def busy_trace(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def busy_trace(traces: Path) -> Path:
     """Four steps during which the device works all the time, and at 81% of the rate that matrix
     products reach: 4.4 TFLOP in 20 ms."""
     b = TraceBuilder()
@@ -57,4 +67,5 @@ def busy_trace(tmp_path: Path) -> Path:
         with b.step(), b.op("aten::mm", [[16384, 16384], [16384, 8192]], "c10::BFloat16"):
             b.launch("ampere_bf16_s16816gemm_bf16_128x128", 20_000, blocks=1080)
             b.sync()
-    return b.write(tmp_path / "busy.json")
+    (traces / "busy").mkdir()
+    return b.write(traces / "busy" / "busy.json")

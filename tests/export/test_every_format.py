@@ -20,6 +20,7 @@ from advisor import cli
 from advisor.read.registry import bundled_readers, reader_of
 from advisor.read.source import ByteSource
 from advisor.testing.allocator import FakeAllocator, Training
+from tests.corpus_analyses import RECORDED
 
 SECRET = b"/home/gracehop/x/k.py"
 """A kernel of that name: as long as what it stands in the place of, so that files stay sound."""
@@ -77,15 +78,18 @@ def test_no_tool_s_format_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         kind if kind in ("nsys", "xplane", "rpd", "rocprofv3") else thorough(kind)
         for kind in FORMATS
-    ]
+    ],
 )
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file in which one kernel's name tells a user and a folder."""
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in which one kernel's name tells a user and a folder: the same for all tests."""
     make, kernel = FORMATS[request.param]
-    path = make(tmp_path)
+    folder = tmp_path_factory.mktemp("files")
+    RECORDED.append(folder)
+    path = make(folder)
     data = path.read_bytes()
     assert kernel in data and len(kernel) == len(SECRET)
     path.write_bytes(data.replace(kernel, SECRET))
@@ -106,7 +110,7 @@ def test_a_redacted_report_tells_nobody_s_name(file: Path, suffix: str, tmp_path
     tables = "".join(path.read_text() for path in (tmp_path / "shut").iterdir())
     for text in (out.read_text(), tables):
         assert "gracehop" not in text
-        assert str(tmp_path) not in text
+        assert str(tmp_path) not in text and str(file.parent) not in text
 
 
 def test_a_redacted_trace_tells_nobody_s_name(file: Path, tmp_path: Path) -> None:

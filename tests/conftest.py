@@ -131,6 +131,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     corpus_analyses.patched = patched
 
 
+@pytest.fixture
+def analysed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that two analyses of one file are the same: no analysis is shared."""
+    monkeypatch.setattr(corpus_analyses, "patched", lambda: True)
+
+
 def public_file(name: str) -> str:
     """Path of a public file, of ``tests/corpus`` or beside the checkout; skips where absent."""
     path = public_traces.find(name)

@@ -70,6 +70,7 @@ def asked_back(folder: Path, report: Report) -> list[str]:
     return rules
 
 
+@pytest.mark.usefixtures("analysed_anew")
 def test_the_public_job_gets_one_answer(shared_file: Callable[[str], str], advisor: Run) -> None:
     folder = Path(shared_file("dlrm_8ranks/worker0.pt.trace.json.gz")).parent
     report = same_at_every_door(folder, advisor)

@@ -73,6 +73,7 @@ def files(tmp_path: Path, training: Make) -> Callable[..., Comparison]:
 @pytest.mark.parametrize(
     "name", ["a100_train_6steps", "v100_train_copy_heavy", "h100_bert_small_inference", "alexnet"]
 )
+@pytest.mark.usefixtures("analysed_anew")
 def test_a_real_trace_does_not_differ_from_itself(
     shared_trace: Callable[[str], str], name: str
 ) -> None:

@@ -247,17 +247,19 @@ def test_a_workflow_gets_annotations_and_a_summary_that_nobody_can_write_into(
 
 
 MARKED = [
-    "a100_train_6steps.json.gz",
     "linear_2080ti_launch_bound.json.gz",
     "mi300x_kernels_after_steps.json.gz",
-    "v100_train_copy_heavy.json.gz",
     "pairs/loader_autograd_workers0.json.gz",
     "pairs/loader_profiler_workers4.json.gz",
+    # compared with themselves in test_compare.py
+    pytest.param("a100_train_6steps.json.gz", marks=pytest.mark.thorough),
+    pytest.param("v100_train_copy_heavy.json.gz", marks=pytest.mark.thorough),
 ]
-"""Public traces with five steps or more, of several readers."""
+"""Public traces with five steps or more, of several versions of the profiler."""
 
 
 @pytest.mark.parametrize("name", MARKED)
+@pytest.mark.usefixtures("analysed_anew")
 def test_a_real_trace_does_not_differ_from_itself(
     advisor: Run, shared_file: Callable[[str], str], name: str
 ) -> None:

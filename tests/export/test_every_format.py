@@ -168,6 +168,7 @@ def test_half_the_kernel_time_saves_at_most_half(
     assert told["edited_step_ns"] < told["measured_step_ns"]
 
 
+@pytest.mark.usefixtures("analysed_anew")
 def test_nothing_differs_from_itself(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", file, file, "--format", "json") == 0
     told = json.loads(capsys.readouterr().out)

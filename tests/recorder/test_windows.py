@@ -73,21 +73,29 @@ def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: An
 def test_long_steps_are_not_waited_for(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four steps two are profiled, unless the user says how many to skip."""
-    monkeypatch.setattr(windows, "EARLY_NS", 100_000_000)
-    monkeypatch.setattr(windows, "LONG_NS", 100_000_000)
+    """Of four steps two are profiled, unless the user says how many to skip. Each step counts as
+    long as it is said to be, however long this machine takes for it."""
+    due = windows.Windows._is_first_due
     for seconds, options, kept in (
-        (0.15, {}, [2, 3]),
-        (0.05, {}, [3, 3]),  # the profiler's start would be much of the first one
-        (0.15, {"skip": 9}, None),
+        (1.5, {}, [2, 3]),
+        (0.5, {}, [3, 3]),  # the profiler's start would be much of the first one
+        (1.5, {"skip": 9}, None),
         (0.0, {}, None),
     ):
+        lengths: list[int] = []
+
+        def said(self: Any, number: int, dur: int, long: float = seconds) -> bool:
+            lengths.append(dur)
+            return due(self, number, int(long * 1e9))
+
+        monkeypatch.setattr(windows.Windows, "_is_first_due", said)
         folder = str(tmp_path / f"{seconds}{len(options)}")
         with Recorder(folder, telemetry=0.0, **CALM, **options):
             for _ in range(4):
                 training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-                time.sleep(seconds)
-        last = only_rank(folder).events_of("window")[-1]
+        record = only_rank(folder)
+        assert lengths and set(lengths) <= {step.dur for step in record.steps}
+        last = record.events_of("window")[-1]
         assert last["state"] == ("done" if kept else "never"), seconds
         assert last.get("steps") == kept
 

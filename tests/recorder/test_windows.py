@@ -82,10 +82,12 @@ def test_long_steps_are_not_waited_for(
         (1.5, {"skip": 9}, None),
         (0.0, {}, None),
     ):
-        lengths: list[int] = []
+        asked: list[int] = []
 
-        def said(self: Any, number: int, dur: int, long: float = seconds) -> bool:
-            lengths.append(dur)
+        def said(
+            self: Any, number: int, dur: int, long: float = seconds, asked: list[int] = asked
+        ) -> bool:
+            asked.append(dur)
             return due(self, number, int(long * 1e9))
 
         monkeypatch.setattr(windows.Windows, "_is_first_due", said)
@@ -94,7 +96,7 @@ def test_long_steps_are_not_waited_for(
             for _ in range(4):
                 training.learn((torch.randn(2, 4), torch.randn(2, 1)))
         record = only_rank(folder)
-        assert lengths and set(lengths) <= {step.dur for step in record.steps}
+        assert asked and set(asked) <= {step.dur for step in record.steps}
         last = record.events_of("window")[-1]
         assert last["state"] == ("done" if kept else "never"), seconds
         assert last.get("steps") == kept
@@ -309,11 +311,21 @@ def test_a_profiler_that_starts_in_a_window_ends_it(tmp_path: Path, training: An
 def test_the_guard_stops_a_window_that_slows_training(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slow while profiled, by the test's own sleep."""
+    """Five times as long while profiled, by a clock of the test's own."""
+    too_slow = windows.Windows._too_slow
+
+    def said(self: Any) -> str | None:
+        assert all(dur > 0 for dur in (*self._before, *self._durations))
+        for lengths, each in ((self._before, 10_000_000), (self._durations, 50_000_000)):
+            count = len(lengths)
+            lengths.clear()
+            lengths.extend([each] * count)
+        return too_slow(self)
+
+    monkeypatch.setattr(windows.Windows, "_too_slow", said)
     with Recorder(str(tmp_path / "run"), skip=6, warmup=1, active=20, report=False):
         for _ in range(20):
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
-            time.sleep(0.05 if torch.autograd._profiler_enabled() else 0.01)
     stopped = only_rank(tmp_path / "run").events_of("window")[1]
     assert stopped["state"] == "stopped"
     assert "times as long" in stopped["why"]

@@ -438,6 +438,9 @@ def test_figures_equal_those_of_the_job_that_was_simulated(data: st.DataObject) 
     )
     ranks = simple([float(o) for o in offsets], compute, base=5_000_000.0)
     found = align_ranks(ranks)
+    if min(a.steps.table.height for a in ranks.values()) < 3:  # a much shorter first one is none
+        assert found.reason
+        return
     for rank, offset in enumerate(offsets):
         # the reference may be any rank; the differences are what is measured
         assert found.offset_ns[0] - found.offset_ns[rank] == (offset - offsets[0]) * 1000

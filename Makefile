@@ -55,7 +55,7 @@ fmt: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP) ## Write the generated pages (docs/rules, docs/report-schema.md)
+docs: $(STAMP) ## Write the generated pages of docs/: rules, commands, recording, schemas, Python, workloads
 	$(BIN)/python docs/generate.py
 
 docs-site: $(STAMP) ## Build the docs as a site in site/; broken links fail

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from advisor import cli
+from advisor.advise.rule_loading import load_rules
+from advisor.advise.rule_runner import run_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = ROOT / "tests" / "corpus"
@@ -114,6 +116,19 @@ def here(
         return (code, *capsys.readouterr())
 
     return run
+
+
+def test_the_rule_of_the_page_on_extending_works_as_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in code.splitlines() if line]) <= 35
+    (tmp_path / "progress_bar.py").write_text(code)
+    rule = next(each for each in load_rules(tmp_path, {}) if each.id == "progress-bar")
+    slow, (quick, _) = (rule.examples()[name] for name in ("slow", "quick"))
+    found = run_rules(0, slow.analysis(), [rule]).findings
+    # by hand: 300 µs of each step are the bar's
+    assert [(each.rule, each.impact.gain_ns) for each in found] == [("progress-bar", 300_000)]
+    assert run_rules(0, quick.analysis(), [rule]).findings == []
 
 
 def serves(words: list[str], place: Path) -> None:

@@ -14,8 +14,8 @@ from advisor.core.finding import Finding, Impact
 from advisor.core.rule import Rule
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
-from tests.rules.across import compared, studied
 from tests.rules.guards import guard_of, lifted
+from tests.rules.rank_rules import compared, studied
 
 RULES = load_rules(config={})
 IDS = [rule.id for rule in RULES]

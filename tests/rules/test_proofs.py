@@ -17,7 +17,7 @@ from advisor.read import open_run
 from advisor.sample_workloads import catalogue
 from tests.conftest import public_file
 from tests.corpus_analyses import examined
-from tests.rules.across import compared
+from tests.rules.rank_rules import compared
 
 RULES = {rule.id: rule for rule in load_rules(config={})}
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"

@@ -20,7 +20,7 @@ from advisor.rules.optimizer.dense_embedding_gradient import DenseEmbeddingGradi
 from advisor.rules.optimizer.single_tensor_optimizer import SingleTensorOptimizer
 from advisor.rules.transfer.dtype_inflation import DtypeInflation, PingPong
 from advisor.testing import TraceBuilder
-from tests.rules.across import compared
+from tests.rules.rank_rules import compared
 
 _POINTWISE = "void at::native::vectorized_elementwise_kernel<4, "
 

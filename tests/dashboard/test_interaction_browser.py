@@ -20,7 +20,7 @@ from advisor.dashboard.server import Access
 from advisor.testing import TraceBuilder
 
 sys.path.insert(0, str(Path(__file__).parent))
-from recorded import write_run
+from run_by_hand import write_run
 
 pytest.importorskip("dash")
 

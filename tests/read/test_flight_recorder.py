@@ -209,7 +209,7 @@ def test_only_numbers_that_all_buffers_still_hold_are_compared(tmp_path: Path) -
 def test_dumps_in_a_run_directory_are_found(tmp_path: Path) -> None:
     import shutil
 
-    from tests.dashboard.recorded import write_run
+    from tests.dashboard.run_by_hand import write_run
 
     run = write_run(tmp_path / "run", steps=30)
     for file in (CASES / "never_calls").iterdir():

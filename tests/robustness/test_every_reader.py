@@ -49,7 +49,7 @@ def _load(path: str) -> ModuleType:
 
 
 mutations = _load("read/test_mutations.py")
-recorded = _load("dashboard/recorded.py")
+recorded = _load("dashboard/run_by_hand.py")
 nccl_logs = _load("read/nccl/logs.py")
 Chance = random.Random
 

@@ -150,6 +150,9 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     and which fix saves most or what to collect."""
     views = [each for each in report.kernel_counters if not is_runtime(each.name)]
     views = views or report.kernel_counters
+    left_out = len(report.kernel_counters) - len(views)
+    own = without_references(views)
+    checks, views = [view for view in views if view not in own], own
     limits = Counter(name for view in views if (name := limit_of(view).replace(", ", " and ")))
     whose = " of a PyTorch program" if report.scope.framework == PYTORCH else ""
     text = f"{t.count_noun(len(views), 'kernel')}{whose}{_counters_of(views)}"
@@ -162,15 +165,12 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         if len(limits) == 1 and not left and len(views) > 1:
             parts = [f"all are limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
-    if left_out := len(report.kernel_counters) - len(views):
-        text += f". {left_out} of the runtime {'is' if left_out == 1 else 'are'} left out"
-    own = without_references(views)
-    checks = [view for view in views if view not in own]
+    if left_out:
+        text += f". {left_out} more {'is' if left_out == 1 else 'are'} of the runtime"
     if checks:
-        views = own
         short = label_kernels(view.short for view in report.kernel_counters)
         names = " and ".join(dict.fromkeys(short[view.short] for view in checks))
-        text += f". {names}, a reference for results, is left out of what follows"
+        text += f". {names}, a reference for results, is left out"
     text += f". {_longest(views)}"
     keys = {labels.clean(kernel_key(view.name)) for view in views}
     notes = [each for each in report.notes if _kernel_of(each) in keys]

@@ -22,6 +22,7 @@ from advisor.rules.support.framework_advice import (
     in_any_language,
 )
 from advisor.rules.support.launch_gaps import (
+    DDP_TIMERS,
     CaptureBlockers,
     LaunchGaps,
     can_capture,
@@ -287,6 +288,9 @@ class LaunchBound(Rule):
             remove = self.case("something waits", waits=count, names=waits.names)["fix"]
             graphs = f"{graphs}; {remove[0].lower()}{remove[1:]}"
             code = f"{waits.cures}{code}"
+        elif DDP_TIMERS in others:
+            later = "first profile later steps, as DDP's own timers wait in these"
+            graphs = f"{graphs.removesuffix('.')}; {later}"
         if self._may_grow(a, gaps):
             graphs = f"{',' * graphs.startswith('If')} {graphs[0].lower()}{graphs[1:]}"
             graphs = graphs.removesuffix(".")

@@ -281,7 +281,7 @@ class MemoryLeak(Rule):
                 title="GPU memory in tensors grows from step to step",
                 summary=(
                     f"{place} leaves {t.format_bytes(row['step_bytes'])} behind in "
-                    f"{row['steps']:,} of {steps:,} steps."
+                    f"{row['steps']:,} of the {steps:,} steps between the first and the last."
                     + (
                         f" With other lines it is {t.format_bytes(each)} per step."
                         if table.height > 1
@@ -299,7 +299,7 @@ class MemoryLeak(Rule):
                     self.compare("held at the end of the history", held, "min_growth", "bytes"),
                     Evidence(f"held {_moment(post)}", then, "bytes"),
                     Evidence("steps that left something", int(row["steps"]), "count"),
-                    Evidence("steps compared: not the first and the last two", steps, "count"),
+                    Evidence("steps compared: not the first and the last", steps, "count"),
                     Evidence("steps found by", post.step_source),
                 ],
                 where=[

@@ -197,7 +197,7 @@ def test_pieces_that_are_free_at_the_end_lead_with_the_setting_that_joins_them()
 def test_a_leak_leads_the_verdict_and_each_figure_of_its_line_says_of_when() -> None:
     """16 MiB stay of each of 14 steps; at the peak the last one has yet to add its own."""
     report = advisor.analyze(str(FOLDER / "h100_leak.pickle.gz"))
-    assert report.verdict.startswith("record_snapshots.py:37 leaves 16 MiB behind in 11 of 11")
+    assert report.verdict.startswith("record_snapshots.py:37 leaves 16 MiB behind in 11 of the 11")
     assert "208 MiB at the peak, 224 MiB at the end" in report.verdict
     (line,) = [each for each in report.memory[0].held if each.line == 37]
     assert line.bytes == 208 * MIB

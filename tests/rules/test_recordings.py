@@ -292,6 +292,8 @@ def test_nobody_is_told_to_remove_waits_of_a_library_or_of_what_measures(
     finding = next(f for f in report.findings if f.rule == "launch-bound")
     assert says in finding.fix
     assert "remove" not in finding.fix and "profile.py" not in finding.fix
+    early = "first profile later steps" in finding.fix.partition(". ")[0]
+    assert early == ("DDP" in says)
 
 
 def test_time_between_steps_is_a_share_of_the_time_after_the_first_step() -> None:

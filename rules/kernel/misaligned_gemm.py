@@ -140,9 +140,9 @@ class MisalignedGemm(Rule):
     worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
     fix = (
-        "Pad the misaligned dimensions to a multiple of 64 elements, short ones to 16 bytes. Every "
-        "layer that reads or writes such a width grows with it; the zeros change no result. The "
-        "batch or token dimension needs no padding."
+        "Pad the misaligned dimensions to a multiple of 64 elements (8 of 16 bits where they are "
+        "below 64). Every layer that reads or writes such a width grows with it; the zeros change "
+        "no result. The batch or token dimension needs no padding."
     )
     code = (
         f"{_PADDED}\n\n"

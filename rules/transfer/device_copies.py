@@ -82,7 +82,8 @@ class DeviceCopies(Rule):
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay, and compile a larger region, "
             "so that fewer tensors cross its border.",
-            "code": "torch._dynamo.mark_static_address(buffer)   # an input that never moves\n"
+            "code": "# buffer: each input that is copied into a graph, and never moves\n"
+            "torch._dynamo.mark_static_address(buffer)\n"
             'step = torch.compile(train_step, mode="reduce-overhead")   # copies at its ends only',
             "confidence": 0.75,
         },
@@ -91,7 +92,8 @@ class DeviceCopies(Rule):
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay. Collectives between the "
             "regions keep them apart: one graph of the whole step is not possible.",
-            "code": "torch._dynamo.mark_static_address(buffer)   # an input that never moves",
+            "code": "# buffer: each input that is copied into a graph, and never moves\n"
+            "torch._dynamo.mark_static_address(buffer)",
             "confidence": 0.75,
         },
     }

@@ -9,6 +9,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
+from advisor.core.intervals import covered_length
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare_type_name
@@ -16,6 +17,7 @@ from advisor.measure.host.device_reads import DELIBERATE
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
 from advisor.measure.steps.steps import step_of
+from advisor.replay.selection import rows_under
 from advisor.rules.support.citations import (
     ENGINE_FLOOR,
     OURS,
@@ -26,6 +28,7 @@ from advisor.rules.support.citations import (
 from advisor.rules.support.common import (
     amount_per_step,
     device_places,
+    list_names,
     of_step,
     per_step,
     row_numbers,
@@ -36,6 +39,12 @@ from advisor.rules.support.common import (
 from advisor.rules.support.host_waits import make_calls_async
 from advisor.testing import Examples, TraceBuilder
 
+_NO_WORK = r"^aten::(?:_?to|_to_copy|copy_|cpu|cuda|empty\w*|pin_memory|detach_?|result_type)$"
+"""Operators that move data, or make room for it."""
+MAX_NAMED = 3
+"""Operators that a fix names."""
+MIN_NAMED = 0.2
+"""Least time of each, of the longest one's."""
 _CONVERT = r"^aten::(?:copy_|div)$"
 _FLOATS = ("half", "bfloat16", "float", "double")
 
@@ -303,6 +312,12 @@ class PingPong(Rule):
         "# a CUDA array of another library, without a copy:\n"
         "y = torch.from_dlpack(cupy_array)"
     )
+    cases = {
+        "operators on the CPU": {
+            "fix": "Run {names} on the GPU, where the data is: then neither copy is needed.",
+            "code": "# before: y = work(x.cpu()).to(device)\ny = work(x)",
+        }
+    }
     verify = "Profile again: no Memcpy DtoH followed by a Memcpy HtoD of the same size."
     falsified_by = "a function that reads one tensor and uploads another of the same size"
     assumptions = ("the GPU can do the work in between, in little time",)
@@ -345,7 +360,9 @@ class PingPong(Rule):
             f"The same function copies {size} to the host and back, {times}. The copies take "
             f"{of_step(a, cost)}, and the host waits for the first."
         )
+        names = ""
         if recurs:
+            names = self._work_of_trips(a)
             away = a.trip_intervals.total
             edits.append(
                 scale_edit(
@@ -372,7 +389,22 @@ class PingPong(Rule):
             ],
             where=device_places(a, table, "bytes", "launch"),
             edits=edits,
+            **(self.case("operators on the CPU", names=names) if names else {}),
         )
+
+    @staticmethod
+    def _work_of_trips(a: Analysis) -> str:
+        """Name the operators that take most time between the copies, outside of the backward pass;
+        empty: none is recorded."""
+        cpu = a.trace.cpu
+        ts = cpu["ts"].to_numpy()
+        between = pl.Series(covered_length(ts, ts + 1, a.trip_intervals) > 0)
+        between &= name_matches(cpu["name"], "^aten::") & ~name_matches(cpu["name"], _NO_WORK)
+        ops = cpu.filter(between & ~pl.Series(rows_under(a, r"Backward\d*$")[:-1]))
+        time = ops.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
+        time = time.filter(pl.col("dur") >= MIN_NAMED * pl.col("dur").max())
+        named = time.sort("dur", "name")["name"].to_list()[::-1][:MAX_NAMED]
+        return list_names(named) if named else ""
 
     @staticmethod
     def _worked_on(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:

@@ -307,6 +307,7 @@ def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
             "no Python stacks were|train.py",
         ),
         ("ping_pong", "stack samples point to ping_pong.py:31", "line not recorded|ncu -k"),
+        ("ping_pong", "Run aten::clamp on the GPU", "cupy"),
         ("voice_stream", "advisor record --deep", "with_stack=True"),
     ],
 )

@@ -130,7 +130,9 @@ def _is_set(line: str, recorded: StepRecords) -> bool:
 # -- what would have to be recorded ----------------------------------------------------------------
 
 
-MEMORY_SNAPSHOT = "a memory snapshot (torch.cuda.memory._dump_snapshot), read with --memory"
+MEMORY_SNAPSHOT = (
+    "a memory snapshot (torch.cuda.memory._dump_snapshot), read with --memory-snapshot"
+)
 """Recording of the allocator's memory beside a trace of any tool."""
 
 

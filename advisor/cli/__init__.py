@@ -209,7 +209,8 @@ HEADINGS: Final = {
     "What to try": "--only --dry-run --budget --allow-write",
     "Baseline and bounds": "--save --max-slower --max-memory --strict",
     "What to change": "--edit --precision --mesh --same-batch --micro-batches",
-    "Where to": "--gpu --capacity --all --gpus --nodes --instance --same-host --batch --batch-now",
+    "Where to": "--gpu --capacity --all --gpus --nodes --instance --same-host --batch-size "
+    "--recorded-batch-size",
     "Server": "--port --host --browser --live",
     "Access": "--token-file --no-token",
     "Links": "--editor --perfetto-url",
@@ -219,8 +220,8 @@ HEADINGS: Final = {
     "What to record": "--deep --scalene --scalene-steps",
     "A running inference server": "--attach --seconds --engine",
     "Steps, windows and ranks": "--steps --skip --warmup --active --window --signal --rank --ranks "
-    "--from-mesh",
-    "Input": "--max-size --memory --kernel-profile --compile-log --capture",
+    "--recorded-mesh",
+    "Input": "--max-size --memory-snapshot --kernel-profile --compile-log --capture",
     "CI": "--fail-on --fail-if-slower",
     "Workers": "--workers --cluster",
     "GPU and network": "--recorded-gpu --node-size --node-bandwidth",
@@ -232,19 +233,28 @@ MAX_PLAIN = 6
 _RECORDED: Final = {"--gpu": "--recorded-gpu"}
 _PAID: Final = {"--gpus": "--paid-gpus"}
 _NODES: Final = {"--network": "--node-bandwidth"}
+_MESH: Final = {"--from-mesh": "--recorded-mesh"}
+_SNAPSHOT: Final = {"--memory": "--memory-snapshot"}
 FORMER: Final[dict[str, dict[str, str]]] = {
-    **{name: {**_RECORDED, **_PAID} for name in ("report", "gate", "dashboard")},
+    **{name: {**_RECORDED, **_PAID} for name in ("report", "gate")},
+    "dashboard": {**_RECORDED, **_PAID, **_SNAPSHOT},
     "compare": _PAID,
-    "whatif": {**_RECORDED, **_NODES},
+    "whatif": {**_RECORDED, **_NODES, **_MESH},
     "analyze": {
         **_RECORDED,
         **_PAID,
         **_NODES,
+        **_SNAPSHOT,
         "--kernels": "--kernel-profile",
         "--operators": "--by=operator",
     },
-    "project": {"--from": "--recorded-gpu", **_NODES},
-    "fit": {"--ranks": "--gpus"},
+    "project": {"--from": "--recorded-gpu", **_NODES, **_MESH},
+    "fit": {
+        **_SNAPSHOT,
+        "--ranks": "--gpus",
+        "--batch": "--batch-size",
+        "--batch-now": "--recorded-batch-size",
+    },
 }
 """Options by subcommand that had another name in an earlier version, and their name now."""
 OTHER: Final = "Other"

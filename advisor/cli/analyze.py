@@ -166,8 +166,8 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
         return [read.memory], o.read_options(options, memory=None)
     if read.kernel_profile is None:
         raise AdvisorError(
-            "give a trace, a folder of traces, a run, --memory FILE or --kernel-profile FILE; "
-            "'advisor demo' shows a report"
+            "give a trace, a folder of traces, a run, --memory-snapshot FILE or "
+            "--kernel-profile FILE; 'advisor demo' shows a report"
         )
     from advisor.read.directory import profile_files
 

@@ -63,7 +63,8 @@ Editor = Annotated[
 ]
 Live = Annotated[bool, typer.Option("--live", help="Follow the run during its recording.")]
 Memory = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A memory snapshot of the first path.")
+    Path | None,
+    typer.Option("--memory-snapshot", metavar="FILE", help="A memory snapshot of the first path."),
 ]
 
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 Memory = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A memory snapshot of the same program.")
+    Path | None,
+    typer.Option(
+        "--memory-snapshot", metavar="FILE", help="A memory snapshot of the same program."
+    ),
 ]
 
 
@@ -39,11 +42,17 @@ def command(
         str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, as 24GiB or 24G.")
     ] = None,
     batch: Annotated[
-        float | None, typer.Option(metavar="N", min=0, help="Target samples per step.")
+        float | None,
+        typer.Option("--batch-size", metavar="N", min=0, help="Target samples per step."),
     ] = None,
     batch_now: Annotated[
         float | None,
-        typer.Option(metavar="N", min=0, help="Samples per step of the snapshot, if not recorded."),
+        typer.Option(
+            "--recorded-batch-size",
+            metavar="N",
+            min=0,
+            help="Samples per step of the snapshot, if not recorded.",
+        ),
     ] = None,
     gpus: Annotated[
         int, typer.Option(metavar="N", min=1, help="GPUs that can share the states (ZeRO, FSDP).")
@@ -110,8 +119,8 @@ def _history(
         posts = [] if snapshot is None else peak_memories(snapshot)
     if not posts:
         raise AdvisorError(
-            f"{path}: no memory snapshot and no memory events; give one with --memory FILE, or "
-            "record with profile_memory=True"
+            f"{path}: no memory snapshot and no memory events; give one with "
+            "--memory-snapshot FILE, or record with profile_memory=True"
         )
     post = posts[0]
     if post.is_contradictory:
@@ -135,7 +144,9 @@ def _scale(batch: float | None, now: float | None, record: RankRecord | None) ->
         sizes = sorted(step.samples for step in record.steps if step.samples)
         now = sizes[len(sizes) // 2] if sizes else None
     if not now:
-        raise AdvisorError("fit: the recorded batch is unknown; give it with --batch-now N")
+        raise AdvisorError(
+            "fit: the recorded batch is unknown; give it with --recorded-batch-size N"
+        )
     return batch / now
 
 

@@ -164,6 +164,7 @@ Steps = Annotated[
 SnapshotFile = Annotated[
     Path | None,
     typer.Option(
+        "--memory-snapshot",
         metavar="FILE",
         help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
         "it can be a PATH.",

@@ -62,7 +62,11 @@ def command(
     ] = None,
     from_mesh: Annotated[
         str | None,
-        typer.Option(metavar="MESH", help="The recorded mesh, where collectives do not show it."),
+        typer.Option(
+            "--recorded-mesh",
+            metavar="MESH",
+            help="The recorded mesh, where collectives do not show it.",
+        ),
     ] = None,
     same_batch: Annotated[
         bool,

@@ -250,7 +250,7 @@ SNAPSHOT: Final = AuxiliaryInput(
     skipped=SkippedCheck(
         what="time: steps, kernels, copies, syncs, and what any of them costs",
         why="a memory snapshot tells of memory alone",
-        record=RECORD_TRACE + "and the snapshot with --memory",
+        record=RECORD_TRACE + "and the snapshot with --memory-snapshot",
     ),
 )
 COUNTERS: Final = AuxiliaryInput(

@@ -45,7 +45,7 @@ class ReadOptions:
     peek: Callable[[bytes], None] | None = None
     """Function called with each block of uncompressed text: for what the tables do not hold."""
     memory: str | None = None
-    """Path of a memory snapshot that belongs to the trace (``--memory``)."""
+    """Path of a memory snapshot that belongs to the trace (``--memory-snapshot``)."""
     kernel_profile: str | None = None
     """Path of the same program's kernel profiler report, or a folder of them
     (``--kernel-profile``)."""

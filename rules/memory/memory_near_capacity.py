@@ -120,7 +120,8 @@ class MemoryNearCapacity(Rule):
                 what="how full GPU memory is",
                 why=f"the {'snapshot' if alone else 'trace'} does not record how much memory the "
                 "GPU has",
-                record="a profiler trace, or 'advisor record', and the snapshot with --memory"
+                record="a profiler trace, or 'advisor record', and the snapshot with "
+                "--memory-snapshot"
                 if alone
                 else "a profiler that writes deviceProperties (any recent PyTorch)",
             )

@@ -192,12 +192,12 @@ def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFix
     snapshot = str(program().write(tmp_path / "memory.pickle"))
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": trace().events}))
-    asked = ["fit", str(file), "--memory", snapshot]
+    asked = ["fit", str(file), "--memory-snapshot", snapshot]
     assert run([*asked, "--capacity", "80GiB", "--format", "json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["fits"] and plain["capacity"] == 80 * GIB and plain["chosen"] == []
     times = plain["largest_batch_scale"]
-    larger = ["--batch", str(times * 8 + 1), "--batch-now", "8"]
+    larger = ["--batch-size", str(times * 8 + 1), "--recorded-batch-size", "8"]
     assert run([*asked, "--capacity", "80GiB", "--format", "json", *larger]) == 0
     plain = json.loads(capsys.readouterr().out)
     needed = plain["reserved"] * (1 + MARGIN_SHARE)
@@ -209,7 +209,7 @@ def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--capacity", "24GiB", "--gpu", "l4"], ["--capacity", "many"],
-     ["--capacity", "24GiB", "--batch", "64"]],
+     ["--capacity", "24GiB", "--batch-size", "64"]],
 )  # fmt: skip
 def test_what_is_missing_is_one_line(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -235,7 +235,7 @@ def test_the_trace_of_an_analysis_alone_has_no_memory_to_fit(
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": trace().events}))
     assert run(["fit", str(file), "--capacity", "24GiB"]) == 2
-    assert "--memory" in capsys.readouterr().err
+    assert "--memory-snapshot" in capsys.readouterr().err
 
 
 def test_impossible_figures_fit_nowhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_the_terminal_json_and_the_library_say_the_same(file: Path, advisor: Run
         (("--mesh", "dp=4", "--edit", "remove comm"), "edits"),
         (("--mesh", "four"), "dp=8,tp=4"),
         (("--mesh", "dp=4,tp=2"), "--node-size"),
-        (("--mesh", "dp=4,tp=2", "--from-mesh", "dp=0"), "dp=8,tp=4"),
+        (("--mesh", "dp=4,tp=2", "--recorded-mesh", "dp=0"), "dp=8,tp=4"),
     ],
 )
 def test_what_cannot_be_projected_is_one_line(

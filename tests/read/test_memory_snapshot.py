@@ -315,12 +315,12 @@ def a_trace(folder: Path) -> Path:
     return b.write(folder / "trace.json")
 
 
-@pytest.mark.parametrize("way", ["--memory", "beside"])
+@pytest.mark.parametrize("way", ["--memory-snapshot", "beside"])
 def test_a_snapshot_joins_a_trace(way: str, tmp_path: Path) -> None:
     trace = a_trace(tmp_path)
     memory = trained(2).write(tmp_path / "memory.pickle")
     out = tmp_path / "report.json"
-    extra = ["--memory", str(memory)] if way == "--memory" else [str(memory)]
+    extra = ["--memory-snapshot", str(memory)] if way == "--memory-snapshot" else [str(memory)]
     assert cli.run(["analyze", str(trace), *extra, "-o", str(out)]) == 0
     from advisor.core.report import Report
 

@@ -241,7 +241,10 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
     shown = [*fit.chosen, *others]
     if fit.phases is None and any(way.ns is None for way in shown):
         rated = "; others are by the GPU's rated bandwidths" if any(way.ns for way in shown) else ""
-        text = f"Times that need a trace are unknown{rated}. Give a trace and --memory SNAPSHOT."
+        text = (
+            f"Times that need a trace are unknown{rated}. Give a trace and "
+            "--memory-snapshot SNAPSHOT."
+        )
         blocks.append(Paragraph(text, indent=0))
     status = "bad" if not fit.fits else "limited" if fit.barely else "healthy"
     return Document(_fit_headline(fit, name), blocks, name="fit", status=status)

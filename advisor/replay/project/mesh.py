@@ -161,7 +161,7 @@ def recover_mesh(axes: list[MeshAxis], world: int | None) -> Mesh:
     if world and mesh.world != world:
         raise AdvisorError(
             f"the collectives show {mesh}, which is {mesh.world} of {world} ranks; say what was "
-            "recorded with --from-mesh dp=..,tp=.."
+            "recorded with --recorded-mesh dp=..,tp=.."
         )
     return mesh
 

@@ -73,7 +73,8 @@ Details = Annotated[
         "--details/--no-details",
         show_default=False,
         callback=_one_of,
-        help="Show evidence, caveats, skipped checks and limits too; of a comparison, the noise.",
+        help="Show evidence, caveats, skipped checks and limits too; of a comparison, the noise; "
+        "of a what-if, how waits are replayed.",
     ),
 ]
 Brief = Annotated[

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from advisor.render.document import Document
     from advisor.replay.result import WhatIfResult
 
+EDITS = "As --edit; without one, those of the trace's findings are listed, to paste."
 EXAMPLE, LONGEST_EDITS = "'remove sync'", 400
 """An edit, and the most characters of a finding's edits that are offered."""
 MAX_NAMES, LONGEST_NAME = 8, 60
@@ -32,7 +33,7 @@ def command(
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
     ],
     changes: Annotated[
-        list[str], typer.Argument(metavar="[EDIT]...", help="As --edit.", show_default=False)
+        list[str], typer.Argument(metavar="[EDIT]...", help=EDITS, show_default=False)
     ] = [],  # noqa: B006
     edit: Annotated[
         list[str],

@@ -39,7 +39,7 @@ from advisor.testing import TraceBuilder
 
 
 def _recorded() -> Any:
-    spec = spec_from_file_location("recorded", Path(__file__).with_name("recorded.py"))
+    spec = spec_from_file_location("recorded", Path(__file__).with_name("run_by_hand.py"))
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -13,7 +13,7 @@ TYPESCRIPT := 5.9.3
 PRETTIER   := 3.10.1
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo demo-record test coverage lint fmt docs docs-site lock bench record-h200 clean
+.PHONY: help demo demo-record test test-fast coverage lint fmt docs docs-site lock bench record-h200 clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -32,10 +32,15 @@ demo-record: $(STAMP) ## Record a short training run on this machine and analyse
 	@$(BIN)/advisor demo --record
 
 # The tests start programs by the dozen: with compiled files kept, each starts a second sooner.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-fast: export PYTHONDONTWRITEBYTECODE =
 # worksteal: a worker that is done takes over tests from one that got the long ones.
 test: $(STAMP) ## Run the tests on all cores (ARGS="-k name" is passed to pytest)
 	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
+
+FAST := tests/test_imports.py tests/core tests/lint tests/render tests/rules
+
+test-fast: $(STAMP) ## Run the tests of core, lint, rules and render that start no program
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow and not timed" $(FAST) $(ARGS)
 
 # A report is made of failed tests too: what they executed, they executed.
 coverage: $(STAMP) ## Run the tests as test does, and list the lines that none executes

@@ -274,14 +274,16 @@ def location_figures(location: Location, over: str = "") -> list[str]:
     """Return how often it happens, and how long the worst instance takes. ``over``: the steps that
     events of the trace are counted in."""
     parts = []
-    if location.count is not None:
-        often = f"{format_count(location.count)}×"
+    # one instance of one of several layers is an example
+    count = None if location.count == 1 and (location.layer or "")[:1].isdigit() else location.count
+    if count is not None:
+        often = f"{format_count(count)}×"
         if location.counted:
-            often = count_noun(location.count, location.counted)
+            often = count_noun(count, location.counted)
         parts.append(f"{often} in {over}" if over and location.dur_ns is not None else often)
     if location.dur_ns is not None:
-        worst = "worst " if location.count is not None and location.count > 1 else ""
-        if location.count is None and (location.op or location.kernel):
+        worst = "worst " if count is not None and count > 1 else ""
+        if count is None and (location.op or location.kernel):
             worst = "one takes "
         parts.append(f"{worst}{format_duration(location.dur_ns)}")
     if location.sampled_share is not None:

@@ -13,7 +13,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.report_text import describe_gain, describe_scope, figures_of_merit
 from advisor.core.report import Report
 from advisor.core.run_directory import Host, Rank, RankRecord
-from advisor.core.text import format_duration, with_article
+from advisor.core.text import format_duration, location_figures, with_article
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder
@@ -593,4 +593,6 @@ def test_a_step_without_its_matrix_products_is_told_as_a_part(
     assert all(f.impact is None or f.impact.share is None for f in report.findings)
     assert report_text.describe_all_fixes(report) == ""
     assert "A fix saves up to 15.5 ms (range 6.36 to 15.5 ms)." in report.verdict
+    # its one kernel of 24 equal layers is an example, and no count
+    assert location_figures(report.findings[0].where[0]) == ["one takes 55.3 µs"]
     assert any(each.startswith("Only a part of a step") for each in report.limits)

@@ -1,5 +1,5 @@
 """Time that operators on a CPU take by how they are called: FFTs by length, a sort and topk, norms
-and their like over a dimension that is not the innermost.
+and their like over a dimension that is not the innermost, distances and products of all pairs.
 
 python benchmarks/bench_slow_arguments.py
 
@@ -28,6 +28,20 @@ OPERATORS: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[torch.Ten
         lambda x: (x - x.mean(1, keepdim=True)).square().sum(1) / (x.shape[1] - 1),
     ),
     "argmax": (lambda x: x.argmax(1), lambda x: x.max(1).indices),
+}
+
+Pairwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PAIRS: dict[str, tuple[Pairwise, Pairwise]] = {
+    "squared distances": (
+        lambda a, b: (a[:, None] - b).pow(2).sum(-1),
+        lambda a, b: a.square().sum(-1)[:, None] + b.square().sum(-1) - 2 * a @ b.T,
+    ),
+    "distances": (lambda a, b: (a[:, None] - b).norm(dim=-1), torch.cdist),
+    "absolute differences": (
+        lambda a, b: (a[:, None] - b).abs().sum(-1),
+        lambda a, b: torch.cdist(a, b, p=1),
+    ),
+    "products": (lambda a, b: (a[:, None] * b).sum(-1), lambda a, b: a @ b.T),
 }
 
 
@@ -90,12 +104,31 @@ def time_reductions() -> None:
         print()
 
 
+def time_pairs() -> None:
+    """Print what remains of distances and products by broadcasting, forward and backward too."""
+    for kind, (slow, fast) in PAIRS.items():
+        for n, m, d in ((384, 384, 256), (32, 4096, 64), (2000, 128, 16), (1000, 1000, 3)):
+            shares = []
+            for backward in (False, True):
+                a, b = (torch.randn(rows, d, requires_grad=backward) for rows in (n, m))
+
+                def both(call: Pairwise, a: torch.Tensor = a, b: torch.Tensor = b) -> None:
+                    result = call(a, b)
+                    if result.requires_grad:
+                        result.sum().backward()
+
+                before, after = (time_of(lambda f=f: both(f)) for f in (slow, fast))  # type: ignore[misc]
+                shares.append(f"{after / before:.3f}")
+            print(f"{kind}, {n} × {m} × {d}: {shares[0]} remain, with backward {shares[1]}")
+
+
 def main() -> None:
-    """Print the three tables."""
+    """Print the four tables."""
     torch.set_num_threads(1)
     time_ffts()
     time_sorts()
     time_reductions()
+    time_pairs()
 
 
 if __name__ == "__main__":

@@ -445,6 +445,7 @@ class LoopPhases(LoopCode):
             "# not (a[:, :, None] - b[:, None]).square().sum(-1).sqrt()",
             "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
             "falsified_by": "the same step time with that function",
+            "alternatives": "loss",
         },
         "scores": {
             "title": "Scores of many classes, for a loss, take much of the step",

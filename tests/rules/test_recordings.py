@@ -49,6 +49,7 @@ CASES = {
     "table_in_forward": "forward-code",
     "single_tensor": "single-tensor-optimizer",
     "quadrature": "slow-operator-arguments",
+    "pairs": "pairwise-broadcast",
     "picture_answers": "constant-projections",
     "gloo_metrics": "collectives-in-step",
     "gloo_accumulation": "missing-no-sync",

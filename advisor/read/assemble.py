@@ -254,6 +254,7 @@ class Assembler:
         none = np.full(len(device.get("ts", ())), -1, dtype=np.int32)
         if not host:
             return none, none
+        _leave_closures(host, texts)
         _reorder(host, stack_order(host["thread"], host["ts"], host["dur"], host["kind"]))
         trim_memory(len(host["ts"]))
         host["parent"], host["depth"], facts.nesting_repaired = _stacks(host)
@@ -301,6 +302,34 @@ def join_tables(
         else pl.DataFrame(schema=GPU_SCHEMA),
         "threads": tables.threads_frame(given.threads, given.thread_names),
     }, table
+
+
+def _leave_closures(host: Columns, texts: list[str]) -> None:
+    """Let each ``Optimizer.step#…`` range begin behind the closure that it was given, in place: the
+    range is then the update alone, as it is without a closure. PyTorch Lightning gives each
+    optimizer one, with the forward and the backward pass in it.
+
+    A closure is known by an operator of the range's thread that autograd numbers, and nodes of the
+    backward pass that begin in the range. It ends with the last of these."""
+    is_step, is_node = (
+        np.array([text.startswith(prefix) for text in texts], dtype=bool)
+        for prefix in ("Optimizer.step#", "autograd::engine::evaluate_function")
+    )
+    name, kind, thread, ts = (host[key] for key in ("name", "kind", "thread", "ts"))
+    steps = np.flatnonzero((kind == _ANNOTATION) & is_step[name])
+    nodes = np.flatnonzero((kind != _ANNOTATION) & is_node[name])
+    if not len(steps) or not len(nodes) or tables.is_blank(host["sequence"]):
+        return
+    nodes = nodes[np.argsort(ts[nodes], kind="stable")]
+    begins, ends = ts[nodes], ts[nodes] + host["dur"][nodes]
+    numbered = np.flatnonzero((np.asarray(host["sequence"]) >= 0) & ~is_node[name])
+    for step in steps.tolist():
+        begin, end = ts[step], ts[step] + host["dur"][step]
+        first, last = np.searchsorted(begins, (begin, end))
+        own = numbered[thread[numbered] == thread[step]] if first < last else numbered[:0]
+        if ((ts[own] >= begin) & (ts[own] < begins[last - 1])).any() if len(own) else False:
+            ts[step] = min(end, max(begin, ends[first:last].max()))
+            host["dur"][step] = end - ts[step]
 
 
 def _stacks(host: Columns) -> tuple[Array, Array, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from advisor.read.registry import read_bytes
+from advisor.testing import TraceBuilder
 
 
 def event(cat: str, name: str, ts: float, end: float) -> dict[str, Any]:
@@ -82,3 +83,36 @@ def test_ranges_opened_in_each_other_nest() -> None:
     assert found["ProfilerStep#1"] is None
     assert found["forward"] == "ProfilerStep#1"
     assert found["aten::mm"] == "forward"
+
+
+def _closure(*, nodes: bool) -> TraceBuilder:
+    """A step whose optimizer calls forward and backward, as PyTorch Lightning's do."""
+    b = TraceBuilder(None)
+    for _ in b.steps(2):
+        with b.range("Optimizer.step#AdamW.step"):
+            with b.op("aten::linear", [[8, 8]], sequence=1, host_us=500):
+                pass
+            if nodes:
+                with b.op("autograd::engine::evaluate_function: AddmmBackward0", host_us=900):
+                    pass
+            b.on_host("aten::_fused_adamw_", 100)
+    return b
+
+
+def test_the_range_of_an_optimizer_begins_behind_its_closure() -> None:
+    """The update takes 100 µs; forward and backward inside the range belong to the step alone."""
+    cpu = _closure(nodes=True).trace().cpu
+    name = cpu["name"].cast(pl.String)
+    steps = cpu.filter(name.str.starts_with("Optimizer.step#"))
+    assert 100_000 <= min(steps["dur"]) <= max(steps["dur"]) < 110_000
+    forward = cpu.filter(name == "aten::linear")["parent"].to_list()
+    assert {str(name[row]) for row in forward} == {"ProfilerStep#0", "ProfilerStep#1"}
+    update = cpu.filter(name == "aten::_fused_adamw_")["parent"].to_list()
+    assert {str(name[row]) for row in update} == {"Optimizer.step#AdamW.step"}
+
+
+def test_numbered_operators_alone_are_no_closure() -> None:
+    """Older versions of PyTorch number the operators of an update, too (a100_train_6steps)."""
+    cpu = _closure(nodes=False).trace().cpu
+    name = cpu["name"].cast(pl.String)
+    assert min(cpu.filter(name.str.starts_with("Optimizer.step#"))["dur"]) >= 600_000

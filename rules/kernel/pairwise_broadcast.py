@@ -18,6 +18,7 @@ from advisor.measure.device.operator_arguments import calls_by_inputs, inputs_at
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import outermost_rows, parent_rows
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import (
     CHOSEN,
     CURED_RECORDINGS,
@@ -30,7 +31,6 @@ from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     of_step,
-    rows_in_steps,
     scale_edit,
     work_launched_in,
 )

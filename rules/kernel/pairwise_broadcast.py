@@ -46,7 +46,8 @@ NORMS = {"aten::linalg_vector_norm": 2, "aten::norm": 2}
 MAX_AFTER = 24
 """Operators behind the first one among which those that read its result are looked for."""
 SMALL = (0.1, 0.05, 0.2)
-"""What remains of sums of absolute differences more than of others: a kernel without products."""
+"""Shares that remain of sums of absolute differences, of a kernel without products, by the width's
+share: expected, at best, at worst."""
 
 
 class Pairs(NamedTuple):
@@ -54,14 +55,14 @@ class Pairs(NamedTuple):
 
     case: str
     shape: tuple[int, ...]
-    """Of the tensor that holds all pairs."""
+    """Shape of the tensor that holds all pairs."""
     depth: int
-    """Elements that are summed for a pair."""
+    """Number of elements that are summed for a pair."""
     code: str
     rows: list[int]
     """Rows of ``trace.cpu`` that make that tensor and its sums."""
     every: list[int]
-    """Those, and all others that write or read it."""
+    """Rows of these, and of all others that write or read it."""
 
 
 class PairwiseBroadcast(Rule):

@@ -16,7 +16,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
 from advisor.core.intervals import covered_length, union
-from advisor.core.prices import Cost, EnergyUse, FixCost, Prices, RankEnergy
+from advisor.core.prices import HOUR_NS, Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import RankLine, Ranks, format_ranks
 from advisor.core.report import (
     Family,
@@ -346,7 +346,6 @@ def _numbers(a: Analysis) -> list[int]:
     return numbers
 
 
-HOUR_NS = 3.6e12
 MAX_GPUS = 1_000_000
 """Largest number of GPUs in a price, against damaged records."""
 

@@ -10,9 +10,8 @@ from operator import attrgetter
 from advisor.compare.comparison import Amount, Comparison
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.prices import HOUR_NS
 from advisor.core.report import InferencePhase, KernelCounters, MemoryHolder, Report
-
-HOUR_NS = 3.6e12
 
 
 def compare_amounts(before: Report, after: Report) -> list[Amount]:

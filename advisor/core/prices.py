@@ -13,6 +13,8 @@ from msgspec import Struct, field
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_toml, tool_section
 
+HOUR_NS = 3.6e12
+
 
 class RankEnergy(Struct, frozen=True, kw_only=True):
     """Energy that the GPU of one rank uses."""

@@ -56,6 +56,8 @@ CALLS = (
     "module_load",
     "other",
 )
+BLOCKING_CALLS = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
+"""Classes of calls that may hold the host until the device is done."""
 
 CpuKind = pl.Enum(CPU_KINDS)
 GpuKind = pl.Enum(GPU_KINDS)

@@ -30,7 +30,7 @@ from msgspec.structs import replace
 
 from advisor.core.errors import AdvisorError, suggest
 from advisor.core.finding import Edit, Instants, Operation, Select
-from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
+from advisor.core.trace import BLOCKING_CALLS, CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
 
 VERBS: dict[str, Operation] = {
     "remove": "remove",
@@ -46,7 +46,6 @@ VERBS: dict[str, Operation] = {
 }
 FORMER_VERBS = {"make_async": "async", "spread": "parallelize", "punctual": "remove_skew"}
 """Former verbs that are still accepted, with their present names."""
-BLOCKING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 
 
 def _copy(pattern: str) -> Select:
@@ -70,7 +69,7 @@ TARGETS: dict[str, Callable[[str], Select]] = {
     "python": lambda p: Select(on="host", kind=("python",), name=p),
     "range": lambda p: Select(on="host", kind=("annotation",), name=p),
     "host": lambda p: Select(on="host", name=p),
-    "sync": lambda p: Select(on="host", call=BLOCKING, under=p),
+    "sync": lambda p: Select(on="host", call=BLOCKING_CALLS, under=p),
     "loader": lambda p: Select(on="host", name=p or LOADER),
     "gap": lambda p: Select(on="gap", cause=tuple(p.split(",")) if p else ()),
 }

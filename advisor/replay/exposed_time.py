@@ -19,6 +19,7 @@ import polars as pl
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import (
     EMPTY,
+    Bools,
     Intervals,
     covered_length,
     intersect,
@@ -34,7 +35,6 @@ from advisor.replay.graph import Array
 from advisor.replay.graph_builder import host_end
 from advisor.replay.predictions import edit_kind, error_of, shipped_experiments
 from advisor.replay.selection import (
-    Mask,
     collectives_on_host,
     host_of_layer,
     host_spans,
@@ -67,7 +67,7 @@ class SelectedWork(NamedTuple):
     """Latency before the work on its streams; where nothing else runs then, the device idles."""
 
 
-def _launching_gaps(a: Analysis) -> Mask:
+def _launching_gaps(a: Analysis) -> Bools:
     """Return which gaps fewer launches can end. Batches that the process loads itself count too: it
     then loads them earlier."""
     names = a.trace.cpu["name"].gather(a.gaps["host"])
@@ -126,11 +126,11 @@ def _least_factor(edit: Edit) -> float | None:
     return edit.factor * math.exp(-error_of([edit_kind(edit)], shipped_experiments()))
 
 
-def _launched_inside(a: Analysis) -> Mask:
+def _launched_inside(a: Analysis) -> Bools:
     """Return which rows of ``trace.gpu`` are work of the used steps: launched in them while the
     host is in them, or running in them where the launch or the steps are unknown."""
     launch = a.trace.gpu["launch"].fill_null(-1).to_numpy()
-    own: Mask = a.in_window.copy()
+    own: Bools = a.in_window.copy()
     if a.trace.cpu.is_empty() or a.steps.used.is_empty() or a.steps.source == "whole trace":
         return own
     own &= launch < 0
@@ -141,7 +141,7 @@ def _launched_inside(a: Analysis) -> Mask:
     return own
 
 
-def _host_time(a: Analysis, mask: Mask) -> Intervals:
+def _host_time(a: Analysis, mask: Bools) -> Intervals:
     cpu = a.trace.cpu
     ts = cpu["ts"].to_numpy()[mask]
     return intersect(union(ts, ts + cpu["dur"].to_numpy()[mask]), a.spans)
@@ -152,7 +152,7 @@ def _selected_time(a: Analysis, select: Select) -> Intervals:
     return intersect(union(ts, ts + dur), a.spans)
 
 
-def _latency(a: Analysis, mask: Mask) -> float:
+def _latency(a: Analysis, mask: Bools) -> float:
     """Return the start latency in the gaps before this work on its streams, ns in all steps."""
     gpu = a.trace.gpu.with_columns(chosen=pl.Series(mask)).sort("device", "stream", "ts")
     ended = (pl.col("ts") + pl.col("dur")).cum_max().shift(1).over("device", "stream")
@@ -162,7 +162,7 @@ def _latency(a: Analysis, mask: Mask) -> float:
     return float(gap.filter("chosen")["gap"].sum())
 
 
-def _hideable_time(a: Analysis, mask: Mask) -> float:
+def _hideable_time(a: Analysis, mask: Bools) -> float:
     """Return the time of this work that the rest of the steps can hide, ns. Work of one name stays
     in order, so it hides behind all else, not behind itself. Without host events only the device's
     own work is known."""
@@ -262,7 +262,7 @@ def _claim_selected(a: Analysis, edit: Edit) -> GainClaim:
     return GainClaim(time, (1.0, 1.0, 1.0))
 
 
-def _hidden_by_others(a: Analysis, mask: Mask, exposed: Intervals) -> float:
+def _hidden_by_others(a: Analysis, mask: Bools, exposed: Intervals) -> float:
     """Return how much of the exposed time of this work the device's other work can hide, ns.
     Collectives, copies and kernels hide behind the others' kinds, not behind their own."""
     talks = a.kernels["communication"].to_numpy()
@@ -303,7 +303,7 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
     return union_of(held, _bubbles(a, selected_host(a, select)))
 
 
-def _bubbles(a: Analysis, mask: Mask) -> Intervals:
+def _bubbles(a: Analysis, mask: Bools) -> Intervals:
     """Return the idle time that the selected synchronising calls leave behind them."""
     syncs = a.syncs
     if syncs.is_empty():

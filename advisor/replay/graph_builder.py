@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from advisor.core.trace import Trace
+from advisor.core.trace import BLOCKING_CALLS, Trace
 from advisor.measure import Analysis
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.host.syncs import work_past_return_ns
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
 from advisor.replay.device_work import DeviceWork, add_stream_edges, device_nodes, device_work
-from advisor.replay.edit_language import BLOCKING
 from advisor.replay.graph import (
     NEVER,
     Array,
@@ -151,7 +150,7 @@ def host_end(a: Analysis, table: pl.DataFrame) -> int:
         & (pl.col("kind") != "overhead")
     ).select("ts", "name", "kind", "call", until=pl.col("ts") + pl.col("dur"))
     if a.steps.source == "whole trace":
-        wait = cpu.filter(pl.col("call").is_in(BLOCKING) & (pl.col("until") > end))
+        wait = cpu.filter(pl.col("call").is_in(BLOCKING_CALLS) & (pl.col("until") > end))
         end = max([end, *wait["until"]])
     mark = cpu.filter(
         (pl.col("ts") == begin)

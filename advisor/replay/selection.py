@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Select
-from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.intervals import Bools, Intervals, Ints, covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import list_collectives
 from advisor.measure.comm.gloo import host_work, list_on_host, time_on_host
@@ -32,14 +31,12 @@ from advisor.measure.host.stacks import (
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph import Array, EdgeKind, Graph, NodeKind
 
-Mask = NDArray[np.bool_]
 
-
-def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask:
+def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Bools:
     """Return the mask over ``trace.gpu`` of selected rows of the analysed device in the used steps;
     ``anywhere``: at whatever time they run."""
     gpu = a.trace.gpu
-    mask: Mask = a.in_window.copy()
+    mask: Bools = a.in_window.copy()
     if anywhere and a.device_id is not None:
         mask = (gpu["device"] == a.device_id).to_numpy().copy()
     if select.kind:
@@ -79,10 +76,10 @@ def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Mask
     return mask
 
 
-def _begin_in(a: Analysis, select: Select) -> Mask:
+def _begin_in(a: Analysis, select: Select) -> Bools:
     """Return the mask over ``trace.cpu`` of rows that begin in the instants of ``Select.at``."""
     ts = a.trace.cpu["ts"].to_numpy()
-    result: Mask = covered_length(ts, ts + 1, select_instants(a, select)) > 0
+    result: Bools = covered_length(ts, ts + 1, select_instants(a, select)) > 0
     return result
 
 
@@ -122,7 +119,7 @@ def waits_on_host(a: Analysis, select: Select) -> Intervals | None:
     return None if table is None else time_on_host(a, table)[1]
 
 
-def selected_host(a: Analysis, select: Select) -> Mask:
+def selected_host(a: Analysis, select: Select) -> Bools:
     """Return the mask over ``trace.cpu`` of the selected host events."""
     cpu = a.trace.cpu
     mask = np.ones(cpu.height, dtype=bool)
@@ -147,7 +144,7 @@ def selected_host(a: Analysis, select: Select) -> Mask:
     return mask
 
 
-def host_spans(a: Analysis, select: Select) -> tuple[NDArray[np.int64], ...]:
+def host_spans(a: Analysis, select: Select) -> tuple[Ints, ...]:
     """Return ``(thread, ts, dur)`` of the selected host events, ns; with ``at="loop"`` also of the
     time between two of them on one thread in one step with no other operator or call in between.
     Of work that is done twice (``WHOLE``) it is all time of the thread from its begin to its end:
@@ -165,9 +162,7 @@ WHOLE = ("recompute", "second_forward", "repeated_backward", "rebuilt_weights", 
 """Instants of ``Select.at`` in which a thread does nothing but the work that they name."""
 
 
-def _whole_stretches(
-    a: Analysis, mask: Mask, stretches: Intervals
-) -> tuple[NDArray[np.int64], ...]:
+def _whole_stretches(a: Analysis, mask: Bools, stretches: Intervals) -> tuple[Ints, ...]:
     """Return ``(thread, ts, dur)`` of intervals, each on the thread with most of its events."""
     rows = a.trace.cpu.select("thread", "ts").filter(pl.Series(mask))
     place = np.searchsorted(stretches.start, rows["ts"].to_numpy(), side="right") - 1
@@ -178,7 +173,7 @@ def _whole_stretches(
     return owner["thread"].to_numpy(), start, stretches.end[at] - start
 
 
-def _between(a: Analysis, mask: Mask) -> pl.DataFrame:
+def _between(a: Analysis, mask: Bools) -> pl.DataFrame:
     cpu = a.trace.cpu
     called = cpu["kind"].is_in(["op", "runtime"]).to_numpy()
     outer = outermost_ancestor(parent_rows(a.trace), called) == np.arange(cpu.height)
@@ -202,7 +197,7 @@ def _between(a: Analysis, mask: Mask) -> pl.DataFrame:
     )
 
 
-def _in_layer(a: Analysis, pattern: str, nodes: Rows) -> Mask:
+def _in_layer(a: Analysis, pattern: str, nodes: Rows) -> Bools:
     """Return whether rows are of the modules that a pattern names."""
     if a.layers is None:
         return np.zeros(len(nodes), dtype=bool)
@@ -216,7 +211,7 @@ def host_of_layer(select: Select) -> Select | None:
     return own if select.layer and select == replace(own, on="gpu") else None
 
 
-def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Mask:
+def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Bools:
     """Return the mask over ``trace.cpu`` of calls that copy in these directions or wait for it."""
     copies = a.trace.gpu["copy"].is_in(list(directions)).fill_null(False).to_numpy()
     rows = a.trace.gpu["launch"].filter(pl.Series(copies)).drop_nulls().to_numpy()
@@ -227,7 +222,7 @@ def _for_copies(a: Analysis, directions: tuple[str, ...]) -> Mask:
     return result
 
 
-def selected_gaps(a: Analysis, select: Select) -> Mask:
+def selected_gaps(a: Analysis, select: Select) -> Bools:
     """Return the mask over ``Analysis.gaps`` of the selected gaps."""
     gaps = a.gaps
     mask = np.ones(gaps.height, dtype=bool)
@@ -248,7 +243,7 @@ def selected_gaps(a: Analysis, select: Select) -> Mask:
     return mask
 
 
-def rows_under(a: Analysis, pattern: str) -> Mask:
+def rows_under(a: Analysis, pattern: str) -> Bools:
     """Return which rows of ``trace.cpu`` have the name, or lie in one that has; a last False."""
     cpu = a.trace.cpu
     named = name_matches(cpu["name"], _checked(pattern)).to_numpy()

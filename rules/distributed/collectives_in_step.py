@@ -13,8 +13,14 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import climb_stack, hottest_line, parent_rows, share_in
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
+from advisor.measure.host.stacks import (
+    ENGINE_NODE,
+    climb_stack,
+    hottest_line,
+    parent_rows,
+    share_in,
+)
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import (
@@ -29,8 +35,6 @@ from advisor.rules.support.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-_NODE = r"^autograd::engine::evaluate_function"
-_OPTIMIZER = r"^Optimizer\.step#"
 _FORWARD = r"^DistributedDataParallel\.forward$"
 _COALESCED = r"^aten::(?:un)?flatten_dense_tensors$|^c10d::broadcast_$"
 """Operators of a broadcast of several tensors at once."""
@@ -236,11 +240,11 @@ class StepCollectives(Rule):
         op = row_numbers(table["op"])
         inside = {
             pattern: climb_stack(parent, name_matches(names, pattern).to_numpy(), op) >= 0
-            for pattern in (_NODE, _FORWARD)
+            for pattern in (ENGINE_NODE, _FORWARD)
         }
         table = table.with_columns(
             name=names.gather(table["host"]).cast(pl.String),
-            backward=pl.Series(inside[_NODE], dtype=pl.Boolean),
+            backward=pl.Series(inside[ENGINE_NODE], dtype=pl.Boolean),
             gradients=_after_backward(a, op),
             forward=pl.Series(inside[_FORWARD], dtype=pl.Boolean),
             pickled=pl.col("dtype").str.contains(_BYTES).fill_null(False),
@@ -291,7 +295,8 @@ def _after_backward(a: Analysis, op: Rows) -> pl.Series:
     Nothing of forward pass or optimizer lies between the last node of autograd and the row, and the
     next of the three is the optimizer."""
     cpu = a.trace.cpu
-    marks = [np.flatnonzero(name_matches(cpu["name"], each)) for each in (_NODE, _OPTIMIZER)]
+    ranges = (ENGINE_NODE, OPTIMIZER_STEP)
+    marks = [np.flatnonzero(name_matches(cpu["name"], each)) for each in ranges]
     rows = np.concatenate(marks)
     of = np.repeat([0, 1], [len(each) for each in marks])
     ts = cpu["ts"].to_numpy()

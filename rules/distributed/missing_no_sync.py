@@ -13,7 +13,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, S
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import in_window, list_collectives
-from advisor.measure.host.names import name_matches
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
 from advisor.rules.support.citations import OURS, SILENT_TRACES
 from advisor.rules.support.common import (
@@ -27,7 +27,6 @@ from advisor.rules.support.common import (
 from advisor.testing import Examples, TraceBuilder
 
 _FORWARD = r"^DistributedDataParallel\.forward$"
-_OPTIMIZER = r"^Optimizer\.step#"
 _HOOK = r"^autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _BROADCAST = r"(?i)broadcast"
 _COPY = r"^torch\.distributed\.ddp\.reducer::"
@@ -196,7 +195,7 @@ def find_passes(a: Analysis) -> SyncPasses | None:
     """Find the passes of the trace's optimizer steps; ``None``: no accumulation can be seen."""
     cpu = a.trace.cpu
     forward, _ = _outermost(a, _FORWARD)
-    start, end = _outermost(a, _OPTIMIZER)
+    start, end = _outermost(a, OPTIMIZER_STEP)
     if len(forward) < 2 or len(start) < 2:
         return None
     # how many optimizers ended before each pass began: the optimizer step it works for

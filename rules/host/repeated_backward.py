@@ -13,7 +13,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.intervals import covered_length
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.names import name_matches
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.repeated_passes import differentiated_nodes
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
@@ -26,9 +26,6 @@ from advisor.rules.support.common import (
     remove_at,
 )
 from advisor.testing import Examples, TraceBuilder
-
-OPTIMIZER = r"^Optimizer\.step#"
-"""PyTorch's range around an optimizer's step."""
 
 
 class RepeatedBackward(Rule):
@@ -162,7 +159,7 @@ def _updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bo
     """Return whether an optimizer steps between the first and the last run of most repeated nodes.
     ``rows``: all runs of nodes."""
     cpu = a.trace.cpu
-    steps = cpu["ts"].filter(name_matches(cpu["name"], OPTIMIZER)).sort().to_numpy()
+    steps = cpu["ts"].filter(name_matches(cpu["name"], OPTIMIZER_STEP)).sort().to_numpy()
     runs = pl.DataFrame(
         {
             "sequence": cpu["sequence"].gather(rows),

@@ -20,6 +20,7 @@ from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
 from advisor.rules.support.common import amount_per_step, example_steps, runs_code_of
@@ -241,7 +242,7 @@ class UnfusedAttention(Rule):
             return 0.0
         op = a.kernels["op_name"]
         products = rows & name_matches(op, kernel_work.FORWARD).to_numpy()
-        in_backward = kernel_work.rows_launched_under(a, r"^autograd::engine::evaluate_function")
+        in_backward = kernel_work.rows_launched_under(a, ENGINE_NODE)
         in_forward = kernel_work.summed_duration(a, products & ~in_backward)
         part = kernel_work.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()

@@ -13,7 +13,7 @@ from advisor.core.rule import FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
-from advisor.measure.host.names import name_matches
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import (
     ARITHMETIC,
@@ -136,7 +136,7 @@ class UnfusedElementwise(Rule):
         if kernel_work.summed_duration(a, fusible) < self.min_share * total:
             return
         fusible &= ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
-        fusible &= ~kernel_work.rows_launched_under(a, r"^Optimizer\.step#")
+        fusible &= ~kernel_work.rows_launched_under(a, OPTIMIZER_STEP)
         in_chain, chains, known = self._chains(a, rows, fusible)
         share = kernel_work.summed_duration(a, in_chain) / total
         if share < self.min_share:

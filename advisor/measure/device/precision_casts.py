@@ -5,20 +5,18 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Bools
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.names import name_matches
 
-Mask = NDArray[np.bool_]
-
 _CAST = r"^aten::copy_$"
 _SHORT = ("half", "bfloat16")
 
 
-def find_casts(a: Analysis, fp32: Mask, matrix: Mask) -> Mask:
+def find_casts(a: Analysis, fp32: Bools, matrix: Bools) -> Bools:
     """Return the rows of ``trace.gpu`` that cast an operand of a product in FP32 from 16 bits, or
     its result to them. ``fp32``, ``matrix``: kernels of such products, and of all. No other cast or
     product is nearer, and the tensor has as many values as the operand or the result."""

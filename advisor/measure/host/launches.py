@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length, union
-from advisor.core.trace import Trace
+from advisor.core.trace import BLOCKING_CALLS, Trace
 from advisor.measure.device.families import CODE, SDPA, op_families
 from advisor.measure.host.names import distinct_names, name_matches
 from advisor.measure.host.stacks import climb_stack, rows_around
@@ -200,8 +200,6 @@ AHEAD_SHARE = 0.05
 latency is some 10 us; in a step bound by the host the device waits, not its work."""
 MIN_STEPS = 3
 """Steps that are needed, at least: fewer are all at the window's ends."""
-WAITING = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
-"""Classes of calls that may hold the host until the device is done."""
 NEVER = np.iinfo(np.int64).max
 
 
@@ -320,7 +318,7 @@ def _held(trace: Trace, start: int, done: int) -> bool:
     cpu = trace.cpu
     called = cpu["ts"].gather(trace.gpu["launch"].drop_nulls().unique())
     waits = (
-        cpu["call"].cast(pl.String).is_in(WAITING)
+        cpu["call"].cast(pl.String).is_in(BLOCKING_CALLS)
         & (cpu["ts"] < done)
         & (cpu["ts"] + cpu["dur"] >= done)
     ).fill_null(False)

@@ -21,6 +21,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Location
+from advisor.core.intervals import Bools
 from advisor.core.run_directory import RankRecord
 from advisor.core.trace import JAX
 from advisor.measure.host.names import map_names, name_matches
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 Rows = NDArray[Any]
 """Rows of ``trace.cpu``, int32 or int64; -1: none."""
-Mask = NDArray[np.bool_]
 _MERGE_LEVELS, _MANY = 8, 1_000
 
 # The profiler cuts the entries of ``sys.path`` off the front of a file's name, so that a frame of
@@ -75,7 +75,7 @@ def parent_rows(trace: Trace) -> Rows:
     return trace.cpu["parent"].fill_null(-1).to_numpy().astype(np.int32, copy=False)
 
 
-def innermost_ancestor(parent: Rows, mask: Mask) -> Rows:
+def innermost_ancestor(parent: Rows, mask: Bools) -> Rows:
     """Find the innermost wanted row among each row and its ancestors, -1: none.
 
     Every row points at itself when it is wanted, else at its parent; following all pointers twice
@@ -94,16 +94,16 @@ def innermost_ancestor(parent: Rows, mask: Mask) -> Rows:
     return np.where(result == count, np.int32(-1), result)
 
 
-def outermost_ancestor(parent: Rows, mask: Mask) -> Rows:
+def outermost_ancestor(parent: Rows, mask: Bools) -> Rows:
     """Find the outermost wanted row among each row and its ancestors, -1: none."""
     near = innermost_ancestor(parent, mask)
     above = np.where(parent < 0, np.int32(-1), near[np.maximum(parent, 0)])
     return innermost_ancestor(parent, mask & (above < 0))
 
 
-def is_operator(trace: Trace) -> Mask:
+def is_operator(trace: Trace) -> Bools:
     """Return which rows of ``trace.cpu`` are operators."""
-    result: Mask = (trace.cpu["kind"] == "op").to_numpy()
+    result: Bools = (trace.cpu["kind"] == "op").to_numpy()
     return result
 
 
@@ -118,7 +118,7 @@ def outermost_rows(trace: Trace) -> NDArray[np.int64]:
     return np.flatnonzero(outermost == np.arange(len(outermost)))
 
 
-def climb_stack(parent: Rows, mask: Mask, rows: Rows, *, top: bool = False) -> Rows:
+def climb_stack(parent: Rows, mask: Bools, rows: Rows, *, top: bool = False) -> Rows:
     """Find :func:`innermost_ancestor` (with ``top``: :func:`outermost_ancestor`) of a few rows only
     (-1: none): as many rounds as their stacks are deep."""
     result = np.full(len(rows), -1, dtype=parent.dtype)

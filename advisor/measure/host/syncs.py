@@ -9,7 +9,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints, covered_length
-from advisor.core.trace import Trace
+from advisor.core.trace import BLOCKING_CALLS, Trace
 from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import (
@@ -401,7 +401,6 @@ MIN_SIMILAR, SIMILAR = 3, 0.6
 ALONE_NS = 1_000_000
 """Duration from which a call counts that was long less often, ns: within it, the last work of a
 stream ends near its return by chance one time in fifty."""
-NAMED = ("sync_device", "sync_stream", "sync_event", "memcpy", "memcpy_blocking")
 
 
 def clock_tolerance_ns(trace: Trace) -> int:
@@ -459,7 +458,7 @@ def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
     return as the last work of a stream ends that was launched before them."""
     cpu, gpu = trace.cpu, trace.gpu
     long = (cpu["kind"] == "runtime") & (cpu["dur"] >= LONG_CALL_NS)
-    long &= ~cpu["call"].is_in(NAMED).fill_null(False)
+    long &= ~cpu["call"].is_in(BLOCKING_CALLS).fill_null(False)
     rows = np.flatnonzero(long.to_numpy())
     launch = gpu["launch"].fill_null(-1).to_numpy().astype(np.int64)
     known = launch >= 0

@@ -12,7 +12,7 @@ from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, 
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.device_reads import backward_nodes
-from advisor.measure.host.names import name_matches
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.measure.steps.steps import step_of
 
@@ -25,7 +25,6 @@ Shape = tuple[int, ...]
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BACKWARD = r"^advisor::backward$"
-_OPTIMIZER = r"^Optimizer\.step#"
 _COMPUTES = r"^aten::(?:mm|bmm|addmm|sum|embedding_dense_backward|convolution_backward)$"
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
 _LOOKUP = "aten::embedding_dense_backward"
@@ -139,7 +138,7 @@ def unused_gradient_work(a: Analysis) -> UnusedGradientWork:
         return NO_WORK
     flags = {} if recorded is None else dict.fromkeys(table["part"].unique(), recorded.flags)
     if recorded is None:
-        steps = cpu["ts"].filter(name_matches(cpu["name"], _OPTIMIZER)).sort().to_numpy()
+        steps = cpu["ts"].filter(name_matches(cpu["name"], OPTIMIZER_STEP)).sort().to_numpy()
         part = np.searchsorted(steps, table["ts"].to_numpy())
         table = table.with_columns(part=pl.Series(part, dtype=pl.Int64))
         flags = _flags_of_passes(table, [each.flags for each in dropped])

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from advisor.core.intervals import gaps, union
+from advisor.core.intervals import Ints, gaps, union
 from advisor.core.trace import Capture, Trace
 from advisor.measure.device.families import op_families
 from advisor.measure.device.kernel_names import describe_kernels
@@ -38,17 +37,15 @@ KEPT = 0.5
 """Part of the missing kernels' time that the shorter replay must still take, for them to have run.
 """
 
-Numbers = NDArray[np.int64]
-
 
 class GraphReplay(NamedTuple):
     """A call that launched a graph, and its device work."""
 
     row: int
     """Row of the call in ``trace.cpu``."""
-    rows: Numbers
+    rows: Ints
     """Rows of its work in ``trace.gpu``, in time's order."""
-    names: Numbers
+    names: Ints
     """Code of the name of each piece of work."""
     span: int
     """Time from the first start to the last end, ns."""
@@ -157,7 +154,7 @@ def _holes(trace: Trace, replay: GraphReplay) -> int:
 # -- what a capture tells --------------------------------------------------------------------------
 
 
-def captured_launches(capture: Trace) -> list[Numbers]:
+def captured_launches(capture: Trace) -> list[Ints]:
     """Return rows of ``capture.cpu`` that went into each captured graph, in order of time."""
     cpu = capture.cpu
     marks = np.flatnonzero((cpu["call"] == "graph_capture").fill_null(False).to_numpy())
@@ -189,10 +186,10 @@ def attach_capture(trace: Trace, capture: Trace) -> Trace:
     """
     graphs = captured_launches(capture)
     kinds = [_launch_kinds(capture, rows) for rows in graphs]
-    work: list[Numbers] = [np.zeros(0, dtype=np.int64)]
-    launch: list[Numbers] = [np.zeros(0, dtype=np.int64)]
+    work: list[Ints] = [np.zeros(0, dtype=np.int64)]
+    launch: list[Ints] = [np.zeros(0, dtype=np.int64)]
     found = find_replays(trace)
-    known: dict[bytes, tuple[Numbers, Numbers]] = {}
+    known: dict[bytes, tuple[Ints, Ints]] = {}
     for replay in found:
         key = replay.names.tobytes()
         if key not in known:
@@ -228,8 +225,8 @@ def attach_capture(trace: Trace, capture: Trace) -> Trace:
 
 
 def _stacks(
-    trace: Trace, capture: Trace, launched: Numbers
-) -> tuple[pl.DataFrame, pl.DataFrame, Numbers]:
+    trace: Trace, capture: Trace, launched: Ints
+) -> tuple[pl.DataFrame, pl.DataFrame, Ints]:
     """Merge the host rows of both: of the capture the launches and all that they lie in; these
     alone, with rows of theirs as parents; and the place of each row of the capture among them."""
     parent = capture.cpu["parent"].fill_null(-1).cast(pl.Int64).to_numpy()
@@ -265,7 +262,7 @@ def _work_kinds(names: pl.Series) -> list[str]:
     return [str(family) for family in described["family"].cast(pl.String)]
 
 
-def _launch_kinds(capture: Trace, rows: Numbers) -> list[str]:
+def _launch_kinds(capture: Trace, rows: Ints) -> list[str]:
     """Return the family of each captured launch's work, by the operators around it."""
     cpu = capture.cpu
     parent = cpu["parent"].fill_null(-1).cast(pl.Int64).to_numpy()
@@ -284,11 +281,9 @@ def _launch_kinds(capture: Trace, rows: Numbers) -> list[str]:
     return [table.get(row, "") for row in nearest.tolist()]
 
 
-def _best(
-    work: list[str], graphs: list[Numbers], kinds: list[list[str]]
-) -> tuple[Numbers, Numbers]:
+def _best(work: list[str], graphs: list[Ints], kinds: list[list[str]]) -> tuple[Ints, Ints]:
     """Find the graph that fits a replay best: places in the replay, and the launches there."""
-    best: tuple[float, Numbers, Numbers] = (0.0, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    best: tuple[float, Ints, Ints] = (0.0, np.zeros(0, np.int64), np.zeros(0, np.int64))
     for rows, described in zip(graphs, kinds, strict=True):
         if len(rows) == len(work):
             places = lines = np.arange(len(rows))

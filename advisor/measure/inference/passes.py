@@ -19,6 +19,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
 from advisor.core.trace import Trace
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.launches import AHEAD_SHARE, analysed_device
@@ -61,8 +62,6 @@ LEARNING = (
 """Host rows of a backward pass or of an optimizer, as PyTorch names them. Kernels do not tell: a
 transposed convolution runs those that are named after a gradient."""
 
-Numbers = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class ForwardPasses:
@@ -76,7 +75,7 @@ class ForwardPasses:
     source: str
     """Source of the passes: ``engine``, ``module calls``, ``ProfilerStep`` or ``vocabulary
     look-ups``."""
-    owner: Numbers
+    owner: Ints
     """Pass that launched each piece of work, aligned with ``trace.gpu``; -1: none."""
 
     @property
@@ -99,7 +98,7 @@ class ForwardPasses:
         return int(self.in_loop.sum()) >= MIN_CALLS
 
     @cached_property
-    def pass_intervals(self) -> tuple[Numbers, Numbers]:
+    def pass_intervals(self) -> tuple[Ints, Ints]:
         """Start and end of each pass, ns: of its device work, from the host's start on where the
         device waited for it; without device work the host's."""
         table = self.table
@@ -300,7 +299,7 @@ def _growing(lengths: dict[int, set[tuple[int, int, bool]]], count: int) -> list
     return result
 
 
-def _place(ts: Numbers, start: Numbers, end: Numbers) -> Numbers:
+def _place(ts: Ints, start: Ints, end: Ints) -> Ints:
     """Return the pass that each instant lies in, -1: none."""
     place = np.searchsorted(start, ts, side="right") - 1
     inside = (place >= 0) & (ts < end[np.maximum(place, 0)])

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.intervals import covered_length, union
+from advisor.core.intervals import Ints, covered_length, union
 from advisor.core.report import GraphReplays, InferenceByPhase, InferencePhase, Quantiles
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.shapes import FORMATS
@@ -35,8 +34,6 @@ MOVING = (
     "indexing",
 )
 """Families that memory limits, however little is known of their shapes."""
-
-Numbers = NDArray[np.int64]
 
 
 def measure_inference(a: Analysis) -> InferenceByPhase | None:
@@ -77,7 +74,7 @@ def _label(passes: ForwardPasses, index: int) -> str:
     return str(passes.table["name"][index]) if phase == FORWARD else phase
 
 
-def _quantiles(ns: Numbers) -> Quantiles:
+def _quantiles(ns: Ints) -> Quantiles:
     p50, p90, p99 = np.percentile(ns, [50, 90, 99])
     count = len(ns)
     return Quantiles(
@@ -94,7 +91,7 @@ def _mean(values: list[int | None]) -> float | None:
 
 
 def _phase(
-    label: str, rows: Numbers, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool
+    label: str, rows: Ints, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool
 ) -> InferencePhase:
     """Summarise one phase. ``whole``: the records of the device are complete."""
     start, end = (times[rows] for times in passes.pass_intervals)
@@ -127,7 +124,7 @@ def _phase(
     )
 
 
-def _jitter(dur: Numbers, busy: Numbers) -> str:
+def _jitter(dur: Ints, busy: Ints) -> str:
     """Explain why the longest tenth of the steps exceeds the median; empty: no need."""
     if len(dur) < MIN_P90:
         return ""
@@ -146,7 +143,7 @@ class _Sums(NamedTuple):
     """Sums over the steps of one phase, ns."""
 
     busy: float
-    busy_each: Numbers
+    busy_each: Ints
     limits: dict[str, float]
     attainable: float
     known: float | None
@@ -191,7 +188,7 @@ class _Kernels:
         bound = np.where((bound == 0) & (moving | few), 1, bound)
         self.bound = np.where(self.communication, 3, bound)
 
-    def sums(self, rows: Numbers, start: Numbers, end: Numbers) -> _Sums:
+    def sums(self, rows: Ints, start: Ints, end: Ints) -> _Sums:
         """Sum the work of the passes ``rows``, whose own time is [start, end)."""
         each = covered_length(start, end, self.busy)
         mine = np.isin(self.owner, rows)
@@ -216,7 +213,7 @@ class _Kernels:
         )
 
 
-def _graphs(a: Analysis, passes: ForwardPasses, used: Numbers) -> GraphReplays | None:
+def _graphs(a: Analysis, passes: ForwardPasses, used: Ints) -> GraphReplays | None:
     found = find_replays(a.trace)
     if not found:
         return None

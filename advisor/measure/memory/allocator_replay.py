@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.measure.memory.memory_history import Ints, MemoryHistory
+from advisor.core.intervals import Ints
+from advisor.measure.memory.memory_history import MemoryHistory
 from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
 ROUND, SMALL, SMALL_BUFFER = 512, 1 << 20, 2 << 20

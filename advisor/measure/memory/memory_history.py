@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Bools, Ints
 from advisor.core.snapshot import MemorySnapshot
 from advisor.measure.memory.memory_origin import ROLES, Origin, find_origin
 
@@ -16,9 +17,6 @@ PHASES = ("", "forward", "backward", "optimizer")
 """Phases of a step, by what allocates; empty: before the first phase."""
 MIN_EVENTS = 10
 """Events that a history needs to show how memory is used."""
-
-Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class BlockLifetimes:
     def __len__(self) -> int:
         return len(self.size)
 
-    def at(self, event: int) -> Mask:
+    def at(self, event: int) -> Bools:
         """Return which blocks are held after an event (-1: before the first)."""
-        held: Mask = (self.start_event <= event) & (self.end_event > event)
+        held: Bools = (self.start_event <= event) & (self.end_event > event)
         return held
 
 
@@ -75,7 +73,7 @@ class MemoryHistory:
         return self.events["stack"].fill_null(-1).cast(pl.Int64).to_numpy()
 
     @cached_property
-    def is_action(self) -> dict[str, Mask]:
+    def is_action(self) -> dict[str, Bools]:
         """Masks by action, aligned with ``events``."""
         actions = self.events["action"].cast(pl.String).to_numpy()
         names = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free",
@@ -164,9 +162,9 @@ class MemoryHistory:
         codes = np.array([ROLES.index(each.role) for each in self.origins], dtype=np.int16)
         return codes[self.event_stack]
 
-    def allocates(self, *roles: str) -> Mask:
+    def allocates(self, *roles: str) -> Bools:
         """Return which events are allocations for one of these roles."""
-        mask: Mask = np.isin(self.role, [ROLES.index(role) for role in roles])
+        mask: Bools = np.isin(self.role, [ROLES.index(role) for role in roles])
         return mask & self.is_action["alloc"]
 
     @cached_property

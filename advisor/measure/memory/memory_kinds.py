@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.measure.memory.memory_history import PHASES, Ints, Mask, MemoryHistory
+from advisor.core.intervals import Bools, Ints
+from advisor.measure.memory.memory_history import PHASES, MemoryHistory
 from advisor.measure.memory.memory_origin import ROLES
 
 CATEGORIES = (
@@ -64,10 +65,10 @@ def classify(h: MemoryHistory, moment: int) -> Kinds:
     kind = np.full(len(lives), NOT_ATTRIBUTED, dtype=np.int8)
     basis = np.full(len(lives), BASES.index("none"), dtype=np.int8)
 
-    def is_(*names: str) -> Mask:
+    def is_(*names: str) -> Bools:
         return np.isin(role, [ROLES.index(name) for name in names])
 
-    def put(rows: Mask, name: str, why: str = "call path") -> None:
+    def put(rows: Bools, name: str, why: str = "call path") -> None:
         kind[rows] = CATEGORIES.index(name)
         basis[rows] = BASES.index(why)
 
@@ -122,20 +123,20 @@ def classify(h: MemoryHistory, moment: int) -> Kinds:
     return Kinds(kind, basis)
 
 
-def _leaves_phase(h: MemoryHistory) -> Mask:
+def _leaves_phase(h: MemoryHistory) -> Bools:
     """Return which blocks live into another phase, or into the same one a step later."""
     phase = h.phase
     turns = np.concatenate([[0, 0], np.cumsum(phase[1:] != phase[:-1])])[: h.count + 1]
     lives = h.block_lifetimes
     begin = np.clip(lives.start_event, 0, h.count)
     end = np.clip(lives.end_event - 1, 0, h.count)
-    left: Mask = (turns[end + (h.count > 0)] > turns[begin + (h.count > 0)]) & (
+    left: Bools = (turns[end + (h.count > 0)] > turns[begin + (h.count > 0)]) & (
         lives.start_event >= 0
     )
     return left if h.count else np.zeros(len(lives), dtype=np.bool_)
 
 
-def _spans_step(h: MemoryHistory) -> Mask:
+def _spans_step(h: MemoryHistory) -> Bools:
     """Return which blocks are made before a forward pass, after the last step's work, and there
     until the pass and its backward have ended."""
     lives, phase = h.block_lifetimes, h.phase
@@ -148,7 +149,7 @@ def _spans_step(h: MemoryHistory) -> Mask:
         return np.zeros(len(lives), dtype=np.bool_)
     starts = np.append(forward, h.count)[np.searchsorted(forward, begin)]
     turns = np.append(backward, h.count)[np.searchsorted(backward, starts)]
-    spans: Mask = (
+    spans: Bools = (
         (phase[begin] != PHASES.index("forward"))
         & (turns < np.minimum(lives.end_event, h.count))
         & (lives.end_event < h.count)
@@ -156,18 +157,18 @@ def _spans_step(h: MemoryHistory) -> Mask:
     return spans
 
 
-def _replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Mask:
+def _replaced_outputs(h: MemoryHistory, kind: NDArray[np.int8]) -> Bools:
     """Find blocks freed when a pass has made one of their size that outlives the backward."""
     lives = h.block_lifetimes
     outputs = (
         (kind == CATEGORIES.index("activations")) & (lives.start_event >= 0) & _spans_phases(h)
     )
     sizes = np.unique(lives.size[outputs])
-    replaced: Mask = np.isin(lives.size, sizes) & (lives.end_event < h.count)
+    replaced: Bools = np.isin(lives.size, sizes) & (lives.end_event < h.count)
     return replaced
 
 
-def _spans_phases(h: MemoryHistory) -> Mask:
+def _spans_phases(h: MemoryHistory) -> Bools:
     """Return which blocks are there after a whole backward pass that came after them."""
     lives = h.block_lifetimes
     backward = h.phase == PHASES.index("backward")
@@ -175,11 +176,11 @@ def _spans_phases(h: MemoryHistory) -> Mask:
     if len(backward) and backward[-1]:
         over = np.append(over, h.count)
     first = np.append(over, h.count + 1)[np.searchsorted(over, np.maximum(lives.start_event, 0))]
-    spans: Mask = lives.end_event >= first
+    spans: Bools = lives.end_event >= first
     return spans
 
 
-def _of_earlier_steps(h: MemoryHistory) -> Mask:
+def _of_earlier_steps(h: MemoryHistory) -> Bools:
     """Return which blocks were made in the history, and are held beyond the end of their step.
     Steps that backward passes mark may be parts of one, and do not count."""
     source, marks = h.steps
@@ -188,11 +189,11 @@ def _of_earlier_steps(h: MemoryHistory) -> Mask:
         return np.zeros(len(lives), dtype=np.bool_)
     until = np.minimum(lives.end_event, h.count)
     steps = np.searchsorted(marks, [lives.start_event, until], side="right")
-    old: Mask = (lives.start_event >= 0) & (steps[1] > steps[0])
+    old: Bools = (lives.start_event >= 0) & (steps[1] > steps[0])
     return old
 
 
-def _in_private_pools(h: MemoryHistory) -> Mask:
+def _in_private_pools(h: MemoryHistory) -> Bools:
     """Return which blocks are in segments of a private pool, as those of CUDA graphs are."""
     lives = h.block_lifetimes
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
@@ -207,7 +208,7 @@ def _in_private_pools(h: MemoryHistory) -> Mask:
 
 
 def _by_sizes(
-    h: MemoryHistory, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Mask
+    h: MemoryHistory, kind: NDArray[np.int8], basis: NDArray[np.int8], rows: Bools
 ) -> None:
     """Classify blocks older than the history that nothing frees: weights, and copies of them."""
     lives = h.block_lifetimes
@@ -275,7 +276,7 @@ def _split_gradients(
         basis[own[len(own) - int(count) :]] = BASES.index("size pattern")
 
 
-def _largest_set(h: MemoryHistory, rows: Mask) -> dict[int, int]:
+def _largest_set(h: MemoryHistory, rows: Bools) -> dict[int, int]:
     """Count the blocks by size at the event after which most of these are held."""
     chosen = np.flatnonzero(rows)
     lives = h.block_lifetimes
@@ -290,7 +291,7 @@ def _largest_set(h: MemoryHistory, rows: Mask) -> dict[int, int]:
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Mask) -> Mask:
+def _weight_copies(h: MemoryHistory, kind: NDArray[np.int8], cast: Bools) -> Bools:
     """Find casts of half a weight's size, at most as many at once as there are such weights."""
     lives = h.block_lifetimes
     weights = kind == CATEGORIES.index("weights")

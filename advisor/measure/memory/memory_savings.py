@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from advisor.core.intervals import Bools, Ints
 from advisor.core.snapshot import SnapshotFrame, Stack
 from advisor.core.text import format_bytes
 from advisor.measure.memory.allocator_replay import measure_repacking
-from advisor.measure.memory.memory_history import PHASES, Ints, Mask
+from advisor.measure.memory.memory_history import PHASES
 from advisor.measure.memory.memory_kinds import CATEGORIES
 from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, frame_owner
 from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
@@ -187,8 +188,8 @@ def find_changes(post: PeakMemory) -> list[Change]:
     ]
 
 
-def _of(post: PeakMemory, *categories: str) -> Mask:
-    mask: Mask = np.isin(post.category_codes, [CATEGORIES.index(name) for name in categories])
+def _of(post: PeakMemory, *categories: str) -> Bools:
+    mask: Bools = np.isin(post.category_codes, [CATEGORIES.index(name) for name in categories])
     return mask
 
 

@@ -18,8 +18,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Ints
 from advisor.core.snapshot import MemorySnapshot
-from advisor.measure.memory.memory_history import PHASES, Ints, MemoryHistory
+from advisor.measure.memory.memory_history import PHASES, MemoryHistory
 from advisor.measure.memory.memory_kinds import BASES, CATEGORIES, Kinds, classify
 from advisor.measure.memory.memory_origin import Origin
 

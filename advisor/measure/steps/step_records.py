@@ -9,9 +9,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from advisor.core.intervals import Floats, Ints
+from advisor.core.intervals import Bools, Floats, Ints
 from advisor.core.report import StepTime
 from advisor.core.run_directory import MAX_VALUE, is_sane, read_recording
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import Gpu, Host, RankRecord, Step
     from advisor.measure.host.stacks import HottestLine, SampledStack
 
-Mask = NDArray[np.bool_]
 
 WARM_UP = 10
 """Recorded steps at the start that do not count: compilation, autotuning, caches. Of a short run,
@@ -104,9 +102,9 @@ class StepRecords:
         return np.full(len(self.steps), np.nan) if few else self.device_dur
 
     @cached_property
-    def timed(self) -> Mask:
+    def timed(self) -> Bools:
         """Steps that count and whose length is known."""
-        result: Mask = self.used & ~np.isnan(self.durations)
+        result: Bools = self.used & ~np.isnan(self.durations)
         return result
 
     @cached_property
@@ -120,12 +118,12 @@ class StepRecords:
         return np.array([step.t for step in self.steps], dtype=np.int64)
 
     @cached_property
-    def profiled(self) -> Mask:
+    def profiled(self) -> Bools:
         """Steps while a window was open."""
         return np.array([step.window is not None for step in self.steps], dtype=bool)
 
     @cached_property
-    def after_warmup(self) -> Mask:
+    def after_warmup(self) -> Bools:
         """Steps after the warm-up."""
         result = np.ones(len(self.steps), dtype=bool)
         number = len(self.steps)
@@ -133,14 +131,14 @@ class StepRecords:
         return result
 
     @cached_property
-    def unprofiled(self) -> Mask:
+    def unprofiled(self) -> Bools:
         """Steps with no window open, without the one after a window, which stops the profiler."""
         result = ~self.profiled
         result[1:] &= ~self.profiled[:-1]
         return result
 
     @cached_property
-    def used(self) -> Mask:
+    def used(self) -> Bools:
         """Steps that count: after the warm-up, with no window open, not the one after a window,
         which stops the profiler, and not while a trace is written. Where those are too few, as in
         a short run of fast steps, the ones while it is written count; where there are too few of
@@ -153,7 +151,7 @@ class StepRecords:
         return np.zeros(len(self.steps), dtype=bool)
 
     @cached_property
-    def _exporting(self) -> Mask:
+    def _exporting(self) -> Bools:
         return np.array([step.exporting for step in self.steps], dtype=bool)
 
     @cached_property
@@ -240,7 +238,7 @@ class StepRecords:
         return float(np.quantile(self.timed_durations, share)) if self.count else None
 
     @cached_property
-    def active(self) -> Mask:
+    def active(self) -> Bools:
         """Steps that a window kept: without its warm-up, and without the step in which the trace
         is written. All steps of windows of which that is not recorded."""
         result = self.profiled.copy()
@@ -257,28 +255,28 @@ class StepRecords:
                 result[own] = ((number >= steps[0]) & (number <= steps[1]))[own]
         return result
 
-    def median_of(self, steps: Mask) -> float | None:
+    def median_of(self, steps: Bools) -> float | None:
         """Return the median length of steps that windows kept; ``None``: fewer than two."""
         inside = _known(self.durations[steps])
         return float(np.median(inside)) if len(inside) >= MIN_PROFILED else None
 
-    def median_around(self, steps: Mask) -> float | None:
+    def median_around(self, steps: Bools) -> float | None:
         """Return the median length of the unprofiled steps within 20 of these, so that a run whose
         speed drifts is compared with itself; ``None``: fewer than five."""
         result = self.durations_around(steps)
         return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
-    def kept_by_window(self, window: int) -> Mask:
+    def kept_by_window(self, window: int) -> Bools:
         """Return which steps one window kept."""
-        result: Mask = self.active & (self.column("window") == window)
+        result: Bools = self.active & (self.column("window") == window)
         return result
 
-    def durations_around(self, steps: Mask) -> Floats:
+    def durations_around(self, steps: Bools) -> Floats:
         """Return lengths of the unprofiled steps within 20 of some, where they are known, without
         the first three and the one after a window."""
         return _known(self.durations[self._around(steps)])
 
-    def _around(self, steps: Mask) -> Mask:
+    def _around(self, steps: Bools) -> Bools:
         some = np.flatnonzero(steps)
         if not len(some):
             return np.zeros(len(self.steps), dtype=bool)
@@ -288,10 +286,10 @@ class StepRecords:
         following = np.searchsorted(some, at)
         right = some[np.minimum(following, len(some) - 1)]
         left = some[np.maximum(following - 1, 0)]
-        result: Mask = plain & (np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR)
+        result: Bools = plain & (np.minimum(np.abs(right - at), np.abs(left - at)) <= NEAR)
         return result
 
-    def profiler_overhead(self, steps: Mask) -> float | None:
+    def profiler_overhead(self, steps: Bools) -> float | None:
         """Return the excess length of profiled steps, as a share of the unprofiled ones around
         them. ``None``: too few of either, or the variation of unprofiled steps explains more than
         half of it in one of the windows. Negative where variation outweighs it."""

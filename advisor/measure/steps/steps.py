@@ -22,7 +22,7 @@ from advisor.measure.host.launches import (
     find_drain_time,
     launched_before_recording,
 )
-from advisor.measure.host.names import name_matches
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.inference.passes import ENGINE, ForwardPasses, find_passes, has_training_rows
 from advisor.measure.steps.unmarked_steps import SIMILAR_TIME, find_repeats, without_fragments
 
@@ -181,7 +181,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
             source = trace.meta.step_marks
             marks = marks.with_columns(pl.Series("name", map(rename_step_mark, marks["name"])))
         return _finish(trace, _without_cut_start(marks), source, select)
-    marks = _one_name(_marks(trace, r"^Optimizer\.step#"))
+    marks = _one_name(_marks(trace, OPTIMIZER_STEP))
     if marks.height > MIN_OPTIMIZER_STEPS:
         # one step: from the end of one Optimizer.step to the end of the next
         ends = (marks["ts"] + marks["dur"]).to_numpy()

@@ -12,6 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import GUESSED_STEP_SOURCES
+from advisor.core.intervals import Ints
 from advisor.core.trace import JAX, TENSORFLOW, Trace
 from advisor.measure.device.kernel_names import describe_kernels
 from advisor.measure.host.launches import analysed_device
@@ -36,12 +37,10 @@ MAX_TABLE = 8_000_000
 """Cells of the table of one candidate, at most: periods by kinds of work."""
 _NAMED = r"(?i)\b(?:train_?)?(?:step|iter(?:ation)?|batch)s?(?:\b|_|\d)"
 
-Numbers = NDArray[np.int64]
-
 
 class RangeGroup(NamedTuple):
     """Ranges of one name on the thread that launches the device's work, one after the other.
-    Numbers in names (``step 7``) do not tell ranges apart."""
+    Ints in names (``step 7``) do not tell ranges apart."""
 
     name: str
     """Name of the first range."""
@@ -76,7 +75,7 @@ def find_repeats(trace: Trace) -> tuple[pl.DataFrame, str] | None:
     return None if marks is None else (marks, GUESSED_STEP_SOURCES[0])
 
 
-def _called(trace: Trace, rows: pl.DataFrame) -> Numbers:
+def _called(trace: Trace, rows: pl.DataFrame) -> Ints:
     """Return the launch time of each piece of device work, ns; its start if that is not known."""
     launch = rows["launch"].fill_null(-1).to_numpy().astype(np.int64)
     ts = rows["ts"].to_numpy()
@@ -145,7 +144,7 @@ def _cycle(trace: Trace) -> pl.DataFrame | None:
     return None
 
 
-def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
+def _sequence(rows: pl.DataFrame, called: Ints) -> pl.DataFrame | None:
     """Find periods of the device's work, in the order of its launches. Each kind of work may begin
     one; of those whose periods are similar, the ones that cover most of all work count."""
     order = np.argsort(called, kind="stable")
@@ -158,7 +157,7 @@ def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
     counts = np.bincount(codes)
     wanted = np.flatnonzero(counts >= MIN_REPEATS)
     wanted = wanted[counts[wanted] * len(counts) <= MAX_TABLE]
-    result: list[tuple[float, int, int, Numbers]] = []
+    result: list[tuple[float, int, int, Ints]] = []
     for count in np.unique(counts[wanted]).tolist():
         for code in wanted[counts[wanted] == count].tolist()[:8]:
             if len(result) >= MAX_CANDIDATES:
@@ -190,16 +189,14 @@ def _sequence(rows: pl.DataFrame, called: Numbers) -> pl.DataFrame | None:
     )
 
 
-def without_fragments(good: NDArray[np.bool_]) -> Numbers:
+def without_fragments(good: NDArray[np.bool_]) -> Ints:
     """Return the range from the first to the last good period: what is before and after them is
     start-up, or what the recording began or ended in."""
     there = np.flatnonzero(good)
     return np.arange(there[0], there[-1] + 1) if len(there) else there
 
 
-def _shared(
-    codes: Numbers, work: Numbers, at: Numbers, kinds: int
-) -> tuple[float, NDArray[np.bool_]]:
+def _shared(codes: Ints, work: Ints, at: Ints, kinds: int) -> tuple[float, NDArray[np.bool_]]:
     """Return the part of all work in similar periods, each beginning ``at`` one place, and which
     they are. They hold the same pieces as most do, and as much time of each kind."""
     place = np.arange(at[0], len(codes))
@@ -218,7 +215,7 @@ def _shared(
     return float((sizes[similar].sum() + before) / len(codes)), similar
 
 
-def _from_the_first(at: Numbers, count: int) -> Numbers:
+def _from_the_first(at: Ints, count: int) -> Ints:
     """Move periods to the first piece of work, where all are equally long: a step begins where the
     recording does, not at whichever kind of work was counted."""
     length = np.diff(at)

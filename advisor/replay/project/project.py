@@ -13,7 +13,7 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import GpuSpec, known_gpus
-from advisor.core.prices import Prices
+from advisor.core.prices import HOUR_NS, Prices
 from advisor.measure import Analysis
 from advisor.replay.graph import NEVER, Array, EdgeKind
 from advisor.replay.predictions import device_error, host_error
@@ -246,7 +246,6 @@ def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
 
 # -- which GPU is the cheapest for a step ----------------------------------------------------------
 
-HOUR_NS = 3.6e12
 MAX_NAMES = 4
 RESTS_ON = (
     "The range is as wide as the largest error of a projection, measured with the same work on "

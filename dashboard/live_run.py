@@ -21,10 +21,10 @@ from advisor.core.run_directory import (
     STEPS,
     TELEMETRY,
     Event,
-    Rank,
+    RankInfo,
     RankRecord,
     Sample,
-    Step,
+    StepRow,
     is_sane,
     memory_weight,
     rank_folders,
@@ -95,7 +95,7 @@ class Follower:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._ranks: dict[int, tuple[_Tail, _Tail, _Tail]] = {}
-        self._about: dict[int, Rank] = {}
+        self._about: dict[int, RankInfo] = {}
         self._lock = threading.Lock()
 
     def ranks(self) -> list[int]:
@@ -113,7 +113,7 @@ class Follower:
         with self._lock:
             if rank not in self._ranks:
                 self._ranks[rank] = (
-                    _Tail(folder / STEPS, Step),
+                    _Tail(folder / STEPS, StepRow),
                     _Tail(folder / TELEMETRY, Sample),
                     _Tail(folder / EVENTS, Event),
                 )
@@ -121,10 +121,10 @@ class Follower:
                 # written when the first step begins, so maybe not there yet
                 with contextlib.suppress(OSError, *DAMAGE_ERRORS):
                     text = read_regular(folder / RANK, MAX_JSON_BYTES)
-                    self._about[rank] = msgspec.json.decode(text, type=Rank)
+                    self._about[rank] = msgspec.json.decode(text, type=RankInfo)
             steps, samples, events = (tail.read() for tail in self._ranks[rank])
             return RankRecord(
-                rank=self._about.get(rank, Rank()),
+                rank=self._about.get(rank, RankInfo()),
                 steps=list(steps),
                 samples=list(samples),
                 events=list(events),

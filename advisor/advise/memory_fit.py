@@ -17,7 +17,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import BACKWARD, innermost_ancestor, parent_rows
 from advisor.measure.memory.memory_savings import (
-    Change,
+    MemoryChange,
     count_needed_bytes,
     find_changes,
     shard_changes,
@@ -85,7 +85,7 @@ class RepeatedLayer(NamedTuple):
 class CostedChange(NamedTuple):
     """A change, the bytes that it frees and the time that it costs."""
 
-    change: Change
+    change: MemoryChange
     bytes: int
     """Bytes by which this change alone lowers the peak."""
     ns: float | None
@@ -272,7 +272,7 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
     return PhaseTimes(per[0], per[1], per[2], busiest / a.step_count, a.step_ns)
 
 
-def _layers(each: Change, post: PeakMemory, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
+def _layers(each: MemoryChange, post: PeakMemory, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
     """Return what each call of a checkpointed line holds, and how long it runs."""
     if each.forward_call is None:
         return ()
@@ -330,8 +330,8 @@ def module_times(a: Analysis, calls: int) -> list[float] | None:
 
 
 def _price(
-    each: Change, post: PeakMemory, phases: PhaseTimes | None, gpu: GpuSpec | None, ranks: int,
-    scale: float,
+    each: MemoryChange, post: PeakMemory, phases: PhaseTimes | None, gpu: GpuSpec | None,
+    ranks: int, scale: float,
 ) -> tuple[float | None, str]:  # fmt: skip
     """Return the time added per step, ns (``None``: unknown), and what it consists of."""
     lives = post.history.block_lifetimes

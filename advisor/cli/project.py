@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from advisor.core.prices import Prices
     from advisor.measure import Analysis
     from advisor.render.document import Document
-    from advisor.replay.project.project import Choice, Projector
+    from advisor.replay.project.project import Projector, TargetGpu
     from advisor.replay.project.splits import Instance, PacingRank
 
 MAX_NAMED = 4
@@ -134,7 +134,7 @@ class _RankSteps:
     """Projected steps of the median rank, next to those of the slowest."""
 
     def __init__(
-        self, pace: PacingRank, median: Projector | None, found: tuple[Choice, ...]
+        self, pace: PacingRank, median: Projector | None, found: tuple[TargetGpu, ...]
     ) -> None:
         self.pace, self.found = pace, found
         from advisor.core.gpus import known_gpus
@@ -179,7 +179,7 @@ def _targets(
     return [(g, money.get(g.name)) for g in chosen.values()], notes
 
 
-def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) -> dict[str, Any]:
+def _plain(projector: Projector, found: tuple[TargetGpu, ...], notes: list[str]) -> dict[str, Any]:
     """Return the projections as plain data for JSON; null: it cannot run there, or no price."""
     from advisor.replay.predictions import count_comparisons
 
@@ -195,7 +195,7 @@ def _plain(projector: Projector, found: tuple[Choice, ...], notes: list[str]) ->
     }
 
 
-def _row(choice: Choice) -> dict[str, Any]:
+def _row(choice: TargetGpu) -> dict[str, Any]:
     p = choice.projection
     kept = {name: v for name, v in p._asdict().items() if name not in ("fit", "measured_ns")}
     return {

@@ -139,7 +139,7 @@ class RecordedDevice(Struct, kw_only=True, omit_defaults=True):
     driver: str | None = None
 
 
-class Rank(Struct, kw_only=True, omit_defaults=True):
+class RankInfo(Struct, kw_only=True, omit_defaults=True):
     """Description of one process of the run, written once when its first step begins."""
 
     rank: int | None = None
@@ -169,7 +169,7 @@ class Rank(Struct, kw_only=True, omit_defaults=True):
     """Size of /dev/shm."""
 
 
-class Step(Struct, kw_only=True, omit_defaults=True, gc=False):
+class StepRow(Struct, kw_only=True, omit_defaults=True, gc=False):
     """A training step, from one boundary to the next."""
 
     n: int
@@ -233,7 +233,7 @@ THROTTLE_BITS = {
 """Bits of ``Gpu.throttle`` (nvmlClocksEventReasons)."""
 
 
-class Gpu(Struct, kw_only=True, omit_defaults=True, gc=False):
+class GpuSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     """A sample of one GPU. ``None`` in a field: the driver does not give it."""
 
     uuid: str | None = None
@@ -284,7 +284,7 @@ class Gpu(Struct, kw_only=True, omit_defaults=True, gc=False):
     """GPM metrics, % (Hopper and later): ``sm_util``, ``sm_occupancy``, ``tensor``, ``dram`` …"""
 
 
-class Host(Struct, kw_only=True, omit_defaults=True, gc=False):
+class HostSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     """A sample of the host."""
 
     cpu: float | None = None
@@ -312,8 +312,8 @@ class Sample(Struct, kw_only=True, omit_defaults=True, gc=False):
 
     t: int
     """Time of the sample, ns."""
-    gpus: list[Gpu] = field(default_factory=list)
-    host: Host | None = None
+    gpus: list[GpuSample] = field(default_factory=list)
+    host: HostSample | None = None
 
 
 class Event(Struct, kw_only=True, omit_defaults=True):
@@ -347,8 +347,8 @@ class Event(Struct, kw_only=True, omit_defaults=True):
 class RankRecord(Struct, kw_only=True):
     """Records of one rank: all that was recorded besides its traces."""
 
-    rank: Rank
-    steps: list[Step] = field(default_factory=list)
+    rank: RankInfo
+    steps: list[StepRow] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     folder: str = ""
@@ -432,16 +432,16 @@ def _short(error: Exception) -> str:
 
 def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
     try:
-        rank = _decoded(folder / RANK, Rank)
+        rank = _decoded(folder / RANK, RankInfo)
     except (OSError, *DAMAGE_ERRORS):
-        rank = Rank()
+        rank = RankInfo()
         problems.append(f"{folder / RANK}: missing or damaged")
-    steps = _expanded(_read_lines(folder / STEPS, Step, problems), folder / STEPS, problems)
+    steps = _expanded(_read_lines(folder / STEPS, StepRow, problems), folder / STEPS, problems)
     # a training that was killed in its first steps may have left both: then it is a training
     inference = not steps and (folder / INFERENCE).exists()
     if inference:
         file = folder / INFERENCE
-        steps = _expanded(_read_lines(file, Step, problems), file, problems)
+        steps = _expanded(_read_lines(file, StepRow, problems), file, problems)
     return RankRecord(
         rank=rank,
         steps=steps,
@@ -454,11 +454,11 @@ def _read_rank(folder: Path, problems: list[str]) -> RankRecord:
     )
 
 
-def _expanded(steps: list[Step], file: Path, problems: list[str]) -> list[Step]:
+def _expanded(steps: list[StepRow], file: Path, problems: list[str]) -> list[StepRow]:
     """Return as many steps as the lines stand for; their sums are those of the lines."""
     if all(step.of == 1 for step in steps):
         return steps
-    result: list[Step] = []
+    result: list[StepRow] = []
     for step in steps:
         count = step.of
         if len(result) + count > MAX_STEPS:
@@ -539,7 +539,7 @@ def _read_samples(file: Path, problems: list[str]) -> list[Sample]:
 
 def is_sane(item: object) -> bool:
     """Return whether a run can have a record's times: others are damage, and fit no column."""
-    if isinstance(item, Step):
+    if isinstance(item, StepRow):
         lengths = item.dur, item.n, item.gc, *item.phases.values()
         if not 1 <= item.of <= MAX_STEPS:
             return False
@@ -556,7 +556,7 @@ def memory_weight(item: object) -> int:
     if isinstance(item, Sample):
         del item.gpus[MAX_GPUS:]
         return 400 + sum(1200 + 180 * len(gpu.gpm or ()) + 40 * len(gpu.xid) for gpu in item.gpus)
-    if isinstance(item, Step):
+    if isinstance(item, StepRow):
         return 400 + 180 * (len(item.phases) + len(item.gpu or ()))
     return 400
 

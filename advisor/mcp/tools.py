@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Evidence, Rule
     from advisor.core.trace import Run
     from advisor.mcp.answers import AllowedFolders
-    from advisor.replay.project.project import Choice, Projection
+    from advisor.replay.project.project import Projection, TargetGpu
     from advisor.replay.project.splits import Split
 
 
@@ -309,7 +309,7 @@ class Tools:
         origin = find_gpu(recorded_gpu).gpu if recorded_gpu else None
         mesh = parse_mesh(from_mesh) if from_mesh else None
         where, read = self.allowed.path(path), ReadOptions(max_bytes=MAX_BYTES, urls=False)
-        choices: tuple[Choice, ...] = ()
+        choices: tuple[TargetGpu, ...] = ()
         splits: list[Split] = []
         with self._lock:
             run = open_first_windows(where, read, rank)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from advisor import __version__
 from advisor.core.cgroup import Cgroup, count_cores
 from advisor.core.credentials import HIDDEN, clean_command, clean_value, is_secret_name
-from advisor.core.run_directory import Manifest, Rank, RecordedDevice
+from advisor.core.run_directory import Manifest, RankInfo, RecordedDevice
 
 _T = TypeVar("_T")
 
@@ -82,11 +82,11 @@ def build_manifest(options: dict[str, Any], entry: str, run_id: str) -> Manifest
     )
 
 
-def rank_info() -> Rank:
+def rank_info() -> RankInfo:
     """Return the facts about this process: where it runs, its devices, limits and flags."""
     unix, perf = clock_anchors()
     cgroup = _try(Cgroup)
-    return Rank(
+    return RankInfo(
         rank=_try(lambda: _of_job("rank")),
         local_rank=_int(os.environ.get("LOCAL_RANK")),
         pid=os.getpid(),

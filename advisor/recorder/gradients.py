@@ -58,7 +58,7 @@ class _Look(NamedTuple):
     """… and did not use them."""
 
 
-class UnusedGradients:
+class UnusedGradientFinder:
     """Finder of such parameters. ``write_event(kind, data)`` writes a ``gradients`` event, of which
     the last one of a run counts, and a ``dropped_gradients`` event."""
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from advisor.core.run_directory import Gpu
+from advisor.core.run_directory import GpuSample
 
 _T = TypeVar("_T")
 
@@ -154,10 +154,10 @@ class NvmlDevice:
         self._pcie: tuple[int, int, int] | None = None
         self._static = self._constants()
 
-    def sample(self, *, slow: bool, own: Iterable[int] = ()) -> Gpu | None:
+    def sample(self, *, slow: bool, own: Iterable[int] = ()) -> GpuSample | None:
         """Return the GPU's state; ``slow``: with the costly queries. ``own``: processes not to
         count as others. ``None`` if the device is lost and no XID error says why."""
-        gpu = Gpu(uuid=self.uuid, **self._static)
+        gpu = GpuSample(uuid=self.uuid, **self._static)
         self._fast(gpu)
         if slow and not self.lost:
             self._slow(gpu, set(own))
@@ -187,7 +187,7 @@ class NvmlDevice:
             "pcie_width_max": self._ask("nvmlDeviceGetMaxPcieLinkWidth", board),
         }
 
-    def _fast(self, gpu: Gpu) -> None:
+    def _fast(self, gpu: GpuSample) -> None:
         nv, handle, board = self.nv, self.handle, self.board
         used = self._ask("nvmlDeviceGetUtilizationRates", handle)
         if used is not None:
@@ -209,7 +209,7 @@ class NvmlDevice:
         )
         gpu.gpm = self._gpm.sample() if self._gpm is not None else None
 
-    def _slow(self, gpu: Gpu, own: set[int]) -> None:
+    def _slow(self, gpu: GpuSample, own: set[int]) -> None:
         nv, board = self.nv, self.board
         gpu.power_limit = self._ask("nvmlDeviceGetEnforcedPowerLimit", board)
         gpu.pcie_gen = self._ask("nvmlDeviceGetCurrPcieLinkGeneration", board)

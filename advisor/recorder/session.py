@@ -22,9 +22,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from advisor.core.credentials import clean_value
-from advisor.core.run_directory import MANIFEST, Event, Manifest, Rank
+from advisor.core.run_directory import MANIFEST, Event, Manifest, RankInfo
 from advisor.recorder.framework_logs import CompileLogHandler, NetworkKeeper
-from advisor.recorder.gradients import UnusedGradients
+from advisor.recorder.gradients import UnusedGradientFinder
 from advisor.recorder.hooks import GENERATION, Hooks, Listener
 from advisor.recorder.inference import InferenceStep, InferenceStepFinder
 from advisor.recorder.loaders import Batches, Loaders
@@ -152,7 +152,7 @@ class RecordingSession(Listener):
         self._reading = threading.RLock()
         self.rank, self.world = rank_of(torch)
         self.hooks = Hooks(self)
-        self.gradients = UnusedGradients(self.tape.hook_state, self.write_event)
+        self.gradients = UnusedGradientFinder(self.tape.hook_state, self.write_event)
         self.pauses = GcPauseHook(self.tape, self.write_event)
         self.allocator = AllocatorStats(torch)
         self.event_timer: PhaseEventTimer | None = None
@@ -767,7 +767,7 @@ class RecordingSession(Listener):
     def _shapes(self, index: int, shapes: list[list[int]], dtypes: list[str]) -> None:
         self.write_event("shapes", {"index": index, "shapes": shapes, "dtypes": dtypes})
 
-    def _describe(self, run: str) -> tuple[Manifest, Rank]:
+    def _describe(self, run: str) -> tuple[Manifest, RankInfo]:
         from advisor.recorder import environment
 
         manifest = environment.build_manifest(asdict(self.options), self.entry, run)

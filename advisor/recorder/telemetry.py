@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from advisor.core.cgroup import Cgroup
-from advisor.core.run_directory import Gpu, Host, Sample
+from advisor.core.run_directory import GpuSample, HostSample, Sample
 from advisor.recorder.background import BackgroundThread
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
 
@@ -88,7 +88,7 @@ class SampleSource:
         """Return one sample of GPUs and host. ``slow``: with the costly queries."""
         now = time.perf_counter_ns()
         host = self.host.sample(slow=slow)
-        gpus: list[Gpu] = []
+        gpus: list[GpuSample] = []
         for device in list(self.devices):
             gpu = device.sample(slow=slow, own=() if self._every else self.host.pids)
             if gpu is not None:
@@ -135,9 +135,9 @@ class HostSampler:
         """Process ids of this process and its children, as of the last slow sample."""
         return {os.getpid(), *self._children}
 
-    def sample(self, *, slow: bool) -> Host:
+    def sample(self, *, slow: bool) -> HostSample:
         """Return the host's state. Shares of CPU are since the sample before."""
-        host = Host()
+        host = HostSample()
         throttled = self.cgroup.throttled()
         if throttled is not None:
             host.throttled_periods, host.throttled = throttled

@@ -73,7 +73,7 @@ class Writer:
         out: str,
         rank: Callable[[], tuple[int, int]],
         names: list[str],
-        describe: Callable[[str], tuple[rundir.Manifest, rundir.Rank]],
+        describe: Callable[[str], tuple[rundir.Manifest, rundir.RankInfo]],
         failed: Callable[[str], None],
     ) -> None:
         self._out = out
@@ -315,7 +315,7 @@ class Writer:
 
     def _join_block(self, block: RepeatedBlock, steps: StepLines) -> None:
         """Write steps that were read together, several to a line."""
-        like = rundir.Step(n=0, t=0, dur=0, micro=block.micro)
+        like = rundir.StepRow(n=0, t=0, dur=0, micro=block.micro)
         self._describe_batches(like, block.batches[0] if block.batches else [])
         lengths = list(map(sub, block.ends, block.begins))
         phases = [(self._names[phase], column) for phase, column in block.phases if any(column)]
@@ -334,15 +334,15 @@ class Writer:
 
     def _described(self, glances: list[Any]) -> str:
         """Return the batches' fields as JSON text that starts with a comma."""
-        step = rundir.Step(n=0, t=0, dur=0)
+        step = rundir.StepRow(n=0, t=0, dur=0)
         self._describe_batches(step, glances)
         values = [(name, getattr(step, name)) for name in ("samples", "bytes", "shapes", "padding")]
         return "".join(f',"{name}":{value}' for name, value in values if value is not None)
 
-    def _record(self, result: RecordedStep) -> rundir.Step:
+    def _record(self, result: RecordedStep) -> rundir.StepRow:
         names = self._names
         phases = {names[i]: ns for i, ns in enumerate(result.phases) if ns}
-        step = rundir.Step(
+        step = rundir.StepRow(
             n=result.n,
             t=result.t,
             dur=sum(result.phases),
@@ -361,7 +361,7 @@ class Writer:
             step.allocated, step.reserved, step.peak, step.retries = result.memory
         return step
 
-    def _describe_batches(self, step: rundir.Step, glances: list[Any]) -> None:
+    def _describe_batches(self, step: rundir.StepRow, glances: list[Any]) -> None:
         batches = [glance for glance in glances if glance is not None]
         if batches and self.resolve is not None:
             # those that were not seen (a loader that is not asked through us) are not counted
@@ -448,13 +448,13 @@ class StepLines(Lines):
         self.written = 0
         """Number of steps so far."""
         self._lines = self._outliers = 0
-        self._several: list[rundir.Step] = []
+        self._several: list[rundir.StepRow] = []
         self._usual = 0
         """Mean duration of a step in the last joined line, ns."""
 
     def add(self, record: msgspec.Struct) -> None:
         """Keep a step for the next ``flush``, by itself or joined with its neighbours."""
-        assert isinstance(record, rundir.Step)
+        assert isinstance(record, rundir.StepRow)
         self.written += record.of
         if self.every == 1 or self._stands_alone(record):
             self.join()
@@ -483,7 +483,7 @@ class StepLines(Lines):
         lines = self._path.read_bytes()
         os.truncate(self._path, lines.rfind(b"\n", 0, max(0, len(lines) - size)) + 1)
 
-    def _stands_alone(self, step: rundir.Step) -> bool:
+    def _stands_alone(self, step: rundir.StepRow) -> bool:
         """Return whether a step needs its own line: in a window, after a pause, or long."""
         if step.window is not None or step.exporting:
             return True
@@ -519,7 +519,7 @@ class StepLines(Lines):
         self._usual = whole.dur // whole.of
         self._line(whole)
 
-    def _line(self, step: rundir.Step) -> None:
+    def _line(self, step: rundir.StepRow) -> None:
         super().add(step)
         self._count(1)
 

@@ -92,7 +92,7 @@ class ReplayPlan:
 
         return steady_period(steps, ended(), again)
 
-    def lay_out(self, weight: Array | None, dur: Array | None) -> Layout:
+    def lay_out(self, weight: Array | None, dur: Array | None) -> GraphArrays:
         """Return the lists that :func:`replay_layout` goes through, with other numbers if given."""
         g = self.graph
         weight = g.weight if weight is None else weight
@@ -117,10 +117,10 @@ class ReplayPlan:
             strict=True,
         ):
             more.setdefault(node, []).append((source_, value_, crowded))
-        return Layout(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
+        return GraphArrays(sources[0], values[0], sources[1], values[1], dur.tolist(), more)
 
 
-class State(NamedTuple):
+class CarriedClocks(NamedTuple):
     """State that a replayed window takes over from the one before."""
 
     fixed_times: dict[int, float]
@@ -131,7 +131,7 @@ class State(NamedTuple):
     """Node that stands for the window's start."""
 
 
-class Layout(NamedTuple):
+class GraphArrays(NamedTuple):
     """Two edges a node (source, weight) in columns, durations, and the further edges: source,
     weight, and whether it holds only while the source runs (contention; last of all)."""
 
@@ -142,7 +142,7 @@ class Layout(NamedTuple):
     dur: list[float]
     further_edges: dict[int, list[tuple[int, float, bool]]]
 
-    def starting_from(self, states: Iterable[State]) -> Layout:
+    def starting_from(self, states: Iterable[CarriedClocks]) -> GraphArrays:
         """Return the layout with windows that begin in other states."""
         first, first_weight, second_weight = (
             list(self.first),
@@ -160,7 +160,7 @@ class Layout(NamedTuple):
                 second_weight[node] = NEVER if second[node] == source else second_weight[node]
                 others = [edge for edge in more.get(node, []) if edge[0] != source]
                 more[node] = [(source, at, False), *others]
-        return Layout(first, first_weight, second, second_weight, dur, more)
+        return GraphArrays(first, first_weight, second, second_weight, dur, more)
 
 
 def steady_period(
@@ -187,7 +187,7 @@ def steady_period(
     return period
 
 
-def replay_layout(layout: Layout) -> Array:
+def replay_layout(layout: GraphArrays) -> Array:
     """Replay a layout in one pass and return the time of each node, ns."""
     first, first_weight, second, second_weight, dur, more = layout
     time = [0.0] * len(first)
@@ -278,7 +278,7 @@ class CarriedState:
             return float(rate[-1])
         return self.batch_gap * float(rate.sum()) / max(float(before.sum()), 1.0)
 
-    def next_state(self, time: Array, host: float, weight: Array, *, idle: bool) -> State:
+    def next_state(self, time: Array, host: float, weight: Array, *, idle: bool) -> CarriedClocks:
         """Return the state after a replay in which the host was done with the last step at
         ``host``: times of nodes launched before the window, and earliest starts. ``idle``: as if
         the device had nothing left to do."""
@@ -299,7 +299,7 @@ class CarriedState:
             after = self._next_batch_gap(weight)
             if after > NEVER:
                 earliest_starts[first] = float(time[last]) - host + after
-        return State(fixed_times, earliest_starts)
+        return CarriedClocks(fixed_times, earliest_starts)
 
 
 def completion_times(graph: Graph, time: Array) -> Array:

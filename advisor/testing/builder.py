@@ -462,11 +462,11 @@ class TraceBuilder:
     def record_of_run(self, **rank: Any) -> RecordBuilder:
         """Return the builder of the recorder's files about the run around the window, the same one
         on every call. ``rank``: fields of ``run_directory.Rank``, on the first call."""
-        from advisor.core.run_directory import Rank
+        from advisor.core.run_directory import RankInfo
         from advisor.testing.record import RecordBuilder
 
         if self._record is None:
-            self._record = RecordBuilder(Rank(**rank))
+            self._record = RecordBuilder(RankInfo(**rank))
         return self._record
 
     def memory_snapshot(self, allocator: FakeAllocator) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from advisor.core.run_directory import Event, Gpu, Host, Rank, RankRecord, Sample, Step
+from advisor.core.run_directory import (
+    Event,
+    GpuSample,
+    HostSample,
+    RankInfo,
+    RankRecord,
+    Sample,
+    StepRow,
+)
 
 MS = 1_000_000
 
@@ -19,13 +27,15 @@ class RecordBuilder:
     >>> record = r.build()
     """
 
-    def __init__(self, rank: Rank | None = None) -> None:
-        self.rank = rank or Rank()
+    def __init__(self, rank: RankInfo | None = None) -> None:
+        self.rank = rank or RankInfo()
         self.now = 1_000_000_000
-        self._steps: list[Step] = []
+        self._steps: list[StepRow] = []
         self._events: list[Event] = []
         self._samples: list[Sample] = []
-        self._watch: list[tuple[Callable[[float], Gpu | None], Callable[[float], Host | None]]] = []
+        self._watch: list[
+            tuple[Callable[[float], GpuSample | None], Callable[[float], HostSample | None]]
+        ] = []
 
     def step(
         self,
@@ -44,7 +54,7 @@ class RecordBuilder:
         given["other"] = dur - sum(given.values())
         self.now += round(evaluation * MS)
         self._steps.append(
-            Step(
+            StepRow(
                 n=len(self._steps),
                 t=self.now,
                 dur=dur,
@@ -68,8 +78,8 @@ class RecordBuilder:
 
     def watch(
         self,
-        gpu: Gpu | Callable[[float], Gpu | None] | None = None,
-        host: Host | Callable[[float], Host | None] | None = None,
+        gpu: GpuSample | Callable[[float], GpuSample | None] | None = None,
+        host: HostSample | Callable[[float], HostSample | None] | None = None,
     ) -> None:
         """Add telemetry over the whole run: one sample, or a function of the share of the run that
         has passed (0 to 1)."""

@@ -51,7 +51,7 @@ class TrialLimits:
 
 
 @dataclass
-class Rounds:
+class TrialRounds:
     """Runner of the rounds of one program."""
 
     program: TrialProgram

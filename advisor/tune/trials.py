@@ -22,7 +22,7 @@ from advisor.tune.measured_gain import (
     measure_paired_gain,
 )
 from advisor.tune.report import CombinedTrial, Trial, TrialReport
-from advisor.tune.rounds import KNOBS_PER_ROUND, Rounds, TrialLimits
+from advisor.tune.rounds import KNOBS_PER_ROUND, TrialLimits, TrialRounds
 from advisor.tune.trial_process import TrialProgram, landlock_version
 
 MIN_GAIN = 0.01
@@ -55,7 +55,7 @@ class TrialSession:
         self, program: TrialProgram, report: TrialReport, limits: TrialLimits, end: float, say: Say
     ) -> None:
         self.report, self.limits = report, limits
-        self.rounds = Rounds(program, limits, end, say)
+        self.rounds = TrialRounds(program, limits, end, say)
         self.runs: dict[KnobSettings, list[TrialResult]] = {}
         self.pairs: dict[
             tuple[KnobSettings, KnobSettings], list[tuple[TrialResult, TrialResult]]

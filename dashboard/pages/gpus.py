@@ -29,8 +29,8 @@ from advisor.dashboard.page_view import PageView
 from advisor.replay.project.project import (
     ANY,
     RESTS_ON,
-    Choice,
     Projector,
+    TargetGpu,
     choose_gpus,
     describe_cheapest,
     offered_gpus,
@@ -115,7 +115,7 @@ def layout(**query: object) -> Any:
     )
 
 
-def _projected(view: PageView, prices: Prices) -> tuple[Projector, tuple[Choice, ...]]:
+def _projected(view: PageView, prices: Prices) -> tuple[Projector, tuple[TargetGpu, ...]]:
     projector = Projector(view.analysis)
     return projector, choose_gpus(projector, offered_gpus(prices))
 
@@ -148,7 +148,7 @@ def _step(report: Report) -> str:
     return "profiled step" if differs else "step"
 
 
-def _other_gpus(choices: tuple[Choice, ...], prices: Prices, step: str) -> Any:
+def _other_gpus(choices: tuple[TargetGpu, ...], prices: Prices, step: str) -> Any:
     with_costs = any(choice.price is not None for choice in choices)
     columns = (*COLUMNS[:-1], *(_cost_columns(prices) if with_costs else ()), COLUMNS[-1])
     return card(
@@ -178,7 +178,7 @@ def _cost_columns(prices: Prices) -> list[Column]:
     ]
 
 
-def _values(choice: Choice) -> dict[str, Any]:
+def _values(choice: TargetGpu) -> dict[str, Any]:
     """Return a row of the grid; a GPU that cannot run the step has no times."""
     projection, runs = choice.projection, not choice.projection.refused
     return {

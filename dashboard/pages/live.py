@@ -13,7 +13,7 @@ from advisor.advise import report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Segment
-from advisor.core.run_directory import Gpu, Host, RankRecord
+from advisor.core.run_directory import GpuSample, HostSample, RankRecord
 from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
     card,
@@ -296,7 +296,7 @@ def _figure(
     name: str,
     unit: str,
     lines: tuple[tuple[str, str, float], ...],
-    samples: list[tuple[int, Gpu]] | list[tuple[int, Host]],
+    samples: list[tuple[int, GpuSample]] | list[tuple[int, HostSample]],
     start: int,
 ) -> Any:
     series = []
@@ -326,7 +326,9 @@ def figure_grid(parts: list[Any]) -> Any:
     return element("Div", *parts, cls="multiples")
 
 
-def throttle_spans(gpus: list[tuple[int, Gpu]], start: int) -> list[tuple[str, float, float, int]]:
+def throttle_spans(
+    gpus: list[tuple[int, GpuSample]], start: int
+) -> list[tuple[str, float, float, int]]:
     """Find runs of samples with the same reasons: (reasons, first s, last s, samples)."""
     spans: list[tuple[str, float, float, int]] = []
     before = ""

@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.intervals import Ints
-from advisor.core.run_directory import Gpu, Host, RankRecord
+from advisor.core.run_directory import GpuSample, HostSample, RankRecord
 from advisor.measure import Analysis
 from advisor.measure.steps.step_records import finite_or_nan
 
@@ -34,7 +34,7 @@ class CounterSeries(NamedTuple):
     """Longest time that a value is shown for, ns; ``None``: until the next one."""
 
 
-_GPU: tuple[tuple[str, str, str, Callable[[Gpu], Any]], ...] = (
+_GPU: tuple[tuple[str, str, str, Callable[[GpuSample], Any]], ...] = (
     ("utilisation", "any kernel running", "%", lambda g: g.utilisation),
     ("power", "power", "W", lambda g: None if g.power is None else g.power / 1000),
     ("sm_clock", "SM clock", "MHz", lambda g: g.sm_clock),
@@ -44,7 +44,7 @@ _GPU: tuple[tuple[str, str, str, Callable[[Gpu], Any]], ...] = (
     ("pcie_rx", "PCIe received", "bytes/s", lambda g: g.pcie_rx),
     ("pcie_tx", "PCIe sent", "bytes/s", lambda g: g.pcie_tx),
 )
-_HOST: tuple[tuple[str, str, str, Callable[[Host], Any]], ...] = (
+_HOST: tuple[tuple[str, str, str, Callable[[HostSample], Any]], ...] = (
     ("cpu", "all CPUs", "%", lambda h: h.cpu),
     ("process_cpu", "this process, % of one CPU", "%", lambda h: h.process_cpu),
     ("rss", "resident memory", "bytes", lambda h: h.rss),

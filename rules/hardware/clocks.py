@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.core.finding import Finding, Impact, Outcomes
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
-from advisor.core.run_directory import THROTTLE_BITS, Gpu
+from advisor.core.run_directory import THROTTLE_BITS, GpuSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import (
@@ -246,7 +246,7 @@ class ClocksLocked(HeldClocks):
         }
 
 
-def share_of_samples(samples: list[Gpu], *reasons: str) -> float | None:
+def share_of_samples(samples: list[GpuSample], *reasons: str) -> float | None:
     """Return the share of samples with one of the driver's reasons; ``None``: not recorded."""
     recorded = [gpu.throttle for gpu in samples if gpu.throttle is not None]
     if len(recorded) < MIN_SAMPLES:
@@ -255,7 +255,7 @@ def share_of_samples(samples: list[Gpu], *reasons: str) -> float | None:
     return float(np.mean([(value & bits) != 0 for value in recorded]))
 
 
-def mean_clock(samples: list[Gpu], *reasons: str) -> float | None:
+def mean_clock(samples: list[GpuSample], *reasons: str) -> float | None:
     """Return the mean clock over the maximum in samples with a reason; ``None``: not recorded."""
     bits = sum(THROTTLE_BITS[reason] for reason in reasons)
     ratios = [
@@ -278,9 +278,9 @@ def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impac
 def _run(throttle: int | None, clock: int, *, load: int = 98, part: float = 0.9) -> TraceBuilder:
     """A run whose last ``part`` has a lower clock, a higher temperature, and the reason."""
 
-    def gpu(share: float) -> Gpu:
+    def gpu(share: float) -> GpuSample:
         low = share >= 1 - part
-        return Gpu(
+        return GpuSample(
             uuid="GPU-x",
             utilisation=load,
             sm_clock=clock if low else 1980,

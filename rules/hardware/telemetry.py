@@ -7,7 +7,7 @@ import numpy as np
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.run_directory import Gpu
+from advisor.core.run_directory import GpuSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import (
@@ -279,11 +279,11 @@ class PcieDowngraded(Rule):
         }
 
 
-def _gpu(**sensors: object) -> Gpu:
-    return Gpu(uuid="GPU-x", memory_total=80 * 10**9, remapped_rows=3, **sensors)  # type: ignore[arg-type]
+def _gpu(**sensors: object) -> GpuSample:
+    return GpuSample(uuid="GPU-x", memory_total=80 * 10**9, remapped_rows=3, **sensors)  # type: ignore[arg-type]
 
 
-def _linked(generation: int | None, width: int | None, utilisation: int = 98) -> Gpu:
+def _linked(generation: int | None, width: int | None, utilisation: int = 98) -> GpuSample:
     return _gpu(
         utilisation=utilisation,
         pcie_gen=generation,

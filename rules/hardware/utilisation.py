@@ -8,7 +8,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
-from advisor.core.run_directory import Gpu
+from advisor.core.run_directory import GpuSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, GPUPROF, TRACELENS
 from advisor.rules.support.common import impact_without_gain, record_example, recorded_steps
@@ -166,7 +166,7 @@ class LowMfu(Rule):
 
 def _recorded(utilisation: int, active: float | None, *, dram: float = 10) -> TraceBuilder:
     gpm = None if active is None else {"sm_util": active, "dram": dram, "tensor": 5.0}
-    return record_example(Gpu(uuid="GPU-x", utilisation=utilisation, gpm=gpm))
+    return record_example(GpuSample(uuid="GPU-x", utilisation=utilisation, gpm=gpm))
 
 
 def _products(us: float, *, other: float = 0) -> TraceBuilder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
-from advisor.core.run_directory import Host
+from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
 from advisor.rules.support.common import (
@@ -153,10 +153,12 @@ def _throttled(share: float | None) -> TraceBuilder:
     r.steps(100, 10)
     us = 100 * 10_000
 
-    def host(passed: float) -> Host:
+    def host(passed: float) -> HostSample:
         if share is None:
-            return Host()
-        return Host(throttled=round(passed * share * us), throttled_periods=round(passed * 10))
+            return HostSample()
+        return HostSample(
+            throttled=round(passed * share * us), throttled_periods=round(passed * 10)
+        )
 
     r.watch(host=host)
     return b
@@ -259,5 +261,5 @@ def _threads(
     flags = {} if threads is None else {"num_threads": threads}
     r = b.record_of_run(cpus=cpus, flags=flags, env={"LOCAL_WORLD_SIZE": str(ranks)})
     r.steps(40, 10, forward=5)
-    r.watch(host=Host(process_cpu=own, cpu=machine))
+    r.watch(host=HostSample(process_cpu=own, cpu=machine))
     return b

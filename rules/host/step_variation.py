@@ -14,7 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.intervals import Floats, Ints
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.run_directory import Host
+from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.measure.steps.periodic import OWN_PHASES, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
@@ -391,5 +391,5 @@ def _irregular(
         if compiles and n in (20, steps - 1):  # the second stretch compiles in a quarter of it
             frames = ["train.py(9): main", "torch/_dynamo/convert_frame.py(900): _compile"]
             r.event("stacks", frames=frames, stacks=[[75, [0]], [25, [0, 1]]])
-    r.watch(host=Host(cpu=machine, process_cpu=100))
+    r.watch(host=HostSample(cpu=machine, process_cpu=100))
     return b

@@ -9,7 +9,7 @@ import numpy as np
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.run_directory import Host
+from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import parse_frame
 from advisor.rules.support.citations import (
@@ -269,7 +269,7 @@ def _run(
     r.event("loader", id=1, workers=workers)
     r.event("loader_iter", id=1)
     r.steps(60, 10, data=data, forward=2)
-    r.watch(host=Host(process_cpu=busy))
+    r.watch(host=HostSample(process_cpu=busy))
     return b
 
 
@@ -485,7 +485,7 @@ def _taken_by_workers(a: Analysis) -> TakenCores | None:
     return TakenCores(cores, by_workers, training, wanted, busy, lost, min(sure, lost))
 
 
-def _disk(hosts: list[tuple[int, Host]]) -> float | None:
+def _disk(hosts: list[tuple[int, HostSample]]) -> float | None:
     """Bytes per second read from disks between the first and the last sample with a count."""
     samples = [(ns, host.disk_read) for ns, host in hosts if host.disk_read is not None]
     if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
@@ -511,7 +511,7 @@ def _busy(
     r.steps(60, 10, data=data)
     seconds = 60 * 10 / 1000
     r.watch(
-        host=lambda share: Host(
+        host=lambda share: HostSample(
             process_cpu=cpu, children_cpu=children, disk_read=round(share * seconds * disk)
         )
     )

@@ -94,7 +94,7 @@ _ON_ALREADY = "TF32 that is on already, or mathematics that needs FP32"
 FAMILIES = {"gemm": "GEMMs", "convolution": "convolutions"}
 
 
-class Target(NamedTuple):
+class NumberFormat(NamedTuple):
     """A number format that tensor cores multiply faster than CUDA cores do FP32."""
 
     format: str
@@ -305,7 +305,7 @@ class Fp32Matmul(Rule):
         share = kernel_work.summed_duration(a, slow) / total
         if share < self.min_share:
             limits = (self.praise_share, self.praise_rate)
-            yield from kernel_work.praise_tensor_cores(a, matrix, matrix & on_tensor, *limits)
+            yield from kernel_work.tensor_core_passed_check(a, matrix, matrix & on_tensor, *limits)
             return
         if kernel_work.summed_duration(a, slow) < self.min_step_share * a.span_ns:
             return  # faster kernels would only wait longer
@@ -335,7 +335,7 @@ class Fp32Matmul(Rule):
         made_for = [name_matches(names, pattern).any() for pattern in (_VOLTA, _LATER)]
         name = a.device.name if a.device is not None else None
         if name is None and made_for == [True, False]:
-            target = Target("fp16", 1.0, self.usual_peak)
+            target = NumberFormat("fp16", 1.0, self.usual_peak)
             saved = [
                 self._saved(a, slow, target, derating, blind)
                 for derating, blind in (
@@ -366,7 +366,7 @@ class Fp32Matmul(Rule):
             record="" if name else "a profiler that writes deviceProperties",
         )
 
-    def _target(self, gpu: GpuSpec) -> Target | None:
+    def _target(self, gpu: GpuSpec) -> NumberFormat | None:
         """Return the format to move to; ``None``: this GPU has none much faster than FP32."""
         fp32 = gpu.peak("fp32")
         for name in ("tf32", "bf16", "fp16"):
@@ -374,7 +374,7 @@ class Fp32Matmul(Rule):
                 continue
             peak = gpu.peak(name)
             if fp32 and peak and peak >= self.min_ratio * fp32:
-                return Target(name, fp32, peak)
+                return NumberFormat(name, fp32, peak)
         return None
 
     def _bandwidth_bound(self, a: Analysis) -> kernel_work.Mask:
@@ -392,7 +392,7 @@ class Fp32Matmul(Rule):
         return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
 
     def _finding(
-        self, a: Analysis, slow: kernel_work.Mask, share: float, target: Target
+        self, a: Analysis, slow: kernel_work.Mask, share: float, target: NumberFormat
     ) -> Finding:
         families = [name for name in FAMILIES if (slow & kernel_work.family_rows(a, name)).any()]
         rows = kernel_work.compute_rows(a) & kernel_work.family_rows(a, *families)
@@ -435,7 +435,7 @@ class Fp32Matmul(Rule):
         self,
         a: Analysis,
         slow: kernel_work.Mask,
-        target: Target,
+        target: NumberFormat,
         derating: float,
         blind: float,
     ) -> float:
@@ -599,15 +599,15 @@ class MixedPrecisionOff(Fp32Matmul):
         if a.hardware is not None:
             yield from (outcome for outcome in super().check(a) if isinstance(outcome, Finding))
 
-    def _target(self, gpu: GpuSpec) -> Target | None:
+    def _target(self, gpu: GpuSpec) -> NumberFormat | None:
         cheaper = super()._target(gpu)
         fp32, peak = gpu.peak("fp32"), gpu.peak("bf16")
         if cheaper is None or cheaper.format != "tf32" or not fp32 or not peak:
             return None  # fp32-matmul advises it
-        return Target("bf16", fp32, peak)
+        return NumberFormat("bf16", fp32, peak)
 
     def _finding(
-        self, a: Analysis, slow: kernel_work.Mask, share: float, target: Target
+        self, a: Analysis, slow: kernel_work.Mask, share: float, target: NumberFormat
     ) -> Finding:
         found = super()._finding(a, slow, share, target)
         compute = kernel_work.compute_rows(a)
@@ -657,7 +657,7 @@ class MixedPrecisionOff(Fp32Matmul):
         self,
         a: Analysis,
         slow: kernel_work.Mask,
-        target: Target,
+        target: NumberFormat,
         derating: float,
         blind: float,
     ) -> float:

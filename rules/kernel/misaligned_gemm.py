@@ -47,7 +47,7 @@ SIMILAR = 4.0
 what a padded one reaches."""
 
 
-class Misaligned(NamedTuple):
+class MisalignedProduct(NamedTuple):
     """Products on one kernel name under one op with one set of inputs."""
 
     op: str
@@ -58,7 +58,7 @@ class Misaligned(NamedTuple):
     """Whether its width is that of a vocabulary."""
 
 
-class Product(NamedTuple):
+class TimedProduct(NamedTuple):
     """Products on one kernel name under one op with one set of inputs, for their rate."""
 
     dur: int
@@ -70,7 +70,7 @@ class Product(NamedTuple):
     """Number format that the padded product has, and whether FLOPs limit it (else bytes)."""
 
 
-class Saving(NamedTuple):
+class PaddingSaving(NamedTuple):
     """Time that padding saves."""
 
     times: tuple[float, ...]
@@ -230,7 +230,7 @@ class MisalignedGemm(Rule):
 
     def _judge(
         self, a: Analysis, rows: kernel_work.Mask
-    ) -> tuple[kernel_work.Mask, kernel_work.Mask, list[Misaligned], Saving]:
+    ) -> tuple[kernel_work.Mask, kernel_work.Mask, list[MisalignedProduct], PaddingSaving]:
         """Rows that are misaligned, rows of unknown alignment, the misaligned products by time,
         and what padding them saves."""
         gpu, kernels = a.trace.gpu, a.kernels
@@ -258,8 +258,8 @@ class MisalignedGemm(Rule):
         misaligned, undecided = np.zeros((2, len(rows)), dtype=bool)
         cases = []
         roofs = attainable_roofs(a.hardware)
-        misaligned_products: list[Product] = []
-        aligned: list[Product] = []
+        misaligned_products: list[TimedProduct] = []
+        aligned: list[TimedProduct] = []
         # a loop over distinct (kernel, shape) pairs, hundreds at most, not over kernels
         for name, inputs, op, dtype, tensor, members, dur, flops, moved in groups.iter_rows():
             unit = kernel_work.UNIT.get(str(dtype)) if dtype is not None else None
@@ -283,7 +283,7 @@ class MisalignedGemm(Rule):
                 dims = shape.text if shape is not None else ""
                 words = shape is not None and max(shape.k, shape.n) >= MIN_VOCABULARY
                 text = " and ".join(padding or ())
-                cases.append((dur, Misaligned(str(op or name), dims, text, words)))
+                cases.append((dur, MisalignedProduct(str(op or name), dims, text, words)))
         cases.sort(key=lambda pair: -pair[0])
         return (
             misaligned,
@@ -292,7 +292,9 @@ class MisalignedGemm(Rule):
             self._saving(misaligned_products, aligned),
         )
 
-    def _saving(self, products: Sequence[Product], aligned: Sequence[Product]) -> Saving:
+    def _saving(
+        self, products: Sequence[TimedProduct], aligned: Sequence[TimedProduct]
+    ) -> PaddingSaving:
         """Time that misaligned products save at the rate that similar aligned ones reach, ns."""
         times = np.zeros(3)
         by_rate = 0
@@ -306,7 +308,7 @@ class MisalignedGemm(Rule):
             reaches = np.array([reach, max(self.best_reach, reach), min(self.worst_reach, reach)])
             times += np.maximum(0.0, product.dur - product.ideal / reaches)
         total = sum(product.dur for product in products)
-        return Saving(tuple(times.tolist()), 2 * by_rate >= total > 0)
+        return PaddingSaving(tuple(times.tolist()), 2 * by_rate >= total > 0)
 
     def _shape(self, a: Analysis, inputs: int | None, op: object) -> GemmLayout | None:
         first = PRODUCTS.get(str(op))
@@ -353,17 +355,17 @@ class MisalignedGemm(Rule):
 
 def _at_rate(
     roofs: Roofs, dtype: str | None, dur: int, flops: float, moved: float, calls: int
-) -> Product:
+) -> TimedProduct:
     """Return the product with the time that it takes at the attainable rates."""
     rate, memory = roofs.matmul.get(str(dtype)), roofs.memory
     if rate is None or memory is None or not flops or not moved:
-        return Product(dur, 0.0, calls, (dtype, True))
+        return TimedProduct(dur, 0.0, calls, (dtype, True))
     compute, read = 1e9 * flops / rate.rate, 1e9 * moved / memory.rate
     ideal = max(compute, read) + calls * KERNEL_NS
-    return Product(dur, ideal, calls, (dtype, compute >= read))
+    return TimedProduct(dur, ideal, calls, (dtype, compute >= read))
 
 
-def _reached(product: Product, aligned: Sequence[Product]) -> float | None:
+def _reached(product: TimedProduct, aligned: Sequence[TimedProduct]) -> float | None:
     """Return the share of the attainable rate that similar aligned products reach, by time;
     ``None``: there is none."""
     each = product.ideal / product.calls

@@ -80,7 +80,7 @@ REDUCTIONS = {
 }
 
 
-class Slow(NamedTuple):
+class SlowCall(NamedTuple):
     """Calls of one operator with arguments that it is slow for; ``texts``: values of the ``{…}`` in
     the texts of its case."""
 
@@ -189,7 +189,7 @@ class SlowArguments(Rule):
         if not a.span_ns or a.trace.inputs.is_empty():
             return
         on_gpu = a.device_id is not None
-        by_case: dict[str, list[Slow]] = {}
+        by_case: dict[str, list[SlowCall]] = {}
         for slow in self._slow_calls(a, on_gpu=on_gpu):
             by_case.setdefault(slow.case, []).append(slow)
         for case, found in by_case.items():
@@ -214,7 +214,7 @@ class SlowArguments(Rule):
                 **self.case(case, **most.texts),
             )
 
-    def _slow_calls(self, a: Analysis, *, on_gpu: bool) -> Iterator[Slow]:
+    def _slow_calls(self, a: Analysis, *, on_gpu: bool) -> Iterator[SlowCall]:
         names = FFTS if on_gpu else (*FFTS, *SORTS, *REDUCTIONS)
         rate = None if on_gpu else arguments.elementwise_rate(a)
         for name, x, rows in arguments.calls_by_inputs(a, exact_pattern(names)):
@@ -226,7 +226,7 @@ class SlowArguments(Rule):
             else:
                 found = self._reduction(name, x, float(np.median(dur)), rate)
             for why in found:
-                yield Slow(name, rows, int(dur.sum()), *why)
+                yield SlowCall(name, rows, int(dur.sum()), *why)
 
     def _fft(self, a: Analysis, name: str, x: OpInputs) -> Iterator[Reason]:
         lengths = arguments.fft_lengths(name, x)
@@ -339,7 +339,7 @@ class SlowArguments(Rule):
         }
 
 
-def _edits(a: Analysis, found: list[Slow]) -> list[Edit]:
+def _edits(a: Analysis, found: list[SlowCall]) -> list[Edit]:
     """Scale each operator. An edit names all of its calls, and those that are not slow stay."""
     result = []
     dur = a.trace.cpu["dur"].to_numpy()

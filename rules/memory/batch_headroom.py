@@ -190,7 +190,7 @@ def _run(
     data: float = 0,
     others: float = 0,
 ) -> TraceBuilder:
-    from advisor.core.run_directory import Gpu, RecordedDevice
+    from advisor.core.run_directory import GpuSample, RecordedDevice
 
     b = TraceBuilder()
     for _ in b.steps(4 if window else 0):
@@ -207,7 +207,7 @@ def _run(
     r.steps(60, 10, fields=fields, data=data)
     if gpm is not None or utilisation is not None:
         r.watch(
-            gpu=Gpu(
+            gpu=GpuSample(
                 uuid="GPU-x",
                 utilisation=utilisation,
                 gpm=None if gpm is None else {"sm_util": gpm},

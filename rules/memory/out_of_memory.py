@@ -11,7 +11,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.snapshot import OutOfMemoryText
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
-from advisor.measure.memory.memory_savings import LOSS_CHUNKS, Saving, find_savings
+from advisor.measure.memory.memory_savings import LOSS_CHUNKS, FreedMemory, find_savings
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, public_traces
 from advisor.rules.support.common import impact_risk, recorded_steps
@@ -392,19 +392,19 @@ def describe_change(change: str, trains: bool | None) -> tuple[str, str]:
     return str(case["fix"]), str(case["code"])
 
 
-def _name(saving: Saving, post: PeakMemory) -> str:
+def _name(saving: FreedMemory, post: PeakMemory) -> str:
     fix = describe_change(saving.name, post.trains)[0]
     return f"{fix[0].lower()}{fix[1:]}"
 
 
-def _needed_after(way: Saving, post: PeakMemory) -> int:
+def _needed_after(way: FreedMemory, post: PeakMemory) -> int:
     """Return the bytes that the step needs after the failed request, as far as a change leaves
     them: pieces of logits need a piece, half the batch half of them."""
     left = {"smaller logits": 1 / LOSS_CHUNKS, "half the batch": 0.5}.get(way.name, 1.0)
     return round(post.needed_after * left)
 
 
-def _name_ways(ways: list[Saving], post: PeakMemory, needed: int) -> str:
+def _name_ways(ways: list[FreedMemory], post: PeakMemory, needed: int) -> str:
     """Write what would have freed memory, one sentence each. ``needed``: bytes that suffice."""
     sentences = []
     for way in ways[:MAX_SAVINGS]:

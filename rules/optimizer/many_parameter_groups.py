@@ -9,7 +9,7 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
-from advisor.measure.device.group_rounds import Rounds, optimizer_steps, rounds_of_a_step
+from advisor.measure.device.group_rounds import GroupRounds, optimizer_steps, rounds_of_a_step
 from advisor.measure.host.names import OPTIMIZER_STEP
 from advisor.rules.support.citations import CHOSEN, OURS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import costliest_places, of_step, scale_edit
@@ -145,12 +145,12 @@ class ManyParameterGroups(Rule):
             **self._advise(rounds, optimizer, mergeable),
         )
 
-    def _mergeable(self, rounds: Rounds) -> bool:
+    def _mergeable(self, rounds: GroupRounds) -> bool:
         """Return whether enough groups have the settings of another one."""
         settings = rounds.settings
         return settings is not None and settings <= self.min_merged * rounds.groups
 
-    def _kept(self, rounds: Rounds, which: int) -> float:
+    def _kept(self, rounds: GroupRounds, which: int) -> float:
         """Return the share of a step's host time that stays: expected, at best, at worst."""
         fused = (self.fused_factor, self.fused_best, self.fused_worst)[which]
         if not self._mergeable(rounds):
@@ -159,7 +159,7 @@ class ManyParameterGroups(Rule):
         left = (rounds.settings or 0) / rounds.groups
         return left + (1 - left) * merged
 
-    def _advise(self, rounds: Rounds, optimizer: str, mergeable: bool) -> dict[str, Any]:
+    def _advise(self, rounds: GroupRounds, optimizer: str, mergeable: bool) -> dict[str, Any]:
         if not mergeable:
             return self.case("the settings differ", groups=rounds.groups, optimizer=optimizer)
         fused = optimizer in HAVE_FUSED and not rounds.fused

@@ -17,7 +17,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Impact, Instants, Location, Select
 from advisor.core.intervals import Floats, Intervals, covered_length
 from advisor.core.rule import Evidence
-from advisor.core.run_directory import MAX_VALUE, Event, Gpu
+from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
 from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure import Analysis
 from advisor.measure.host.layers import describe_nodes, modules_around
@@ -543,7 +543,7 @@ def impact_memory(size: int, method: str) -> Impact:
     return Impact(currency="memory", freed_bytes=size, method=method)
 
 
-def under_load(recorded: StepRecords) -> list[Gpu]:
+def under_load(recorded: StepRecords) -> list[GpuSample]:
     """Return the GPU's samples with at least ``BUSY_PERCENT`` utilisation."""
     return [
         gpu
@@ -573,7 +573,7 @@ def host_link_rate(a: Analysis) -> float | None:
 
 
 def record_example(
-    gpu: Gpu | Callable[[float], Gpu], b: TraceBuilder | None = None
+    gpu: GpuSample | Callable[[float], GpuSample], b: TraceBuilder | None = None
 ) -> TraceBuilder:
     """An example of 60 recorded steps of 10 ms and what was read of the GPU meanwhile (by share of
     the run); ``b``: a trace that belongs to it."""

@@ -119,7 +119,7 @@ def skip_without_shapes(a: Analysis, what: str) -> SkippedCheck:
     return SkippedCheck(what=what, why=why, record=record)
 
 
-def praise_tensor_cores(
+def tensor_core_passed_check(
     a: Analysis, matrix: Mask, on_tensor: Mask, min_share: float, min_rate: float
 ) -> Iterator[PassedCheck]:
     """Says that matrix work runs on tensor cores, where ``min_share`` of its time does and it

@@ -213,7 +213,7 @@ class CaptureBlockers(NamedTuple):
     """Flag that sizes vary from batch to batch, but for the dense layers."""
 
 
-CURES = (
+WITHOUT_SYNC = (
     (r"item|is_nonzero|_scalar_dense|equal", 'first: torch.where(ok, x, y) in place of "if ok:"'),
     (r"::_?index|::nonzero|masked_select", "first: torch.where(mask, x, 0) in place of x[mask]"),
 )
@@ -253,7 +253,7 @@ def find_capture_blockers(a: Analysis) -> CaptureBlockers:
         -(-syncs.height // a.step_count),
         per_step.get(OWN, 0),
         ", ".join(top) + more,
-        "".join(f"# {how}\n" for what, how in CURES if re.search(what, " ".join(named))),
+        "".join(f"# {how}\n" for what, how in WITHOUT_SYNC if re.search(what, " ".join(named))),
         " ".join(_of_others(owner, count) for owner, count in per_step.items()).strip(),
         TORCHREC in owners,
     )

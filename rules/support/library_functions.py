@@ -14,7 +14,7 @@ from advisor.measure.host.stacks import SampledStack
 ONCE = ("the result is the same each time, and fits in memory",)
 
 
-class Cure:
+class LibraryFix:
     """A kind of library function, and what to write in its place."""
 
     def __init__(
@@ -54,8 +54,8 @@ class Cure:
 _AT = r"\(\d+\): (?:\w+\.)*"
 """Text of a frame between its file and its function."""
 
-CURES = (
-    Cure(
+LIBRARY_FIXES = (
+    LibraryFix(
         "Reading an .npz archive again at each access",
         "Read the arrays of an .npz archive once and keep them. np.load keeps none, so each access "
         "reads and inflates a whole array. Arrays too large for memory belong in uncompressed .npy "
@@ -66,7 +66,7 @@ CURES = (
         workers="An .npz file that is open before the workers start is shared: reads of it may "
         "return garbage.",
     ),
-    Cure(
+    LibraryFix(
         "Making windows, filters or modules anew",
         "Make it once, in __init__ or beside the function, and keep it: equal arguments give equal "
         "values.",
@@ -86,7 +86,7 @@ CURES = (
         r"|numpy\.(?:bartlett|blackman|hamming|hanning|kaiser|indices|meshgrid)",
         assumptions=("its arguments do not change",),
     ),
-    Cure(
+    LibraryFix(
         "Parsing text",
         "Parse the text once, and store the values as a binary array: .npy, safetensors or "
         "Parquet. Or keep them in memory.",
@@ -99,7 +99,7 @@ CURES = (
         calls=r"(?:\w+\.)?(?:fromstring|literal_eval)|_?csv\.reader"
         r"|(?:_?json|orjson|ujson|simdjson|rapidjson|msgspec\.json|yaml)\.(?:loads?|decode)",
     ),
-    Cure(
+    LibraryFix(
         "Reading the samples with pickle",
         "Store all samples in a few arrays or tensors, without pickle, and open them once. "
         "torch.load(mmap=True) and np.load(mmap_mode='r') then read single rows.",
@@ -109,7 +109,7 @@ CURES = (
         r"|joblib/numpy_pickle|pickle\.py|shelve\.py|dill/|cloudpickle/",
         calls=r"_?pickle\.\w+|marshal\.loads?",
     ),
-    Cure(
+    LibraryFix(
         "Loading an array file",
         "Load each file once and keep its array. Or store all samples in one uncompressed .npy "
         "file, and open that once with mmap_mode='r'.",
@@ -119,7 +119,7 @@ CURES = (
         r"|safetensors/",
         calls=r"numpy\.(?:load|fromfile)|(?:safetensors\.)?(?:deserialize|safe_open)",
     ),
-    Cure(
+    LibraryFix(
         "Reading rows of an HDF5 or Zarr file",
         "Read many rows in one call: consecutive ones, or sorted indices in __getitems__. Choose "
         "chunks as large as what you read, and open the file once. What fits in memory, read once.",
@@ -129,7 +129,7 @@ CURES = (
         workers="Each worker must open the file itself.",
         assumptions=("rows are read together, or kept",),
     ),
-    Cure(
+    LibraryFix(
         "Querying a database",
         "Open the database once in each process. Read a batch with one query or transaction, in "
         "__getitems__. What fits in memory, read once.",
@@ -141,7 +141,7 @@ CURES = (
         workers="Each worker must open the database itself.",
         assumptions=("a batch can be read with one query",),
     ),
-    Cure(
+    LibraryFix(
         "Reading from the network",
         "Copy the data to a local disk before the run. Or read ahead: whole shards, several "
         "requests at once, in threads.",
@@ -154,14 +154,14 @@ CURES = (
         workers_first=True,
         assumptions=("several requests can wait at once, or a local disk holds the data",),
     ),
-    Cure(
+    LibraryFix(
         "Starting other programs",
         "Call a library in this process in place of another program, or do its work for all data "
         "once, before the run.",
         frames=r"subprocess\.py",
         calls=r"(?:_posixsubprocess|posix|nt|os)\.(?:fork_exec|system|popen|posix_spawn)",
     ),
-    Cure(
+    LibraryFix(
         "Decompressing data",
         "Decompress the data once. Keep it in memory, or store it uncompressed, so that "
         "np.memmap reads only the rows that are used.",
@@ -173,7 +173,7 @@ CURES = (
         r"|\.decompress",
         assumptions=("the uncompressed data fits in memory or on the disk",),
     ),
-    Cure(
+    LibraryFix(
         "Transforming images",
         "Transform whole batches of tensors with torchvision.transforms.v2. Keep what is the same "
         "each time, such as resizing.",
@@ -181,7 +181,7 @@ CURES = (
         frames=r"torchvision/transforms|kornia/",
         assumptions=("the batch's images have one size",),
     ),
-    Cure(
+    LibraryFix(
         "Decoding and transforming images",
         "Store images at the size that is used, decoded where they fit. Image.draft decodes a JPEG "
         "at a smaller size. Transform whole batches of tensors with torchvision.transforms.v2.",
@@ -191,14 +191,14 @@ CURES = (
         calls=r"(?:cv2|turbojpeg|pyvips)(?:\.\w+)*",
         assumptions=("smaller images give the same training",),
     ),
-    Cure(
+    LibraryFix(
         "Decoding and resampling audio",
         "Decode and resample each file once, and store it at the rate that is used. Make filters "
         "and transforms once, and compute features for whole batches.",
         "self.resample = torchaudio.transforms.Resample(rate, 16_000)   # once",
         frames=r"torchaudio/|librosa/|soundfile\.py|audioread/|resampy/|soxr/|pydub/|torchcodec/",
     ),
-    Cure(
+    LibraryFix(
         "Reading single rows of a table",
         "Convert the columns to arrays once, and index these: df[columns].to_numpy() in __init__. "
         "Each .loc, .iloc, iterrows or apply makes new objects in Python.",
@@ -206,7 +206,7 @@ CURES = (
         frames=r"pandas/|polars/",
         assumptions=("the table does not change during the run",),
     ),
-    Cure(
+    LibraryFix(
         "Converting rows of a dataset",
         "Convert the columns once: dataset.with_format('torch') or 'numpy' returns arrays. Read a "
         "batch with one slice or list of indices, in __getitems__.",
@@ -215,14 +215,14 @@ CURES = (
         calls=r"\.(?:as_py|to_pylist)",
         assumptions=("the rows are needed as arrays",),
     ),
-    Cure(
+    LibraryFix(
         "Fitting or applying a scikit-learn transform",
         "Transform the whole table once, before the loop: one call for all rows costs hardly more "
         "than one for a single row.",
         "x = torch.from_numpy(scaler.transform(table)).float()   # once",
         frames=r"sklearn/",
     ),
-    Cure(
+    LibraryFix(
         "Tokenizing and searching text",
         "Tokenize the texts once, before the loop, in batches and with a fast tokenizer. Store the "
         "ids as arrays.",
@@ -233,7 +233,7 @@ CURES = (
         calls=r"re\.\w+|regex\.\w+"
         r"|\.(?:findall|finditer|subn|fullmatch|split|lower|translate|encode|encode_batch)",
     ),
-    Cure(
+    LibraryFix(
         "Copying objects with copy.deepcopy",
         "Copy only what changes: dict(sample), list(sample), tensor.clone(), array.copy(). "
         "copy.deepcopy visits each object in Python.",
@@ -241,7 +241,7 @@ CURES = (
         frames=rf"copy\.py{_AT}(?:deepcopy|_deepcopy\w*|_reconstruct|copy)",
         assumptions=("the rest of the object stays as it is",),
     ),
-    Cure(
+    LibraryFix(
         "Drawing random numbers",
         "Draw many numbers in one call, with torch on the GPU if they are used there. "
         "choice(n, replace=False), permutation and shuffle order all n numbers: randint draws only "
@@ -254,7 +254,7 @@ CURES = (
         r"|\.(?:choice|choices|integers|randint|permutation|shuffle|getrandbits)",
         assumptions=("the numbers can be drawn together",),
     ),
-    Cure(
+    LibraryFix(
         "Calling torch.tensor or np.array",
         "Join arrays with np.stack and torch.from_numpy, and tensors with torch.stack: given a "
         "list, torch.tensor and np.array visit each element. Keep numbers in arrays, not in lists.",
@@ -263,7 +263,7 @@ CURES = (
         r"|(?:numpy\.)?(?:array|asarray|asanyarray|fromiter)|\.tolist",
         assumptions=("it is given lists",),
     ),
-    Cure(
+    LibraryFix(
         "Writing logs and records",
         "Log every N steps and print less, or write from another thread.",
         "if step % 100 == 0:\n    log(metrics)",
@@ -273,7 +273,7 @@ CURES = (
         calls=r"builtins\.print|\.(?:write|writelines|flush)",
         assumptions=("fewer lines are enough",),
     ),
-    Cure(
+    LibraryFix(
         "Looking for files and opening them",
         "List the folder once, in __init__. Store the samples in a few large files, and keep these "
         "open.",
@@ -283,7 +283,7 @@ CURES = (
         calls=r"(?:os|posix|nt)\.\w+|_?io\.open|builtins\.open|\.(?:read|readline|readinto)",
         assumptions=("the files do not change during the run",),
     ),
-    Cure(
+    LibraryFix(
         "Waiting (a sleep, a lock, a queue)",
         "Remove the wait, or wait in another thread: the step goes on, and takes the result when "
         "it is there.",
@@ -294,7 +294,7 @@ CURES = (
         workers_first=True,
         assumptions=("the step can go on meanwhile",),
     ),
-    Cure(
+    LibraryFix(
         "Joining samples to a batch",
         "Samples that fit into memory can be one tensor, from which a batch is taken by its "
         "indices: DataLoader(dataset, batch_size=None, sampler=BatchSampler(…)). Then nothing has "
@@ -313,7 +313,7 @@ class LibraryUse(NamedTuple):
     """The library function that takes most of a part of the step."""
 
     time: LibraryTime
-    cure: Cure | None
+    cure: LibraryFix | None
     """``None``: nothing is known of this function."""
     timed: bool
     """Whether the stacks are of a window, with their times; sampled ones only count."""
@@ -341,8 +341,8 @@ def find_library_use(stacks: Sequence[SampledStack], *, timed: bool = False) -> 
     return None if found is None else LibraryUse(*found, timed=timed)
 
 
-def _cure_of(frames: Sequence[str], called: str) -> tuple[Cure, int] | None:
-    for cure in CURES:
+def _cure_of(frames: Sequence[str], called: str) -> tuple[LibraryFix, int] | None:
+    for cure in LIBRARY_FIXES:
         if cure.frames is not None:
             for place, frame in enumerate(frames):
                 if cure.frames.search(frame):

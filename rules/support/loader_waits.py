@@ -34,7 +34,7 @@ from advisor.rules.support.common import (
     scale_edit,
     stacks_option,
 )
-from advisor.rules.support.library_functions import Cure, LibraryUse, find_library_use
+from advisor.rules.support.library_functions import LibraryFix, LibraryUse, find_library_use
 
 SINGLE_PROCESS = r"^enumerate\(Data(?:Loader|Pipe)\)#_SingleProcessDataLoaderIter\b"
 """The iterator PyTorch names when ``num_workers=0``."""
@@ -210,7 +210,7 @@ class LoadingRule(Rule):
     )
 
     def advise_library(
-        self, use: LibraryUse, cure: Cure, fix: str, moves: float, workers: int
+        self, use: LibraryUse, cure: LibraryFix, fix: str, moves: float, workers: int
     ) -> dict[str, Any]:
         """Return the fields of a finding about a library function. Workers, the ``fix`` so far,
         come first for some. ``moves``: share of the loading without the sampler."""

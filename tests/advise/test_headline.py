@@ -12,7 +12,7 @@ from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze
 from advisor.advise.report_text import describe_gain, describe_scope, figures_of_merit
 from advisor.core.report import Report
-from advisor.core.run_directory import Host, Rank, RankRecord
+from advisor.core.run_directory import HostSample, RankInfo, RankRecord
 from advisor.core.text import format_duration, location_figures, with_article
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
@@ -489,8 +489,8 @@ def of_host(folder: Path, *, loading: float, steps: int = 60, gc: float = 0.0) -
     for _ in b.steps():
         b.loader_wait(3000, workers=0)
         b.on_host("aten::mm", 7000)
-    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
-    r.watch(host=Host(cpu=25.0, process_cpu=100.0))
+    r = RecordBuilder(RankInfo(cpus=4, cpus_total=4))
+    r.watch(host=HostSample(cpu=25.0, process_cpu=100.0))
     r.event("loader", id=0, workers=0)
     r.event("loader_iter", id=0)
     r.steps(steps, 10, data=loading, forward=6 - loading, backward=4, gc=gc)
@@ -518,7 +518,7 @@ def test_a_step_of_the_models_operators_alone_is_called_so(
     for _ in b.steps():
         b.on_host("aten::mm", operators)
         b.host(10_000 - operators)
-    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
+    r = RecordBuilder(RankInfo(cpus=4, cpus_total=4))
     r.steps(60, 10, forward=5.9, backward=4)
     module = "torch/nn/modules/module.py(1789): Module._call_impl"
     frames = ["train.py(9): main", module, "model.py(17): Expert.forward"]
@@ -532,7 +532,7 @@ def test_a_step_of_the_models_operators_alone_is_called_so(
 
 
 def test_the_call_of_the_model_is_no_place_in_it(tmp_path: Path) -> None:
-    r = RecordBuilder(Rank(cpus=4, cpus_total=4))
+    r = RecordBuilder(RankInfo(cpus=4, cpus_total=4))
     r.steps(60, 10, forward=5.9, backward=4)
     module = "torch/nn/modules/module.py(1789): Module._call_impl"
     r.event("stacks", frames=["train.py(9): main", module], stacks=[[50, [0, 1]]])

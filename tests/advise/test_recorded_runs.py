@@ -14,7 +14,7 @@ from advisor.advise.impact import without_gain
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Edit, Finding, Select
 from advisor.core.report import Report
-from advisor.core.run_directory import Host, Rank, RankRecord, RecordedDevice
+from advisor.core.run_directory import HostSample, RankInfo, RankRecord, RecordedDevice
 from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
@@ -251,7 +251,7 @@ def test_a_run_that_mostly_evaluates_says_so_first(tmp_path: Path) -> None:
 def host_ahead(*, marks: bool, steps: int = 60) -> RankRecord:
     """The host launches a step in 2 ms and waits for the GPU in every tenth; the GPU takes 20 ms
     for each, as CUDA events of every fourth step say (``marks``)."""
-    r = RecordBuilder(Rank(devices=[RecordedDevice()]))
+    r = RecordBuilder(RankInfo(devices=[RecordedDevice()]))
     for number in range(steps):
         gpu = {"forward": 8 * MS, "backward": 12 * MS} if marks and number % 4 == 0 else None
         pause = 10.0 if number % 20 == 7 else 0.0
@@ -295,7 +295,7 @@ def test_a_host_that_runs_ahead_does_not_say_what_a_step_takes(tmp_path: Path) -
 
 
 def test_a_host_that_waits_in_each_step_gives_the_length_of_all_steps(tmp_path: Path) -> None:
-    r = RecordBuilder(Rank(devices=[RecordedDevice()]))
+    r = RecordBuilder(RankInfo(devices=[RecordedDevice()]))
     for number in range(60):
         ms = 10 + number % 3
         r.step(ms, fields={"gpu": {"forward": ms * MS} if number % 4 == 0 else None})
@@ -306,7 +306,7 @@ def test_a_host_that_waits_in_each_step_gives_the_length_of_all_steps(tmp_path: 
 
 def test_a_pause_of_the_host_costs_no_more_than_the_device_waits(tmp_path: Path) -> None:
     """Steps of 20 ms, of which the device works 15 by the window; each has a pause of 8 ms."""
-    r = RecordBuilder(Rank(devices=[RecordedDevice()]))
+    r = RecordBuilder(RankInfo(devices=[RecordedDevice()]))
     r.steps(60, 20, gc=8, fields={"gpu": {"forward": 20 * MS}})
     b = TraceBuilder()
     for _ in range(6):
@@ -325,7 +325,7 @@ def test_a_pause_of_the_host_costs_no_more_than_the_device_waits(tmp_path: Path)
 def test_steps_that_end_long_before_the_run_are_not_what_it_does(tmp_path: Path) -> None:
     """A model is called to capture a CUDA graph, and for 6 s the graph is replayed."""
     for seconds, seen in ((6, False), (0.2, True)):
-        r = RecordBuilder(Rank(devices=[RecordedDevice(index=0, name="H100")]))
+        r = RecordBuilder(RankInfo(devices=[RecordedDevice(index=0, name="H100")]))
         for ms in (4000, 9, 8, 90):
             r.step(ms, forward=ms)
         r.now += round(seconds * 1000 * MS)
@@ -341,7 +341,7 @@ def _on_the_cpu(devices: list[RecordedDevice]) -> tuple[RecordBuilder, bytes]:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.on_host("aten::mm", 18_000)
-    return RecordBuilder(Rank(devices=devices)), gzip.compress(b.json())
+    return RecordBuilder(RankInfo(devices=devices)), gzip.compress(b.json())
 
 
 @pytest.mark.parametrize(("times", "asks"), [((), False), ((1,), False), ((1, 2, 64), True)])
@@ -380,12 +380,12 @@ def test_steps_that_are_long_while_other_programs_compute_are_not_the_programs(
 ) -> None:
     """Ten steps of ten times the length in a row; meanwhile others use one of two CPUs, 13% of the
     run's."""
-    r = RecordBuilder(Rank(cpus=2, cpus_total=2, flags={"compile": 0}))
+    r = RecordBuilder(RankInfo(cpus=2, cpus_total=2, flags={"compile": 0}))
     for number in range(300):
         r.step(600 if 100 <= number < 110 else 60, forward=50)
     long = range(26, 52)  # of 100 parts of the run
     r.watch(
-        host=lambda share: Host(
+        host=lambda share: HostSample(
             cpu=99, process_cpu=98 if crowded and round(100 * share) in long else 198
         )
     )
@@ -400,9 +400,9 @@ def test_steps_that_are_long_while_other_programs_compute_are_not_the_programs(
 
 
 def test_a_fix_that_needs_busy_cores_may_save(tmp_path: Path) -> None:
-    r = RecordBuilder(Rank(cpus=2, cpus_total=2))
+    r = RecordBuilder(RankInfo(cpus=2, cpus_total=2))
     r.steps(60, 10, data=4, forward=6)
-    r.watch(host=lambda share: Host(process_cpu=200, cpu=100))
+    r.watch(host=lambda share: HostSample(process_cpu=200, cpu=100))
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.loader_wait(4000, workers=0)

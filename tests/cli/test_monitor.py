@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from advisor.cli import monitor
-from advisor.core.run_directory import Gpu, Host, Sample
+from advisor.core.run_directory import GpuSample, HostSample, Sample
 from advisor.render.documents.monitor import build, prometheus, throttle_reasons
 from advisor.render.formats.terminal import Terminal
 
@@ -106,20 +106,22 @@ def test_it_goes_on_until_it_is_interrupted(
 
 
 def test_costly_fields_stay_until_they_are_asked_again() -> None:
-    first = Sample(t=1, gpus=[Gpu(uuid="a", power=1, ecc_uncorrected=3)], host=Host(swap_used=7))
-    then = Sample(t=2, gpus=[Gpu(uuid="a", power=2)], host=Host(cpu=5.0))
+    first = Sample(
+        t=1, gpus=[GpuSample(uuid="a", power=1, ecc_uncorrected=3)], host=HostSample(swap_used=7)
+    )
+    then = Sample(t=2, gpus=[GpuSample(uuid="a", power=2)], host=HostSample(cpu=5.0))
     shown = monitor._with_slow(then, first)
     assert (shown.gpus[0].power, shown.gpus[0].ecc_uncorrected) == (2, 3)
     assert shown.host is not None and (shown.host.cpu, shown.host.swap_used) == (5.0, 7)
 
 
 def test_an_idle_gpu_is_held_down_by_nothing() -> None:
-    assert throttle_reasons(Gpu(throttle=0x1)) == []
-    assert throttle_reasons(Gpu(throttle=0x1 | 0x40)) == ["hardware thermal"]
+    assert throttle_reasons(GpuSample(throttle=0x1)) == []
+    assert throttle_reasons(GpuSample(throttle=0x1 | 0x40)) == ["hardware thermal"]
 
 
 def test_hostile_names_reach_neither_terminal_nor_prometheus() -> None:
-    sample = Sample(t=1, gpus=[Gpu(uuid='a"\n} 1\x1b[2J', power=1000)], host=Host())
+    sample = Sample(t=1, gpus=[GpuSample(uuid='a"\n} 1\x1b[2J', power=1000)], host=HostSample())
     names = {sample.gpus[0].uuid: '\x1b]0;x\x07"\n'}
     page = Terminal().draw(build(sample, names=names, without_gpu="\x1b[2J"))
     assert "\x1b" not in page

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import advisor
-from advisor.core.run_directory import EVENTS, MANIFEST, STEPS, Event, Manifest, Step
+from advisor.core.run_directory import EVENTS, MANIFEST, STEPS, Event, Manifest, StepRow
 from advisor.testing import TraceBuilder
 from advisor.tune.report import FILE
 
@@ -26,7 +26,7 @@ def record(folder: Path, day: int, steps: int, *command: str) -> Path:
     rank.mkdir(parents=True)
     manifest = Manifest(run_id=folder.name, started_unix_ns=day * DAY, command=list(command))
     (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-    lines = [msgspec.json.encode(Step(n=n, t=n * 1000, dur=1000)) for n in range(steps)]
+    lines = [msgspec.json.encode(StepRow(n=n, t=n * 1000, dur=1000)) for n in range(steps)]
     (rank / STEPS).write_bytes(b"\n".join(lines) + b"\n")
     b = TraceBuilder()
     for _ in range(3):

@@ -8,7 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from advisor.core.run_directory import MANIFEST, RANK, STEPS, Manifest, Rank, Step, trace_name
+from advisor.core.run_directory import (
+    MANIFEST,
+    RANK,
+    STEPS,
+    Manifest,
+    RankInfo,
+    StepRow,
+    trace_name,
+)
 from advisor.testing import TraceBuilder
 
 
@@ -45,10 +53,10 @@ def recorded(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / name / "rank0"
         folder.mkdir(parents=True)
         (folder.parent / MANIFEST).write_bytes(msgspec.json.encode(Manifest(run_id=name)))
-        (folder / RANK).write_bytes(msgspec.json.encode(Rank(rank=0)))
+        (folder / RANK).write_bytes(msgspec.json.encode(RankInfo(rank=0)))
         at, lines = 0, []
         for n, us in enumerate(durations):
-            lines.append(msgspec.json.encode(Step(n=n, t=at, dur=int(us * 1000), **changes)))
+            lines.append(msgspec.json.encode(StepRow(n=n, t=at, dur=int(us * 1000), **changes)))
             at += int(us * 1000)
         (folder / STEPS).write_bytes(b"\n".join(lines) + b"\n")
         b.write(folder / trace_name(0).removesuffix(".gz"))

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from advisor import cli
-from advisor.core.run_directory import MANIFEST, RANK, STEPS, Manifest, Rank, Step
+from advisor.core.run_directory import MANIFEST, RANK, STEPS, Manifest, RankInfo, StepRow
 from advisor.testing import TraceBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,10 +44,10 @@ def run_directory(
     (folder / MANIFEST).write_bytes(
         msgspec.json.encode(Manifest(run_id="r", command=["python", program]))
     )
-    (rank / RANK).write_bytes(msgspec.json.encode(Rank(rank=0)))
+    (rank / RANK).write_bytes(msgspec.json.encode(RankInfo(rank=0)))
     at, lines = 0, []
     for n, ms in enumerate(milliseconds):
-        step = Step(n=n, t=at, dur=int(ms * 1e6), samples=samples)
+        step = StepRow(n=n, t=at, dur=int(ms * 1e6), samples=samples)
         lines.append(msgspec.json.encode(step))
         at += step.dur
     (rank / STEPS).write_bytes(b"\n".join(lines) + b"\n")

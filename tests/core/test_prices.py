@@ -19,7 +19,15 @@ from advisor.advise.engine import Options
 from advisor.compare import compare
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, format_money, parse_price, read_prices
-from advisor.core.run_directory import Gpu, Manifest, Rank, RankRecord, RecordedDevice, Sample, Step
+from advisor.core.run_directory import (
+    GpuSample,
+    Manifest,
+    RankInfo,
+    RankRecord,
+    RecordedDevice,
+    Sample,
+    StepRow,
+)
 from advisor.dashboard.pages import overview
 from advisor.measure.device.energy import step_energy
 from advisor.measure.steps.step_records import StepRecords
@@ -27,7 +35,7 @@ from advisor.testing import TraceBuilder
 from tests.run_directories import write_run
 
 MS = 1_000_000
-Told = Callable[[float], Gpu]
+Told = Callable[[float], GpuSample]
 
 
 def record(
@@ -42,7 +50,7 @@ def record(
     rank: int = 0,
 ) -> RankRecord:
     """Equal steps, and samples of a GPU whose power is a function of the second."""
-    made = [Step(n=n, t=int(n * ms * MS), dur=int(ms * MS)) for n in range(steps)]
+    made = [StepRow(n=n, t=int(n * ms * MS), dur=int(ms * MS)) for n in range(steps)]
     samples, spent, last = [], 5_000_000.0, 0.0
     for number in range(int(steps * ms / every_ms) + 2):
         now = number * every_ms / 1e3
@@ -55,14 +63,14 @@ def record(
             * 1e3
         )
         last = now
-        gpu = Gpu(
+        gpu = GpuSample(
             uuid=uuid,
             energy=round(spent) if counter else None,
             power=round(watts(now) * 1e3) if power else None,
         )
         samples.append(Sample(t=round(now * 1e9), gpus=[gpu]))
     return RankRecord(
-        rank=Rank(rank=rank, devices=[RecordedDevice(uuid=uuid)]), steps=made, samples=samples
+        rank=RankInfo(rank=rank, devices=[RecordedDevice(uuid=uuid)]), steps=made, samples=samples
     )
 
 

@@ -16,13 +16,13 @@ from advisor.core.run_directory import (
     STEPS,
     TELEMETRY,
     Event,
-    Gpu,
-    Host,
+    GpuSample,
+    HostSample,
     Manifest,
-    Rank,
+    RankInfo,
     RecordedDevice,
     Sample,
-    Step,
+    StepRow,
     trace_name,
 )
 from advisor.testing import TraceBuilder
@@ -59,7 +59,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
     )
     (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     uuid = "GPU-1"
-    about = Rank(
+    about = RankInfo(
         rank=0,
         pid=77,
         anchor_unix_ns=1_700_000_000 * SECOND,
@@ -97,7 +97,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
             "other": rest,
         }
         lines.append(
-            Step(
+            StepRow(
                 n=n,
                 t=at,
                 dur=dur,
@@ -115,7 +115,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
     samples = []
     for i in range(at // (100 * MS)):
         hot = i > 2 * at // (300 * MS)
-        gpu = Gpu(
+        gpu = GpuSample(
             uuid=uuid,
             utilisation=60,
             memory_utilisation=20,
@@ -129,7 +129,7 @@ def write_run(folder: Path, *, steps: int = 240, trace: bool = True, end: bool =
             temperature=88 if hot else 60,
             temperature_slowdown=92,
         )
-        host = Host(cpu=35.0, process_cpu=140.0, rss=2 * GIB, memory_available=90 * GIB)
+        host = HostSample(cpu=35.0, process_cpu=140.0, rss=2 * GIB, memory_available=90 * GIB)
         samples.append(Sample(t=i * 100 * MS, gpus=[gpu], host=host))
     (rank / TELEMETRY).write_bytes(b"".join(msgspec.json.encode(s) + b"\n" for s in samples))
     events = [

@@ -25,7 +25,7 @@ from advisor.cli.dashboard import EDITOR, parse_editor
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
 from advisor.core.report import StepTime
-from advisor.core.run_directory import MANIFEST, STEPS, Manifest, Step
+from advisor.core.run_directory import MANIFEST, STEPS, Manifest, StepRow
 from advisor.dashboard import loaded_runs as home
 from advisor.dashboard.app import create_app
 from advisor.dashboard.components import editor_href
@@ -261,7 +261,7 @@ def _runs(folder: Path, medians: list[int]) -> list[str]:
             command=["python", "train.py"],
         )
         (rank.parent / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-        lines = [msgspec.json.encode(Step(n=n, t=n * dur, dur=dur)) for n in range(30)]
+        lines = [msgspec.json.encode(StepRow(n=n, t=n * dur, dur=dur)) for n in range(30)]
         (rank / STEPS).write_bytes(b"\n".join(lines) + b"\n")
         recorded.slow_loader().write(rank / "trace_w0.json")
     return sorted(map(str, folder.iterdir()), reverse=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.core.run_directory import Gpu, Rank, RankRecord, Sample
+from advisor.core.run_directory import GpuSample, RankInfo, RankRecord, Sample
 from advisor.dashboard.timeline.counters import CounterSeries, counter_series, sample_counter
 from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.dashboard.timeline.details import describe_slice
@@ -176,9 +176,10 @@ def test_counters_agree_with_a_look_at_every_instant(samples, x0, span, px):
 
 def test_samples_of_the_recorder_are_put_on_the_clock_of_the_trace(small):
     start = small.trace.meta.start_ns
-    rank = Rank(anchor_unix_ns=start + 1_000, anchor_perf_ns=500)
+    rank = RankInfo(anchor_unix_ns=start + 1_000, anchor_perf_ns=500)
     samples = [
-        Sample(t=500 + 100_000 * i, gpus=[Gpu(power=250_000, utilisation=None)]) for i in range(3)
+        Sample(t=500 + 100_000 * i, gpus=[GpuSample(power=250_000, utilisation=None)])
+        for i in range(3)
     ]
     record = RankRecord(rank=rank, samples=samples)
     found = counter_series(Analysis(small.trace, record=record))

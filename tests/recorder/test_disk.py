@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from advisor.core.run_directory import STEPS, Step, read_recording
+from advisor.core.run_directory import STEPS, StepRow, read_recording
 from advisor.recorder import writer as writing
 from advisor.recorder.repeated_steps import RepeatedBlock
 from advisor.recorder.steps import RecordedStep
@@ -55,13 +55,13 @@ def test_a_full_disk_is_said_once_and_leaves_nothing(
     assert read_recording(tmp_path / "run").problems == []
 
 
-def _steps(count: int) -> list[Step]:
+def _steps(count: int) -> list[StepRow]:
     chance = random.Random(3)
     result, t = [], 0
     for n in range(count):
         phases = {"forward": chance.randrange(900, 1100), "backward": chance.randrange(1900, 2100)}
         dur = sum(phases.values())
-        step = Step(n=n, t=t, dur=dur, phases=phases, samples=4, bytes=100 + n % 2, shapes=0)
+        step = StepRow(n=n, t=t, dur=dur, phases=phases, samples=4, bytes=100 + n % 2, shapes=0)
         if n % 997 == 996:
             step.evaluation = 5000
         if n % 501 == 500:
@@ -82,7 +82,7 @@ def test_the_file_of_steps_is_bounded_and_its_sums_are_exact(
     (run / "manifest.json").write_text("{}")
     lines = StepLines(run / "rank0" / STEPS)
     steps = _steps(50_000)
-    plain = [Step(**{f: getattr(s, f) for f in s.__struct_fields__}) for s in steps]
+    plain = [StepRow(**{f: getattr(s, f) for f in s.__struct_fields__}) for s in steps]
     for number, step in enumerate(steps):
         step.phases = dict(step.phases)
         lines.add(step)
@@ -111,7 +111,7 @@ def test_blocks_of_steps_are_joined_as_single_ones_are(
 ) -> None:
     monkeypatch.setattr(writing, "SINGLE", 64)
 
-    def write(name: str, together: bool) -> list[Step]:
+    def write(name: str, together: bool) -> list[StepRow]:
         run = tmp_path / name
         (run / "rank0").mkdir(parents=True)
         (run / "manifest.json").write_text("{}")

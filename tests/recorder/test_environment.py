@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from advisor.core.cgroup import Cgroup, Throttled
 from advisor.core.credentials import HIDDEN, clean_command, clean_value, is_secret_name
-from advisor.core.run_directory import Manifest, Rank
+from advisor.core.run_directory import Manifest, RankInfo
 from advisor.recorder import environment
 
 SECRET = "s3cr3tvalue0123456789"
@@ -25,7 +25,7 @@ def test_a_manifest_and_a_rank_survive_the_disk() -> None:
     manifest = environment.build_manifest({"active": 5}, "context", "ab12")
     assert msgspec.json.decode(msgspec.json.encode(manifest), type=Manifest) == manifest
     rank = environment.rank_info()
-    assert msgspec.json.decode(msgspec.json.encode(rank), type=Rank) == rank
+    assert msgspec.json.decode(msgspec.json.encode(rank), type=RankInfo) == rank
     assert manifest.entry == "context" and manifest.run_id == "ab12"
     assert rank.pid == os.getpid() and rank.cpus is not None and rank.cpus >= 1
     assert rank.ulimits["nofile"] != 0

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optim
 
-from advisor.recorder.gradients import UnusedGradients
+from advisor.recorder.gradients import UnusedGradientFinder
 
 Told = list[dict[str, Any]]
 
 
-def watching(*modules: nn.Module) -> tuple[UnusedGradients, Told]:
+def watching(*modules: nn.Module) -> tuple[UnusedGradientFinder, Told]:
     told: Told = []
-    watch = UnusedGradients([get_ident()], lambda kind, data: told.append(data))
+    watch = UnusedGradientFinder([get_ident()], lambda kind, data: told.append(data))
     for module in modules:
         watch.add_module(module)
     watch.install()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from advisor.core.run_directory import Manifest, Rank, Step
+from advisor.core.run_directory import Manifest, RankInfo, StepRow
 from advisor.recorder import tape
 from advisor.recorder import tape_reader as reading
 from advisor.recorder.loaders import Batch, Loaders
@@ -150,7 +150,7 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
             out=str(tmp_path),
             rank=lambda: (0, 1),
             names=names,
-            describe=lambda run: (Manifest(), Rank()),
+            describe=lambda run: (Manifest(), RankInfo()),
             failed=pytest.fail,
         )
         writer.resolve = lambda glance: Batch(*kinds[glance])
@@ -163,7 +163,7 @@ def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> 
             for step in steps:
                 writer._files[RecordedStep].add(step)
         writer._files[RecordedStep].flush()
-        decoder = msgspec.json.Decoder(Step)
+        decoder = msgspec.json.Decoder(StepRow)
         return [decoder.decode(line) for line in (tmp_path / name).read_bytes().splitlines()]
 
     for number, batches in enumerate(([], [["a", "a"]] * 3, [["a", None], ["b", "a"], ["b", "b"]])):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from advisor.core.run_directory import Event, Rank, RankRecord, read_recording
+from advisor.core.run_directory import Event, RankInfo, RankRecord, read_recording
 from advisor.measure.host.stacks import MIN_SAMPLES, hottest_line, read_stacks
 from advisor.measure.steps.step_records import StepRecords
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
@@ -239,7 +239,9 @@ def test_in_a_forked_child_stop_returns() -> None:
 
 
 def record_of(*told: dict[str, Any]) -> RankRecord:
-    return RankRecord(rank=Rank(), events=[Event(t=0, kind="stacks", data=data) for data in told])
+    return RankRecord(
+        rank=RankInfo(), events=[Event(t=0, kind="stacks", data=data) for data in told]
+    )
 
 
 DAMAGED: list[Any] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from advisor.core.finding import Finding
-from advisor.core.run_directory import Host
+from advisor.core.run_directory import HostSample
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.rules.input.dataloader_wait import SingleProcessLoader
@@ -34,7 +34,7 @@ def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> WindowReplay
     if used is not None:
         r = b.record_of_run(cpus=cpus, cpus_total=cpus)
         r.steps(60, 10)
-        r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
+        r.watch(host=lambda share: HostSample(process_cpu=100 * used, cpu=100 * used / cpus))
     return WindowReplayer(b.analysis())
 
 
@@ -125,7 +125,7 @@ def test_more_workers_have_the_cores_that_are_free(used: float, cpus: int, left:
             b.sync()
     r = b.record_of_run(cpus=cpus, cpus_total=cpus)
     r.steps(60, 9)
-    r.watch(host=lambda share: Host(process_cpu=100 * used, cpu=100 * used / cpus))
+    r.watch(host=lambda share: HostSample(process_cpu=100 * used, cpu=100 * used / cpus))
     found = WindowReplayer(b.analysis())
     before = found.unedited.period
     after = before - found.gain([parse_edit("parallelize loader 2")])
@@ -153,7 +153,7 @@ def test_cores_of_other_programs_are_not_the_trainings_own() -> None:
         b.on_host("aten::mm", 2000)
     r = b.record_of_run(cpus=2, cpus_total=2)
     r.steps(60, 10, data=8, forward=2)
-    r.watch(host=lambda share: Host(process_cpu=60, cpu=100))
+    r.watch(host=lambda share: HostSample(process_cpu=60, cpu=100))
     a = b.analysis()
     with_others, alone = (
         estimate_contended_loading(a, 0.8, alone=alone) for alone in (False, True)
@@ -185,7 +185,7 @@ def _busy_loader(below: str, batch_size: int | None, beside: str = "train.py(12)
         beside,
     ]
     r.event("stacks", frames=frames, stacks=[[54, [0, 1, 2, 3, 4]], [6, [0, 1, 2, 3, 5]]])
-    r.watch(host=lambda share: Host(process_cpu=200, cpu=100))
+    r.watch(host=lambda share: HostSample(process_cpu=200, cpu=100))
     a = b.analysis()
     (finding,) = (one for one in SingleProcessLoader().check(a) if isinstance(one, Finding))
     return f"{finding.title}\n{finding.fix}\n{finding.code}\n{finding.assumptions}"

@@ -15,13 +15,13 @@ from advisor.advise.rule_runner import RULE_FAILED, run_rules
 from advisor.core import run_directory as rundir
 from advisor.core.run_directory import (
     Event,
-    Gpu,
-    Host,
-    Rank,
+    GpuSample,
+    HostSample,
+    RankInfo,
     RankRecord,
     RecordedDevice,
     Sample,
-    Step,
+    StepRow,
 )
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
@@ -35,7 +35,7 @@ PLAIN: Any = st.recursive(
     max_leaves=4,
 )
 STEPS = st.builds(
-    Step,
+    StepRow,
     n=WHOLE,
     t=WHOLE,
     dur=WHOLE,
@@ -79,7 +79,7 @@ EVENTS = st.builds(
     data=st.dictionaries(KEYS, PLAIN, max_size=6),
 )
 GPUS = st.builds(
-    Gpu,
+    GpuSample,
     uuid=st.sampled_from([None, "GPU-a"]),
     utilisation=MAYBE,
     throttle=MAYBE,
@@ -98,7 +98,7 @@ GPUS = st.builds(
     gpm=st.none() | st.dictionaries(st.sampled_from(["sm_util", "dram"]), st.floats(-1, 1e9)),
 )
 HOSTS = st.builds(
-    Host,
+    HostSample,
     cpu=st.none() | st.floats(-1, 1e6),
     process_cpu=st.none() | st.floats(-1, 1e6),
     rss=MAYBE,
@@ -109,7 +109,7 @@ HOSTS = st.builds(
 RECORDS = st.builds(
     RankRecord,
     rank=st.builds(
-        Rank,
+        RankInfo,
         cpus=st.none() | st.integers(0, 512),
         cpus_total=MAYBE,
         memory_bytes=MAYBE,

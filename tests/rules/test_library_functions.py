@@ -35,7 +35,7 @@ from advisor.rules.host.python_hot_spot import PythonHotSpot
 from advisor.rules.host.sampled_hot_spot import SampledHotSpot
 from advisor.rules.input.dataloader_wait import SingleProcessLoader
 from advisor.rules.input.loader_cores import LoaderWorkers
-from advisor.rules.support.library_functions import CURES, find_library_use
+from advisor.rules.support.library_functions import LIBRARY_FIXES, find_library_use
 from advisor.rules.support.loader_waits import SINGLE_PROCESS, find_waits, library_of_loading
 from advisor.testing import TraceBuilder
 
@@ -173,7 +173,9 @@ def test_functions_of_other_libraries_are_known_too(work: str) -> None:
 
 
 def test_each_kind_is_met_by_a_test() -> None:
-    assert {cure.work for cure in CURES} == {work for work, _ in MET.values()} | set(WRITTEN)
+    assert {cure.work for cure in LIBRARY_FIXES} == {work for work, _ in MET.values()} | set(
+        WRITTEN
+    )
 
 
 OTHERS = {
@@ -206,7 +208,7 @@ def test_an_unknown_library_function_is_named_without_a_cure() -> None:
     assert use.time.text == "zoom (scipy/ndimage/_interpolation.py), called by main (train.py:9)"
 
 
-@pytest.mark.parametrize("cure", CURES, ids=lambda cure: cure.work)
+@pytest.mark.parametrize("cure", LIBRARY_FIXES, ids=lambda cure: cure.work)
 def test_cures_are_short_sentences_and_code_that_parses(cure: Any) -> None:
     for sentence in re.split(r"(?<=[.:?]) ", f"{cure.fix} {cure.workers}"):
         assert len(sentence.split()) <= 25

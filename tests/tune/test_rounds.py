@@ -18,7 +18,7 @@ import pytest
 from advisor.tune import rounds as round_
 from advisor.tune.knob import KnobSetting
 from advisor.tune.measured_gain import block_log_ratios, measure_gain
-from advisor.tune.rounds import Rounds, TrialLimits
+from advisor.tune.rounds import TrialLimits, TrialRounds
 from advisor.tune.trial_process import RunningTrial, TrialProgram
 
 pytest.importorskip("torch")
@@ -65,8 +65,8 @@ def program(folder: Path, each: str = "pass", steps: int = 10_000) -> TrialProgr
     return TrialProgram([sys.executable, str(script)], (folder / "root").resolve())
 
 
-def rounds(made: TrialProgram, seconds: float = 600.0) -> Rounds:
-    return Rounds(made, LIMITS, time.monotonic() + seconds, lambda text: None)
+def rounds(made: TrialProgram, seconds: float = 600.0) -> TrialRounds:
+    return TrialRounds(made, LIMITS, time.monotonic() + seconds, lambda text: None)
 
 
 OTHER = (KnobSetting("set-to-none"),)

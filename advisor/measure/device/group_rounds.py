@@ -19,7 +19,7 @@ _MANY = r"^aten::_(?:foreach|fused)_"
 _FUSED = "aten::_fused_"
 
 
-class Rounds(NamedTuple):
+class GroupRounds(NamedTuple):
     """Passes of one optimizer's step over its groups: the same operators for each in turn."""
 
     groups: int
@@ -39,7 +39,7 @@ def optimizer_steps(a: Analysis) -> np.ndarray:
     return rows_in_steps(a, rows)
 
 
-def rounds_of_a_step(a: Analysis, steps: np.ndarray) -> dict[int, Rounds]:
+def rounds_of_a_step(a: Analysis, steps: np.ndarray) -> dict[int, GroupRounds]:
     """Count the groups in each optimizer step of the last training step, by its row."""
     last = steps[-max(1, round(len(steps) / max(a.step_count, 1))) :]
     return {int(row): _count_rounds(a, int(row)) for row in last}
@@ -52,7 +52,7 @@ def updates_few_tensors(a: Analysis) -> bool:
     return any(one.groups > 1 and one.tensors <= 2 for one in rounds)
 
 
-def _count_rounds(a: Analysis, step: int) -> Rounds:
+def _count_rounds(a: Analysis, step: int) -> GroupRounds:
     """Count the groups that one optimizer step updates, ``step`` its row of ``trace.cpu``."""
     cpu = a.trace.cpu
     ts, many = cpu["ts"].to_numpy(), name_matches(cpu["name"], _MANY).to_numpy()
@@ -70,13 +70,13 @@ def _count_rounds(a: Analysis, step: int) -> Rounds:
         lengths[name] += len(shapes)
         calls.append((name, _numbers(inputs) if inputs.has_arguments else ()))
     if not calls:
-        return Rounds(0, 0.0, None, False)
+        return GroupRounds(0, 0.0, None, False)
     counts = Counter(name for name, _ in calls)
     # decay and momentum may be of some groups only: operators on few of the tensors do not count
     whole = [name for name in counts if lengths[name] >= 0.5 * max(lengths.values())]
     rarest = min(counts[name] for name in whole)
     last = [name for name, _ in calls if name in whole and counts[name] == rarest][-1]
-    return Rounds(
+    return GroupRounds(
         rarest,
         lengths[last] / rarest,
         _count_settings(calls, counts, last) if any(numbers for _, numbers in calls) else None,

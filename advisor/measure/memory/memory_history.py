@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Bools, Ints
 from advisor.core.snapshot import MemorySnapshot
-from advisor.measure.memory.memory_origin import ROLES, Origin, find_origin
+from advisor.measure.memory.memory_origin import ROLES, AllocationOrigin, find_origin
 
 PHASES = ("", "forward", "backward", "optimizer")
 """Phases of a step, by what allocates; empty: before the first phase."""
@@ -63,7 +63,7 @@ class MemoryHistory:
         return self.events.height
 
     @cached_property
-    def origins(self) -> list[Origin]:
+    def origins(self) -> list[AllocationOrigin]:
         """Origin of each stack of the snapshot; the last is that of no stack at all."""
         return [*(find_origin(stack) for stack in self.snapshot.stacks), find_origin(None)]
 

@@ -41,7 +41,7 @@ MAX_SINGLE = 0.5
 NOT_ATTRIBUTED = CATEGORIES.index("not attributed")
 
 
-class Kinds(NamedTuple):
+class BlockCategories(NamedTuple):
     """Category of each block and its basis, aligned with ``MemoryHistory.block_lifetimes``."""
 
     category: NDArray[np.int8]
@@ -50,7 +50,7 @@ class Kinds(NamedTuple):
     """Place in BASES."""
 
 
-def classify(h: MemoryHistory, moment: int) -> Kinds:
+def classify(h: MemoryHistory, moment: int) -> BlockCategories:
     """Find the category of every block of the history, as of a moment (an event).
 
     The call path decides where it can; then the phases of the step in which a block lives; then,
@@ -79,7 +79,7 @@ def classify(h: MemoryHistory, moment: int) -> Kinds:
                 name,
                 "none" if name == CATEGORIES[NOT_ATTRIBUTED] else "the file",
             )
-        return Kinds(kind, basis)
+        return BlockCategories(kind, basis)
     leaves = _leaves_phase(h)
     sizes = np.unique(lives.size[is_("parameter")])
     engine = is_("backward") | (is_("nothing") & known & h.has_stacks)
@@ -120,7 +120,7 @@ def classify(h: MemoryHistory, moment: int) -> Kinds:
     put(_of_earlier_steps(h) & is_("forward", "recomputed"), "earlier steps", "lifetime")
     private = _in_private_pools(h)
     put(private & ~is_("parameter", "communication", "cache", "workspace"), "CUDA graph pools")
-    return Kinds(kind, basis)
+    return BlockCategories(kind, basis)
 
 
 def _leaves_phase(h: MemoryHistory) -> Bools:

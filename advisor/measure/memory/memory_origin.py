@@ -97,7 +97,7 @@ _LOSS_FILE = re.compile(r"(?:^|/)torch/nn/modules/loss\.py$|/loss/loss_utils\.py
 _OPERATOR = re.compile(r"[a-z]\w*::\w+")
 
 
-class Origin(NamedTuple):
+class AllocationOrigin(NamedTuple):
     """Purpose and line of an allocation, by its stack."""
 
     role: str
@@ -123,7 +123,7 @@ class Origin(NamedTuple):
     """Module calls in the stack."""
 
 
-def find_origin(stack: Stack | None) -> Origin:
+def find_origin(stack: Stack | None) -> AllocationOrigin:
     """Find the purpose of an allocation by its stack (innermost frame first).
 
     From the innermost frame outwards the first that tells decides: a file and function of PyTorch
@@ -132,10 +132,10 @@ def find_origin(stack: Stack | None) -> Origin:
     ``torch.utils.checkpoint`` a module's call is a recomputed one.
     """
     if not stack:
-        return Origin("nothing", None, None, None)
+        return AllocationOrigin("nothing", None, None, None)
     own = _own(stack)
     role, state = _role(stack, own)
-    return Origin(
+    return AllocationOrigin(
         role,
         None if own is None else own.file,
         None if own is None else own.line,

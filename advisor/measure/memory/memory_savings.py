@@ -16,7 +16,7 @@ from advisor.core.text import format_bytes
 from advisor.measure.memory.allocator_replay import measure_repacking
 from advisor.measure.memory.memory_history import PHASES
 from advisor.measure.memory.memory_kinds import CATEGORIES
-from advisor.measure.memory.memory_origin import CALLS, MODULE, Origin, frame_owner
+from advisor.measure.memory.memory_origin import CALLS, MODULE, AllocationOrigin, frame_owner
 from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
@@ -41,7 +41,7 @@ _SAME_COST = 4
 """Number of the first ones that add no work to a step: their size alone decides."""
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Blocks that a change shrinks or removes, always or for some events."""
 
     name: str
@@ -53,7 +53,7 @@ class Change(NamedTuple):
     begin: Ints | None = None
     """Events from ``begin`` to ``end`` in which the rest is freed; ``None``: always."""
     end: Ints | None = None
-    where: Origin | None = None
+    where: AllocationOrigin | None = None
     """Line that the change is about; ``None``: no one line."""
     group: str = ""
     """Group of changes that exclude each other; empty: none."""
@@ -63,7 +63,7 @@ class Change(NamedTuple):
     request_share: float = 1.0
     """Share of the request that failed which is still asked for at once."""
 
-    def for_calls(self, count: int) -> Change:
+    def for_calls(self, count: int) -> MemoryChange:
         """Limit the change to the first ``count`` calls of each pass."""
         if self.forward_call is None or self.begin is None or self.end is None:
             return self
@@ -74,7 +74,7 @@ class Change(NamedTuple):
         )  # fmt: skip
 
 
-class Saving(NamedTuple):
+class FreedMemory(NamedTuple):
     """Memory that one change frees."""
 
     name: str
@@ -89,7 +89,9 @@ class Saving(NamedTuple):
     function: str | None = None
 
 
-def count_needed_bytes(post: PeakMemory, made: Sequence[Change] = (), scale: float = 1.0) -> int:
+def count_needed_bytes(
+    post: PeakMemory, made: Sequence[MemoryChange] = (), scale: float = 1.0
+) -> int:
     """Count the most bytes in tensors at once, the failed request included, after changes.
 
     ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
@@ -128,7 +130,7 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
 
 
 @cached_measurement
-def find_savings(post: PeakMemory) -> list[Saving]:
+def find_savings(post: PeakMemory) -> list[FreedMemory]:
     """List what lowers the peak, the cheapest in time first, then the largest. Savings overlap: not
     to be added up."""
     before = count_needed_bytes(post)
@@ -142,7 +144,7 @@ def find_savings(post: PeakMemory) -> list[Saving]:
     if repacked is not None and (
         repacked.helps or repacked.freed >= MIN_SAVING_SHARE * post.reserved
     ):
-        kept.append(Saving("expandable segments", repacked.freed, repacked.assumes))
+        kept.append(FreedMemory("expandable segments", repacked.freed, repacked.assumes))
     return sorted(kept, key=lambda each: (_cost(each.name), -each.bytes))
 
 
@@ -156,7 +158,7 @@ MOVED_PEAK = 0.95
 """Share of what a change frees at the peak below which another moment is the peak after it."""
 
 
-def _saving(post: PeakMemory, each: Change, freed: int) -> Saving:
+def _saving(post: PeakMemory, each: MemoryChange, freed: int) -> FreedMemory:
     where = each.where
     place = (None, None, None) if where is None else (where.file, where.line, where.function)
     lives, assumes = post.history.block_lifetimes, each.assumes
@@ -169,11 +171,11 @@ def _saving(post: PeakMemory, each: Change, freed: int) -> Saving:
             f"this frees {format_bytes(at_peak)} at that moment, and another one is then the peak"
         )
         assumes = f"{assumes}; {moved}"
-    return Saving(each.name, freed, assumes, *place)
+    return FreedMemory(each.name, freed, assumes, *place)
 
 
 @cached_measurement
-def find_changes(post: PeakMemory) -> list[Change]:
+def find_changes(post: PeakMemory) -> list[MemoryChange]:
     """List the changes whose blocks are in the history; one without any is left out."""
     if post.snapshot.exception is not None:
         return []
@@ -196,7 +198,7 @@ def _of(post: PeakMemory, *categories: str) -> Bools:
 # -- activations ----------------------------------------------------------------------------------
 
 
-def _checkpointing(post: PeakMemory) -> Change | None:
+def _checkpointing(post: PeakMemory) -> MemoryChange | None:
     """Checkpoint the line that calls the same module again and again: each call keeps its output
     alone, and is whole again when its backward begins.
 
@@ -212,7 +214,7 @@ def _checkpointing(post: PeakMemory) -> Change | None:
     for stack in np.unique(stacks).tolist():
         for place in set(_callers(post, stack)):
             places.setdefault(place, []).append(stack)
-    best: Change | None = None
+    best: MemoryChange | None = None
     least = count_needed_bytes(post)
     for place, of_place in places.items():
         made = _checkpointed(post, rows[np.isin(stacks, of_place)], place)
@@ -222,7 +224,7 @@ def _checkpointing(post: PeakMemory) -> Change | None:
     return best
 
 
-def _checkpointed(post: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> Change | None:
+def _checkpointed(post: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> MemoryChange | None:
     h, lives = post.history, post.history.block_lifetimes
     stacks, born = lives.stack[rows], lives.start_event[rows]
     first_stack = stacks == stacks[0]
@@ -261,7 +263,7 @@ def _checkpointed(post: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> 
         return None
     counts = [len(call[0]) for call in gaps]
     calls = max(call[3] for call in gaps) + 1
-    return Change(
+    return MemoryChange(
         "checkpointing",
         np.concatenate([call[0] for call in gaps]),
         0.0,
@@ -269,7 +271,7 @@ def _checkpointed(post: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> 
         "whole while it is computed again; the forward pass runs twice",
         np.repeat([call[1] for call in gaps], counts),
         np.repeat([call[2] for call in gaps], counts),
-        Origin("forward", *place),
+        AllocationOrigin("forward", *place),
         group="activations",
         forward_call=np.repeat([call[3] for call in gaps], counts),
     )
@@ -292,7 +294,7 @@ def _callers(post: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
     ]
 
 
-def _attention(post: PeakMemory) -> Change | None:
+def _attention(post: PeakMemory) -> MemoryChange | None:
     """Compute attention in one fused kernel, which stores no scores: the softmax inside a function
     or file of attention made blocks of their size. Under autocast that function's next product
     keeps a copy of them in 16 bits: half as large, as no other of its blocks is, unless a head has
@@ -315,12 +317,12 @@ def _attention(post: PeakMemory) -> Change | None:
         same = [p is not None and (p.file, p.name) == (first.file, first.name) for p in place]
         wanted |= (lives.size[rows] * 2 == largest) & np.array(same)[lives.stack[rows]]
     rows = rows[wanted]
-    return Change(
+    return MemoryChange(
         "fused attention",
         rows,
         0.0,
         "a fused kernel stores neither scores nor their softmax",
-        where=Origin("forward", first.file, first.line, first.name),
+        where=AllocationOrigin("forward", first.file, first.line, first.name),
     )
 
 
@@ -337,7 +339,7 @@ def _find_attention(stack: Stack) -> SnapshotFrame | None:
     return None
 
 
-def _offload(post: PeakMemory) -> Change | None:
+def _offload(post: PeakMemory) -> MemoryChange | None:
     """Move activations to host memory while they wait for the backward pass."""
     h, lives = post.history, post.history.block_lifetimes
     rows = np.flatnonzero(
@@ -347,7 +349,7 @@ def _offload(post: PeakMemory) -> Change | None:
     rows = rows[phase == PHASES.index("backward")]
     rows = rows[lives.end_event[rows] - lives.start_event[rows] > 2]
     # the next one is fetched while one is in use
-    return Change(
+    return MemoryChange(
         "offload activations",
         rows,
         0.0,
@@ -369,8 +371,8 @@ def batch_rows(post: PeakMemory) -> Ints:
     return rows
 
 
-def _batch(post: PeakMemory) -> Change:
-    return Change(
+def _batch(post: PeakMemory) -> MemoryChange:
+    return MemoryChange(
         "half the batch",
         batch_rows(post),
         0.5,
@@ -390,7 +392,7 @@ class Logits(NamedTuple):
     """Blocks held at the analysed moment."""
     bytes: int
     """Bytes in these blocks."""
-    where: Origin
+    where: AllocationOrigin
     """Origin of the loss's first block: the line that called the loss."""
 
 
@@ -419,13 +421,13 @@ def find_logits(post: PeakMemory) -> Logits | None:
     return Logits(rows, int(lives.size[first].max()), len(now), total, where)
 
 
-def _logits(post: PeakMemory) -> Change | None:
+def _logits(post: PeakMemory) -> MemoryChange | None:
     result = find_logits(post)
     asked = _asks_for_logits(post)
     if result is None and not asked:
         return None
     pieces = f"made in {LOSS_CHUNKS} pieces, one at a time"
-    return Change(
+    return MemoryChange(
         "smaller logits",
         np.empty(0, np.int64) if result is None else result.rows,
         1 / LOSS_CHUNKS,
@@ -448,7 +450,7 @@ def _asks_for_logits(post: PeakMemory) -> bool:
     return bool(np.isin(lives.size[same], lives.size[loss]).any())
 
 
-def _autocast(post: PeakMemory) -> Change | None:
+def _autocast(post: PeakMemory) -> MemoryChange | None:
     """Drop the copies of weights that autocast keeps. Where nothing trains, the weights can be of
     that type themselves."""
     lives = post.history.block_lifetimes
@@ -457,15 +459,17 @@ def _autocast(post: PeakMemory) -> Change | None:
     if not len(rows):
         if post.trains is not False or not len(weights):
             return None
-        return Change("16-bit weights", weights, 0.5, "weights are in fp32, and 16 bits suffice")
+        return MemoryChange(
+            "16-bit weights", weights, 0.5, "weights are in fp32, and 16 bits suffice"
+        )
     if not post.trains:
-        return Change(
+        return MemoryChange(
             "16-bit weights",
             np.concatenate([rows, weights]),
             np.repeat([0.0, 0.5], [len(rows), len(weights)]),
             "weights are in fp32 and the model is converted; autocast then makes no copies",
         )
-    return Change(
+    return MemoryChange(
         "autocast without cache",
         rows,
         0.0,
@@ -480,7 +484,7 @@ def _autocast(post: PeakMemory) -> Change | None:
 # -- what outlives its use ------------------------------------------------------------------------
 
 
-def _references(post: PeakMemory) -> Change | None:
+def _references(post: PeakMemory) -> MemoryChange | None:
     """Free what each step leaves behind, else blocks of earlier steps, from the end of their step
     on."""
     h, lives = post.history, post.history.block_lifetimes
@@ -495,7 +499,7 @@ def _references(post: PeakMemory) -> Change | None:
     where = h.origins[int(lives.stack[rows[np.argmax(lives.size[rows])]])]
     if lines:
         row = post.growth.row(0, named=True)
-        where = Origin("own", row["file"], row["line"], row["function"])
+        where = AllocationOrigin("own", row["file"], row["line"], row["function"])
     assumes = (
         "nothing needs what each step leaves behind there, but the newest step's may be in use"
         if lines
@@ -503,11 +507,11 @@ def _references(post: PeakMemory) -> Change | None:
     )
     later = np.append(marks, h.count)[np.searchsorted(marks, lives.start_event[rows], side="right")]
     begin = np.where(lives.start_event[rows] < 0, -1, later)
-    return Change("references", rows, 0.0, assumes, begin, lives.end_event[rows],
+    return MemoryChange("references", rows, 0.0, assumes, begin, lives.end_event[rows],
                   None if where.file is None else where)  # fmt: skip
 
 
-def _set_to_none(post: PeakMemory) -> Change | None:
+def _set_to_none(post: PeakMemory) -> MemoryChange | None:
     """Free gradients that are there during a forward pass although the optimizer has used them."""
     h, lives = post.history, post.history.block_lifetimes
     gradients = np.flatnonzero(_of(post, "gradients"))
@@ -528,7 +532,7 @@ def _set_to_none(post: PeakMemory) -> Change | None:
         end.append(np.full(len(here), until))
     if not rows:
         return None
-    return Change(
+    return MemoryChange(
         "set_to_none",
         np.concatenate(rows),
         0.0,
@@ -541,23 +545,23 @@ def _set_to_none(post: PeakMemory) -> Change | None:
 # -- the optimizer --------------------------------------------------------------------------------
 
 
-def _optimizer(post: PeakMemory) -> list[Change]:
+def _optimizer(post: PeakMemory) -> list[MemoryChange]:
     state = np.flatnonzero(_of(post, "optimizer state"))
     large = state[post.history.block_lifetimes.size[state] >= MIN_8_BIT]
     return [
-        Change("8-bit optimizer", large, STATE_8_BIT,
+        MemoryChange("8-bit optimizer", large, STATE_8_BIT,
                "the state is in fp32 and all of it can be kept in 8 bits", group="state"),
-        Change("16-bit optimizer state", state, 0.5,
+        MemoryChange("16-bit optimizer state", state, 0.5,
                "the state is in fp32 and can be kept in bf16", group="state"),
-        Change("offload optimizer state", state, 0.0,
+        MemoryChange("offload optimizer state", state, 0.0,
                "the optimizer runs on the host: gradients go there, weights come back",
                group="state"),
-        Change("fused optimizer", np.flatnonzero(_of(post, "optimizer temporaries")), 0.0,
+        MemoryChange("fused optimizer", np.flatnonzero(_of(post, "optimizer temporaries")), 0.0,
                "a fused kernel updates in place, without temporaries"),
     ]  # fmt: skip
 
 
-def shard_changes(post: PeakMemory, ranks: int) -> list[Change]:
+def shard_changes(post: PeakMemory, ranks: int) -> list[MemoryChange]:
     """Estimate ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the
     largest two weights gathered."""
     lives = post.history.block_lifetimes
@@ -571,13 +575,13 @@ def shard_changes(post: PeakMemory, ranks: int) -> list[Change]:
         if stage == 3:
             keep = min(1.0, keep + gathered / max(total, 1))
         made.append(
-            Change(f"ZeRO {stage}", np.concatenate(rows[:stage]), keep,
+            MemoryChange(f"ZeRO {stage}", np.concatenate(rows[:stage]), keep,
                    f"{ranks} ranks hold equal parts", group="sharding")
         )  # fmt: skip
     return [each for each in made if len(each.rows)]
 
 
-def _graphs(post: PeakMemory) -> Change | None:
+def _graphs(post: PeakMemory) -> MemoryChange | None:
     """Merge private pools beyond the largest: graphs that never run at once can share one."""
     h, lives = post.history, post.history.block_lifetimes
     rows = np.flatnonzero(_of(post, "CUDA graph pools"))
@@ -588,7 +592,7 @@ def _graphs(post: PeakMemory) -> Change | None:
     names = np.array(pools["pool"].to_list())[np.maximum(place, 0)]
     totals = {name: int(lives.size[rows[names == name]].sum()) for name in set(names.tolist())}
     largest = max(sorted(totals), key=lambda name: totals[name])
-    return Change(
+    return MemoryChange(
         "share graph pools",
         rows[names != largest],
         0.0,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Ints
 from advisor.core.snapshot import MemorySnapshot
 from advisor.measure.memory.memory_history import PHASES, MemoryHistory
-from advisor.measure.memory.memory_kinds import BASES, CATEGORIES, Kinds, classify
-from advisor.measure.memory.memory_origin import Origin
+from advisor.measure.memory.memory_kinds import BASES, CATEGORIES, BlockCategories, classify
+from advisor.measure.memory.memory_origin import AllocationOrigin
 
 T = TypeVar("T")
 HELD_SCHEMA: dict[str, Any] = {
@@ -122,7 +122,7 @@ class PeakMemory:
         return self._of_failure("device_free")
 
     @cached_property
-    def failed_at(self) -> Origin | None:
+    def failed_at(self) -> AllocationOrigin | None:
         """Origin of the request that failed; ``None``: none did."""
         failed = self.history.failed_event
         if failed is None:
@@ -130,7 +130,7 @@ class PeakMemory:
         return self.history.origins[int(self.history.event_stack[failed])]
 
     @cached_property
-    def larger_inputs(self) -> tuple[Origin, int, int] | None:
+    def larger_inputs(self) -> tuple[AllocationOrigin, int, int] | None:
         """Line outside of passes whose largest block never shrank from step to step and at least
         doubled, its bytes in the first step and in the last; ``None``: there is none."""
         lives = self.history.block_lifetimes
@@ -167,7 +167,7 @@ class PeakMemory:
     # -- categories -----------------------------------------------------------------------------
 
     @cached_property
-    def categories(self) -> Kinds:
+    def categories(self) -> BlockCategories:
         """Category of each block and its basis, as of the moment."""
         return classify(self.history, self.event)
 

@@ -20,7 +20,7 @@ COLUMNS = ("key", "order", "step", "start", "end", "exposed", "work")
 
 
 @dataclass(frozen=True)
-class Key:
+class CollectiveKey:
     """Properties that all collectives with one key share."""
 
     kind: str
@@ -40,7 +40,7 @@ class JoinedCollectives:
     aligned, else on its own; ``exposed`` and ``work`` as in ``Collectives``.
     """
 
-    keys: list[Key]
+    keys: list[CollectiveKey]
     rank: Ints
     row: Ints
     step: Ints
@@ -195,11 +195,11 @@ def _identity(cells: dict[str, Ints]) -> tuple[Ints, ...]:
     return cells["order"], cells["count"], cells["mark"], cells["key"]
 
 
-def _cells(summaries: Sequence[RankSummary]) -> tuple[list[Key], list[dict[str, Ints]]]:
+def _cells(summaries: Sequence[RankSummary]) -> tuple[list[CollectiveKey], list[dict[str, Ints]]]:
     """Return the distinct keys of all ranks, and each rank's cells with rows of that list."""
     numbers: dict[str, int] = {}
     marks: dict[str, int] = {}
-    keys: list[Key] = []
+    keys: list[CollectiveKey] = []
     more = ("rank", "mark", "count", "amount", "source")
     nothing = {name: np.zeros(0, dtype=np.int64) for name in (*COLUMNS, *more)}
     parts = [nothing]
@@ -249,8 +249,8 @@ def _check(columns: dict[str, Ints], result: Collectives, steps: int) -> None:
         raise AdvisorError("a rank's summary is damaged")
 
 
-def _key(result: Collectives, index: int) -> Key:
-    return Key(
+def _key(result: Collectives, index: int) -> CollectiveKey:
+    return CollectiveKey(
         result.kind[index],
         result.group[index],
         result.message[index],
@@ -267,7 +267,7 @@ def _count(key: Ints, mark: Ints) -> Ints:
     return np.asarray(counts[inverse], dtype=np.int64)
 
 
-def _split(row: Ints, cells: dict[str, Ints], keys: list[Key]) -> Ints:
+def _split(row: Ints, cells: dict[str, Ints], keys: list[CollectiveKey]) -> Ints:
     """Split rows that cannot be one collective: a rank is in it twice, there are more ranks than
     members, or nothing says which of several sends belongs to which receive."""
     if not len(row):

@@ -15,7 +15,7 @@ from advisor.core.report import StepTime
 from advisor.core.run_directory import MAX_VALUE, is_sane, read_recording
 
 if TYPE_CHECKING:
-    from advisor.core.run_directory import Gpu, Host, RankRecord, Step
+    from advisor.core.run_directory import GpuSample, HostSample, RankRecord, StepRow
     from advisor.measure.host.stacks import HottestLine, SampledStack
 
 
@@ -62,7 +62,7 @@ class StepRecords:
         which the host runs ahead, ns; ``None``: it does not, or there is no trace."""
         self.record = record
         self._ahead_of = ahead_of
-        self.steps: list[Step] = [step for step in record.steps if is_sane(step)]
+        self.steps: list[StepRow] = [step for step in record.steps if is_sane(step)]
 
     # -- which steps --------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class StepRecords:
     # -- telemetry ----------------------------------------------------------------------------
 
     @cached_property
-    def hosts(self) -> list[tuple[int, Host]]:
+    def hosts(self) -> list[tuple[int, HostSample]]:
         """Samples of the host while steps ran, without the warm-up: (time, sample)."""
         first, last = self.span
         return [
@@ -406,12 +406,12 @@ class StepRecords:
         return _known([getattr(sample, name) for _, sample in self.hosts])
 
     @cached_property
-    def gpus(self) -> list[Gpu]:
+    def gpus(self) -> list[GpuSample]:
         """Samples of the GPU that this rank uses while steps ran, without the warm-up."""
         return [gpu for _, gpu in self.timed_gpu_samples]
 
     @cached_property
-    def timed_gpu_samples(self) -> list[tuple[int, Gpu]]:
+    def timed_gpu_samples(self) -> list[tuple[int, GpuSample]]:
         """Samples of ``gpus``, each with its time."""
         first, last = self.span
         wanted = self.uuid

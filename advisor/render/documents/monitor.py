@@ -7,7 +7,7 @@ from typing import Final
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.run_directory import THROTTLE_BITS, Gpu, Host, Sample
+from advisor.core.run_directory import THROTTLE_BITS, GpuSample, HostSample, Sample
 from advisor.render.document import Block, Document, FieldList, Grid, Paragraph, Section, TextField
 
 NOT_REPORTED = "–"
@@ -34,7 +34,7 @@ def build(
     return Document("", [*blocks, *_host(sample)], name="sample")
 
 
-def _row(number: int, gpu: Gpu) -> list[str]:
+def _row(number: int, gpu: GpuSample) -> list[str]:
     return [
         str(number),
         _percent(gpu.utilisation),
@@ -50,7 +50,7 @@ def _row(number: int, gpu: Gpu) -> list[str]:
     ]
 
 
-def _details(gpu: Gpu, name: str | None) -> list[str]:
+def _details(gpu: GpuSample, name: str | None) -> list[str]:
     parts = [labels.clean(name or "model not recorded")]
     if held := throttle_reasons(gpu):
         parts.append(f"limited by: {', '.join(held)}")
@@ -71,7 +71,7 @@ def _details(gpu: Gpu, name: str | None) -> list[str]:
     return parts
 
 
-def throttle_reasons(gpu: Gpu) -> list[str]:
+def throttle_reasons(gpu: GpuSample) -> list[str]:
     """Name why the clocks are not at their highest; idling is no reason to name."""
     value = gpu.throttle or 0
     return [name for name, bit in THROTTLE_BITS.items() if value & bit and name != "idle"]
@@ -120,7 +120,7 @@ _GPU: Final[dict[str, tuple[str, str, str, float]]] = {
     "tensor_active_ratio": ("gauge", "Tensor cores active (GPM)", "gpm.tensor", 0.01),
     "dram_active_ratio": ("gauge", "DRAM active (GPM)", "gpm.dram", 0.01),
 }
-"""Metric -> kind, help, field of ``Gpu``, factor to the metric's unit."""
+"""Metric -> kind, help, field of ``GpuSample``, factor to the metric's unit."""
 _HOST: Final = {
     "cpu_ratio": ("gauge", "cpu", 0.01),
     "memory_available_bytes": ("gauge", "memory_available", 1),
@@ -129,7 +129,7 @@ _HOST: Final = {
 }
 
 
-def _measured(source: Gpu | Host, field: str, factor: float) -> str | None:
+def _measured(source: GpuSample | HostSample, field: str, factor: float) -> str | None:
     """Return a field in the metric's unit; ``None``: not measured."""
     group, _, name = field.rpartition(".")
     value = (getattr(source, group) or {}).get(name) if group else getattr(source, name)

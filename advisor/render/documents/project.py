@@ -31,10 +31,10 @@ from advisor.render.document import (
 from advisor.render.documents.whatif import notes
 from advisor.replay.project.project import (
     RESTS_ON,
-    Choice,
     ProjectedMemory,
     Projection,
     Projector,
+    TargetGpu,
     describe_cheapest,
 )
 from advisor.replay.project.splits import Split
@@ -54,7 +54,7 @@ LIMITS: Final = {
 
 def build(
     projector: Projector,
-    found: tuple[Choice, ...],
+    found: tuple[TargetGpu, ...],
     remarks: Sequence[str],
     currency: str,
     epoch: float | None,
@@ -90,7 +90,7 @@ def build(
     return Document(_headline(found, per), blocks, name="project")
 
 
-def _notes_of_each(found: tuple[Choice, ...]) -> list[str]:
+def _notes_of_each(found: tuple[TargetGpu, ...]) -> list[str]:
     """Return the notes of all GPUs; one that differs in its GPU alone once."""
     named: dict[str, list[str]] = {}
     for p in (choice.projection for choice in found):
@@ -102,7 +102,7 @@ def _notes_of_each(found: tuple[Choice, ...]) -> list[str]:
     ]
 
 
-def _headline(found: tuple[Choice, ...], per: str) -> str:
+def _headline(found: tuple[TargetGpu, ...], per: str) -> str:
     if best := describe_cheapest(found):
         return f"{best[:1].upper()}{best[1:]}."
     if len(found) > 1:
@@ -122,7 +122,9 @@ MIN_EQUAL = 8
 """Number of GPUs with the same figures or note from which they are counted, not named."""
 
 
-def _choices(found: tuple[Choice, ...], currency: str, epoch: float | None, *, paid: bool) -> Grid:
+def _choices(
+    found: tuple[TargetGpu, ...], currency: str, epoch: float | None, *, paid: bool
+) -> Grid:
     """Build a table with a row a GPU, with its cost where there are prices. Many GPUs with the same
     figures are one row."""
     equal: dict[tuple[str, ...], list[str]] = {}

@@ -30,7 +30,7 @@ START_NS = {"nvidia": 1_700.0, "amd": 6_600.0}
 themselves take HIP no longer than CUDA (4.4 to 6.3 against 3.3 to 8.2 µs), so host time stays."""
 
 
-class Part(NamedTuple):
+class WorkPart(NamedTuple):
     """Device work of one kind."""
 
     kind: str
@@ -49,7 +49,7 @@ class Projection(NamedTuple):
     low_ns: float
     high_ns: float
     measured_ns: float
-    parts: tuple[Part, ...]
+    parts: tuple[WorkPart, ...]
     """Device work by kind, the most time first."""
     fit: ProjectedMemory
     notes: tuple[str, ...]
@@ -166,14 +166,14 @@ class Projector:
         later = START_NS[target.vendor] - START_NS[self.source.vendor]
         return scaled_step(self.whatif, factor, host=host, later=later)
 
-    def _parts(self, moved: ScaledDeviceWork) -> tuple[Part, ...]:
+    def _parts(self, moved: ScaledDeviceWork) -> tuple[WorkPart, ...]:
         dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
         result = []
         for name, code in CODE.items():
             own = moved.kind == code
             if dur[own].sum():
                 then = float((dur * moved.factor)[own].sum())
-                result.append(Part(name, float(dur[own].sum()), then))
+                result.append(WorkPart(name, float(dur[own].sum()), then))
         return tuple(sorted(result, key=lambda part: -part.ns))
 
     def _notes(self, moved: ScaledDeviceWork, target: GpuSpec, step: float) -> list[str]:
@@ -255,7 +255,7 @@ ANY = ""
 """Name in a price table of one price for any GPU."""
 
 
-class Choice(NamedTuple):
+class TargetGpu(NamedTuple):
     """A GPU, the step on it, and the cost of a million steps."""
 
     projection: Projection
@@ -273,7 +273,7 @@ class Choice(NamedTuple):
         """Whether the GPU has the units and, as far as is known, the memory."""
         return not self.projection.refused and self.projection.fit.verdict != "too small"
 
-    def may_be_cheaper(self, other: Choice) -> bool:
+    def may_be_cheaper(self, other: TargetGpu) -> bool:
         """Return whether this GPU could cost no more than the other, by the bands of both."""
         low, high = self.low_cost, other.high_cost
         return low is not None and high is not None and low <= high
@@ -301,7 +301,7 @@ def choose_gpus(
     projector: Projector,
     gpus: Iterable[tuple[GpuSpec, float | None]],
     epoch: float | None = None,
-) -> tuple[Choice, ...]:
+) -> tuple[TargetGpu, ...]:
     """Project onto all GPUs and sort: the cheapest first, then those without a price, the fastest
     first, then those on which the step cannot run. ``epoch``: steps of an epoch."""
     result = []
@@ -317,9 +317,9 @@ def choose_gpus(
             )
         )
         paid = None if p.refused or epoch is None else cost_of_steps(price, p.step_ns, epoch)
-        result.append(Choice(p, price, *costs, paid))
+        result.append(TargetGpu(p, price, *costs, paid))
 
-    def order(c: Choice) -> tuple[bool, bool, float]:
+    def order(c: TargetGpu) -> tuple[bool, bool, float]:
         figure = c.projection.step_ns if c.cost is None else c.cost
         return (not c.is_possible, c.cost is None, figure if not c.projection.refused else 0.0)
 
@@ -333,7 +333,7 @@ def offered_gpus(prices: Prices) -> list[tuple[GpuSpec, float | None]]:
     return [(gpu, money.get(gpu.name)) for gpu in known_gpus() if not money or gpu.name in money]
 
 
-def describe_cheapest(result: tuple[Choice, ...]) -> str:
+def describe_cheapest(result: tuple[TargetGpu, ...]) -> str:
     """Name the cheapest GPU, and those that could be it by the bands; empty: no GPU has a price."""
     if all(c.price is None for c in result):
         return ""

@@ -28,9 +28,10 @@ from msgspec.structs import replace
 from advisor import Analysis, Edit, Finding
 from advisor.advise import report_text
 from advisor.advise.engine import AnalysisResult
+from advisor.core.trace import BLOCKING_CALLS
 from advisor.measure.steps.steps import recorded_extent
 from advisor.read import read_trace
-from advisor.replay.edit_language import BLOCKING, parse_edit, write_edit
+from advisor.replay.edit_language import parse_edit, write_edit
 from advisor.replay.estimators import REPLAY, estimator_for
 from advisor.replay.exposed_time import remaining_device_time
 from advisor.replay.graph import EdgeKind
@@ -197,7 +198,7 @@ def targets(path: str) -> Targets:
     ops = [f"op:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "op"))]
     calls = [f"host:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "runtime"), 6)]
     frames = [f"python:{exactly(n)}" for n in most(cpu.filter(pl.col("kind") == "python"), 6)]
-    blocking = cpu["call"].is_in(list(BLOCKING)).fill_null(False).any()
+    blocking = cpu["call"].is_in(list(BLOCKING_CALLS)).fill_null(False).any()
     causes = a.gaps["cause"].unique().cast(pl.String).sort().to_list()
     return Targets(
         kernels=[f"kernel:{p}" for p in dict.fromkeys(patterns)],

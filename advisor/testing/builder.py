@@ -461,7 +461,7 @@ class TraceBuilder:
 
     def record_of_run(self, **rank: Any) -> RecordBuilder:
         """Return the builder of the recorder's files about the run around the window, the same one
-        on every call. ``rank``: fields of ``run_directory.Rank``, on the first call."""
+        on every call. ``rank``: fields of ``run_directory.RankInfo``, on the first call."""
         from advisor.core.run_directory import RankInfo
         from advisor.testing.record import RecordBuilder
 

@@ -48,7 +48,7 @@ class RecordBuilder:
         **phases: float,
     ) -> None:
         """Add a step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: other
-        fields of :class:`~advisor.core.run_directory.Step`."""
+        fields of :class:`~advisor.core.run_directory.StepRow`."""
         dur = round(ms * MS)
         given = {name: round(part * MS) for name, part in phases.items()}
         given["other"] = dur - sum(given.values())

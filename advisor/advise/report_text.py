@@ -959,7 +959,7 @@ def _explain_gains(gains: Sequence[Impact], together: float) -> str:
     ordered = all(after <= before for before, after in itertools.pairwise(own))
     if len(own) < 2 or (ordered and abs(sum(own) - together) < 0.03 * together):
         return ""
-    return " Gains below are of each fix alone; the order counts the fixes above, and confidence."
+    return " Gains below are of each fix alone."
 
 
 def describe_chosen_fixes(stairs: FixSequence) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -822,7 +824,16 @@ class TimeBetweenSteps(Rule):
             "processes. Infer for all in one batch, and take several steps with each rollout.",
             "code": "envs = gymnasium.vector.AsyncVectorEnv([make_env] * 8)   # one process each",
             "assumptions": ("rollouts can run beside each other",),
-        }
+        },
+        "rollouts": {
+            "fix": "Call the policy once for all environments, not once for each: it takes a first "
+            "dimension of samples. Step the environments in processes of their own, and take "
+            "several training steps with each rollout.",
+            "code": "with torch.inference_mode():\n"
+            "    actions = policy(torch.as_tensor(observations))   # of all environments\n"
+            "observations, rewards, *_ = envs.step(actions.cpu().numpy())",
+            "assumptions": ("the policy is called for single environments, or they wait for it",),
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -837,12 +848,16 @@ class TimeBetweenSteps(Rule):
             return
         times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
         each = times >= self.min_paused_share * steps
+        place = _rollout_of(recorded.stacks)
+        case = "rollouts" if place is not None else "before each step" if each else ""
+        what = "rollouts" if place is not None else "evaluation, checkpoints and the like"
         yield Finding(
             summary=(
                 f"{t.format_duration(outside)} ({outside / whole:.0%} of the time after the first "
                 f"step) lie between the training steps, in {t.count_noun(times, 'pause')} "
-                + ("before most steps." if each else "for evaluation, checkpoints and the like.")
+                + ("before most steps." if each else f"for {what}.")
             ),
+            where=[] if place is None else [place],
             evidence=[
                 Evidence("time between steps", outside, "ns"),
                 self.compare("share of the run", outside / whole, "min_share"),
@@ -854,22 +869,52 @@ class TimeBetweenSteps(Rule):
                 high=outside,
                 method="half of the time between steps",
             ),
-            **(self.case("before each step") if each else {}),
+            **(self.case(case) if case else {}),
         )
 
     @staticmethod
     def examples() -> Examples:
         return {
             "evaluation every ten steps": _evaluated(every=10, ms=400),
+            "rollouts every ten steps": _evaluated(every=10, ms=400, rollouts=True),
             "a rollout before each step": _evaluated(every=1, ms=12),
             "a short evaluation": (_evaluated(every=20, ms=40), "min_share"),
             "a few steps": (_evaluated(every=3, ms=400, steps=12), "min_steps"),
         }
 
 
-def _evaluated(*, every: int, ms: float, steps: int = 80) -> TraceBuilder:
+_ROLLOUT = re.compile(
+    r"(?i)(?:gym(?:nasium)?|pettingzoo|envpool|stable_baselines3|torchrl)/"
+    r"|: (?:\w+\.)*_?(?:(?:collect_|do_|run_)?rollouts?|act|(?:select|choose|sample)_actions?"
+    r"|collect_(?:experience|trajector(?:y|ies)|samples)|self_play)$"
+)
+"""Frames of code that lets a policy act in environments: libraries of these, usual names."""
+
+
+def _rollout_of(samples: Sequence[SampledStack]) -> Location | None:
+    """Return the user's line that most sampled stacks of rollouts are in, outside of modules;
+    ``None``: there are too few of them."""
+    lines: Counter[str] = Counter()
+    for stack in samples:
+        outer = itertools.takewhile(lambda frame: "/modules/module.py(" not in frame, stack.frames)
+        own = [frame for frame in outer if stacks.frame_rank(frame) == 2]
+        if own and any(map(_ROLLOUT.search, stack.frames)):
+            lines[own[-1]] += stack.samples
+    frame = parse_frame(max(lines, key=lines.__getitem__)) if lines else None
+    if frame is None or lines.total() < stacks.MIN_SAMPLES:
+        return None
+    return Location(file=frame.file, line=frame.line, function=frame.function)
+
+
+def _evaluated(*, every: int, ms: float, steps: int = 80, rollouts: bool = False) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run()
+    if rollouts:
+        r.event(
+            "stacks",
+            frames=["train.py(90): main", "train.py(40): rollout", "train.py(31): act"],
+            stacks=[[20, [0, 1, 2]]],
+        )
     for n in range(steps):
         r.step(10, forward=3, backward=6, evaluation=ms if n and n % every == 0 else 0)
     return b

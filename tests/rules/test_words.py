@@ -153,7 +153,7 @@ def test_everything_that_a_snapshot_says_would_free_memory_has_words() -> None:
     from advisor.measure.memory import memory_savings
 
     source = inspect.getsource(memory_savings)
-    changes = set(re.findall(r'(?:Saving|Change|_[a-z]+)\(\s*"([^"]+)"', source))
+    changes = set(re.findall(r'(?:FreedMemory|MemoryChange|_[a-z]+)\(\s*"([^"]+)"', source))
     (rule,) = [rule for rule in RULES if rule.id == "out-of-memory"]
     assert len(changes) == 15
     assert all(rule.cases[change]["fix"] and rule.cases[change]["code"] for change in changes)

@@ -77,9 +77,8 @@ class PairwiseBroadcast(Rule):
     that shape belong to it. Where anything else reads that tensor, it is needed, and nothing is
     reported.
 
-    What remains was measured on one thread of a CPU, forward and backward: about ``1 / width`` of
-    the time, for widths from 3 to 256. On GPUs the share follows from bytes: the elementwise
-    operators move 16 bytes an element, those on the sums 32 bytes a pair.
+    What remains was measured on one thread of a CPU, forward and backward: about one part in
+    ``width``. On GPUs the same is expected from the bytes that the operators move.
     """
 
     id = "pairwise-broadcast"

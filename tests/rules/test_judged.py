@@ -83,7 +83,7 @@ def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_no_launching
     assert 0.9 * before < number(finding, "GPU idle in these functions") < before
     for function in ("_preprocess_image", "read_video_pyav", "as_tensor"):
         assert function in finding.title  # the gain is of all of them
-    assert "class Prepared" in finding.code, "decoding and preprocessing can run ahead"
+    assert "collate_fn=prepare" in finding.code, "decoding and preprocessing can run ahead"
 
 
 def test_functions_around_the_models_count_together(shared_trace: Trace) -> None:

@@ -718,6 +718,13 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     return [f"the gain is more than {time}: {why}"]
 
 
+def _is_busy(report: Report) -> bool:
+    """Whether the device is busy so long in the run's step that the host hardly holds it up; so it
+    is where that is unknown."""
+    scale = min(1.0, report.gain_scale or 1.0)
+    return report.busy_share is None or report.busy_share >= LEAST_BUSY_DEVICE * scale
+
+
 def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     """Say why the fix gains far less than the time that it removes; empty: it does not, or the
     cause is unknown."""
@@ -726,6 +733,12 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
         return ""
     operations = {edit.op for edit in finding.edits}
     places = {edit.select.on for edit in finding.edits}
+    scale = min(1.0, report.gain_scale or 1.0)
+    left = 1.0 - impact.gain_ns / max(scale * shown_ns, 1.0)
+    if operations <= {"remove", "scale", "merge"} and places == {"gpu"} and _is_busy(report):
+        return f"about {t.format_share(left)} of it stays" if left > 1 - MIN_OF_EVIDENCE else ""
+    if "drop_launch" in operations and all(edit.select.under for edit in finding.edits):
+        return "only a part of it is in what is replayed" if left > 1 - MIN_OF_EVIDENCE else ""
     factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on != "gap"]
     removed = shown_ns * (1.0 - max(factors, default=0.0))  # at least
     if impact.gain_ns >= MIN_OF_EVIDENCE * removed:
@@ -734,21 +747,20 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
         compute = sum(part.ns for part in report.time if part.name == "compute")
         if impact.gain_ns <= compute < shown_ns:
             return "too little other GPU work can hide it"
-        busy = report.busy_share is None or report.busy_share >= LEAST_BUSY_DEVICE
-        return "" if busy else "the host then limits the step"
+        return "" if _is_busy(report) else "the host then limits the step"
     if operations == {"make_async"}:
         return "the GPU works during the rest of these waits"
     if not operations <= {"remove", "scale", "merge"}:
         return ""
-    scale = min(1.0, report.gain_scale or 1.0)
     reasons = ["a step of the run is shorter than a profiled one"] if scale < 1 else []
     if impact.gain_ns < MIN_OF_EVIDENCE * scale * removed:
         if places == {"host"}:
             reasons.append("the GPU works during the rest of it")
         elif "gpu" in places and report.busy_share is not None:
-            limited = report.busy_share < LEAST_BUSY_DEVICE
             reasons.append(
-                "the host then limits the step" if limited else "other GPU work runs beside it"
+                "other GPU work runs beside it"
+                if _is_busy(report)
+                else "the host then limits the step"
             )
     return ", and ".join(reasons)
 

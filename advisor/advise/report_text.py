@@ -577,8 +577,20 @@ def gain_conditions(finding: Finding, report: Report) -> list[str]:
     return [
         *range_reasons(finding),
         *beyond_evidence(finding, report),
+        *_with_stacks(finding, report),
         *order_parts(finding, report),
     ]
+
+
+def _with_stacks(finding: Finding, report: Report) -> list[str]:
+    """Say that the gain is smaller without the Python stacks, where they are in a trace of unknown
+    other steps, and the fix ends the GPU's waits for the host."""
+    traced = report.inputs[0] if report.inputs else None
+    if traced is None or not traced.with_stack or report.recorded is not None:
+        return []
+    if not {edit.op for edit in finding.edits} & {"drop_launch"}:
+        return []
+    return ["recorded with Python stacks, which slow the host: without them it is smaller"]
 
 
 def range_reasons(finding: Finding) -> list[str]:

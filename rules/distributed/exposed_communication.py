@@ -347,8 +347,8 @@ class ExposedCommunication(Rule):
                 summary=(
                     f"In collectives the GPU waits for other ranks, {of_step(a, waited)}: "
                     f"{t.format_bytes(longest['bytes'])} take "
-                    f"{t.format_duration(longest['dur'])}, where 1 Gbit/s needs "
-                    f"{t.format_duration(longest['transfer'])}."
+                    f"{t.format_duration(longest['dur'])}, where a network of 1 Gbit/s needs "
+                    f"{t.format_duration(longest['transfer'])}, latency included."
                 ),
                 evidence=[amount_per_step(a, "waiting for other ranks", waited), *evidence],
                 where=self._worst(a, waits),

@@ -141,10 +141,10 @@ def _mesh_notes(report: Report) -> Iterator[str]:
     if any(axis.waited_here_ns is not None for axis in unknown):
         yield "≥: only waits for ranks of this recording; whether the groups have more is unknown."
     if any(axis.waited_here_ns is None for axis in unknown):
-        why = "that needs the traces of all ranks"
+        how_long = "Only the traces of all ranks show how long, for each axis"
         if len(report.inputs) > 1:
-            why = "whether all ranks of these groups are here is not recorded"
-        yield f"Time includes waiting for other ranks. How long is unknown: {why}."
+            how_long = "How long is unknown: whether all of their ranks are here is not recorded"
+        yield f"Time includes waiting for other ranks. {how_long}."
     if any(axis.link is None for axis in rated):
         yield "Which ranks share a node is unknown (--node-size)."
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # benchmarks
 
@@ -29,6 +31,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool that 
 # a property is about results: how long an example takes is the machine's
 hypothesis.settings.register_profile("advisor", deadline=None)
 hypothesis.settings.load_profile("advisor")
+# Examples must not depend on which of the product's modules, with which constants, a worker has
+# imported: what fails here would pass there.
+providers.HypothesisProvider._local_constants = Constants()  # type: ignore[assignment]
 
 REQUIRED = "ADVISOR_REQUIRE_BROWSER"
 ARGUMENTS = [

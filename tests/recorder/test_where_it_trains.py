@@ -224,7 +224,12 @@ def test_training_in_other_threads(how: str, recorded: Any, training: Any) -> No
                 for _ in range(5):
                     await asyncio.to_thread(loop)
 
-            asyncio.run(main())
+            other = asyncio._get_running_loop()  # Playwright's, after tests in a browser
+            asyncio._set_running_loop(None)
+            try:
+                asyncio.run(main())
+            finally:
+                asyncio._set_running_loop(other)
         elif how == "threads":
             for _ in range(5):
                 thread = threading.Thread(target=loop)

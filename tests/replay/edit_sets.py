@@ -13,7 +13,8 @@ import polars as pl
 from msgspec.structs import replace
 
 from advisor import Analysis, Edit
-from advisor.replay.edit_language import BLOCKING, parse_edit, write_edit
+from advisor.core.trace import BLOCKING_CALLS
+from advisor.replay.edit_language import parse_edit, write_edit
 from advisor.replay.estimators import estimator_for
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 from advisor.replay.window_replayer import GainRange
@@ -62,7 +63,7 @@ class Draw:
         self.host = [f"op:{p}" for p in ops] + [f"op:{p} at:loop" for p in ops[:4]]
         self.host += [f"host:{p}" for p in most(cpu.filter(pl.col("kind") == "runtime"), 6)]
         self.host += [f"python:{p}" for p in most(cpu.filter(pl.col("kind") == "python"), 6)]
-        blocking = bool(cpu["call"].is_in(list(BLOCKING)).fill_null(False).any())
+        blocking = bool(cpu["call"].is_in(list(BLOCKING_CALLS)).fill_null(False).any())
         self.syncs = ["sync", *(f"sync:{p}" for p in ops[:6])] if blocking else []
         causes = a.gaps["cause"].unique().cast(pl.String).sort().to_list()
         self.gaps = ["gap", *(f"gap:{c}" for c in causes)] if causes else []

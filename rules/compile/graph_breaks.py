@@ -104,7 +104,7 @@ class GraphBreaks(Rule):
         "# shell, before starting: names each break and its reason\n"
         "export TORCH_LOGS=graph_breaks\n\n"
         "model = torch.compile(model, fullgraph=True)   # an error at the first break\n\n"
-        "# .item() stays in the graph\n"
+        "# .item() stays in the graph, but no `if` that tests its value\n"
         "torch._dynamo.config.capture_scalar_outputs = True"
     )
     verify = "Profile again: one Torch-Compiled Region per call, none inside another."

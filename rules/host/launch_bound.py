@@ -148,16 +148,17 @@ class LaunchBound(Rule):
             "fix": "First remove {waits} for the GPU: {names}. A capture allows no waits."
         },
         "a larger batch fits": {
-            "fix": "Use a larger batch or{graphs}. A larger batch changes the training: scale the "
-            "learning rate. The gain shown is that of CUDA graphs.",
+            "fix": "Double the batch, then measure: that raises throughput, and needs another "
+            "learning rate.",
             "code": "{code}\n\n"
-            "# or a larger batch, with another learning rate: it hardly takes longer\n"
-            "loader = DataLoader(..., batch_size=4 * batch_size)",
+            "# or twice the batch, for throughput, with another learning rate\n"
+            "loader = DataLoader(..., batch_size=2 * batch_size)",
         },
         "sizes vary outside the dense layers": {
             "fix": "Replay only the dense layers as CUDA graphs{without}. "
             'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.',
             "code": "# the dense layers alone: sizes of the others vary from batch to batch\n"
+            "# model.dense: your name for these layers\n"
             'model.dense = torch.compile(model.dense, mode="reduce-overhead")',
         },
         "in every case": {
@@ -174,10 +175,9 @@ class LaunchBound(Rule):
     inference = {
         "cases": {
             "a larger batch fits": {
-                "fix": "Use a larger batch where throughput counts or{graphs}. The gain shown is "
-                "that of CUDA graphs.",
-                "code": "{code}\n\n# or a larger batch: it hardly takes longer\n"
-                "loader = DataLoader(..., batch_size=4 * batch_size)",
+                "fix": "Double the batch, then measure: that raises throughput.",
+                "code": "{code}\n\n# or twice the batch, for throughput\n"
+                "loader = DataLoader(..., batch_size=2 * batch_size)",
             }
         }
     }
@@ -270,7 +270,9 @@ class LaunchBound(Rule):
         if gaps.graph_launches:
             fix = self.case("graphs are used already")["fix"]
         elif waits.dense_only:
-            without = f", without the {count} for the GPU: {waits.names}" * bool(waits.own_per_step)
+            without = f"; leave the {count} for the GPU outside: {waits.names}" * bool(
+                waits.own_per_step
+            )
             fix, code = self.case("sizes vary outside the dense layers", without=without).values()
         elif static is not False and is_compiled(a):
             fix = self.case("the model is compiled already")["fix"]
@@ -292,9 +294,8 @@ class LaunchBound(Rule):
             later = "first profile later steps, as DDP's own timers wait in these"
             graphs = f"{graphs.removesuffix('.')}; {later}"
         if self._may_grow(a, gaps):
-            graphs = f"{',' * graphs.startswith('If')} {graphs[0].lower()}{graphs[1:]}"
-            graphs = graphs.removesuffix(".")
-            graphs, code = self.case("a larger batch fits", graphs=graphs, code=code).values()
+            double, code = self.case("a larger batch fits", code=code).values()
+            graphs = f"{graphs.removesuffix('.')}. Or {double[0].lower()}{double[1:]}"
         otherwise = self.case("in every case", ways="".join(f"{way}, " for way in _ways(a)))["fix"]
         fix = " ".join(filter(None, [f"{graphs.removesuffix('.')}.", others, more, otherwise]))
         return {"fix": fix, "code": code}

@@ -24,11 +24,13 @@ SEARCH, UNKNOWN, ATTENTION, OTHER = (
     "another operator",
 )
 _CONVOLUTION, _ATTENTION = "convolution", "_cudnn_attention"
-_PAD = "Pad inputs to a few sizes, so that shapes repeat."
+_PAD = "Pad each dimension that varies to a few sizes, so that shapes repeat."
 _PAD_CODE = (
     "# a few sizes, each of which is prepared once\n"
-    "size = -(-x.shape[-1] // 128) * 128\n"
-    "x = F.pad(x, (0, size - x.shape[-1]))"
+    "for dim, unit in {0: 8, -1: 128}.items():   # each dimension that varies\n"
+    "    more = list(x.shape)\n"
+    "    more[dim] = -x.shape[dim] % unit\n"
+    "    x = torch.cat([x, x.new_zeros(more)], dim)"
 )
 _ENDS = (
     " In the run's last steps the shapes repeat: they lose {left:.0%} of this. The gain is of runs "

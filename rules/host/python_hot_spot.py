@@ -184,7 +184,10 @@ class PythonHotSpot(Rule):
     }
     inference = {
         "cases": {
-            AHEAD: {"code": f"{_AHEAD}    outputs = model(inputs)"},
+            AHEAD: {
+                "code": f"{_AHEAD}    # a mapping: each of its tensors\n"
+                "    outputs = model(inputs.to(device, non_blocking=True))"
+            },
             OWN: {
                 "fix": "Compute the result of {names} once and keep it, or vectorize its loops "
                 "over tensors or lists.",

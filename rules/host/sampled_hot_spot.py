@@ -40,9 +40,11 @@ IMAGES = re.compile(r"torchvision/|PIL/|cv2/|albumentations/")
 IMAGE_CODE = (
     "# once; std too\n"
     "mean = torch.tensor(MEAN, device=device).view(3, 1, 1)\n"
+    "raw = torch.empty((batch_size, height, width, 3), dtype=torch.uint8,\n"
+    "                  pin_memory=True)\n"
     "# for each batch: images of shape [height, width, 3], as uint8\n"
-    "raw = torch.from_numpy(np.stack(images)).pin_memory()\n"
-    "x = raw.to(device, non_blocking=True).permute(0, 3, 1, 2)\n"
+    "np.stack(images, out=raw[: len(images)].numpy())\n"
+    "x = raw[: len(images)].to(device).permute(0, 3, 1, 2)\n"
     "x = x.float().div_(255).sub_(mean).div_(std)"
 )
 WHOLE_PROGRAM = ("main", "<module>")
@@ -90,8 +92,8 @@ class SampledHotSpot(Rule):
     )
     code = (
         "# NumPy -> torch on the GPU, on the whole batch\n"
-        "torch.randint(n, (count,), device=device)  # np.random.choice\n"
-        "torch.randperm(n, device=device)           # permutation\n"
+        "torch.randint(n, (count,), device=device)  # choice, which may repeat\n"
+        "torch.randperm(n, device=device)[:count]   # replace=False, permutation\n"
         "x.clamp(a, b), x.sort(), x.unique()        # clip, sort, unique\n"
         "total.index_add_(0, index, values)         # np.add.at"
     )

@@ -81,7 +81,7 @@ class DoublePrecision(Rule):
         "by default. Keep float64 where the result needs it, such as sums over many values."
     )
     code = (
-        "x = torch.as_tensor(array, dtype=torch.float32)   # once, where data is loaded\n"
+        "x = torch.as_tensor(array, dtype=torch.float32)  # where the array is made\n"
         "model = model.float()"
     )
     verify = "Record again: operators have inputs of type float."
@@ -94,7 +94,7 @@ class DoublePrecision(Rule):
             "fix": "Convert these tensors, such as those that {op} takes, to float32 where they "
             "are made; check that accuracy holds. Leave the model as it is: its products are of "
             "another type. NumPy's arrays are float64 by default.",
-            "code": "# once, where the doubles are made; not the model\n"
+            "code": "# where the doubles are made; not the model\n"
             "x = torch.as_tensor(array, dtype=torch.float32)\n"
             "mask = mask.to(torch.float32)",
         }

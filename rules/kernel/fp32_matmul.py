@@ -552,7 +552,8 @@ class MixedPrecisionOff(Fp32Matmul):
             "fix": "Compute these products in {format}, like the others; check that accuracy "
             "holds. Put them inside the autocast region too, and leave out a .float() before them.",
             "code": 'with torch.autocast("cuda", dtype={dtype}):\n'
-            "    loss = criterion(model(x), y)  # the whole model, with its head",
+            "    # the whole model, with its head: no .float() before it\n"
+            "    loss = criterion(model(x), y)",
         },
         CASTS: {
             "title": "Tensors in {format} are cast to FP32 for products, and back",
@@ -572,7 +573,8 @@ class MixedPrecisionOff(Fp32Matmul):
         "cases": {
             BESIDE: {
                 "code": 'with torch.inference_mode(), torch.autocast("cuda", dtype={dtype}):\n'
-                "    y = model(x)  # the whole model, with its head"
+                "    # the whole model, with its head: no .float() before it\n"
+                "    y = model(x)"
             },
             CASTS: {
                 "fix": "Run the model under autocast: it casts the small FP32 weights to {format}, "

@@ -161,17 +161,17 @@ _LIGER_FAMILIES = {
 
 
 def _liger(a: Analysis, patterns: list[Pattern]) -> list[str]:
-    """Return the line that patches the model of the trace with Liger Kernel's operators, if that
-    has one for it: its modules have the names of Hugging Face's."""
+    """Return code that patches the model of the trace with Liger Kernel's operators, or
+    compiles it, if Liger Kernel has one for it: its modules have the names of Hugging Face's."""
     if a.layers is None or not {p.name for p in patterns} & {"RMS normalisation"}:
         return []
     kinds = set(a.layers.nodes["kind"])
     for name, function in _LIGER_FAMILIES.items():
         if {f"{name}RMSNorm", f"{name}DecoderLayer"} <= kinds:
             return [
-                "# or Liger Kernel's operators\n"
                 f"from liger_kernel.transformers import apply_liger_kernel_to_{function}\n"
-                f"apply_liger_kernel_to_{function}()   # before the model is made"
+                f"apply_liger_kernel_to_{function}()   # before the model is made",
+                "# or, which fuses such chains too\nmodel = torch.compile(model)",
             ]
     return []
 
@@ -286,6 +286,10 @@ class HandwrittenOperator(Rule):
             )
             for one in patterns
         ]
+        liger = _liger(a, patterns)
+        uses = f"Use {list_names([one.use for one in patterns])}."
+        if liger:
+            uses = "Use Liger Kernel's operators or compile the model, which is transformers' own."
         yield Finding(
             title=_title(patterns),
             summary=(
@@ -309,19 +313,15 @@ class HandwrittenOperator(Rule):
             where=kernel_work.kernel_locations(a, rows),
             fix=" ".join(
                 [
-                    *([f"Use {list_names([one.use for one in patterns])}."] if most else []),
+                    *([uses] if most or liger else []),
                     *dict.fromkeys(one["fix"] for one in advice),
                     "Compiling the model fuses such chains too.",
                 ]
             ),
-            code="\n\n".join(
-                [
-                    "\n".join(
-                        f"# {one.name}\n{texts['code']}" if most else texts["code"]
-                        for one, texts in zip(patterns, advice, strict=True)
-                    ),
-                    *_liger(a, patterns),
-                ]
+            code="\n\n".join(liger)
+            or "\n".join(
+                f"# {one.name}\n{texts['code']}" if most else texts["code"]
+                for one, texts in zip(patterns, advice, strict=True)
             ),
             references=[*dict.fromkeys(pattern.reference for pattern in patterns)],
             edits=changes,

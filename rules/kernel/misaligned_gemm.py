@@ -140,15 +140,15 @@ class MisalignedGemm(Rule):
     worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
     fix = (
-        "Pad the misaligned dimensions to a multiple of 64 elements (8 of 16 bits where they are "
+        "Pad the misaligned dimensions to a multiple of 64 elements (of 8, if they are "
         "below 64). Every layer that reads or writes such a width grows with it; the zeros change "
         "no result. The batch or token dimension needs no padding."
     )
     code = (
         f"{_PADDED}\n\n"
-        "# each layer that reads the features grows; x alone would not fit it\n"
-        "self.first = nn.Linear(padded(width), hidden)\n"
-        "y = self.first(F.pad(x, (0, padded(width) - width)))"
+        "# each layer that reads or writes such a width grows with it\n"
+        "self.first = nn.Linear(padded(width), padded(hidden))\n"
+        "y = self.first(F.pad(x, (0, padded(width) - width)))[..., :hidden]"
     )
     verify = (
         "Profile again: the kernels of these products say align8 (16 bit) or align4 (TF32), or "
@@ -207,11 +207,11 @@ class MisalignedGemm(Rule):
             return
         select = Select(on="gpu", kind=("kernel",), family=("gemm",))
         worst = cases[0]
-        example = f", such as {worst.op} {worst.dims}: {worst.padding}" if worst.padding else ""
+        example = f", such as {worst.op} with {worst.padding}" if worst.padding else ""
         yield Finding(
             summary=(
-                f"Misaligned matrix products take {share:.0%} of kernel time. Their rows are no "
-                f"multiple of what tensor cores load{example}."
+                f"Misaligned matrix products take {share:.0%} of kernel time{example}. Their rows "
+                "are no multiple of what tensor cores load."
             ),
             evidence=[
                 self.compare("misaligned products, share of kernel time", share, "min_share"),
@@ -426,7 +426,9 @@ class GemmLayout:
             lengths = []
         size = dict(zip("MKN", self.sizes, strict=True))
         dims = [
-            f"{dim} = {size[dim]}" for dim in sorted({along_a, along_b, "N"}) if size[dim] % unit
+            f"{dim} = {size[dim]} (pad to {_padded(size[dim], unit)})"
+            for dim in sorted({along_a, along_b, "N"})
+            if size[dim] % unit
         ]
         # a slice of something wider; a broadcast matrix (rows 0 or 1 apart) tells nothing
         dims += [f"row length {n}" for n in lengths if n % unit and n > max(self.sizes)]
@@ -437,7 +439,9 @@ class GemmLayout:
         K and M together, as the first matrix is contiguous along one of them. ``None``: all fit."""
         size = {dim: n for dim, n in zip("MKN", self.sizes, strict=True) if n % unit}
         dims = {"N"} & size.keys() | ({"K", "M"} if {"K", "M"} <= size.keys() else set())
-        return [f"{dim} = {size[dim]}" for dim in sorted(dims)] or None
+        return [
+            f"{dim} = {size[dim]} (pad to {_padded(size[dim], unit)})" for dim in sorted(dims)
+        ] or None
 
 
 def _padded(size: int, unit: int) -> int:

@@ -88,7 +88,7 @@ class OutOfMemory(Rule):
             "code": "# batches of at most `limit` tokens; lengths: of the samples\n"
             "batches = [[]]\n"
             "for i in sorted(range(len(lengths)), key=lengths.__getitem__):\n"
-            "    if (len(batches[-1]) + 1) * lengths[i] > limit:\n"
+            "    if batches[-1] and (len(batches[-1]) + 1) * lengths[i] > limit:\n"
             "        batches.append([])\n"
             "    batches[-1].append(i)\n"
             "loader = DataLoader(dataset, batch_sampler=batches, collate_fn=pad)",
@@ -125,7 +125,8 @@ class OutOfMemory(Rule):
             "code": "# pip install liger-kernel\n"
             "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
             "fused = LigerFusedLinearCrossEntropyLoss()\n"
-            "loss = fused(head.weight, hidden, target, bias=head.bias)",
+            "loss = fused(head.weight, hidden.flatten(0, -2), target.flatten(),\n"
+            "             bias=head.bias)",
         },
         "references": {
             "fix": "Release the outputs of the previous step (del, detach)",

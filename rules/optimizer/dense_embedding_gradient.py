@@ -86,7 +86,7 @@ class DenseEmbeddingGradient(Rule):
     code = (
         "table = torch.nn.Embedding(rows, size, sparse=True)\n"
         "optimizers = [\n"
-        "    torch.optim.SparseAdam(table.parameters(), lr=lr),   # moments of used rows\n"
+        "    torch.optim.SparseAdam(table.parameters(), lr=lr),   # updates used rows\n"
         "    torch.optim.Adam(other_parameters, lr=lr),\n"
         "]"
     )

@@ -52,7 +52,7 @@ CONFUSION_MATRIX = (
 COPY_AHEAD = (
     "uploads, compute = torch.cuda.Stream(), torch.cuda.current_stream()\n"
     "def prefetch(batch):\n"
-    "    uploads.wait_stream(compute)    # it no longer reads what was freed\n"
+    "    uploads.wait_stream(compute)  # until compute is done with old blocks\n"
     "    with torch.cuda.stream(uploads):\n"
     "        return [t.to(device, non_blocking=True) for t in batch]\n"
     "batches = iter(loader)\n"

@@ -129,13 +129,10 @@ class PageableCopies(Rule):
             "fix": "Pin what stays in host memory once, before the loop. Copy the next batch with "
             "non_blocking=True on a stream of its own, so that the compute of this one hides it. "
             "Where each step makes its batch anew, let what makes it write into a pinned buffer "
-            "(out=). Copying a batch into one can take as long as it saves.",
+            "(out=), after uploads.synchronize(). Copying a batch into one can take as "
+            "long as it saves.",
             "code": "loader = [[t.pin_memory() for t in batch] for batch in batches]   # once\n"
-            f"{COPY_AHEAD}\n\n"
-            "# where each step makes its batch anew: written into one pinned buffer\n"
-            "staging = torch.empty(batch_shape, dtype=dtype, pin_memory=True)   # once\n"
-            "uploads.synchronize()              # in each step: the copy before is over\n"
-            "make_batch(out=staging)",
+            + COPY_AHEAD,
         },
     }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."
@@ -150,7 +147,9 @@ class PageableCopies(Rule):
             "needs, so that it is not copied at all.",
             cuda="cudaHostAlloc (or one cudaHostRegister) pins memory. cudaMemcpyAsync on a stream "
             "returns at once and runs beside kernels of other streams.",
-            code="float* host;  cudaHostAlloc(&host, bytes, cudaHostAllocDefault);  // once\n"
+            code="// once, for streams[0], streams[1], host and back\n"
+            "cudaStreamCreate(&streams[0]);\n"
+            "cudaHostAlloc(&host, bytes, cudaHostAllocDefault);\n"
             "for (int i = 0; i < pieces; ++i) {\n"
             "  cudaStream_t s = streams[i % 2];\n"
             "  cudaMemcpyAsync(in[i % 2], host + i * n, piece,\n"

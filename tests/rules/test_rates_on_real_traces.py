@@ -168,7 +168,7 @@ def test_a_buffer_that_the_loop_fills_is_no_cure_where_the_copy_is_the_cost() ->
 def test_batches_that_no_loader_makes_are_pinned_by_the_program() -> None:
     copies = found(str(H100 / "big_uploads"))["pageable-copies"]
     assert "DataLoader" not in copies.code
-    assert "uploads.synchronize()" in copies.code
+    assert "uploads.synchronize()" in copies.fix and len(copies.code.splitlines()) <= 12
 
 
 @pytest.mark.parametrize(

@@ -453,7 +453,7 @@ def test_a_folder_of_ranks_says_whose_step_it_is_and_what_they_wait_for_each_oth
     assert "How long is unknown" not in text and "≥ 3.96 ms" in text
     found = {f.rule: f for f in (*whole.findings, *whole.notes)}
     assert found["launch-bound"].fix.startswith(
-        "Replay only the dense layers as CUDA graphs, without the 4 waits per step for the GPU"
+        "Replay only the dense layers as CUDA graphs; leave the 4 waits per step for the GPU"
     )
     fix = found["exposed-communication"].fix
     assert "rank that enters late" in fix and "nor fewer bytes shorten" in fix

@@ -266,8 +266,8 @@ def _raise_occupancy(views: Sequence[KernelCounters]) -> str:
     if longest.waves is not None and longest.waves < FEW_BLOCKS:
         filled = t.format_share(longest.waves)
         return (
-            f"Its blocks fill {filled} of the GPU: give it more work per launch, or let more "
-            "blocks share each sum (split-K)."
+            f"Its blocks are {filled} of those that the GPU holds at once: give it more work per "
+            "launch, or let more blocks share each sum (split-K)."
         )
     cure = "Give it more work per launch, or use fewer registers and less shared memory per block."
     if (library := library_of(longest.name)) is not None:
@@ -357,7 +357,8 @@ def _first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
     when = f"if each of the {count} is launched once" if count > 1 else "per launch"
     gain = f" A fix saves up to {t.format_duration(saved)} {when}." if saved else ""
     if saved and saved < SMALL_FIX * sum(map(_total, views)):
-        return f"{_relieve(views)}A smaller gain: {title}{which}."
+        small = f"The largest estimated gain, {t.format_duration(saved)} {when}"
+        return f"{_relieve(views)}{small}: {title}{which}."
     return f"First: {title}{which}.{gain}"
 
 

@@ -240,9 +240,11 @@ def memory_verdict(
             first = f"First: {fix[0].lower()}{fix[1:]}" if fix else ""
             return "bottlenecks", " ".join(part for part in (text, rest, first) if part)
         if leads is None:
-            return "bottlenecks", f"{text} {_memory_action(view)}".rstrip()
+            return "bottlenecks", f"{text} {_memory_action(view, report)}".rstrip()
         return "bottlenecks", f"{leads.summary} {text}"
-    return "limited", f"{text} {_end(view)} {_memory_action(view)}".replace("  ", " ").rstrip()
+    return "limited", f"{text} {_end(view)} {_memory_action(view, report)}".replace(
+        "  ", " "
+    ).rstrip()
 
 
 def _end(view: MemoryView) -> str:
@@ -295,7 +297,7 @@ def _returned(view: MemoryView) -> str:
     return f"{given} returns {t.format_bytes(view.returnable)} of it"
 
 
-def _memory_action(view: MemoryView) -> str:
+def _memory_action(view: MemoryView, report: Report) -> str:
     """Name the cheapest change that frees much, and the one that frees most; without a history, say
     how to record one."""
     more = ""
@@ -311,9 +313,14 @@ def _memory_action(view: MemoryView) -> str:
         first, most = large[0], max(large, key=lambda each: each.bytes)
         cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
         rest = "" if most is first else f" Most is freed by: {_freed(most, view)}."
-        return f"First: {_freed(first, view)}; {cost}.{rest}{more}"
+        short = view.request is None and report.memory_capacity_bytes is None
+        when = "If memory is short, first" if short else "First"
+        return f"{when}: {_freed(first, view)}; {cost}.{rest}{more}"
     if view.at != "peak" and view.source != "timeline":
-        return f"Its peak is unknown: start with {RECORD_HISTORY}."
+        return (
+            f"Its peak is unknown: call {RECORD_HISTORY} at the program's start, and "
+            "torch.cuda.memory._dump_snapshot() after the peak."
+        )
     return more.strip()
 
 

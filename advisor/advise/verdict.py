@@ -193,7 +193,7 @@ def _verdict(
         if report.per == "recording":  # less than the file, which the report shows too
             of = f"of the analysed {t.format_duration(a.span_ns)}"
         return "limited", (
-            f"One-off costs take {t.format_share(once)} {of}, mostly "
+            f"One-off costs take at least {t.format_share(once)} {of}, mostly "
             f"{longest}. {action} {text}.{small}"
         )
     return "limited", f"{text}{_idle_without_fix(report, a)}{small}"
@@ -460,7 +460,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle} ({t.format_share(queued)} with work queued). "
+        f"{idle}; for {t.format_share(queued)}, kernels were launched and none ran. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
@@ -491,7 +491,7 @@ def _longest_operators(a: Analysis) -> str:
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
 UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
-UNFILTERED_WITH_STACKS = "Record all, with stacks, on a GPU nobody else uses."
+UNFILTERED_WITH_STACKS = "Record all activities, with stacks, on a GPU that nobody else uses."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:

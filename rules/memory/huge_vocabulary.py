@@ -91,11 +91,10 @@ class HugeVocabulary(Rule):
         "the loss in chunks of tokens under checkpoint."
     )
     code = (
-        "# pip install liger-kernel\n"
+        "# the loss without whole logits: pip install liger-kernel\n"
         "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
-        "fused = LigerFusedLinearCrossEntropyLoss()\n"
-        "loss = fused(head.weight, hidden.flatten(0, -2), target.flatten(),\n"
-        "             bias=head.bias)"
+        "loss = LigerFusedLinearCrossEntropyLoss()(\n"
+        "    head.weight, hidden.flatten(0, -2), target.flatten(), head.bias)"
     )
     verify = "torch.cuda.max_memory_allocated() falls; the loss stays the same."
     falsified_by = "torch.cuda.memory._snapshot() shows the peak elsewhere"

@@ -122,11 +122,10 @@ class OutOfMemory(Rule):
         },
         "smaller logits": {
             "fix": "Compute the loss in chunks, or with a fused linear cross entropy",
-            "code": "# pip install liger-kernel\n"
+            "code": "# the loss without whole logits: pip install liger-kernel\n"
             "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
-            "fused = LigerFusedLinearCrossEntropyLoss()\n"
-            "loss = fused(head.weight, hidden.flatten(0, -2), target.flatten(),\n"
-            "             bias=head.bias)",
+            "loss = LigerFusedLinearCrossEntropyLoss()(\n"
+            "    head.weight, hidden.flatten(0, -2), target.flatten(), head.bias)",
         },
         "references": {
             "fix": "Release the outputs of the previous step (del, detach)",
@@ -164,7 +163,7 @@ class OutOfMemory(Rule):
             "    loss = model(batch)",
         },
         "16-bit weights": {
-            "fix": "Convert the model to bf16, which then needs no autocast",
+            "fix": "Convert the model to bf16, in place of autocast if it is used",
             "code": "model = model.to(torch.bfloat16)",
         },
         "share graph pools": {

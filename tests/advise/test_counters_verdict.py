@@ -25,7 +25,7 @@ CORPUS = Path(__file__).parents[1] / "corpus"
 )
 def test_the_kernel_that_is_first_has_one_name_everywhere(name: str) -> None:
     report = advisor.analyze(CORPUS / "ncu" / name)
-    first = re.split(r"First: |A smaller gain: ", report.verdict)[1]
+    first = re.split(r"First: |The largest estimated gain, [^:]+: ", report.verdict)[1]
     kernel = first[first.index("(") + 1 : first.index(")")].split(" and ")[0]
     shown = REPORTS.render("terminal", report, width=100)
     table, findings = shown.split("What the counters show")
@@ -153,7 +153,9 @@ def test_the_reference_of_an_example_does_not_lead(name: str) -> None:
     assert left_out in report.verdict
     assert "First" not in report.verdict
     # 16 blocks of 108 multiprocessors, or 12: the grid that the file has
-    assert re.search(r"The longest, Kernel<Gemm…>, .*blocks fill \d+% of the GPU", report.verdict)
+    assert re.search(
+        r"The longest, Kernel<Gemm…>, .*blocks are \d+% of those that the GPU holds", report.verdict
+    )
     page = REPORTS.render("terminal", report, width=80)
     assert "memory (long scoreboard)" in page and "constants (imc miss)" in page
     below = page.partition("Kernels with hardware counters")[2]

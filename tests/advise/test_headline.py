@@ -385,8 +385,10 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
 ) -> None:
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
-    assert "idles for 49% of the step (32% with work queued)" in report.verdict
-    assert "Record all, with stacks, on a GPU nobody else uses." in report.verdict
+    assert (
+        "idles for 49% of the step; for 32%, kernels were launched and none ran." in report.verdict
+    )
+    assert "Record all activities, with stacks, on a GPU that nobody else uses." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
 
@@ -458,7 +460,7 @@ def test_a_read_is_counted_once_though_it_copies_and_waits(
         ),
         ("cupti_counters", "Record without counters."),
         ("alexnet", "Record after a few steps: schedule(skip_first=10, "),
-        ("alexnet", "One-off costs take 90% of the analysed 12.9 s, "),
+        ("alexnet", "One-off costs take at least 90% of the analysed 12.9 s, "),
         ("event_sync", "Record whole steps: schedule(wait=1, warmup=3, active=5)."),
         ("no_gpu_rank", "Record with activities=[CPU, CUDA] where the program uses a GPU."),
     ],

@@ -190,13 +190,18 @@ def test_a_small_fix_does_not_lead_beside_a_kernel_at_its_limit() -> None:
     """Eleven products of one size: the naive one takes most time, with L1 at its limit."""
     verdict = analyze(str(path_of("ncu/sparse_matmul_a10g.ncu-rep.gz"))).verdict
     assert "First" not in verdict
-    limit, smaller = verdict.index("keep tiles in registers"), verdict.index("A smaller gain")
+    limit, smaller = (
+        verdict.index("keep tiles in registers"),
+        verdict.index("The largest estimated gain"),
+    )
     assert limit < smaller
 
 
 def test_counters_verdict_names_the_fix_that_saves_most() -> None:
     report = analyze(str(path_of("ncu/deepseek_ocr_rtx5090.csv.gz")))
-    assert re.search(r"A smaller gain: few resident warps[^.]+ \([^)]+\)\.", report.verdict)
+    assert re.search(
+        r"The largest estimated gain, [^:]+: few resident warps[^.]+ \([^)]+\)\.", report.verdict
+    )
 
 
 def test_members_of_a_tar_are_not_read_as_kernels(tmp_path: Path) -> None:

@@ -353,7 +353,9 @@ def _savings(view: MemoryView) -> list[list[str]]:
 
 
 def _named(change: str) -> str:
-    return "earlier steps' outputs" if change == "references" else change
+    names = {"references": "earlier steps' outputs"}
+    names["expandable segments"] = "expandable segments (unused)"  # frees nothing of tensors
+    return names.get(change, change)
 
 
 def _end(view: MemoryView) -> list[str]:

@@ -142,7 +142,7 @@ def _steps(report: Report) -> list[str]:
         "program": f"{runs} of the program",
     }.get(source, source)
     if scope_.per == "repetition":
-        source = "repetitions, steps are not marked"
+        source = "repetitions, which may be parts of a step: none is marked"
     used = f"{scope_.steps_used} of {scope_.steps_found}"
     mean = f"{t.format_duration(scope_.step_ns)} {t.format_per(scope_.per)}"
     if scope_.steps_used == 1:

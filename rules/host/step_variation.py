@@ -277,7 +277,9 @@ class StepJitter(Rule):
         compiling = _compiling(recorded, lost)
         eager = a.trains_on_host and recorded.flag("compile") == 0
         case = "compiling" if compiling else "" if eager else "may compile"
+        longer = f", in '{causes[0][0]}'" if causes else ""
         yield Finding(
+            title=f"{len(stalls.rows)} of {len(dur):,} steps take much longer than most{longer}",
             summary=(
                 f"One step in a hundred takes {ratio:.1f} times the median of "
                 f"{t.format_duration(recorded.median)} or more. The long steps lose "

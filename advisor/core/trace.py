@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import Recording
     from advisor.core.snapshot import MemorySnapshot
 
-"""Value of ``TraceMeta.format`` for the profile of a TensorRT engine."""
 KINETO = "kineto"
 """Value of ``TraceMeta.format`` for PyTorch's profiler."""
 PYTORCH, TENSORFLOW, JAX, CUDA = "pytorch", "tensorflow", "jax", "cuda"

@@ -95,7 +95,7 @@ def test_the_readme_counts_the_rules_that_are_not_proven() -> None:
     listed = (ROOT / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
     every, public, samples = map(int, re.findall(r"\d+", listed.partition(" more on")[0]))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{every - public - samples} of {every} rules were not yet right" in readme
+    assert f"{every - public - samples} of {every} rules are not yet confirmed" in readme
 
 
 def test_what_is_said_of_installing_advisor_is_what_works() -> None:

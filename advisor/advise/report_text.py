@@ -105,7 +105,8 @@ def _slowest(report: Report) -> str:
     if line is None or line.step_ns <= (1 + EQUAL_STEP_SHARE) * report.scope.step_ns:
         return ""
     return (
-        f"; the slowest is rank {line.rank}, {t.format_duration(line.step_ns)}: --rank {line.rank}"
+        f"; the slowest is rank {line.rank}, {t.format_duration(line.step_ns)} "
+        f"(alone: --rank {line.rank})"
     )
 
 

@@ -400,7 +400,7 @@ def counter_command(report: Report) -> list[Section]:
             title,
             blocks,
             "what limits each of them",
-            folded=True,
+            folded="hardware counters" not in report.verdict,  # else it is all of the advice
             summary="command for hardware counters",
         )
     ]

@@ -73,7 +73,12 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
         *([TextField("run", _run(result.step))] if result.step is not None and apart else []),
         TextField("replayed", _replayed(result)),
         TextField("", _waits(result), detail=True),
-        TextField("path", parts or ["the critical path is unknown: the steps are not replayed"]),
+        TextField(
+            "path",
+            ["critical path with the edits", *parts]
+            if parts
+            else ["the critical path is unknown: the steps are not replayed"],
+        ),
     ]
     said = [*_without_gain(result, lines, ", ".join(parts)), *result.notes]
     if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:

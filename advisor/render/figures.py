@@ -187,7 +187,8 @@ def legend_key(cls: str) -> Markup:
 
 def table_head(names: Sequence[str]) -> Markup:
     """Return the head of a table."""
-    return tag("thead", tag("tr", *(tag("th", name, scope="col") for name in names)))
+    heads = (tag("th", name, scope="col", cls="" if name else "track") for name in names)
+    return tag("thead", tag("tr", *heads))
 
 
 # -- what it comes down to -----------------------------------------------------------------------

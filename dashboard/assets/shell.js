@@ -184,9 +184,14 @@
     event.preventDefault();
   });
 
-  // After each change of page: what the address points at, and the page's own link, into view.
+  // After each change of page: what the address points at, and the page's own link, into view; and
+  // the focus to what is new, so that a screen reader says it and Tab goes on from there.
+  var before = location.pathname;
   function arrived() {
     var here = document.querySelector(".side .here");
+    if (here && here.querySelector("a")) {
+      here.querySelector("a").setAttribute("aria-current", "page");
+    }
     if (here && here.parentNode.scrollWidth > window.innerWidth) {
       here.scrollIntoView({ block: "nearest", inline: "center" });
     }
@@ -196,7 +201,10 @@
         target.scrollIntoView();
         target.focus({ preventScroll: true });
       }
+    } else if (location.pathname !== before && document.getElementById("content")) {
+      document.getElementById("content").focus({ preventScroll: true });
     }
+    before = location.pathname;
   }
   var waiting = setInterval(function () {
     var page = document.getElementById("_pages_content");

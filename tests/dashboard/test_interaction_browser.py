@@ -186,6 +186,17 @@ def test_all_of_it_can_be_reached_with_the_keyboard(h100: str, show: Any, tab: A
     assert page.locator("nav .here").inner_text() == "Findings"
 
 
+def test_after_a_link_of_the_menu_the_focus_is_in_the_new_page(
+    h100: str, show: Any, tab: Any
+) -> None:
+    page = tab(show(h100)).open("/")
+    page.click(".side .to-kernels a")
+    page.wait_for_selector(".side .to-kernels.here")
+    page.wait_for_function("document.activeElement.id === 'content'")
+    current = page.locator(".side [aria-current=page]")
+    assert current.count() == 1 and "Kernels" in current.inner_text()
+
+
 def test_a_kernel_is_chosen_with_the_keyboard_and_found_on_the_timeline(
     h100: str, show: Any, tab: Any
 ) -> None:

@@ -479,16 +479,13 @@ export class Paint {
         }
         const up = row.h * ui.clamp((value - low) / span, 0, 1);
         const down = row.h * ui.clamp((least - low) / span, 0, 1);
+        const right = self.snap(x + width); // where the next one begins
         x = self.snap(x);
+        const wide = Math.max(right - x, 0.5);
         ctx.globalAlpha = 0.22;
-        ctx.fillRect(x, y + row.h - up, Math.max(self.snap(x + width) - x, 0.5), up);
+        ctx.fillRect(x, y + row.h - up, wide, up);
         ctx.globalAlpha = 1;
-        ctx.fillRect(
-          x,
-          y + row.h - up - 0.5,
-          Math.max(self.snap(x + width) - x, 0.5),
-          Math.max(up - down, 1.5),
-        );
+        ctx.fillRect(x, y + row.h - up - 0.5, wide, Math.max(up - down, 1.5));
       }
     });
   }

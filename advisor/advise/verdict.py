@@ -460,7 +460,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}; for {t.format_share(queued)}, kernels were launched and none ran. "
+        f"{idle}; for {t.format_share(queued)}, launched kernels wait. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
@@ -490,8 +490,8 @@ def _longest_operators(a: Analysis) -> str:
 
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
-UNFILTERED = "Record all activities, unfiltered, on a GPU that nobody else uses."
-UNFILTERED_WITH_STACKS = "Record all activities, with stacks, on a GPU that nobody else uses."
+UNFILTERED = "Record all activities, unfiltered, on an unshared GPU."
+UNFILTERED_WITH_STACKS = "Record with stacks, on an unshared GPU."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:

@@ -170,8 +170,9 @@ def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Findin
             high_by="past" if band.high > saved.high else saved.high_by,
         )
         finding = lower_confidence(finding, 1.0, f"{why}, and the range allows for that")
-    if finding.shown_time is not None and any(e.op == "make_async" for e in finding.edits):
-        # beyond the time of these calls, it is launches after them that become earlier
+    operations = {(edit.op, edit.select.on) for edit in finding.edits}
+    if finding.shown_time is not None and operations == {("scale", "gpu"), ("make_async", "host")}:
+        # beyond the time of these copies, it is launches after them that become earlier
         cost = float(finding.shown_time.value or 0)
         if cost < saved.low:
             saved = saved._replace(low=cost, low_by="late launches")

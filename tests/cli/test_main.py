@@ -45,7 +45,10 @@ def test_the_version(advisor: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_the_help_names_the_commands(advisor: Run, arguments: list[str]) -> None:
+def test_the_help_names_the_commands(
+    advisor: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     code, shown, err = advisor(*arguments)
     assert (code, err) == (0, "")
     for command in ("analyze", "demo", "rules"):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import union
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.operator_arguments import calls_by_inputs, inputs_at
+from advisor.measure.device.operator_arguments import calls_by_inputs, readers_behind
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import outermost_rows, parent_rows
+from advisor.measure.host.stacks import parent_rows
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import (
     CHOSEN,
@@ -37,32 +37,65 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
-PAIRED = {"aten::sub": "difference", "aten::mul": "product", "aten::cosine_similarity": "cosine"}
-"""Operators that combine all pairs of rows -> what they make of them."""
-SQUARES, SIZES = ("aten::pow", "aten::square", "aten::mul"), ("aten::abs",)
-SUMS = {"aten::sum": 1, "aten::mean": 1}
-NORMS = {"aten::linalg_vector_norm": 2, "aten::norm": 2}
-"""Reductions -> position of their dimensions among the arguments."""
+Shape = tuple[int, ...]
+SUB, MUL, COSINE = "aten::sub", "aten::mul", "aten::cosine_similarity"
+BETWEEN = {"aten::pow": "square", "aten::square": "square", MUL: "square", "aten::abs": "size"}
+"""Operators between a difference and its sum -> what they make of it."""
+REDUCTIONS = {
+    "aten::sum": ("sum", 1),
+    "aten::mean": ("sum", 1),
+    "aten::linalg_vector_norm": ("norm", 2),
+    "aten::norm": ("norm", 2),
+}
+"""Reductions -> their kind, and the position of their dimensions among the arguments."""
+CASES = {
+    (SUB, "square", "sum"): "squared distances",
+    (SUB, "size", "sum"): "absolute differences",
+    (SUB, "", "norm"): "distances",
+    (MUL, "", "sum"): "products",
+    (COSINE, "", ""): "cosine similarities",
+}
+"""What combines the pairs, what follows, and the reduction -> what is computed."""
 MAX_AFTER = 24
 """Operators behind the first one among which those that read its result are looked for."""
+USUAL = (0.01, 0.005, 0.03)
 SMALL = (0.1, 0.05, 0.2)
-"""Shares that remain of sums of absolute differences, of a kernel without products, by the width's
-share: expected, at best, at worst."""
+BY_WIDTH = (1.0, 0.25, 4.0)
+"""Shares of the time that remain (expected, at best, at worst), and what is added to them over the
+width; the second for sums of absolute differences, whose kernel has no products."""
+
+
+class Broadcast(NamedTuple):
+    """Two tensors that are both broadcast: their stored sizes, with 1 in the other's dimensions."""
+
+    first: Shape
+    second: Shape
+    shape: Shape
+    """Shape of the tensor that holds all pairs."""
+    bytes: int
+    """Size of that tensor."""
+
+    @property
+    def shared(self) -> set[int]:
+        """Dimensions that both tensors have."""
+        sizes = zip(self.first, self.second, self.shape, strict=True)
+        return {at for at, (x, y, both) in enumerate(sizes) if 1 < both == x == y}
 
 
 class Pairs(NamedTuple):
     """Calls that combine all pairs of rows of two tensors and reduce them."""
 
     case: str
-    shape: tuple[int, ...]
-    """Shape of the tensor that holds all pairs."""
-    depth: int
-    """Number of elements that are summed for a pair."""
-    code: str
+    pair: Broadcast
+    dims: set[int]
+    """Dimensions that are reduced."""
     rows: list[int]
-    """Rows of ``trace.cpu`` that make that tensor and its sums."""
-    every: list[int]
-    """Rows of these, and of all others that write or read it."""
+    """Rows of ``trace.cpu`` that make the tensor of all pairs and its sums."""
+
+    @property
+    def depth(self) -> int:
+        """Number of elements that are summed for a pair."""
+        return prod(self.pair.shape[dim] for dim in self.dims)
 
 
 class PairwiseBroadcast(Rule):
@@ -145,39 +178,29 @@ class PairwiseBroadcast(Rule):
         """Measure the operators on each tensor of all pairs."""
         if not a.span_ns or a.trace.inputs.is_empty():
             return
-        by_case: dict[str, list[tuple[Pairs, int]]] = {}
-        for pairs in self._all_pairs(a):
-            by_case.setdefault(pairs.case, []).append((pairs, _time_of(a, np.array(pairs.every))))
+        by_case: dict[str, list[tuple[list[Pairs], Rows, int]]] = {}
+        for pairs, rows in self._all_pairs(a):
+            by_case.setdefault(pairs[0].case, []).append((pairs, rows, _time_of(a, rows)))
         for case, found in by_case.items():
-            rows = np.array([row for pairs, _ in found for row in pairs.every], dtype=np.int64)
-            ns = sum(spent for _, spent in found)
+            ns = sum(spent for _, _, spent in found)
             if ns < self.min_share * a.span_ns:
                 continue
-            left = [self._left(pairs) for pairs, _ in found]
             saved = [
-                sum(spent * (1 - one[end]) for (_, spent), one in zip(found, left, strict=True))
+                sum(spent * (1 - self._left(pairs[0], end)) for pairs, _, spent in found)
                 for end in range(3)
             ]
             if saved[0] < (1 - self.max_left) * ns:
                 continue
-            made = np.array([row for pairs, _ in found for row in pairs.rows], dtype=np.int64)
-            most, _ = max(found, key=lambda one: one[1])
-            sizes = " × ".join(f"{size:,}" for size in most.shape)
-            size = t.format_bytes(4 * prod(most.shape))
-            passes = t.count_noun(max(1, round(len(rows) / a.step_count)), "operator")
-            names = exact_pattern(a.trace.cpu["name"].gather(rows).cast(str).unique().to_list())
-            named = np.flatnonzero(name_matches(a.trace.cpu["name"], names).to_numpy())
-            every = _time_of(a, rows_in_steps(a, named))
-            select = (
-                Select(on="host", kind=("op",), name=names)
-                if a.device_id is None
-                else Select(on="gpu", kind=("kernel",), under=names)
-            )
-            share = [float(1 - ns / max(every, 1)) for ns in saved]
+            rows = np.concatenate([each for _, each, _ in found])
+            made = np.array([row for pairs, _, _ in found for one in pairs for row in one.rows])
+            most = max(found, key=lambda one: one[2])[0][0]
+            sizes = " × ".join(f"{size:,}" for size in most.pair.shape)
+            operators = t.count_noun(max(1, round(len(rows) / a.step_count)), "operator")
             yield Finding(
                 summary=(
-                    f"{case.capitalize()} of all pairs come from a tensor of {sizes} ({size}), "
-                    f"which {passes} per step write or read. This takes {of_step(a, ns)}."
+                    f"{case.capitalize()} of all pairs come from a tensor of {sizes} "
+                    f"({t.format_bytes(most.pair.bytes)}), which {operators} per step write or "
+                    f"read. This takes {of_step(a, ns)}."
                 ),
                 evidence=[
                     amount_per_step(a, "operators on it", len(rows), "count"),
@@ -185,33 +208,30 @@ class PairwiseBroadcast(Rule):
                     self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, made, a.trace.cpu["dur"].to_numpy()[made]),
-                edits=[scale_edit(select, *share)],
+                edits=[_edit(a, rows, saved)],
                 alternatives="fuse" if a.device_id is not None else "loss",
-                **self.case(case, code=most.code),
+                **self.case(case, code=_einsum(most)),
             )
 
-    def _all_pairs(self, a: Analysis) -> Iterator[Pairs]:
-        """Find each tensor of all pairs with what reads it, by shape."""
-        found: dict[tuple[int, ...], list[Pairs]] = {}
-        for name, x, calls in calls_by_inputs(a, exact_pattern(PAIRED)):
-            pair = self._broadcast(x)
-            if pair is None:
+    def _all_pairs(self, a: Analysis) -> Iterator[tuple[list[Pairs], Rows]]:
+        """Yield the pairs of each shape, and all rows that write or read their tensor."""
+        found: dict[Shape, list[Pairs]] = {}
+        for name, x, calls in calls_by_inputs(a, exact_pattern((SUB, MUL, COSINE))):
+            if (pair := self._broadcast(x)) is None:
                 continue
-            shape = np.broadcast_shapes(*pair)
             for row in calls.tolist():
-                one = _reduced(a, name, pair, shape, row, x)
-                found.setdefault(shape, []).extend([one] if one else [])
-        for shape, pairs in found.items():
-            if not pairs:
-                continue
-            readers = _readers(a, shape)
+                if (one := _reduced(a, name, x, row, pair)) is not None:
+                    found.setdefault(pair.shape, []).append(one)
+        if not found:
+            return
+        for shape, readers in _readers(a, found.keys()).items():
             if readers is not None:
-                rows = sorted({*readers, *(row for one in pairs for row in one.rows)})
-                yield pairs[0]._replace(rows=[r for p in pairs for r in p.rows], every=rows)
+                made = [row for one in found[shape] for row in one.rows]
+                yield found[shape], np.unique([*readers, *made])
 
-    def _broadcast(self, x: OpInputs) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the stored shapes of two tensors that are both broadcast; ``None``: they are not,
-        or make no large tensor."""
+    def _broadcast(self, x: OpInputs) -> Broadcast | None:
+        """Return two tensors that are both broadcast; ``None``: they are not, or make no large
+        tensor."""
         given = [x.tensor(0), x.tensor(1)]
         if given[0] is None or given[1] is None:
             return None
@@ -221,19 +241,20 @@ class PairwiseBroadcast(Rule):
         except ValueError:
             return None
         size = prod(shape)
-        if size * (given[0].width or 0) < self.min_bytes:
+        width = size * (given[0].width or 0)
+        if width < self.min_bytes:
             return None
         if size < self.min_growth * max(prod(first), prod(second)):
             return None
-        return first, second
+        first, second = ((1,) * (len(shape) - len(one)) + one for one in (first, second))
+        return Broadcast(first, second, shape, width)
 
-    def _left(self, pairs: Pairs) -> tuple[float, float, float]:
-        """Return the share of the time that remains: expected, at best, at worst. It fits what the
-        benchmark prints."""
-        own = SMALL if pairs.case == "absolute differences" else (0.01, 0.005, 0.03)
-        parts = zip(own, (1.0, 0.25, 4.0), strict=True)
-        expected, best, worst = (min(1.0, part + times / pairs.depth) for part, times in parts)
-        return expected, best, worst
+    @staticmethod
+    def _left(pairs: Pairs, end: int) -> float:
+        """Return the share of the time that remains; ``end``: 0 expected, 1 at best, 2 at worst. It
+        fits what the benchmark prints."""
+        own = SMALL if pairs.case == "absolute differences" else USUAL
+        return min(1.0, own[end] + BY_WIDTH[end] / pairs.depth)
 
     @staticmethod
     def examples() -> Examples:
@@ -250,14 +271,14 @@ class PairwiseBroadcast(Rule):
             "little of the step": (_pairs("aten::mul", total, rest=900_000), "min_share"),
             "one of both is as large": (_pairs("aten::mul", total, whole=True), "min_growth"),
             "a small tensor": (_pairs("aten::mul", total, width=16, rows=128), "min_bytes"),
-            "a narrow one": (_pairs("aten::mul", total, width=1, rows=1100), "not pairs"),
+            "a narrow one": (_pairs("aten::mul", total, width=1, rows=1100), "not found"),
             "absolute differences of a narrow one": (
                 _pairs("aten::sub", ("aten::abs", []), total, width=2, rows=800),
                 "max_left",
             ),
             "a kernel of each pair is needed": (
                 _pairs("aten::sub", power, ("aten::exp", []), total),
-                "not pairs",
+                "not found",
             ),
             "the pairs are read again": (
                 _pairs("aten::sub", power, total, read_by="aten::sigmoid"),
@@ -265,7 +286,7 @@ class PairwiseBroadcast(Rule):
             ),
             "a sum over the rows": (
                 _pairs("aten::mul", ("aten::sum", ["", "[0]", "False"])),
-                "not pairs",
+                "not found",
             ),
         }
 
@@ -285,97 +306,53 @@ def _time_of(a: Analysis, rows: Rows) -> int:
     return int(whole.total) if a.device_id is None else work_launched_in(a, whole)
 
 
-def _reduced(
-    a: Analysis,
-    name: str,
-    pair: tuple[tuple[int, ...], tuple[int, ...]],
-    shape: tuple[int, ...],
-    row: int,
-    x: OpInputs,
-) -> Pairs | None:
-    """Return the pairs if what follows sums them over a dimension that both tensors have; ``None``:
-    something else is done with them."""
-    first, second = (tuple([1] * (len(shape) - len(one)) + list(one)) for one in pair)
-    both = [at for at, size in enumerate(shape) if size > 1 and first[at] == second[at] == size]
-    if PAIRED[name] == "cosine":
-        dim = x.argument(2)
-        if not isinstance(dim, int) or dim % len(shape) not in both:
-            return None
-        return Pairs("cosine similarities", shape, shape[dim], "", [row], [])
-    rows, squared, sizes = [row], False, False
-    for after, own, given in _next_readers(a, row, shape):
+def _edit(a: Analysis, rows: Rows, saved: Sequence[float]) -> Edit:
+    """Scale the operators of these names: an edit names all of their calls, and the others stay.
+    ``saved``: expected, at best, at worst, ns."""
+    names = exact_pattern(a.trace.cpu["name"].gather(rows).cast(str).unique().to_list())
+    named = np.flatnonzero(name_matches(a.trace.cpu["name"], names).to_numpy())
+    every = max(_time_of(a, rows_in_steps(a, named)), 1)
+    select = Select(on="host", kind=("op",), name=names)
+    if a.device_id is not None:
+        select = Select(on="gpu", kind=("kernel",), under=names)
+    return scale_edit(select, *(float(1 - ns / every) for ns in saved))
+
+
+def _reduced(a: Analysis, name: str, x: OpInputs, row: int, pair: Broadcast) -> Pairs | None:
+    """Return the pairs if they are summed over dimensions that both tensors have, by this operator
+    or what follows; ``None``: something else is done with them."""
+    rows, between, kind = [row], "", ""
+    dims = x.integers(2) if name == COSINE else None
+    following = [] if name == COSINE else readers_behind(a, row, pair.shape, count=MAX_AFTER)
+    for after, own, given in following:
         rows.append(after)
-        if own in SUMS or own in NORMS:
-            dims = given.integers(SUMS.get(own) or NORMS[own])
-            if not dims or any(dim % len(shape) not in both for dim in dims):
-                return None
-            return _named(name, own, squared, sizes, shape, dims, pair, rows)
-        if squared or sizes or name != "aten::sub":
+        if own in REDUCTIONS:
+            kind, position = REDUCTIONS[own]
+            dims = given.integers(position)
+            break
+        if between or own not in BETWEEN or (own == "aten::pow" and given.argument(1) != 2):
             return None
-        squared, sizes = own in SQUARES, own in SIZES
-        if own == "aten::pow" and given.argument(1) != 2:
-            return None
-        if not (squared or sizes):
-            return None
-    return None
-
-
-def _named(
-    name: str,
-    reduction: str,
-    squared: bool,
-    sizes: bool,
-    shape: tuple[int, ...],
-    dims: Sequence[int],
-    pair: tuple[tuple[int, ...], tuple[int, ...]],
-    rows: list[int],
-) -> Pairs | None:
-    """Return the pairs with the name of what is computed; ``None``: it is no known one."""
-    depth = prod(shape[dim] for dim in dims)
-    if name == "aten::mul":
-        if reduction in NORMS:
-            return None
-        summed = {dim % len(shape) for dim in dims}
-        return Pairs("products", shape, depth, _einsum(shape, pair, summed), rows, [])
-    if reduction in NORMS:
-        return None if squared or sizes else Pairs("distances", shape, depth, "", rows, [])
-    if not (squared or sizes):
+        between = BETWEEN[own]
+    case = CASES.get((name, between, kind))
+    reduced = {dim % len(pair.shape) for dim in dims or ()}
+    if case is None or not reduced or not reduced <= pair.shared:
         return None
-    case = "squared distances" if squared else "absolute differences"
-    return Pairs(case, shape, depth, "", rows, [])
+    return Pairs(case, pair, reduced, rows)
 
 
-def _einsum(
-    shape: tuple[int, ...], pair: tuple[tuple[int, ...], tuple[int, ...]], summed: set[int]
-) -> str:
+def _einsum(pairs: Pairs) -> str:
     """Return the call of einsum on both tensors without their dimensions of one element."""
-    letters = "abcdefghijklmnopqrstuvwxyz"[: len(shape)]
+    letters = "abcdefghijklmnopqrstuvwxyz"
     terms, sizes = [], []
-    for one in pair:
-        own = [1] * (len(shape) - len(one)) + list(one)
+    for own in (pairs.pair.first, pairs.pair.second):
         kept = [at for at, size in enumerate(own) if size > 1]
         terms.append("".join(letters[at] for at in kept))
         sizes.append(", ".join(str(own[at]) for at in kept))
-    result = "".join(letter for at, letter in enumerate(letters) if at not in summed)
+    result = (letters[at] for at in range(len(pairs.pair.shape)) if at not in pairs.dims)
     return (
         f"# x: [{sizes[0]}], y: [{sizes[1]}]\n"
-        f'result = torch.einsum("{terms[0]},{terms[1]}->{result}", x, y)'
+        f'result = torch.einsum("{terms[0]},{terms[1]}->{"".join(result)}", x, y)'
     )
-
-
-def _next_readers(
-    a: Analysis, row: int, shape: tuple[int, ...]
-) -> Iterator[tuple[int, str, OpInputs]]:
-    """Yield the next outermost operators of the thread that are given a tensor of a shape."""
-    cpu, order = a.trace.cpu, outermost_rows(a.trace)
-    following = order[np.searchsorted(order, row, side="right") :][:MAX_AFTER]
-    for after in following.tolist():
-        index = cpu["inputs"][after]
-        if index is None or cpu["thread"][after] != cpu["thread"][row]:
-            continue
-        given = inputs_at(a, index)
-        if any(one.shape == shape for one in given.tensors):
-            yield after, str(cpu["name"][after]), given
 
 
 OF_PAIRS = frozenset(
@@ -389,17 +366,18 @@ NODE = re.compile(r"(?:Sub|Pow|Mul|Abs|Neg|Sum|Mean|Div|\w*Norm|Expand|Clone|Whe
 """Nodes of that backward pass. Memory of a tensor of all pairs is freed in them, too."""
 
 
-def _readers(a: Analysis, shape: tuple[int, ...]) -> list[int] | None:
-    """List all operators with a tensor of this shape, and nodes of the backward pass around them;
+def _readers(a: Analysis, shapes: Collection[Shape]) -> dict[Shape, list[int] | None]:
+    """List by shape all operators with a tensor of it, and nodes of the backward pass around them;
     ``None``: some do something else with it."""
-    result: list[int] = []
+    result: dict[Shape, list[int] | None] = {shape: [] for shape in shapes}
     parent = parent_rows(a.trace)
     for name, x, rows in calls_by_inputs(a, r"^aten::|Backward\d+$"):
-        if any(one.shape == shape for one in x.tensors):
-            node = NODE.fullmatch(name)
+        node = NODE.fullmatch(name)
+        for shape in {one.shape for one in x.tensors} & result.keys():
             if not node and name not in OF_PAIRS:
-                return None
-            result += (parent[rows] if node else rows).tolist()
+                result[shape] = None
+            elif (known := result[shape]) is not None:
+                known += (parent[rows] if node else rows).tolist()
     return result
 
 

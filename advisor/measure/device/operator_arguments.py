@@ -3,7 +3,7 @@ elementwise operators, and which part of a tensor is read next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -75,6 +75,27 @@ def calls_by_inputs(a: Analysis, pattern: str) -> Iterator[tuple[str, OpInputs, 
     table = pl.DataFrame({"row": rows, "name": names, "inputs": inputs})
     for own in table.partition_by("name", "inputs", maintain_order=True):
         yield own["name"][0], inputs_at(a, own["inputs"][0]), own["row"].to_numpy()
+
+
+def readers_behind(
+    a: Analysis,
+    row: int,
+    shape: tuple[int, ...],
+    types: Collection[str] | None = None,
+    *,
+    count: int = MAX_AFTER,
+) -> Iterator[tuple[int, str, OpInputs]]:
+    """Yield those of the next ``count`` outermost operators that its thread gives a tensor of this
+    shape: row, name and inputs. ``types``: of such a tensor; ``None``: any."""
+    cpu, order = a.trace.cpu, outermost_rows(a.trace)
+    following = order[np.searchsorted(order, row, side="right") :][:count]
+    for after in following.tolist():
+        index = cpu["inputs"][after]
+        if index is None or cpu["thread"][after] != cpu["thread"][row]:
+            continue
+        x = inputs_at(a, index)
+        if any(one.shape == shape and (types is None or one.dtype in types) for one in x.tensors):
+            yield after, str(cpu["name"][after]), x
 
 
 def elementwise_rate(a: Analysis) -> float | None:
@@ -171,18 +192,10 @@ def _taken(
     """Return the range of a dimension that is taken of an operator's result right behind it;
     ``None``: something else reads the result first, or nothing does. ``data``: its shape;
     ``types``: of the tensors that may be the result."""
-    cpu, size = a.trace.cpu, data.shape[dim]
-    order = outermost_rows(a.trace)
+    size = data.shape[dim]
     begin, end = size, 0
-    following = order[np.searchsorted(order, row, side="right") :][:MAX_AFTER]
-    for after in following.tolist():
-        index = cpu["inputs"][after]
-        if index is None or cpu["thread"][after] != cpu["thread"][row]:
-            continue
-        x = inputs_at(a, index)
-        if not any(one.shape == data.shape and one.dtype in types for one in x.tensors):
-            continue
-        part = _part(str(cpu["name"][after]), x, dim % len(data.shape), size)
+    for _, name, x in readers_behind(a, row, data.shape, types):
+        part = _part(name, x, dim % len(data.shape), size)
         if part is None:
             if not end:
                 return None

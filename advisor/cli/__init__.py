@@ -106,7 +106,7 @@ def run(arguments: list[str]) -> int:
     command = arguments[0] if arguments else ""
     arguments = [_renamed(command, each) for each in arguments]
     try:
-        if command not in COMMANDS and Path(command).exists() and command:
+        if command and command not in COMMANDS and Path(command).exists():
             raise AdvisorError(f"{command} is no command: advisor analyze {shlex.quote(command)}")
         code = _command(command).main(args=arguments, prog_name="advisor", standalone_mode=False)
         sys.stdout.flush()

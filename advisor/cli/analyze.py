@@ -92,8 +92,9 @@ def command(
     """
     if not paths:
         paths, options = _inputs_without_trace(options)
-    if twice := [path for path in paths if paths.count(path) > 1]:
-        raise AdvisorError(f"{twice[0]} is given twice; to compare two runs: advisor compare")
+    if len({*paths}) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise AdvisorError(f"{twice} is given twice; to compare two runs: advisor compare")
     paths = out.newest_run(paths)
     check_ranks(paths, options)
     wanted = choose_output(paths, form, output, csv, table=by is not None)

@@ -322,14 +322,16 @@ def _leave_closures(host: Columns, texts: list[str]) -> None:
         return
     nodes = nodes[np.argsort(ts[nodes], kind="stable")]
     begins, ends = ts[nodes], ts[nodes] + host["dur"][nodes]
-    numbered = np.flatnonzero((np.asarray(host["sequence"]) >= 0) & ~is_node[name])
+    numbered = (np.asarray(host["sequence"]) >= 0) & ~is_node[name]
+    starts = {own: np.sort(ts[numbered & (thread == own)]) for own in np.unique(thread[steps])}
     for step in steps.tolist():
         begin, end = ts[step], ts[step] + host["dur"][step]
         first, last = np.searchsorted(begins, (begin, end))
-        own = numbered[thread[numbered] == thread[step]] if first < last else numbered[:0]
-        if ((ts[own] >= begin) & (ts[own] < begins[last - 1])).any() if len(own) else False:
-            ts[step] = min(end, max(begin, ends[first:last].max()))
-            host["dur"][step] = end - ts[step]
+        if first < last:
+            before, behind = np.searchsorted(starts[thread[step]], (begin, begins[last - 1]))
+            if before < behind:
+                ts[step] = min(end, max(begin, ends[first:last].max()))
+                host["dur"][step] = end - ts[step]
 
 
 def _stacks(host: Columns) -> tuple[Array, Array, int]:

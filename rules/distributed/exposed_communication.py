@@ -13,7 +13,7 @@ from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck,
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
-from advisor.measure.comm.links import ring_latency, select_collectives
+from advisor.measure.comm.links import SIMPLE, ring_latency, select_collectives
 from advisor.measure.comm.messages import bus_factor
 from advisor.measure.device.shapes import width_of
 from advisor.measure.host.names import name_matches
@@ -44,8 +44,6 @@ MIN_BLOCKED_SHARE = 0.01
 """Share of the step from which a wait in the pipeline is named."""
 SLOWEST_GB_PER_S = 0.125
 """Rate of 1 Gbit/s, the slowest network between GPUs, GB/s."""
-SIMPLE = 2
-"""NCCL's protocol with the longest latency (``ring_latency``)."""
 
 
 class ExposedCommunication(Rule):

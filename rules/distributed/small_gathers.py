@@ -14,6 +14,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import (
     ATTAINED_SHARE,
+    SIMPLE,
     count_local,
     find_link,
     group_ranks,
@@ -42,8 +43,6 @@ from advisor.testing import Examples, TraceBuilder
 
 WORST = 0.2
 """Share of the gain that is left if a pass's first gather, which nothing hides, becomes longer."""
-SIMPLE = 2
-"""NCCL's protocol with the most latency (``links.BASE_NS``)."""
 
 
 class SmallGathers(Rule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.sampled_code import model_call
 from advisor.measure.host.stacks import LOOP, NESTED, HottestLine, SampledStack, parse_frame
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import rows_in_steps
@@ -896,7 +896,7 @@ def _rollout_of(samples: Sequence[SampledStack]) -> Location | None:
     ``None``: there are too few of them."""
     lines: Counter[str] = Counter()
     for stack in samples:
-        outer = itertools.takewhile(lambda frame: "/modules/module.py(" not in frame, stack.frames)
+        outer = stack.frames[: model_call(stack.frames)]
         own = [frame for frame in outer if stacks.frame_rank(frame) == 2]
         if own and any(map(_ROLLOUT.search, stack.frames)):
             lines[own[-1]] += stack.samples

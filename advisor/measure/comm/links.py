@@ -108,6 +108,8 @@ BASE_NS = (6_600.0, 14_000.0, 8_400.0)
 NODE_HOP_NS = (600.0, 1_900.0, 3_400.0)
 NETWORK_HOP_NS = (2_700.0, 4_000.0, 14_000.0)
 """Latency of a ring by protocol (LL, LL128, Simple): NCCL, src/graph/tuning.cc."""
+SIMPLE = 2
+"""Place of the protocol with the longest latency over a network."""
 
 
 def ring_latency(kind: str, size: int, local: int, protocol: int) -> float:

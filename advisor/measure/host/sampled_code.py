@@ -139,12 +139,12 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
 
 def find_step_part(stack: SampledStack) -> str:
     """Return the part of a step; transforms of images are no forward, though some are modules."""
-    if stack.part == "forward" and _model_call(stack.frames) is None:
+    if stack.part == "forward" and model_call(stack.frames) is None:
         return "loop"
     return stack.part
 
 
-def _model_call(frames: Sequence[str]) -> int | None:
+def model_call(frames: Sequence[str]) -> int | None:
     """Return the position of the outermost call of a module that is no transform."""
     for place, frame in enumerate(frames):
         if _MODULE.search(frame):
@@ -158,7 +158,7 @@ def _places(stack: SampledStack, parts: frozenset[str]) -> dict[Place, int]:
     """Return the user's lines and functions in a stack, down to the model's call, each with its
     depth."""
     end = (
-        _model_call(stack.frames)
+        model_call(stack.frames)
         if "forward" in parts or find_step_part(stack) == "forward"
         else None
     )

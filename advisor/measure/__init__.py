@@ -1,7 +1,7 @@
 """Measurements of one rank's window: the facade whose attributes are the table of contents.
 
 Each attribute is computed by a pure function in its own file, on first use, and kept. Nothing
-here holds an opinion or a threshold.
+here advises: limits of a measurement are constants, with their reason.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
-    from advisor.measure.host.launches import LostRecords
     from advisor.measure.inference.passes import ForwardPasses
     from advisor.measure.memory.peak_memory import PeakMemory
     from advisor.measure.steps.steps import Steps

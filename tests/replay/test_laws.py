@@ -1,6 +1,6 @@
 """Laws that hold for any replay, tried with random edits on every public real trace.
 
-``ADVISOR_LAWS=200`` tries as many edits a trace and law (default 10), and rewrites the large
+``ADVISOR_LAWS=200`` tries as many edits a trace and law (default 6), and rewrites the large
 files too.
 
 A law that says nothing of a file (no step, a replay that is not trusted) is not tried on it:

@@ -55,7 +55,7 @@ CASES = {
     (MUL, "", "sum"): "products",
     (COSINE, "", ""): "cosine similarities",
 }
-"""What combines the pairs, what follows, and the reduction -> what is computed."""
+"""Operator that combines the pairs, what follows it, kind of reduction -> what is computed."""
 MAX_AFTER = 24
 """Operators behind the first one among which those that read its result are looked for."""
 USUAL = (0.01, 0.005, 0.03)

@@ -6,6 +6,7 @@ from math import prod
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes, Select
@@ -28,6 +29,10 @@ from advisor.testing import Examples, TraceBuilder
 
 FUSIBLE = ("elementwise", "reduction", "copy", "random")
 """Families that a pointwise compiler merges: arithmetic, reductions, casts, dropout."""
+ROW_NORMS = r"^aten::(native_)?(layer|group)_norm|^aten::(_fused_)?rms_norm"
+"""Normalisations of a tensor's rows. Inductor writes them itself, in one kernel with the pointwise
+work around them. Batch norm in training is left out: compiled, it reads the tensor twice, where the
+library's kernel can read it once."""
 ALREADY = r"^triton_|multi_tensor_|foreach|jit::|_fused_"
 """Kernels that are the result of fusion, or that work on many tensors at once."""
 _FUSED = "Profile again: fusion kernels in place of the chains."
@@ -42,8 +47,8 @@ class UnfusedElementwise(Rule):
     A chain is three or more fusible kernels that follow each other on one stream and work on
     tensors of the same number of elements. Tensors that broadcast count too, as a mean does. (Where
     shapes are recorded: consecutive kernels over parameters of different sizes are no chain.)
-    Compiled (Triton) and foreach kernels are fused already, and the optimizer's are another rule's
-    finding.
+    Layer, group and RMS norms belong to a chain, batch norm does not. Compiled (Triton) and foreach
+    kernels are fused already, and the optimizer's are another rule's finding.
 
     The factor comes from bytes. Between two kernels of a chain, the write and the read of the
     tensor go away. The merged kernel takes at least as long as the longest of them. All links count
@@ -132,21 +137,20 @@ class UnfusedElementwise(Rule):
             return
         total = kernel_work.summed_duration(a, kernel_work.kernel_rows(a))
         rows = kernel_work.compute_rows(a)
-        fusible = rows & kernel_work.family_rows(a, *FUSIBLE)
-        if kernel_work.summed_duration(a, fusible) < self.min_share * total:
+        selected, select = _select_fusible(a, rows)
+        if kernel_work.summed_duration(a, selected) < self.min_share * total:
             return
-        fusible &= ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
+        fusible = selected & ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
         fusible &= ~kernel_work.rows_launched_under(a, OPTIMIZER_STEP)
         in_chain, chains, known = self._chains(a, rows, fusible)
         share = kernel_work.summed_duration(a, in_chain) / total
         if share < self.min_share:
             return
-        selected = rows & kernel_work.family_rows(a, *FUSIBLE)
         saved = float(chains["saved"].sum())
         changes = kernel_work.fuse_kernels(
             a,
             selected,
-            Select(on="gpu", kind=("kernel",), family=FUSIBLE),
+            select,
             (saved * kept for kept in (self.kept_share, self.kept_high, self.kept_low)),
             in_chain,
             chains.height,
@@ -275,6 +279,21 @@ class UnfusedElementwise(Rule):
                 _product(b)
                 _pointwise(b, "aten::relu", [64, 1024, 1024])
 
+        def normalised(b: TraceBuilder) -> None:
+            _product(b)
+            for op, kernel in (
+                ("aten::add", "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>"),
+                ("aten::native_layer_norm", "void vectorized_layer_norm_kernel<float, float>"),
+                ("aten::copy_", "void unrolled_elementwise_kernel<direct_copy_kernel_cuda>"),
+            ):
+                b.run(op, kernel, 300, [[64, 1024, 1024]], "float")
+
+        def batch_normalised(b: TraceBuilder) -> None:
+            _product(b)
+            shape = [[64, 256, 64, 64]]
+            b.run("aten::cudnn_batch_norm", "void cudnn::bn_fw_tr_1C11_kernel", 300, shape, "float")
+            b.run("aten::relu", "void vectorized_elementwise_kernel<4, relu>", 300, shape, "float")
+
         def different(b: TraceBuilder) -> None:
             _product(b)
             for n in range(1, 9):
@@ -283,11 +302,28 @@ class UnfusedElementwise(Rule):
         return {
             "an activation by hand": _step(8, [64, 1024, 1024]),
             "no shapes": _step(8, None),
+            "a layer norm between an addition and a cast": example_steps(normalised),
             "compiled": (example_steps(compiled), "share < self.min_share"),
             "one kernel after each product": (example_steps(single), "min_chain"),
+            "batch norm and activation": (example_steps(batch_normalised), "min_chain"),
             "parameters of different sizes": (example_steps(different), "min_chain"),
             "a short chain beside long products": (_step(3, [4, 1024, 1024], 20), "min_share"),
         }
+
+
+def _select_fusible(a: Analysis, rows: kernel_work.Mask) -> tuple[kernel_work.Mask, Select]:
+    """Return which of ``rows`` a pointwise compiler can write, and what selects them."""
+    norms = rows & kernel_work.family_rows(a, "normalisation")
+    operators = a.trace.cpu["name"].gather(a.trace.gpu["op"])
+    of_rows = norms & name_matches(operators, ROW_NORMS).fill_null(value=False).to_numpy()
+    selected = rows & kernel_work.family_rows(a, *FUSIBLE) | of_rows
+    select = Select(on="gpu", kind=("kernel",), family=FUSIBLE)
+    if of_rows.any():
+        select = replace(select, family=(*FUSIBLE, "normalisation"))
+    if of_rows.any() and (norms & ~of_rows).any():
+        names = a.trace.gpu["name"].filter(pl.Series(selected)).unique().sort()
+        select = replace(select, name=kernel_work.exact_pattern(names.cast(pl.String).to_list()))
+    return selected, select
 
 
 def _fits(shapes: dict[int, tuple[int, ...]], inputs: NDArray[np.int64]) -> NDArray[np.bool_]:

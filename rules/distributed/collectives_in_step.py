@@ -62,7 +62,7 @@ _KINDS = {
 }
 
 
-class StepCollectives(Rule):
+class CollectivesInStep(Rule):
     """The ranks wait in each step for collectives that training can do without. Such are
     all-reduces of single numbers, barriers, Python objects and whole tensors gathered on one rank.
     So are the buffers that DistributedDataParallel sends in each forward pass. Each costs its

@@ -11,7 +11,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.sampled_code import LEARNING, SampledCode, code_outside
 from advisor.measure.host.stacks import share_in
-from advisor.measure.steps.periodic import MIN_TIMES, PeriodicWork, find_periodic_work
+from advisor.measure.steps.periodic import MIN_TIMES, RecurringWork, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, OURS, XPROF
 from advisor.rules.support.common import (
@@ -27,7 +27,7 @@ from advisor.rules.support.common import (
 from advisor.testing import Examples, TraceBuilder
 
 
-class PeriodicLoopWork(Rule):
+class PeriodicWork(Rule):
     """The loop does something every N steps that takes much of the run. Examples are a validation,
     metrics, and advantages before the minibatches of a rollout. The median step does not contain
     it, and a profiled window may miss it.
@@ -122,7 +122,7 @@ class PeriodicLoopWork(Rule):
             **(self.case("validation") if work.outside else {}),
         )
 
-    def _is_other_work(self, recorded: StepRecords, work: PeriodicWork) -> bool:
+    def _is_other_work(self, recorded: StepRecords, work: RecurringWork) -> bool:
         """Return whether other rules look at this: saving, logging, compiling, a new epoch."""
         if not work.outside and work.period == recorded.epoch_steps:
             return True
@@ -134,7 +134,7 @@ class PeriodicLoopWork(Rule):
             for pattern in SAVING_AND_LOGGING.values()
         )
 
-    def _idles(self, work: PeriodicWork) -> bool:
+    def _idles(self, work: RecurringWork) -> bool:
         """Return whether the device idles during the work too."""
         if work.outside:
             return True
@@ -149,7 +149,7 @@ class PeriodicLoopWork(Rule):
         inside = f", in {code.library_function}" if code.library_function else ""
         return f"{code.share:.0%} of the sampled stacks are in {code.place}{inside}."
 
-    def _impact(self, a: Analysis, work: PeriodicWork) -> Any:
+    def _impact(self, a: Analysis, work: RecurringWork) -> Any:
         """Gain per step, or over the run where the work lies outside the steps."""
         recorded = recorded_steps(a)
         if work.outside:

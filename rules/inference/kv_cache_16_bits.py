@@ -22,7 +22,7 @@ BYTES = 2
 """Bytes of a value of the cache, from which half of them can be saved."""
 
 
-class KvCacheIn16Bits(Rule):
+class KvCache16Bits(Rule):
     """Each decoded token reads all keys and values of its sequence, so attention is as fast as the
     memory. A cache in 8 bits is half as many bytes, and holds twice the tokens.
 

@@ -257,7 +257,7 @@ def _of_traffic(k: ProfiledKernel, excess: float, *units: Limit) -> float:
 _TENSOR_OPS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
 
 
-class OccupancyLimited(CounterRule):
+class KernelOccupancyLimited(CounterRule):
     """No unit of the GPU is busy: all are below 60% of their peaks, where Nsight Compute's
     SpeedOfLight rule divides. Registers, shared memory or the block's size admit few resident
     warps, too few to hide the latency of memory and arithmetic. More of them hide more, at best
@@ -341,7 +341,7 @@ class ExcessRule(CounterRule):
         return _kept(_of_traffic(k, excess / total, *self._units), excess / total)
 
 
-class Uncoalesced(ExcessRule):
+class KernelUncoalesced(ExcessRule):
     """Threads of a warp read or write addresses far apart, so that each request moves more
     32-byte sectors than its data needs. The excess is Nsight Compute's: sectors beyond those of
     the ideal pattern, over all sectors of global memory. Saved is their part of the time of L1, L2
@@ -371,7 +371,7 @@ class Uncoalesced(ExcessRule):
         }
 
 
-class BankConflicts(ExcessRule):
+class KernelBankConflicts(ExcessRule):
     """Threads of a warp touch different addresses of one bank of shared memory, and the accesses
     run one after another. Measured are the conflicts that the hardware counted, over all
     wavefronts of shared memory."""
@@ -397,7 +397,7 @@ class BankConflicts(ExcessRule):
         }
 
 
-class Spills(CounterRule):
+class KernelRegisterSpills(CounterRule):
     """A kernel needs more registers than it may use and keeps the rest in local memory, which lies
     in DRAM behind the caches. Measured are the sectors of local memory over all sectors of L1."""
 
@@ -436,7 +436,7 @@ class Spills(CounterRule):
         }
 
 
-class PartialWave(CounterRule):
+class KernelPartialWave(CounterRule):
     """The grid fills the GPU a few times, and the last time only in part: the other
     multiprocessors wait for the tail. Of ``w`` waves the part ``1 - w / ceil(w)`` is lost at most,
     which matters for few waves only."""
@@ -479,7 +479,7 @@ class PartialWave(CounterRule):
         }
 
 
-class Divergence(CounterRule):
+class KernelDivergence(CounterRule):
     """Branches or early exits leave threads of a warp idle: of 32 only some do work in an
     instruction. Saved is at most the idle part of the time in which arithmetic is the limit."""
 
@@ -510,7 +510,7 @@ class Divergence(CounterRule):
         }
 
 
-class WarpStalls(CounterRule):
+class KernelWarpStalls(CounterRule):
     """Warps mostly wait for one thing, and no unit is busy. Nsight Compute's WarpStateStats gives
     the cycles between two instructions of a warp by what it waited for."""
 

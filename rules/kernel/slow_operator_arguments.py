@@ -93,7 +93,7 @@ class SlowCall(NamedTuple):
     texts: dict[str, object]
 
 
-class SlowArguments(Rule):
+class SlowOperatorArguments(Rule):
     """A library computes an operator slowly for some arguments, and another call gives the same
     result. Names, shapes and arguments in the trace show it.
 

@@ -109,7 +109,7 @@ class TensorRTReformat(EngineLayers):
         }
 
 
-class TensorRTPrecision(EngineLayers):
+class TensorrtFp32Layers(EngineLayers):
     """Convolutions and products of a TensorRT engine run in fp32, where tensor cores do not work
     at their 16-bit or 8-bit rates.
 

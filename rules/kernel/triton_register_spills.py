@@ -19,7 +19,7 @@ REGISTER = 4
 """Bytes of a register."""
 
 
-class TritonSpills(Rule):
+class TritonRegisterSpills(Rule):
     """The values that a thread keeps at one time did not fit into its registers. The compiler
     stores some in local memory and loads them again, through L1 and L2. Registers and local memory
     are read from the module in Triton's cache.

@@ -45,7 +45,7 @@ class Chain(NamedTuple):
     """Tensors of messages that are written: those gathered, and those with weights."""
 
 
-class EdgeMessages(Rule):
+class UnfusedMessages(Rule):
     """A graph network gathers the features of each edge's source, multiplies them with the edge's
     weight, and adds them up at its target. As operators of their own these write and read a tensor
     with a row for each edge. A sparse product does all three in one kernel: it reads the features

@@ -32,7 +32,7 @@ from advisor.rules.support.device_memory import (
 from advisor.testing import Examples, TraceBuilder
 
 
-class Fragmentation(Rule):
+class MemoryFragmentation(Rule):
     """PyTorch's allocator holds much more GPU memory (reserved) than tensors ever filled at one
     time (peak allocated). The rest is split into pieces too small for the next request. With shapes
     that change from step to step this grows. In the end the allocator releases its whole cache and

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from advisor.measure.steps.periodic import PeriodicWork, find_periodic_work
+from advisor.measure.steps.periodic import RecurringWork, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
 from advisor.testing.record import RecordBuilder
 
@@ -19,7 +19,7 @@ def work_of(
     outside: bool = False,
     window: range = range(0),
     **fields: Any,
-) -> PeriodicWork | None:
+) -> RecurringWork | None:
     """Of steps of 10 ms with ``extra(n)`` ms more."""
     r = RecordBuilder()
     for n in range(steps):

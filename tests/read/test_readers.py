@@ -24,7 +24,7 @@ from advisor.core.trace import TraceMeta
 from advisor.export.chrome import write_tables
 from advisor.read import read_trace, registry
 from advisor.read.build import build_trace
-from advisor.read.formats.kineto.reader import Kineto
+from advisor.read.formats.kineto.reader import KinetoReader
 from advisor.read.registry import read_bytes
 
 TOY = '''
@@ -353,4 +353,4 @@ def test_a_file_without_a_usable_row_is_one_line() -> None:
     ],
 )
 def test_our_own_reader_is_sure_only_of_events(text: bytes, claim: str) -> None:
-    assert Kineto().sniff(text, "x.csv").name == claim
+    assert KinetoReader().sniff(text, "x.csv").name == claim

@@ -21,7 +21,7 @@ from advisor.read import source as source_module
 from advisor.read.formats.kineto import json_pieces as split_module
 from advisor.read.formats.kineto.decode import decode_piece
 from advisor.read.formats.kineto.json_pieces import Splitter, last_boundary
-from advisor.read.formats.kineto.reader import Kineto
+from advisor.read.formats.kineto.reader import KinetoReader
 from advisor.read.json_repair import sanitise, scan_list, split_objects
 from advisor.read.reader import ReadOptions
 from advisor.read.source import ByteSource
@@ -473,7 +473,7 @@ def test_of_traces_behind_each_other_the_first_is_read(between: bytes) -> None:
         assert splitter.followed and not splitter.truncated
         assert splitter.head == split(text)[1].head
         # in pieces, the quick way notices that something is wrong, and the exact way what
-        trace = Kineto().read(
+        trace = KinetoReader().read(
             ByteSource("x", data=twice), ReadOptions(piece_bytes=300, processes=1)
         )
         assert trace.meta.events_read == 30

@@ -15,6 +15,7 @@ from advisor.advise.rule_loading import load_rules
 from advisor.core.rule import Citation, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.read import read_trace
+from advisor.read.registry import bundled_readers
 from advisor.rules.support.common import impact_per_step
 from advisor.testing import TraceBuilder
 
@@ -109,6 +110,14 @@ def test_a_file_with_one_rule_is_named_by_its_id() -> None:
     single = {file: of[0].replace("-", "_") for file, of in ids.items() if len(of) == 1}
     assert len(single) > 50
     assert {file: name for file, name in single.items() if file != name} == {}
+
+
+def test_a_class_is_named_as_what_it_is() -> None:
+    """A rule's as its id: of one, the other is guessed. A reader's by its last word."""
+    names = {rule.id: type(rule).__name__ for rule in RULES}
+    assert {i: name for i, name in names.items() if name.lower() != i.replace("-", "")} == {}
+    readers = [type(reader).__name__ for reader in bundled_readers()]
+    assert [name for name in readers if not name.endswith("Reader")] == []
 
 
 def test_no_rule_is_named_outside_itself() -> None:

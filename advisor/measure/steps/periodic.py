@@ -23,7 +23,7 @@ LONG_PERIOD = 8
 """Period from which a step more or less is the same distance."""
 
 
-class PeriodicWork(NamedTuple):
+class RecurringWork(NamedTuple):
     """Work of the loop itself that comes every ``period`` steps. Times in ns."""
 
     period: int
@@ -57,7 +57,7 @@ class PeriodicWork(NamedTuple):
         return min(apart, self.period - apart) <= int(self.period >= LONG_PERIOD)
 
 
-def find_periodic_work(recorded: StepRecords) -> PeriodicWork | None:
+def find_periodic_work(recorded: StepRecords) -> RecurringWork | None:
     """Find work between or in steps, outside loading, forward, backward and optimizer, that comes
     at equal distances in steps. ``None``: there is none, or the record is too short."""
     used = recorded.used
@@ -80,7 +80,7 @@ def find_periodic_work(recorded: StepRecords) -> PeriodicWork | None:
     spent, number = float(excess[counted].sum()), int(used.sum())
     step = float((recorded.dur + evaluation)[used].mean())
     device = recorded.device_dur[counted] - recorded.median
-    return PeriodicWork(
+    return RecurringWork(
         period,
         int(counted.sum()),
         spent / int(counted.sum()),

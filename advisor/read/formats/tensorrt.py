@@ -32,7 +32,7 @@ _PRECISIONS = (
 )
 
 
-class TensorRT(Reader):
+class TensorRTReader(Reader):
     """Reader of one inference, layer after layer, with the mean time of each."""
 
     name = "tensorrt"

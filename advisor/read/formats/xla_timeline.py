@@ -12,7 +12,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.trace import Trace
 from advisor.read.event_columns import NAME_LIMIT
 from advisor.read.formats.kineto.json_pieces import without_mark
-from advisor.read.formats.xplane.reader import Space, XPlane, space_to_trace
+from advisor.read.formats.xplane.reader import Space, XPlaneReader, space_to_trace
 from advisor.read.reader import ReaderClaim, ReadOptions
 from advisor.read.source import ByteSource
 
@@ -44,12 +44,12 @@ class _TimelineFile(msgspec.Struct):
     traceEvents: list[msgspec.Raw] = []
 
 
-class XlaTimeline(XPlane):
+class XlaTimelineReader(XPlaneReader):
     """Reader of ``<host>.trace.json.gz`` in a log directory: the events of the XPlane file beside
     it, cut to a million. Processes are planes, threads are lines."""
 
     name = "xla-timeline"
-    description = XPlane.description
+    description = XPlaneReader.description
     suffixes = (".trace.json",)
 
     def sniff(self, head: bytes, path: str) -> ReaderClaim:

@@ -47,7 +47,7 @@ _EVENTS = re.compile(rb'"(?:traceEvents|ph|deviceProperties|distributedInfo)"\s*
 """Events, or keys that precede them: the process groups of a large job fill many blocks."""
 
 
-class Kineto(Reader):
+class KinetoReader(Reader):
     """Reader of PyTorch profiler traces, of any age: ``{"traceEvents": […], …}`` or a bare list."""
 
     name = KINETO

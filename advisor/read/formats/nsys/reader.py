@@ -21,7 +21,7 @@ _SIGNS = frozenset({"StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_I
 _EXPORT_SECONDS = 3600.0
 
 
-class Nsys(Reader):
+class NsysReader(Reader):
     """Reader of Nsight Systems' exports, 2020 to 2026 (``nsys export --type sqlite``), of any CUDA
     program; and of its reports, if ``nsys`` is installed. Never reads what tells of the machine's
     users and the process's environment."""
@@ -156,5 +156,5 @@ def _exported(source: ByteSource, options: ReadOptions) -> Trace:
             why = next((line.strip() for line in said if line.strip()), f"exit {done.returncode}")
             raise AdvisorError(f"{source.path}: nsys export failed ({why[:200]})")
         inner = ByteSource(str(target), limit=source.limit)
-        trace = Nsys().read(inner, options)
+        trace = NsysReader().read(inner, options)
     return replace(trace, meta=replace(trace.meta, path=source.path))

@@ -63,7 +63,7 @@ class RocpdReader(Reader):
             return _rocpd(source, db)
 
 
-class RocprofJson(Reader):
+class RocprofJsonReader(Reader):
     """Reader of ``rocprofv3 --output-format json``."""
 
     name = "rocprofv3"

@@ -71,7 +71,7 @@ _TOOLS = {
 }
 
 
-class XPlane(Reader):
+class XPlaneReader(Reader):
     """Reader of an ``XSpace`` message, packed or not, without TensorFlow or protobuf."""
 
     name = "xplane"

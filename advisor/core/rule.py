@@ -229,6 +229,9 @@ class Rule:
     """Check that it does on steps that the host computes; empty: none that the verdict lists."""
     cites_all_ranks: ClassVar[bool] = False
     """Whether its finding gets the exposed communication of each rank of a job as evidence."""
+    training_only: ClassVar[bool] = False
+    """Whether what it looks for is only there where something is trained, or would be: its texts
+    speak of training."""
     across_ranks: ClassVar[bool] = False
     """Whether the rule looks at the whole run (``check_run``), not at one rank's window."""
 

@@ -63,6 +63,7 @@ class MissingNoSync(Rule):
 
     id = "missing-no-sync"
     title = "Gradient accumulation without no_sync: DDP reduces gradients in every pass"
+    training_only = True
     found_in = ("recorded/gloo_accumulation.slow",)
     silent_in = (*SILENT_TRACES, "recorded/gloo_accumulation.cured")
     validation_note = (

@@ -38,6 +38,7 @@ class PipelineBubble(Rule):
 
     id = "pipeline-bubble"
     title = "The pipeline waits while it fills and drains"
+    training_only = True
     silent_in = SILENT_TRACES
     references = (
         "https://arxiv.org/abs/2104.04473",

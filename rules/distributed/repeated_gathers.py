@@ -35,6 +35,7 @@ class RepeatedGathers(Rule):
 
     id = "repeated-gathers"
     title = "FSDP gathers the same parameters in each micro-batch"
+    training_only = True
     category = "distributed"
     silent_in = SILENT_TRACES
     references = (

@@ -85,6 +85,7 @@ class AnomalyDetection(Rule):
 
     id = "anomaly-detection"
     title = "Anomaly detection is on"
+    training_only = True
     knobs = ("debug-switches-off",)
     validation_note = (
         "CPU recordings, torch 2.13, with the mode on and off: steps of 58 ms instead of 21"

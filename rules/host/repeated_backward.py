@@ -48,6 +48,7 @@ class RepeatedBackward(Rule):
 
     id = "repeated-backward"
     title = "The backward pass goes through the same graph again"
+    training_only = True
     sampled_part = "backward"
     found_in: ClassVar[tuple[str, ...]] = ("traces/h100/face_gan",)
     silent_in: ClassVar[tuple[str, ...]] = (

@@ -37,6 +37,7 @@ class SecondForward(Rule):
 
     id = "second-forward"
     title = "The forward pass runs twice in each step"
+    training_only = True
     sampled_part = "forward"
     found_in: ClassVar[tuple[str, ...]] = ("recorded/second_forward.slow",)
     silent_in: ClassVar[tuple[str, ...]] = (

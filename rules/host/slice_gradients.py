@@ -49,6 +49,7 @@ class SliceGradients(Rule):
 
     id = "slice-gradients"
     title = "Slices taken in a loop have a gradient of the whole tensor each"
+    training_only = True
     found_in: ClassVar[tuple[str, ...]] = ("recorded/slices.slow", "traces/h100/organ_seg")
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/slices.cured", *CURED_RECORDINGS)
     validation_note = "a CPU recording, torch 2.13, and its cure"

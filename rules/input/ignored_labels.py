@@ -60,6 +60,7 @@ class IgnoredLabels(Rule):
 
     id = "ignored-labels"
     title = "Logits are computed for labels that the loss ignores"
+    training_only = True
     reads_record = True
     validation_note = (
         "CPU recordings, in no test. Instruction tuning, 76% of the labels ignored: 38.9 ms "

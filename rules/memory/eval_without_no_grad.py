@@ -63,6 +63,7 @@ class EvalWithoutNoGrad(Rule):
 
     id = "eval-without-no-grad"
     title = "Forward passes without a backward build an autograd graph"
+    training_only = True
     knobs = ("no-grad-evaluation",)
     found_in: ClassVar[tuple[str, ...]] = ("workloads/eval_with_grad",)
     silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/eval_with_grad")
@@ -197,6 +198,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
 
     id = "evaluation-graphs"
     title = "Evaluation builds autograd graphs that no backward pass uses"
+    training_only = True
     reads_record = True
     found_in = ("recorded/evaluation_graphs.slow",)
     silent_in = ("recorded/evaluation_graphs.cured", *CURED_RECORDINGS)

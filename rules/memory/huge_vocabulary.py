@@ -61,6 +61,7 @@ class HugeVocabulary(Rule):
 
     id = "huge-vocabulary"
     title = "The loss keeps several copies of the logits in memory"
+    training_only = True
     auxiliary_inputs = (SNAPSHOT,)
     found_in = public_traces("memory/h100_training")
     silent_in = SILENT_TRACES

@@ -26,17 +26,17 @@ from advisor.rules.support.device_memory import (
     locate_holders,
     snapshot_example,
 )
+from advisor.rules.support.memory_changes import (
+    CHANGES,
+    CHANGES_OF_INFERENCE,
+    advise_change,
+)
 from advisor.testing import Examples, TraceBuilder
 
 MIN_BATCHES = 5
 """Number of batches from which the last one is compared with the median."""
 MAX_SAVINGS = 3
 """Ways to free memory that a finding names."""
-
-
-_SETTINGS = "lr=lr, betas=betas, weight_decay=weight_decay"
-_PARAMETERS = f"\n    model.parameters(), {_SETTINGS}"
-_OFFLOADED = f"model.parameters(), torch.optim.AdamW,\n    {_SETTINGS}"
 
 
 class OutOfMemory(Rule):
@@ -107,91 +107,7 @@ class OutOfMemory(Rule):
             "torch.cuda.memory._dump_snapshot('oom.pickle')",
             "confidence": 0.6,
         },
-        # what would have freed memory, from a snapshot: the changes of ``find_savings``
-        "checkpointing": {
-            "fix": "Checkpoint the blocks called there",
-            "code": "from torch.utils.checkpoint import checkpoint\n"
-            "x = checkpoint(block, x, use_reentrant=False)",
-        },
-        "fused attention": {
-            "fix": "Use fused attention, which stores no scores and no softmax of them",
-            "code": "from torch.nn.functional import scaled_dot_product_attention\n"
-            "# not softmax(q @ k.mT / sqrt(d), -1) @ v\n"
-            "out = scaled_dot_product_attention(q, k, v, attn_mask=mask)\n"
-            "# a causal mask: is_causal=True instead of attn_mask",
-        },
-        "smaller logits": {
-            "fix": "Compute the loss in chunks, or with a fused linear cross entropy",
-            "code": "# the loss without whole logits: pip install liger-kernel\n"
-            "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss\n"
-            "loss = LigerFusedLinearCrossEntropyLoss()(\n"
-            "    head.weight, hidden.flatten(0, -2), target.flatten(), head.bias)",
-        },
-        "references": {
-            "fix": "Release the outputs of the previous step (del, detach)",
-            "code": "del output, loss              # at the end of the step\n"
-            "total += loss.detach()        # not: total += loss",
-        },
-        "set_to_none": {
-            "fix": "Set gradients to None before the forward pass",
-            "code": "optimizer.zero_grad(set_to_none=True)   # before the forward pass",
-        },
-        "offload activations": {
-            "fix": "Keep activations in pinned host memory until the backward pass",
-            "code": "with torch.autograd.graph.save_on_cpu(pin_memory=True):\n"
-            "    loss = model(batch)",
-        },
-        "16-bit optimizer state": {
-            "fix": "Keep the optimizer's state in bf16",
-            "code": "# pip install torchao\n"
-            "from torchao.optim import _AdamW\n"
-            f"optimizer = _AdamW({_PARAMETERS},\n    bf16_stochastic_round=True)",
-        },
-        "offload optimizer state": {
-            "fix": "Keep the optimizer's state in host memory",
-            "code": "# pip install torchao\n"
-            "from torchao.optim import CPUOffloadOptimizer\n"
-            f"optimizer = CPUOffloadOptimizer(\n    {_OFFLOADED})   # your class and settings",
-        },
-        "fused optimizer": {
-            "fix": "Use the fused optimizer, which needs no temporaries",
-            "code": f"optimizer = torch.optim.AdamW({_PARAMETERS},\n    fused=True)",
-        },
-        "autocast without cache": {
-            "fix": "Switch off autocast's cache of weights",
-            "code": "with torch.autocast('cuda', torch.bfloat16, cache_enabled=False):\n"
-            "    loss = model(batch)",
-        },
-        "16-bit weights": {
-            "fix": "Convert the model to bf16, in place of autocast if it is used",
-            "code": "model = model.to(torch.bfloat16)",
-        },
-        "share graph pools": {
-            "fix": "Let CUDA graphs that never run at once share one memory pool",
-            "code": "pool = torch.cuda.graph_pool_handle()\n"
-            "with torch.cuda.graph(graph, pool=pool):\n"
-            "    output = model(static_input)",
-        },
-        "8-bit optimizer": {
-            "fix": "Use an 8-bit optimizer",
-            "code": "# pip install bitsandbytes\n"
-            "import bitsandbytes\n"
-            f"optimizer = bitsandbytes.optim.AdamW8bit({_PARAMETERS})",
-        },
-        "half the batch": {
-            "fix": "Halve the micro-batch and accumulate gradients",
-            "code": "loader = DataLoader(..., batch_size=batch_size // 2)\n"
-            "for step, (batch, target) in enumerate(loader, 1):\n"
-            "    loss = loss_function(model(batch), target) / 2\n"
-            "    loss.backward()                   # adds to the gradients of the first half\n"
-            "    if step % 2 == 0:\n"
-            "        optimizer.step()\n"
-            "        optimizer.zero_grad()",
-        },
-        "expandable segments": {
-            "fix": "Let segments grow and shrink (expandable segments)",
-            "code": EXPANDABLE,
-        },
+        **CHANGES,
     }
 
     inference = {
@@ -201,18 +117,7 @@ class OutOfMemory(Rule):
                 "fix": f"{LOWER_PEAK_INFERENCE} Record the allocator's history for the lines that "
                 "held it, and for whether other allocator settings would have helped.",
             },
-            "smaller logits": {
-                "fix": "Compute the logits in chunks, or only those of the last position",
-                "code": "logits = head(hidden[:, -1:])",
-            },
-            "references": {
-                "fix": "Release the outputs of the previous step",
-                "code": "del output                    # at the end of the step",
-            },
-            "half the batch": {
-                "fix": "Run half as many requests at a time",
-                "code": "outputs = [model(part) for part in batch.chunk(2)]",
-            },
+            **CHANGES_OF_INFERENCE,
         },
     }
 
@@ -295,7 +200,7 @@ class OutOfMemory(Rule):
             f"{t.format_bytes(post.reserved)} reserved ({_list_holders(post)})"
         )
         fix, grown = _name_ways(ways, post, needed), ""
-        code = describe_change(ways[0].name, post.trains)[1] if ways else ""
+        code = advise_change(ways[0].name, post.trains)[1] if ways else ""
         if (larger := post.larger_inputs) is not None:
             origin, *ends = larger
             first, last = map(t.format_bytes, ends)
@@ -383,17 +288,8 @@ class OutOfMemory(Rule):
         }
 
 
-def describe_change(change: str, trains: bool | None) -> tuple[str, str]:
-    """Return what to do for one of ``memory_savings.find_changes``, and the code. ``trains``:
-    whether the program does; ``None``: unknown."""
-    case = dict(OutOfMemory.cases.get(change) or SHARDING)
-    other = {None: UNKNOWN, False: OutOfMemory.inference["cases"]}.get(trains, {})
-    case |= other.get(change, {})
-    return str(case["fix"]), str(case["code"])
-
-
 def _name(saving: FreedMemory, post: PeakMemory) -> str:
-    fix = describe_change(saving.name, post.trains)[0]
+    fix = advise_change(saving.name, post.trains)[0]
     return f"{fix[0].lower()}{fix[1:]}"
 
 
@@ -421,27 +317,11 @@ def _name_ways(ways: list[FreedMemory], post: PeakMemory, needed: int) -> str:
                 else f"this request fits, but of {t.format_bytes(after)} that the step needs next "
                 f"{t.format_bytes(short)} are missing"
             )
-        fix = describe_change(way.name, post.trains)[0]
+        fix = advise_change(way.name, post.trains)[0]
         sentences.append(f"{fix}{place}: this frees {freed}.")
     if len(sentences) > 1:
         sentences.append("These savings overlap.")
     return " ".join(sentences)
-
-
-UNKNOWN = {
-    "half the batch": {
-        "fix": "Halve the batch; where the program trains, accumulate gradients over two",
-        "code": "loader = DataLoader(..., batch_size=batch_size // 2)",
-    },
-}
-"""Texts where it is unknown whether the program trains."""
-
-
-SHARDING = {
-    "fix": "Shard the states over the ranks",
-    "code": "from torch.distributed.fsdp import fully_shard\n"
-    "fully_shard(model)                # ZeRO 3; 1 and 2: ZeroRedundancyOptimizer, DeepSpeed",
-}
 
 
 def _list_holders(post: PeakMemory, count: int = 3) -> str:

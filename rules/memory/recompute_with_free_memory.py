@@ -44,6 +44,7 @@ class RecomputeWithFreeMemory(Rule):
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
+    training_only = True
     found_in = ("traces/h100/checkpointed",)
     silent_in = public_traces("b200_eager h100_bert_small_inference pairs/particle_batch128")
     validation_note = (

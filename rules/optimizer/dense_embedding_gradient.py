@@ -57,6 +57,7 @@ class DenseEmbeddingGradient(Rule):
 
     id = "dense-embedding-gradient"
     title = "The whole embedding table is updated for a few rows"
+    training_only = True
     found_in: ClassVar[tuple[str, ...]] = (
         "recorded/dense_embedding.slow",
         "traces/h100/ads_ranker",

@@ -38,6 +38,7 @@ class ManyParameterGroups(Rule):
 
     id = "many-parameter-groups"
     title = "The optimizer updates many small parameter groups one by one"
+    training_only = True
     knobs = ("fused-optimizer",)
     sampled_part = "optimizer"
     found_in: ClassVar[tuple[str, ...]] = ("traces/h100/essay_scorer",)

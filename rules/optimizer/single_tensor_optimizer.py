@@ -60,6 +60,7 @@ class SingleTensorOptimizer(Rule):
 
     id = "single-tensor-optimizer"
     title = "The optimizer updates one parameter at a time"
+    training_only = True
     knobs = ("fused-optimizer",)
     found_in = ("recorded/single_tensor.slow",)
     silent_in = ("recorded/single_tensor.cured", *SILENT_TRACES)

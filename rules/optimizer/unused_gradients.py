@@ -76,6 +76,7 @@ class UnusedGradients(Rule):
 
     id = "unused-gradients"
     title = "Gradients are computed that no optimizer uses"
+    training_only = True
     reads_record = True
     found_in = ("recorded/unfrozen.slow", "traces/h100/lora_instruct")
     silent_in = ("recorded/unfrozen.cured", "recorded/second_forward.cured")

@@ -31,6 +31,7 @@ class ZeroedGradients(Rule):
 
     id = "zeroed-gradients"
     title = "Gradients are filled with zeros and added to"
+    training_only = True
     found_in = public_traces(
         "linear_2080ti_launch_bound pairs/loader_autograd_workers0 pairs/loader_autograd_workers4 "
         "pairs/loader_profiler_workers0 pairs/loader_profiler_workers4"

@@ -17,7 +17,7 @@ from advisor.measure.memory.memory_savings import count_needed_bytes, find_chang
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.render.formats import REPORTS
-from advisor.rules.memory.out_of_memory import describe_change
+from advisor.rules.support.memory_changes import advise_change
 
 FOLDER = Path(__file__).parents[1] / "corpus" / "memory"
 NAMES = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.pickle.gz"))
@@ -235,7 +235,7 @@ def test_changes_of_training_are_for_programs_that_train(name: str) -> None:
         of_training = {"checkpointing", "offload activations", "set_to_none", "8-bit optimizer"}
         assert not names & of_training
         for change in names:
-            text = " ".join(describe_change(change, False)).lower()
+            text = " ".join(advise_change(change, False)).lower()
             assert "accumulat" not in text and "optimizer" not in text
     trains = {"h100_training": True, "h100_leak": True, "h100_full": True, "forward_fp32": False,
               "windows_training": True, "stable_diffusion_no_history": None}  # fmt: skip

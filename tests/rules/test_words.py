@@ -23,26 +23,6 @@ TRAINING = re.compile(
     r"\bloss(?:es)?\b|optimizer|zero_grad|backward|learning rate|criterion|\btrains? |micro-batch",
     re.IGNORECASE,
 )
-OF_TRAINING = {
-    # what they look for is only there where something is trained, or would be
-    "anomaly-detection",
-    "dense-embedding-gradient",
-    "eval-without-no-grad",
-    "evaluation-graphs",
-    "huge-vocabulary",
-    "ignored-labels",
-    "many-parameter-groups",
-    "missing-no-sync",
-    "pipeline-bubble",
-    "recompute-with-free-memory",
-    "repeated-backward",
-    "repeated-gathers",
-    "second-forward",
-    "single-tensor-optimizer",
-    "slice-gradients",
-    "unused-gradients",
-    "zeroed-gradients",
-}
 OF_TRAINED_STATE = (
     "set_to_none",
     "8-bit optimizer",
@@ -89,7 +69,7 @@ def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [r for r in RULES if r.id not in OF_TRAINING], ids=lambda rule: rule.id
+    "rule", [r for r in RULES if not r.training_only], ids=lambda rule: rule.id
 )
 def test_a_rule_speaks_of_no_training_where_nothing_is_trained(rule: Rule) -> None:
     other = rule.for_program(Program(trains=False))

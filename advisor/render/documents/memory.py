@@ -20,7 +20,7 @@ from advisor.render.document import (
     TextField,
     plain_text,
 )
-from advisor.rules.memory.out_of_memory import describe_change
+from advisor.rules.support.memory_changes import advise_change
 
 MAX_ROWS: Final = 25
 """Number of rows of a table."""
@@ -111,7 +111,7 @@ def _first_saving(view: MemoryView, report: Report) -> list[Block]:
     needed = (view.request or 0) - (view.driver_free or 0)
     enough = [each for each in view.savings if each.bytes >= needed]
     most = (leaks or enough or view.savings)[0]
-    text, code = describe_change(most.change, view.trains)
+    text, code = advise_change(most.change, view.trains)
     if leaks and most.change == "references":
         text, code = "Release what the line leaves behind in each step", ""
     if most.file is not None:

@@ -38,7 +38,7 @@ from advisor.replay.project.project import (
     describe_cheapest,
 )
 from advisor.replay.project.splits import Split
-from advisor.rules.memory.out_of_memory import describe_change
+from advisor.rules.support.memory_changes import advise_change
 
 LIMITS: Final = {
     "compute": "bound by arithmetic",
@@ -231,7 +231,7 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
         title = "Changes that add least time" if known else "Changes with which it fits"
         blocks.append(_fit_table(title, fit.chosen))
         for way in fit.chosen:
-            text, code = describe_change(way.change.name, fit.trains)
+            text, code = advise_change(way.change.name, fit.trains)
             blocks += [Paragraph(f"{text}{_fit_place(way)}: {way.change.assumes}."), Code(code)]
     blocks += [_layers(way.layers) for way in fit.candidates if way.layers]
     names = {way.change.name for way in fit.chosen}

@@ -13,7 +13,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
-from advisor.rules.memory.out_of_memory import describe_change
+from advisor.rules.support.memory_changes import advise_change
 
 MAX_FINDINGS: Final = 4
 """Number of findings with fix and code; the others are a line each."""
@@ -66,7 +66,7 @@ def _lines(report: Report) -> list[str]:
     )
     lines += [
         f"saving: {each.change} frees {each.bytes} bytes - "
-        + describe_change(each.change, report.memory[0].trains)[0]
+        + advise_change(each.change, report.memory[0].trains)[0]
         + (f": {labels.clean(each.file)}:{each.line}" if each.file is not None else "")
         for each in savings
     ]

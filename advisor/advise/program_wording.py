@@ -46,9 +46,8 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
 
 def has_advice_for(rule: Rule, meta: TraceMeta) -> bool:
     """Tell whether a rule's advice is useful for such a program."""
-    ours = type(rule).__module__.startswith("advisor.rules.")
     known = rule.advice_for(meta.framework) is not None
-    return not is_foreign(meta) or not ours or rule.reads_record or known
+    return not is_foreign(meta) or not rule.bundled or rule.reads_record or known
 
 
 def skip_foreign_rules(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]:

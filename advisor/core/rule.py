@@ -232,6 +232,8 @@ class Rule:
     training_only: ClassVar[bool] = False
     """Whether what it looks for is only there where something is trained, or would be: its texts
     speak of training."""
+    bundled: ClassVar[bool] = False
+    """Whether it comes with the package, not from a user."""
     across_ranks: ClassVar[bool] = False
     """Whether the rule looks at the whole run (``check_run``), not at one rank's window."""
 
@@ -240,9 +242,10 @@ class Rule:
         if "found_in" in vars(cls):
             public = any(name.startswith("traces/") for name in cls.found_in)
             cls.validation = "real traces" if public else "recordings"
-        package, _, folder = cls.__module__.rpartition(".")[0].rpartition(".")
-        if package == "advisor.rules" and "category" not in vars(cls):
-            cls.category = cast("Category", folder)
+        package = cls.__module__.split(".")
+        cls.bundled = package[:2] == ["advisor", "rules"]
+        if cls.bundled and "category" not in vars(cls):
+            cls.category = cast("Category", package[2])
 
     def check(self, a: Analysis) -> Outcomes:
         """Yield findings, skipped checks and passed checks for one rank's window."""

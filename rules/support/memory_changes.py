@@ -1,4 +1,4 @@
-"""What to do for each change of ``memory_savings.find_changes``, with its code."""
+"""Advice and code for each change of ``memory_savings.find_changes``."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ CHANGES_OF_INFERENCE: Mapping[str, Mapping[str, str]] = {
         "code": "outputs = [model(part) for part in batch.chunk(2)]",
     },
 }
-"""Those that differ where nothing is trained."""
+"""Texts where nothing is trained, if they differ."""
 CHANGES_OF_UNKNOWN: Mapping[str, Mapping[str, str]] = {
     "half the batch": {
         "fix": "Halve the batch; where the program trains, accumulate gradients over two",
         "code": "loader = DataLoader(..., batch_size=batch_size // 2)",
     },
 }
-"""Those that differ where it is unknown whether the program trains."""
+"""Texts where it is unknown whether the program trains, if they differ."""
 SHARDING = {
     "fix": "Shard the states over the ranks",
     "code": "from torch.distributed.fsdp import fully_shard\n"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from advisor.advise.engine import AnalysisResult, Options, examine
+from advisor.advise.engine import AnalysisResult, Options, examine, open_ranks
 from advisor.advise.ranks.job import files_summarised_apart
 from advisor.advise.report_text import ranked_findings
 from advisor.core.errors import AdvisorError
@@ -22,7 +22,6 @@ from advisor.core.trace import Run
 from advisor.dashboard.live_run import Follower
 from advisor.measure import Analysis
 from advisor.measure.steps.step_records import RunSummary
-from advisor.read import open_run
 
 if TYPE_CHECKING:
     from advisor.advise.ranks.job import RanksDone
@@ -395,7 +394,7 @@ class DashboardSession:
         options = replace(self.options, read=read, on_progress=progress)
         if not self.live and not alone and files_summarised_apart([entry.path], options):
             return examine(entry.path, options, measuring)
-        run = open_run(entry.path, read, rank=self.options.rank)
+        run = open_ranks(entry.path, replace(self.options, read=read))
         measuring()
         return examine(run, self._options(run))
 

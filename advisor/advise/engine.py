@@ -72,7 +72,7 @@ class AnalysisResult:
     """Run with the traces held here; of ranks that were measured elsewhere, only the first."""
     report: Report
     analyses: dict[int, Analysis]
-    """Analyses by rank number; the report is of the first."""
+    """Analyses by rank number; the report is of the first, which ``Options.rank`` chooses."""
     estimator: GainEstimator
     """Estimator of the first rank's gains."""
 
@@ -112,7 +112,7 @@ def examine(
         summaries, unread = summarise_apart(sources, places, options, config)
         run = first_rank(summaries, sources, options)
     else:
-        run = open_run(source, options.read, rank=options.rank, window=options.window_to_read)
+        run = open_ranks(source, options)
     if on_read is not None:
         on_read()
     if options.capture is not None and sources:
@@ -123,10 +123,14 @@ def examine(
         run = _with_own_capture(run)
     refuse_unrelated(run)
     analyses = choose_windows(run, options.window, options.steps)
+    if options.rank in analyses:
+        analyses = {options.rank: analyses[options.rank], **analyses}
     _tell_machine(analyses, options)
     main = next(iter(analyses))
     results = run_ranks(analyses, rules)
-    summaries = summaries or [r.summary for r in results.values() if r.summary is not None]
+    summaries = summaries or [
+        each for n in sorted(results) if (each := results[n].summary) is not None
+    ]
     compared = _compared(summaries, unread)
     if compared is None and unread:
         left_out = [f"{each.path}: {each.why}" for each in unread]
@@ -139,6 +143,20 @@ def examine(
         mesh=_mesh(analyses[main], main, compared),
     )
     return AnalysisResult(run, report, analyses, estimator)
+
+
+def open_ranks(source: str | Path | Sequence[str | Path], options: Options) -> Run:
+    """Open a run with all its ranks: what ``options.rank`` waits for, the others show. Of a window
+    or a graph capture, only that rank is read. Raises AdvisorError, also for a rank that is not
+    there."""
+    window = options.window_to_read
+    if options.rank is None or options.capture is not None or options.window is not None:
+        return open_run(source, options.read, rank=options.rank, window=window)
+    run = open_run(source, options.read, window=window)
+    recorded = run.ranks if run.recording is None else run.recording.ranks
+    if options.rank in recorded:
+        return run
+    return open_run(source, options.read, rank=options.rank, window=window)  # says which there are
 
 
 def _advise(

@@ -39,7 +39,7 @@ class Options:
     """Options of an analysis: what to analyse and how."""
 
     rank: int | None = None
-    """Rank to analyse; ``None``: all."""
+    """Rank that the report is of; ``None``: the first. All ranks are read and compared."""
     window: int | None = None
     """Window of each rank; ``None``: the first."""
     steps: tuple[int | None, int | None] | None = None

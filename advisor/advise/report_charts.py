@@ -247,7 +247,7 @@ def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
         RankRow(line.rank, _rank_cells(line), line is latest)
         for line in sorted(lines[:limit], key=lambda line: line.rank)
     ]
-    head = RANK_HEAD
+    head = [report.per if name == "step" else name for name in RANK_HEAD]
     if all(line.busy_share is None for line in lines):
         kept = [n for n, name in enumerate(head) if name not in OF_DEVICE]
         head = [head[n] for n in kept]

@@ -92,22 +92,28 @@ def _trace(report: Report) -> list[str]:
         parts.append(f"window {shown.window} (there are {shown.windows}: --window)")
     if len(report.inputs) > 1:
         which = "no rank known" if shown.rank is None else f"rank {shown.rank}"
-        parts.append(f"{which} of {len(report.inputs)}{_slowest(report)}")
+        parts.append("; ".join([f"{which} of {len(report.inputs)}", *_other_ranks(report)]))
     elif shown.rank is not None:
         parts.append(f"rank {shown.rank}")
     return parts
 
 
-def _slowest(report: Report) -> str:
-    """Name the rank with the longest step where that is another one; empty: it is not."""
+def _other_ranks(report: Report) -> list[str]:
+    """Name the rank that the others wait for, and the one with the longest step if not shown."""
     lines = [] if report.ranks is None else report.ranks.lines
-    line = max(lines, key=lambda line: line.step_ns, default=None)
-    if line is None or line.step_ns <= (1 + EQUAL_STEP_SHARE) * report.scope.step_ns:
-        return ""
-    return (
-        f"; the slowest is rank {line.rank}, {t.format_duration(line.step_ns)} "
-        f"(alone: --rank {line.rank})"
-    )
+    if not lines:
+        return []
+    result, own = [], report.scope
+    late = max(lines, key=lambda line: line.caused_wait_ns or 0.0)
+    if (late.caused_wait_ns or 0.0) > EQUAL_STEP_SHARE * own.step_ns:
+        who = "it" if late.rank == own.rank else f"rank {late.rank} (--rank {late.rank})"
+        result.append(f"{who} keeps the others waiting")
+    longest = max(lines, key=lambda line: line.step_ns)
+    if longest.step_ns > (1 + EQUAL_STEP_SHARE) * own.step_ns:
+        result.append(
+            f"longest {report.per}: rank {longest.rank}, {t.format_duration(longest.step_ns)}"
+        )
+    return result
 
 
 def _device(report: Report) -> list[str]:

@@ -182,10 +182,6 @@ def check_ranks(paths: list[str], options: Options) -> None:
         raise AdvisorError("--workers and --cluster: choose one; a cluster has its own workers")
     given = {"--workers": workers, "--cluster": cluster, "--ranks": options.read.ranks or None}
     asked = [name for name, value in given.items() if value is not None]
-    if asked and options.rank is not None:
-        raise AdvisorError(
-            f"--rank and {asked[0]} cannot be combined; give the trace of that rank alone"
-        )
     if asked and "-" in paths:
         raise AdvisorError(f"{asked[0]}: give files and folders, not standard input")
 

@@ -26,7 +26,7 @@ Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
 ]
 Rank = Annotated[
-    int | None, typer.Option("--rank", metavar="N", min=0, help="Analyze this rank of the run.")
+    int | None, typer.Option("--rank", metavar="N", min=0, help="Show this rank of the run.")
 ]
 Window = Annotated[
     int | None,

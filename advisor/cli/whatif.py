@@ -117,7 +117,7 @@ def command(
     wanted = out.choose_renderer(PREDICTIONS, form, output)
     if number is not None and (edits or mesh is not None):
         raise AdvisorError("whatif: give --precision, --mesh or --edit, not two of them")
-    run = open_first_windows(path, options.read, options.rank)
+    run = open_first_windows(path, options.read, None if edits else options.rank)
     if number is not None:
         document = _precision(run, number, options)
     elif mesh is not None:
@@ -130,7 +130,7 @@ def command(
     elif not edits:
         raise _no_edit(path, run, options)
     else:
-        result = what_if(run, edits, steps=options.steps)
+        result = what_if(run, edits, options.rank, steps=options.steps)
         if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
             raise AdvisorError(
                 "; ".join(_nothing(run, result, edit[i], i, options.steps) for i in missed)

@@ -350,7 +350,7 @@ class Tools:
         if ranks is None or len(found.run.ranks) >= len(ranks.lines):
             return found.run
         read = ReadOptions(max_bytes=MAX_BYTES, urls=False)
-        return open_first_windows(self.allowed.path(given), read, rank)
+        return open_first_windows(self.allowed.path(given), read)
 
     def _examined(self, given: str, rank: int | None) -> AnalysisResult:
         from advisor.advise.engine import Options, examine

@@ -63,6 +63,21 @@ def test_ranks_are_compared_the_same_way_here_and_one_by_one(
     assert [line["rank"] for line in json.loads(shown)["ranks"]["lines"]] == [0, 2]
 
 
+@pytest.mark.parametrize("more", [[], ["--workers", "2"]])
+def test_a_rank_is_shown_with_what_all_ranks_know(
+    advisor: Run, ranks: Callable[[int], Path], more: list[str]
+) -> None:
+    folder = ranks(3)
+    first, last = (
+        json.loads(advisor("analyze", folder, *more, "--rank", n, "--format", "json")[1])
+        for n in (0, 2)
+    )
+    assert (first["scope"]["rank"], last["scope"]["rank"]) == (0, 2)
+    assert first["ranks"] == last["ranks"] and len(last["ranks"]["lines"]) == 3
+    gains = [[f["impact"]["gain_ns"] for f in each["findings"]] for each in (first, last)]
+    assert gains[0] == gains[1] and gains[0]
+
+
 def test_ranks_are_chosen_in_files_whose_names_do_not_have_them(
     advisor: Run, tmp_path: Path
 ) -> None:
@@ -108,7 +123,7 @@ def test_tables_and_sarif_are_of_a_job_too(
     ("given", "why"),
     [
         (["--workers", "2", "--cluster", "tcp://127.0.0.1:1"], "choose one"),
-        (["--workers", "2", "--rank", "1"], "--rank and --workers cannot be combined"),
+        (["--workers", "2", "--rank", "7"], "--rank 7: not measured (ranks present: 0, 1)"),
         (["--ranks", "7", "--workers", "1"], "--ranks 7: no trace of these"),
         (["--ranks", "2-1"], "give ranks and ranges"),
         (["--workers", "2", "--format", "word"], "word"),

@@ -43,7 +43,8 @@ def files_summarised_apart(places: Sequence[str], options: Options) -> list[Remo
     chosen = options.read.ranks
     if options.workers is not None or options.cluster is not None:
         return _traces(locate_traces(places, chosen))
-    if options.rank is not None or "-" in places:
+    alone = options.rank is not None and (options.capture or options.window is not None)
+    if alone or "-" in places:
         return []
     if not options.read.urls and any(map(is_url, places)):
         return []
@@ -116,8 +117,14 @@ def summarise_apart(
 def first_rank(
     summaries: Sequence[RankSummary], sources: Sequence[RemoteFile], options: Options
 ) -> Run:
-    """Read the first rank of a job in this process: the report's figures are of it."""
-    first = select_main_run(summaries).summaries[0]
+    """Read the first rank of a job, or ``options.rank``, in this process: the report's figures are
+    of it. Raises AdvisorError: that rank is not among those that could be measured."""
+    ordered = select_main_run(summaries).summaries
+    wanted = [each for each in ordered if options.rank in (None, each.rank)]
+    if not wanted:
+        have = ", ".join(str(each.rank) for each in ordered[:20])
+        raise AdvisorError(f"--rank {options.rank}: not measured (ranks present: {have})")
+    first = wanted[0]
     own = [each for each in sources if each.rank == first.rank]
     source = next((each for each in sources if each.url == first.path), None) or own[0]
     read = replace(options.read, ranks="")

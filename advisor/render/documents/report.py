@@ -139,7 +139,8 @@ def _ranks(report: Report) -> Iterator[Block]:
         )
         notes = [Paragraph(note, "soft") for note in (table.more, table.note) if note]
         profiled = " · profiled steps" * differs
-        yield Section("Ranks", [shown, *notes], f"{table.total} in this recording{profiled}")
+        aside = f"{table.total} in this recording, times {t.format_per(report.per)}{profiled}"
+        yield Section("Ranks", [shown, *notes], aside)
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections
 

@@ -221,7 +221,7 @@ class Study:
             f"The ranks are put on one clock by the ends of {format_count(clocks.matched)} matched "
             f"collectives, accurate to {format_duration(clocks.error_ns)}. 'Comes last': share of "
             "the collectives that the rank enters last. 'Others wait': how long each of them waits "
-            "for it per step, whether compute hides that or not."
+            "for it, whether compute hides that or not."
         )
 
     def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:
@@ -248,7 +248,14 @@ class Study:
         changes = [(describe_change(self.job, each), gain) for each, gain in self.outliers if gain]
         if not self.replay.reason:
             every = estimate_without_stragglers(self.job, self.replay)
-            changes.append(("without stragglers, every rank as fast as the median", every))
+            caused = self.job.waits.caused_ns / max(1, len(self.job.profile.steps))
+            late = [
+                number
+                for number, ns in zip(self.numbers, caused.tolist(), strict=True)
+                if ns >= MIN_GAIN_SHARE * self.job.step_ns
+            ]
+            names = f" (ranks {rank_numbers(late)} are late)" if len(late) > 1 else ""
+            changes.append((f"every rank as fast as the median{names}", every))
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")
                 hidden = no_transfers(self.replay, kind)

@@ -170,7 +170,8 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     factor_low: float | None = None
     """Factor under the optimistic assumption (larger gain)."""
     factor_high: float | None = None
-    """Factor under the pessimistic assumption (smaller gain)."""
+    """Factor under the pessimistic assumption (smaller gain). ``overlap``: share of what it saves
+    that it then does not."""
     workers: int | None = None
     """Number of workers that share the host work (``parallelize``)."""
     host_ns: int | None = None

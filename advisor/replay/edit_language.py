@@ -161,9 +161,10 @@ def parse_edit(line: str) -> Edit:
         raise wrong("at:loop is for host events")
     if target in NEEDS_SOMETHING and select == Select(on="host"):
         raise wrong(f"{target} needs a pattern, {target}:REGEX")
-    edit = _edit(verb, select, number, wrong)
+    kept = verb == "overlap" and factors[0] is None and factors[2] is not None and not number
+    edit = _edit(verb, select, None if kept else number, wrong)
     if factors[0] is not None or factors[2] is not None:
-        if verb not in ("scale", "merge", "remove_skew"):
+        if verb not in ("scale", "merge", "remove_skew") and not kept:
             raise wrong(f"{verb} takes no band of factors")
         edit = replace(edit, factor_low=factors[0], factor_high=factors[2])
     if ahead and verb != "overlap":
@@ -253,7 +254,8 @@ def write_edit(edit: Edit) -> str:
     if edit.op == "drop_launch":
         number = edit.host_ns
     if edit.factor_low is not None or edit.factor_high is not None:
-        parts = (edit.factor_low, edit.factor, edit.factor_high)
+        middle = 0.0 if edit.op == "overlap" else edit.factor
+        parts = (edit.factor_low, middle, edit.factor_high)
         words.append("..".join("" if p is None else f"{p!r}" for p in parts))
     elif number is not None:
         words.append(f"{number!r}")

@@ -253,7 +253,7 @@ def _claim_selected(a: Analysis, edit: Edit) -> GainClaim:
     time = exposed_intervals(a, edit)
     if edit.op == "overlap" and edit.select.on == "gpu" and time.total:
         share = min(1.0, _hidden_by_others(a, selected_gpu(a, edit.select), time) / time.total)
-        return GainClaim(time, (share, share, 1.0))
+        return GainClaim(time, (share, share * (1 - (edit.factor_high or 0.0)), 1.0))
     if edit.op in ("scale", "merge", "remove_skew") and edit.factor is not None:
         middle = 1 - edit.factor
         low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)

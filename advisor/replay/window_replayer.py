@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from advisor.core.finding import LAYER_TIMES, Edit, RangeCause
 from advisor.core.intervals import union
@@ -266,6 +267,12 @@ class WindowReplayer:
             "unprofiled_max": self._max_cost_ratio,
         }.get(assumption, self._own_step_ratio)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
+        doubtful = [e for e in edits if e.op == "overlap" and e.factor_high is not None]
+        if assumption == "low" and doubtful:
+            sure = [replace(e, factor_high=None) if e in doubtful else e for e in edits]
+            others = [e for e in edits if e not in doubtful]
+            kept = max(e.factor_high or 0.0 for e in doubtful)
+            return kept * self.period(others, "low") + (1 - kept) * self.period(sure, "low")
         real = self._real_share(times)
         own = collect(self._selected, self._own_edits(edits), assumption).build(real)
         return self._plan(own.graph).steady_step(own.weight, own.dur)

@@ -42,6 +42,10 @@ _PIPELINE = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
 """Ranges of torchrec's TrainPipelineSparseDist."""
 MIN_BLOCKED_SHARE = 0.01
 """Share of the step from which a wait in the pipeline is named."""
+MESSAGES_DIFFER = (
+    "the network, not a late rank, makes messages slower than the fastest of their size (at worst "
+    "{:.0%} of this time is waits)"
+)
 SLOWEST_GB_PER_S = 0.125
 """Rate of 1 Gbit/s, the slowest network between GPUs, GB/s."""
 
@@ -54,7 +58,9 @@ class ExposedCommunication(Rule):
     the slowest rank inside its kernel. One rank's trace cannot tell that wait from transfer: where
     the figure is large, record the traces of all ranks. Where messages take far longer than any
     network needs, most of the time is such a wait. Then neither overlap nor fewer bytes help. The
-    bound is latency as NCCL models it, and 1 Gbit/s.
+    bound is latency as NCCL models it, and 1 Gbit/s. What messages take
+    beyond the fastest of their kind and size may be such a wait. The low end of the gain is without
+    it.
 
     Where ranks train on CPUs, the collectives are gloo's, which run in threads of the host. Exposed
     is what of them runs while no thread is in an operator. Half of what the other work could hide
@@ -88,6 +94,9 @@ class ExposedCommunication(Rule):
     )
     small_bytes = Threshold(
         1048576, "bytes of a message: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
+    )
+    unsure_share = Threshold(
+        0.2, "of exposed time beyond the fastest messages, from which it is counted", OURS
     )
     healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
 
@@ -354,6 +363,17 @@ class ExposedCommunication(Rule):
                 **self.case("a late rank"),
             )
             return
+        unsure = _time_beyond_fastest(table) / exposed
+        advice = without_bf16(a, self._advice(a, by_kind, table))
+        if a.device_id is None:
+            advice = {**self.case("the ranks train on CPUs"), **advice}
+        elif unsure >= self.unsure_share:
+            evidence.append(
+                Evidence("exposed beyond the fastest message of the size", unsure, "share")
+            )
+            advice["assumptions"] = [MESSAGES_DIFFER.format(unsure), *self.assumptions]
+        else:
+            unsure = 0.0
         yield Finding(
             summary=(
                 f"{subject} {of_step(a, exposed)}. Compute hides {overlap:.0%} of communication."
@@ -361,10 +381,14 @@ class ExposedCommunication(Rule):
             evidence=evidence,
             where=self._worst(a, table),
             edits=[
-                Edit(op="overlap", select=Select(on="gpu", family=("communication",)), ahead=True)
+                Edit(
+                    op="overlap",
+                    select=Select(on="gpu", family=("communication",)),
+                    ahead=True,
+                    factor_high=unsure or None,
+                )
             ],
-            **(self.case("the ranks train on CPUs") if a.device_id is None else {}),
-            **without_bf16(a, self._advice(a, by_kind, table)),
+            **advice,
         )
 
     def _advice(self, a: Analysis, by_kind: pl.DataFrame, table: pl.DataFrame) -> dict[str, Any]:
@@ -451,8 +475,14 @@ class ExposedCommunication(Rule):
             b.collective("allreduce", 100 << 20, 1000)
             _compute(b)
 
+        def uneven(b: TraceBuilder) -> None:
+            _compute(b)
+            for us in (400, 1600):
+                b.collective("allreduce", 100 << 20, us, wait=True)
+
         return {
             "all-reduce after backward": example_steps(body),
+            "messages of one size, one of them four times as long": example_steps(uneven),
             "a small message that waits for a late rank": _of_ranks(1 << 10),
             "hidden under compute": (example_steps(hidden), "min_share"),
             "on CPUs": _on_cpus(exposed=True),
@@ -483,6 +513,23 @@ def _waits_for_ranks(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
     rows = rows.with_columns(transfer=pl.col("latency") + sent)
     rows = rows.with_columns(wait=pl.col("exposed") - pl.col("transfer"))
     return rows.filter(pl.col("wait") > 0)
+
+
+def _time_beyond_fastest(table: pl.DataFrame) -> float:
+    """Return the exposed time of collectives beyond what their bytes need at most, ns: a message
+    takes no longer than a larger one of its kind and group, nor than its bytes at a smaller one's
+    rate. The rest is a wait for other ranks, or a busy network."""
+    kind = ("collective", "axis", "group_size")
+    sent = table.filter(
+        pl.col("bytes") > 0, ~pl.col("collective").is_in(["send", "recv", "send_recv"])
+    )
+    rate = pl.col("dur") / pl.col("bytes")
+    needed = pl.min_horizontal(
+        pl.col("dur").cum_min(reverse=True).over(kind, order_by="bytes"),
+        pl.col("bytes") * rate.cum_min().over(kind, order_by="bytes"),
+    )
+    wait = pl.min_horizontal("exposed", pl.col("dur") - needed)
+    return float(sent.select(wait.sum()).item() or 0.0)
 
 
 def _in_pipeline(a: Analysis) -> str | None:

@@ -83,7 +83,12 @@ EDITS = st.one_of(
     ),
     st.builds(lambda s, f, b: Edit(op="merge", select=s, factor=f, **b), GPU, FACTOR, BAND),
     st.builds(lambda s, r: Edit(op="remove", select=s, rank=r), st.one_of(GPU, HOST, GAP), RANK),
-    st.builds(lambda s, a: Edit(op="overlap", select=s, ahead=a), GPU, st.booleans()),
+    st.builds(
+        lambda s, a, kept: Edit(op="overlap", select=s, ahead=a, factor_high=kept),
+        GPU,
+        st.booleans(),
+        st.none() | st.floats(0, 1),
+    ),
     st.builds(lambda s: Edit(op="make_async", select=s), HOST),
     st.builds(
         lambda s, n: Edit(op="drop_launch", select=s, host_ns=n),

@@ -349,8 +349,8 @@ class DashboardSession:
         try:
             if not as_run and not self.live and self._is_saved(entry):
                 return
-            memory = self.options.read.memory if entry is self.entries[0] else None
-            read = replace(self.options.read, progress=reading, memory=memory, urls=False)
+            memory = self.options.read.memory_snapshot if entry is self.entries[0] else None
+            read = replace(self.options.read, progress=reading, memory_snapshot=memory, urls=False)
             loaded = LoadedRun(entry.path, self._examined(entry, read, alone=as_run))
             for name in WARM_MEASUREMENTS:
                 entry.progress = f"measuring: {name.replace('_', ' ')}"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import inspect
 import io
+import itertools
 import os
 import re
 import sys
@@ -38,6 +40,7 @@ from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
 from advisor.render.formats.markdown import code_span, escape, fenced_block
 from advisor.sample_workloads import Workload, catalogue
+from advisor.testing import TraceBuilder
 
 DOCS = Path(__file__).parent
 PUBLIC = tomllib.loads((DOCS.parent / "tests/corpus/public_traces.toml").read_text())
@@ -357,6 +360,45 @@ print(compare("trace.json.gz", "after.json.gz").verdict)
 """
 
 
+FOR_PACKAGES = {
+    "advisor.core.rule": "Rule Threshold Citation Evidence FrameworkAdvice",
+    "advisor.core.finding": "Finding Edit Select Location SkippedCheck PassedCheck Outcomes",
+    "advisor.core.errors": "AdvisorError",
+    "advisor.core.trace": "Trace TraceMeta",
+    "advisor.measure": "Analysis",
+    "advisor.measure.host.names": "name_matches",
+    "advisor.measure.steps.steps": "rows_in_steps",
+    "advisor.rules.support.citations": "CHOSEN",
+    "advisor.rules.support.common": "amount_per_step",
+    "advisor.core.labels": "clean",
+    "advisor.advise.report_charts": "build_step_bar",
+    "advisor.read.reader": "Reader ReaderClaim ReadOptions Tool",
+    "advisor.read.build": "build_trace",
+    "advisor.core.report": "Report",
+    "advisor.render.document": "Document RenderOptions",
+    "advisor.render.renderer": "Renderer DocumentRenderer DEFAULT",
+    "advisor.testing": "Examples TraceBuilder",
+}
+"""Public names for rules, readers and formats of other packages, by module."""
+
+
+def _for_packages() -> str:
+    """What another package may import, each with the first paragraph of its docstring."""
+    rows = ["| name | from | what it is |", "|---|---|---|"]
+    for module, names in FOR_PACKAGES.items():
+        home = importlib.import_module(module)
+        body = _tree(home).body
+        texts = {  # of a constant: the string below it
+            ast.unparse(one.targets[0]): ast.literal_eval(after.value)
+            for one, after in itertools.pairwise(body)
+            if isinstance(one, ast.Assign) and isinstance(after, ast.Expr)
+        }
+        for name in names.split():
+            text = texts.get(name) or inspect.getdoc(getattr(home, name)) or ""
+            rows.append(f"| `{name}` | `{module}` | {_doc(text.split(chr(10) * 2)[0])} |")
+    return "\n".join(rows)
+
+
 def python_text() -> str:
     """Every public name of the package with its signature and docstring."""
     parts = [
@@ -379,6 +421,15 @@ def python_text() -> str:
         parts += map(_prose, re.split(r"\n\n+", inspect.getdoc(item) or ""))
         if rows := [f"| `{member}` | {doc} |" for member, doc in _members(item)]:
             parts.append("\n".join(["| name | what it is |", "|---|---|", *rows]))
+    parts.append("## For packages that extend it")
+    parts.append(
+        "Rules, readers and formats of other packages may import these too, and the functions of "
+        "`advisor.core.text`. [Extending](extending.md) shows how."
+    )
+    parts.append(_for_packages())
+    parts.append("The methods of `TraceBuilder`:")
+    rows = [f"| `{member}` | {doc} |" for member, doc in _members(TraceBuilder)]
+    parts.append("\n".join(["| name | what it is |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -417,11 +468,7 @@ def _tables(start: str, *modules: object) -> list[str]:
 def _doc(text: str) -> str:
     """A docstring on one line, its reStructuredText roles as plain names."""
     text = " ".join(text.split()).replace("``", "`").replace("|", "\\|")
-    return (
-        text.replace(":class:`~advisor.core.finding.", "`")
-        .replace(":class:", "")
-        .replace(":meth:", "")
-    )
+    return re.sub(r":class:`~[\w.]+\.", "`", text).replace(":class:", "").replace(":meth:", "")
 
 
 def _tree(module: object) -> ast.Module:

@@ -70,7 +70,7 @@ FailOnSeverity = Annotated[
 @o.with_options(*o.ANALYSIS)
 def command(
     paths: Paths = None,
-    form: Annotated[str | None, o.format_option(REPORTS)] = None,
+    format_name: Annotated[str | None, o.format_option(REPORTS)] = None,
     output: o.Output = None,
     csv: CsvFolder = None,
     by: TableBy = None,
@@ -97,7 +97,7 @@ def command(
         raise AdvisorError(f"{twice} is given twice; to compare two runs: advisor compare")
     paths = out.newest_run(paths)
     check_ranks(paths, options)
-    wanted = choose_output(paths, form, output, csv, table=by is not None)
+    wanted = choose_output(paths, format_name, output, csv, table=by is not None)
     names = RedactionNames(redact)
     examined = examine_paths(paths, options, progress, names)
     report = examined.report
@@ -122,12 +122,12 @@ def command(
 
 
 def choose_output(
-    paths: list[str], form: str | None, output: Path | None, csv: Path | None, *, table: bool
+    paths: list[str], format_name: str | None, output: Path | None, csv: Path | None, *, table: bool
 ) -> Renderer[Report]:
     """Return the renderer of the report. Raises AdvisorError for options that cannot be combined,
     and for an output that cannot be written."""
-    wanted = out.choose_renderer(REPORTS, form, output)
-    if table and (form not in (None, "terminal") or output is not None):
+    wanted = out.choose_renderer(REPORTS, format_name, output)
+    if table and (format_name not in (None, "terminal") or output is not None):
         raise AdvisorError("--by prints to the terminal only; drop --format and --output")
     if output is not None:
         out.check_output(output, paths)
@@ -163,8 +163,8 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
 
         log_files(Path(read.compile_log))
         return [read.compile_log], o.read_options(options, compile_log=None)
-    if read.memory is not None:
-        return [read.memory], o.read_options(options, memory=None)
+    if read.memory_snapshot is not None:
+        return [read.memory_snapshot], o.read_options(options, memory_snapshot=None)
     if read.kernel_profile is None:
         raise AdvisorError(
             "give a trace, a folder of traces, a run, --memory-snapshot FILE or "

@@ -28,7 +28,7 @@ def command(
         ),
     ],
     after: Annotated[str, typer.Argument(metavar="AFTER", help="The same after the change.")],
-    form: Annotated[str | None, o.format_option(COMPARISONS)] = None,
+    format_name: Annotated[str | None, o.format_option(COMPARISONS)] = None,
     output: o.Output = None,
     fail_if_slower: Annotated[
         str | None,
@@ -51,7 +51,7 @@ def command(
 ) -> None:
     """Show what became faster or slower from one run to another, and which findings changed."""
     bound = parse_share(fail_if_slower)
-    wanted = out.choose_renderer(COMPARISONS, form, output)
+    wanted = out.choose_renderer(COMPARISONS, format_name, output)
     if output is not None:
         out.check_output(output, [before, after])
     if before == after == "-":

@@ -62,7 +62,7 @@ Editor = Annotated[
     ),
 ]
 Live = Annotated[bool, typer.Option("--live", help="Follow the run during its recording.")]
-Memory = Annotated[
+MemorySnapshot = Annotated[
     Path | None,
     typer.Option("--memory-snapshot", metavar="FILE", help="A memory snapshot of the first path."),
 ]
@@ -78,7 +78,7 @@ Memory = Annotated[
     "paid_gpus",
     "recorded_gpu",
     "max_size",
-    memory=Memory,
+    memory_snapshot=MemorySnapshot,
 )
 def command(
     paths: Paths,

@@ -43,7 +43,7 @@ def command(
     steps: Annotated[
         int, typer.Option(metavar="N", min=1, max=1000, help="With --record: steps to record.")
     ] = 8,
-    form: Annotated[
+    format_name: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help=out.format_names(REPORTS))
     ] = "terminal",
     brief: o.Brief = False,
@@ -52,7 +52,7 @@ def command(
     if not record:
         if folder is not None or device is not None:
             raise AdvisorError("--folder and --device need --record")
-        _show_recording(form, brief)
+        _show_recording(format_name, brief)
         return
     if find_spec("torch") is None:
         raise AdvisorError(
@@ -62,10 +62,10 @@ def command(
         if folder is None:
             folder = stack.enter_context(scratch_folder())
         trace = _record(folder, device, steps)
-        _analyse(trace, form, brief)
+        _analyse(trace, format_name, brief)
 
 
-def _show_recording(form: str, brief: bool) -> None:
+def _show_recording(format_name: str, brief: bool) -> None:
     """Analyse the recording made before the fix; on a terminal also show what the fix saved."""
     from advisor.advise.engine import Options, examine
     from advisor.cli.output import Progress
@@ -76,13 +76,13 @@ def _show_recording(form: str, brief: bool) -> None:
     with Progress() as shown:
         shown.show("analyzing")
         before = examine([str(paths[0])], Options())
-        plain = form == "terminal"
+        plain = format_name == "terminal"
         after = examine([str(paths[1])], Options()) if plain else None
     if after is None:
-        deliver(before.report, REPORTS.renderer(form), analysis=before.main, brief=brief)
+        deliver(before.report, REPORTS.renderer(format_name), analysis=before.main, brief=brief)
         return
     out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
-    deliver(before.report, REPORTS.renderer(form), brief=brief)
+    deliver(before.report, REPORTS.renderer(format_name), brief=brief)
     predicted = before.report.findings[0].impact
     out.show(_outcome(predicted, compare_examined(before, after)))
     sys.stdout.flush()
@@ -132,11 +132,11 @@ def _usable(device: str | None) -> str:
     return device or best
 
 
-def _analyse(trace: Path, form: str, brief: bool) -> None:
+def _analyse(trace: Path, format_name: str, brief: bool) -> None:
     from advisor.advise.engine import Options
 
     report = examine_paths([str(trace)], Options(), True).report
-    if form == "terminal":
+    if format_name == "terminal":
         out.show(f"$ advisor analyze {trace}\n\n")
-    deliver(report, REPORTS.renderer(form), brief=brief)
+    deliver(report, REPORTS.renderer(format_name), brief=brief)
     sys.stdout.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,15 +20,7 @@ if TYPE_CHECKING:
     from advisor.measure.memory.peak_memory import PeakMemory
 
 
-Memory = Annotated[
-    Path | None,
-    typer.Option(
-        "--memory-snapshot", metavar="FILE", help="A memory snapshot of the same program."
-    ),
-]
-
-
-@o.with_options("rank", "steps", memory=Memory)
+@o.with_options("rank", "steps", "memory_snapshot")
 def command(
     path: Annotated[
         str,
@@ -41,14 +32,13 @@ def command(
     capacity: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, as 24GiB or 24G.")
     ] = None,
-    batch: Annotated[
+    batch_size: Annotated[
         float | None,
-        typer.Option("--batch-size", metavar="N", min=0, help="Target samples per step."),
+        typer.Option(metavar="N", min=0, help="Target samples per step."),
     ] = None,
-    batch_now: Annotated[
+    recorded_batch_size: Annotated[
         float | None,
         typer.Option(
-            "--recorded-batch-size",
             metavar="N",
             min=0,
             help="Samples per step of the snapshot, if not recorded.",
@@ -59,7 +49,7 @@ def command(
     ] = 1,
     *,
     options: o.Options,
-    form: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
+    format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
     """Check whether the program fits a GPU, and find the cheapest changes with which it does."""
@@ -71,7 +61,7 @@ def command(
     target = None if gpu is None else find_gpu(gpu).gpu
     size = target.memory_bytes if target is not None else parse_bytes(str(capacity))
     post, analysis, record = _history(path, options)
-    scale = _scale(batch, batch_now, record)
+    scale = _scale(batch_size, recorded_batch_size, record)
     device = None
     if analysis is not None and analysis.device_id is not None:
         device = analysis.trace.working_device(analysis.device_id)
@@ -80,14 +70,14 @@ def command(
     result = find_fit(post, analysis, size, gpu=known, ranks=gpus, scale=scale, driver_share=kept)
     from advisor.render.documents.project import build_fit
 
-    asked = "" if scale == 1 else f"batch {batch:g}, {scale:.3g} times the recorded one"
+    asked = "" if scale == 1 else f"batch {batch_size:g}, {scale:.3g} times the recorded one"
     document = build_fit(
         result,
         gpu="" if target is None else target.name,
         batch=asked,
         request=post.request or 0,
     )
-    wanted = out.choose_renderer(PREDICTIONS, form, output)
+    wanted = out.choose_renderer(PREDICTIONS, format_name, output)
     document = replace(document, data=_plain(result, scale))
     out.deliver(wanted, document, output, [path], details=True)
 

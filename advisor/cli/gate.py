@@ -56,7 +56,7 @@ def command(
     max_slower: MaxSlower = "5%",
     max_memory: MaxMemory = None,
     strict: Strict = False,
-    form: Annotated[str | None, o.format_option(DECISIONS)] = None,
+    format_name: Annotated[str | None, o.format_option(DECISIONS)] = None,
     output: o.Output = None,
     *,
     options: o.Options,
@@ -89,7 +89,7 @@ def command(
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import compare_with_baseline
 
-    wanted = out.choose_renderer(DECISIONS, form, output)
+    wanted = out.choose_renderer(DECISIONS, format_name, output)
     if output is not None:
         out.check_output(output, paths)
 
@@ -106,7 +106,7 @@ def command(
     after = _report(paths[1], options, progress)
     comparison = compare_with_baseline(before, after, bounds)
     out.deliver(wanted, comparison, output, paths, details=True)
-    _write_to_workflow(comparison, shown=output is None and form == "github")
+    _write_to_workflow(comparison, shown=output is None and format_name == "github")
     if comparison.decision is not None and comparison.decision.failed:
         raise typer.Exit(1)
 

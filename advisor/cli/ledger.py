@@ -22,7 +22,7 @@ def command(
             help="Runs or ledgers; default: your own ledger and the one that is shipped.",
         ),
     ] = None,
-    form: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
+    format_name: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
 ) -> None:
     """Compare past predictions with what was measured."""
     from advisor.replay import predictions
@@ -34,7 +34,7 @@ def command(
         result = predictions.read_predictions(file)
         rows += result.predictions
         skipped += result.skipped
-    if form == "json":
+    if format_name == "json":
         out.show_json(rows)
         return
     out.show(_render(rows, skipped, out.find_report_width(sys.stdout)))

@@ -25,22 +25,18 @@ else:
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file.")
 ]
-Rank = Annotated[
-    int | None, typer.Option("--rank", metavar="N", min=0, help="Show this rank of the run.")
-]
+Rank = Annotated[int | None, typer.Option(metavar="N", min=0, help="Show this rank of the run.")]
 Window = Annotated[
     int | None,
-    typer.Option("--window", metavar="N", min=0, help="Which window of a rank that has several."),
+    typer.Option(metavar="N", min=0, help="Which window of a rank that has several."),
 ]
 Rules = Annotated[
     Path | None,
-    typer.Option("--rules", metavar="DIR", help="More rules: every *.py in this folder."),
+    typer.Option(metavar="DIR", help="More rules: every *.py in this folder."),
 ]
 MaxSize = Annotated[
     str | None,
-    typer.Option(
-        "--max-size", metavar="SIZE", help="Read at most this much, unpacked (default 16G)."
-    ),
+    typer.Option(metavar="SIZE", help="Read at most this much, unpacked (default 16G)."),
 ]
 Redact = Annotated[
     bool,
@@ -108,7 +104,6 @@ Price = Annotated[
 PriceTable = Annotated[
     Path | None,
     typer.Option(
-        "--prices",
         metavar="FILE",
         help="Prices by the GPU's name, as TOML (else [tool.advisor.prices] of pyproject.toml).",
     ),
@@ -136,6 +131,10 @@ RecordedGpu = Annotated[
         help="The GPU that ran the work, such as 'a100 sxm4 80gb', where the file does not say.",
     ),
 ]
+RecordedMesh = Annotated[
+    str | None,
+    typer.Option(metavar="MESH", help="The recorded mesh, where collectives do not show it."),
+]
 
 
 PRICE_OPTIONS = "--price, --prices"
@@ -156,16 +155,14 @@ def chosen_prices(price: str | None, table: Path | None) -> Prices | None:
 Steps = Annotated[
     str | None,
     typer.Option(
-        "--steps",
         metavar="A:B|REGEX",
         help="Steps A up to, not including, B, counted from 0; or the names of the ranges "
         "that are steps.",
     ),
 ]
-SnapshotFile = Annotated[
+MemorySnapshot = Annotated[
     Path | None,
     typer.Option(
-        "--memory-snapshot",
         metavar="FILE",
         help="A memory snapshot (torch.cuda.memory._dump_snapshot) of the same program; alone "
         "it can be a PATH.",
@@ -257,7 +254,7 @@ ANALYSIS: Final[dict[str, Any]] = {
     "window": Window,
     "steps": Steps,
     "rules": Rules,
-    "memory": SnapshotFile,
+    "memory_snapshot": MemorySnapshot,
     "kernel_profile": KernelProfile,
     "capture": CaptureFile,
     "compile_log": CompileLogs,

@@ -35,17 +35,14 @@ def command(
         list[str],
         typer.Option("--gpu", metavar="NAME", help="As 'h200' or 'a100 pcie 80gb'; repeatable."),
     ] = [],  # noqa: B006
-    every: Annotated[
+    all_gpus: Annotated[
         bool, typer.Option("--all", help="All GPUs that are known, or all that have a price.")
     ] = False,
     prices: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money an hour."),
     ] = None,
-    recorded_gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The recorded GPU, where the file names none."),
-    ] = None,
+    recorded_gpu: o.RecordedGpu = None,
     gpus: Annotated[
         list[int],
         typer.Option(metavar="N", min=1, help="That many GPUs as recorded; repeatable."),
@@ -56,14 +53,7 @@ def command(
     instance: Annotated[
         str | None, typer.Option(metavar="NAME", help="A machine of the price file's [instances].")
     ] = None,
-    from_mesh: Annotated[
-        str | None,
-        typer.Option(
-            "--recorded-mesh",
-            metavar="MESH",
-            help="The recorded mesh, where collectives do not show it.",
-        ),
-    ] = None,
+    recorded_mesh: o.RecordedMesh = None,
     *,
     options: o.Options,
     epoch_steps: Annotated[
@@ -77,16 +67,16 @@ def command(
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")
     ] = False,
-    form: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
+    format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
 ) -> None:
     """Predict the step time on another GPU, and its cost there.
 
     docs/project.md explains the method and the range.
     """
-    if not gpu and not every and not gpus:
+    if not gpu and not all_gpus and not gpus:
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")
-    if gpus and (gpu or every):
+    if gpus and (gpu or all_gpus):
         raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
     from advisor.advise.engine import open_first_windows
     from advisor.core.files import read_toml
@@ -97,7 +87,7 @@ def command(
     from advisor.replay.project.splits import find_epoch, find_pacing_rank, read_instance, read_rank
 
     table = read_prices(prices)
-    targets, notes = ([], []) if gpus else _targets(gpu, table, every=every)
+    targets, notes = ([], []) if gpus else _targets(gpu, table, all_gpus=all_gpus)
     run = open_first_windows(path, options.read, options.rank)
     if not run.traces:
         raise AdvisorError(f"{path}: no profiled window, so nothing to project")
@@ -106,13 +96,15 @@ def command(
     if len(pace.work) > 1:
         notes.append(pace.sentence)
     epoch = find_epoch(measured, epoch_steps, epoch_samples)
-    wanted = out.choose_renderer(PREDICTIONS, form, output)
+    wanted = out.choose_renderer(PREDICTIONS, format_name, output)
     if gpus:
         machine = None
         if instance is not None:
             tables = {} if prices is None else read_toml(prices).get("instances")
             machine = instance, read_instance(tables, instance)
-        document = _splits(measured, gpus, nodes, from_mesh, machine, table, options, epoch, notes)
+        document = _splits(
+            measured, gpus, nodes, recorded_mesh, machine, table, options, epoch, notes
+        )
     else:
         origin = None if recorded_gpu is None else find_gpu(recorded_gpu).gpu
         projector = Projector(measured, same_host=same_host, source=origin)
@@ -163,7 +155,7 @@ class _RankSteps:
 
 
 def _targets(
-    names: list[str], prices: Prices, *, every: bool
+    names: list[str], prices: Prices, *, all_gpus: bool
 ) -> tuple[list[tuple[GpuSpec, float | None]], list[str]]:
     """Return the GPUs with prices per hour (``None``: unknown), and notes on inexact names."""
     from advisor.core.gpus import find_gpu, known_gpus
@@ -173,7 +165,7 @@ def _targets(
     matches = {name: find_gpu(name) for name in names}
     chosen = {match.gpu.name: match.gpu for match in matches.values()}
     notes = [note for name, match in matches.items() if (note := match.note(name))]
-    if every:
+    if all_gpus:
         wanted = [g for g in known_gpus() if not money or g.name in money]
         chosen |= {g.name: g for g in wanted}
     return [(g, money.get(g.name)) for g in chosen.values()], notes
@@ -212,7 +204,7 @@ def _row(choice: TargetGpu) -> dict[str, Any]:
 
 
 def _splits(
-    a: Analysis, gpus: list[int], nodes: int | None, from_mesh: str | None,
+    a: Analysis, gpus: list[int], nodes: int | None, recorded_mesh: str | None,
     machine: tuple[str, Instance] | None, prices: Prices, options: o.Options,
     epoch: float | None, notes: list[str],
 ) -> Document:  # fmt: skip
@@ -239,7 +231,7 @@ def _splits(
         hourly = hourly if each.price is None else each.price / each.gpus
         if each.cores is not None:
             notes.append(f"{name} has {each.cores / each.gpus:g} cores for each GPU")
-    recorded = None if from_mesh is None else parse_mesh(from_mesh)
+    recorded = None if recorded_mesh is None else parse_mesh(recorded_mesh)
     projector = MeshProjector(a, recorded, NodeLinks(options.node_size, network))
     if machine is not None and nodes is None:
         projector = projector.with_node_size(machine[1].gpus)

@@ -35,7 +35,7 @@ def command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write one self-contained HTML file."),
     ] = None,
-    form: Annotated[str | None, o.format_option(REPORTS)] = None,
+    format_name: Annotated[str | None, o.format_option(REPORTS)] = None,
     output: o.Output = None,
     details: o.Details = False,
     brief: o.Brief = False,
@@ -45,7 +45,7 @@ def command(
     progress: o.Progress = True,
 ) -> None:
     """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
-    wanted = out.choose_renderer(REPORTS, form, output)
+    wanted = out.choose_renderer(REPORTS, format_name, output)
     for target in (html, output):
         if target is not None:
             out.check_output(target, paths)
@@ -65,7 +65,7 @@ def command(
         names = redaction.collect(examined.run)
     if html is not None:
         deliver(result, REPORTS.renderer("html"), html, analysis=analysis, redact=names)
-    if html is None or output is not None or form is not None:
+    if html is None or output is not None or format_name is not None:
         deliver(
             result, wanted, output, details=details, brief=brief, analysis=analysis, redact=names
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.core.errors import AdvisorError, suggest
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List the rules, and what each looks for.", rich_markup_mode=None)
 
 SEE = "see 'advisor rules list'"
-Folder = Annotated[
-    Path | None, typer.Option("--rules", metavar="DIR", help="More rules: every *.py in it.")
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -28,28 +26,28 @@ def _rules(ctx: typer.Context) -> None:
 
 
 @app.command("list")
-def list_rules(folder: Folder = None) -> None:
+def list_rules(rules: o.Rules = None) -> None:
     """List all rules by category, with how far each was validated."""
     from advisor.advise.rule_loading import read_config
     from advisor.render.documents.rule import build_list
 
-    rules = _load(folder)
+    known = _load(rules)
     off = {name for name, options in read_config().items() if options.get("enabled") is False}
-    out.show_document(build_list(rules, disabled=off))
+    out.show_document(build_list(known, disabled=off))
 
 
 @app.command("show")
 def show(
     rule_id: Annotated[str, typer.Argument(metavar="ID", help="As 'advisor rules list' has it.")],
-    folder: Folder = None,
+    rules: o.Rules = None,
 ) -> None:
     """Show what a rule looks for, why that costs time, its thresholds and how to change them."""
     from advisor.render.documents.rule import build
 
-    rules = {rule.id: rule for rule in _load(folder)}
-    if rule_id not in rules:
-        raise AdvisorError(f"no rule {rule_id!r}; {suggest(rule_id, rules, SEE)}")
-    out.show_document(build(rules[rule_id]))
+    known = {rule.id: rule for rule in _load(rules)}
+    if rule_id not in known:
+        raise AdvisorError(f"no rule {rule_id!r}; {suggest(rule_id, known, SEE)}")
+    out.show_document(build(known[rule_id]))
 
 
 def _load(folder: Path | None) -> list[Rule]:

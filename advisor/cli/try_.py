@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from advisor.cli import options as o
-from advisor.cli import output as out
+from advisor.cli.output import check_output, choose_renderer, deliver
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 
@@ -54,10 +54,10 @@ def command(
     remember: Annotated[
         bool, typer.Option("--remember", help="Add the outcome to your ledger: no code, no names.")
     ] = False,
-    folder: Annotated[
+    out: Annotated[
         str, typer.Option("--out", metavar="DIR", help="Run directory (a new one).")
     ] = "",
-    form: Annotated[str | None, o.format_option(TRIALS)] = None,
+    format_name: Annotated[str | None, o.format_option(TRIALS)] = None,
     output: o.Output = None,
     progress: o.Progress = True,
 ) -> None:
@@ -79,8 +79,8 @@ def command(
     for name in only or []:
         find_knob(name.partition("=")[0])
     if output is not None:
-        out.check_output(output, [])
-    renderer = out.choose_renderer(TRIALS, form, output)
+        check_output(output, [])
+    renderer = choose_renderer(TRIALS, format_name, output)
     recorded = Path(program[0]) if is_run(Path(program[0])) else None
     if recorded is not None and program[1:]:
         raise AdvisorError(f"options stand before the run: advisor try {' '.join(program[1:])} …")
@@ -94,13 +94,13 @@ def command(
         dry=dry_run,
         remember=remember,
         allowed=tuple(str(Path(name).resolve()) for name in allow_write or ()),
-        out=folder,
+        out=out,
     )
     # what ends us in CI, or an agent's server: a report of what is known, and no orphans
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Progress(progress) as shown:
         report, run = try_program(words, recorded, wanted, shown.show)
-    out.deliver(renderer, report, output, details=True)
+    deliver(renderer, report, output, details=True)
     print(f"advisor: {run}: advisor dashboard {run} shows it", file=sys.stderr)
     if report.interrupted:
         raise typer.Exit(130)

@@ -45,10 +45,9 @@ def command(
             "'scale kernel:softmax 0.2' or 'remove sync:item'; repeat for more, they add up.",
         ),
     ] = [],  # noqa: B006
-    number: Annotated[
+    precision: Annotated[
         str | None,
         typer.Option(
-            "--precision",
             metavar="FORMAT",
             help="The linear layers in fp8, mxfp8, nvfp4, int8, int8-weights, int4-weights or 2:4.",
         ),
@@ -61,14 +60,7 @@ def command(
             help="Predict the step on another device mesh: dp=8,tp=4 (pp, cp, ep).",
         ),
     ] = None,
-    from_mesh: Annotated[
-        str | None,
-        typer.Option(
-            "--recorded-mesh",
-            metavar="MESH",
-            help="The recorded mesh, where collectives do not show it.",
-        ),
-    ] = None,
+    recorded_mesh: o.RecordedMesh = None,
     same_batch: Annotated[
         bool,
         typer.Option("--same-batch", help="Keep the job's batch; default: that of a replica."),
@@ -78,7 +70,7 @@ def command(
     ] = None,
     *,
     options: o.Options,
-    form: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
+    format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
     details: o.Details = False,
 ) -> None:
@@ -114,15 +106,15 @@ def command(
     from advisor.advise.engine import open_first_windows
     from advisor.render.documents import whatif as documents
 
-    wanted = out.choose_renderer(PREDICTIONS, form, output)
-    if number is not None and (edits or mesh is not None):
+    wanted = out.choose_renderer(PREDICTIONS, format_name, output)
+    if precision is not None and (edits or mesh is not None):
         raise AdvisorError("whatif: give --precision, --mesh or --edit, not two of them")
     run = open_first_windows(path, options.read, None if edits else options.rank)
-    if number is not None:
-        document = _precision(run, number, options)
+    if precision is not None:
+        document = _precision(run, precision, options)
     elif mesh is not None:
         there = what_if(
-            run, edits, steps=options.steps, mesh=mesh, from_mesh=from_mesh,
+            run, edits, steps=options.steps, mesh=mesh, recorded_mesh=recorded_mesh,
             node_size=options.node_size, node_bandwidth=options.node_bandwidth,
             same_batch=same_batch, micro_batches=micro_batches,
         )  # fmt: skip
@@ -138,7 +130,7 @@ def command(
         rows = [row._asdict() | {"edit": e} for row, e in zip(result.edits, edit, strict=True)]
         data = result._asdict() | {"edits": rows}
         document = replace(documents.build(result, edit), data=data)
-    long = details or number is not None or mesh is not None
+    long = details or precision is not None or mesh is not None
     out.deliver(wanted, document, output, [path], details=long)
 
 

@@ -276,7 +276,7 @@ class Tools:
         recorded_gpu: Annotated[
             str, Field(max_length=100, description="The recorded GPU, if unknown.")
         ] = "",
-        from_mesh: Annotated[
+        recorded_mesh: Annotated[
             str, Field(max_length=100, description="The recorded mesh, as 'dp=8,tp=2', if unknown.")
         ] = "",
         node_size: Annotated[int | None, Field(ge=1, le=65_536, description="GPUs of a node.")] = (
@@ -307,7 +307,7 @@ class Tools:
         notes = [note for name, match in matches.items() if (note := match.note(name))]
         targets = {match.gpu.name: match.gpu for match in matches.values()}
         origin = find_gpu(recorded_gpu).gpu if recorded_gpu else None
-        mesh = parse_mesh(from_mesh) if from_mesh else None
+        mesh = parse_mesh(recorded_mesh) if recorded_mesh else None
         where, read = self.allowed.path(path), ReadOptions(max_bytes=MAX_BYTES, urls=False)
         choices: tuple[TargetGpu, ...] = ()
         splits: list[Split] = []

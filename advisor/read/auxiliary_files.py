@@ -79,13 +79,13 @@ def with_logs(traces: list[Trace], given: Iterable[Trace] = ()) -> list[Trace]:
 
 
 def with_memory(run: Run, options: ReadOptions | None) -> Run:
-    """Return the run with its memory snapshots: the requested one (``ReadOptions.memory``), else,
+    """Return the run with its memory snapshots: the one of ``ReadOptions.memory_snapshot``, else,
     of each rank, the one its recorder left when memory ran out, else the figures in the exception's
     text. Raises AdvisorError if the requested one cannot be read."""
     options = options or ReadOptions()
-    if options.memory is not None:
+    if options.memory_snapshot is not None:
         number = _first_rank(run)
-        return replace(run, snapshots={number: _read(options.memory, options)})
+        return replace(run, snapshots={number: _read(options.memory_snapshot, options)})
     if run.recording is None:
         return run
     result: dict[int, MemorySnapshot] = {}

@@ -44,7 +44,7 @@ class ReadOptions:
     """Function called now and then with (path, uncompressed bytes so far)."""
     peek: Callable[[bytes], None] | None = None
     """Function called with each block of uncompressed text: for what the tables do not hold."""
-    memory: str | None = None
+    memory_snapshot: str | None = None
     """Path of a memory snapshot that belongs to the trace (``--memory-snapshot``)."""
     kernel_profile: str | None = None
     """Path of the same program's kernel profiler report, or a folder of them

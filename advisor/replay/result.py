@@ -112,7 +112,7 @@ def what_if(
     *,
     steps: tuple[int | None, int | None] | None = None,
     mesh: str,
-    from_mesh: str | None = None,
+    recorded_mesh: str | None = None,
     node_size: int | None = None,
     node_bandwidth: float | None = None,
     same_batch: bool = False,
@@ -127,7 +127,7 @@ def what_if(
     *,
     steps: tuple[int | None, int | None] | None = None,
     mesh: str | None = None,
-    from_mesh: str | None = None,
+    recorded_mesh: str | None = None,
     node_size: int | None = None,
     node_bandwidth: float | None = None,
     same_batch: bool = False,
@@ -138,7 +138,7 @@ def what_if(
 
     ``rank`` defaults to the first; the other ranks of the run are replayed with it. ``steps`` is a
     half-open range of their indices; default: all. With ``mesh`` the default is the rank with most
-    work of its own, and the median one beside it: see ``MeshProjector``. ``from_mesh`` is the
+    work of its own, and the median one beside it: see ``MeshProjector``. ``recorded_mesh`` is the
     recorded one, ``node_size`` the GPUs of a node, ``node_bandwidth`` GB/s of a GPU across nodes.
     Raises AdvisorError: an edit that cannot be read; no profiled window, in the run or of the rank;
     steps that are not there. And a mesh that cannot be projected.
@@ -155,7 +155,7 @@ def what_if(
         from advisor.replay.project.splits import project_ranks
 
         return project_ranks(
-            run, chosen, mesh, steps=steps, from_mesh=from_mesh, node_size=node_size,
+            run, chosen, mesh, steps=steps, recorded_mesh=recorded_mesh, node_size=node_size,
             node_bandwidth=node_bandwidth, same_batch=same_batch, micro_batches=micro_batches,
         )  # fmt: skip
     parsed = [parse_edit(e) if isinstance(e, str) else e for e in edits]

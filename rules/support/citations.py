@@ -151,6 +151,7 @@ TENSORRT = Citation(
 )
 OURS = Citation("our choice, tried on public traces", "docs/thresholds.md")
 CHOSEN = Citation("our choice, checked by examples and recordings only", "docs/thresholds.md")
+"""Source of a number that we chose; no public one is known."""
 PEAKS = Citation("datasheets of the GPUs", "advisor/core/gpus/gpus.json")
 RATES = Citation(
     "public traces of busy devices: median product 38 to 98% of the rate, median memory-bound "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import fcntl
 import io
 import os
@@ -298,7 +299,7 @@ def test_a_command_that_analyses_by_itself_uses_each_shared_option(command: str)
     folder = ROOT / "advisor" / "cli"
     text = "".join(file.read_text(encoding="utf-8") for file in folder.glob(f"{command}*.py"))
     names = re.findall(r'"(\w+)"', text[text.index("@o.with_options(") :].partition(")")[0])
-    fields = {"recorded_gpu": "read", "memory": "read"}
+    fields = {"recorded_gpu": "read", "memory_snapshot": "read"}
     unused = [name for name in names if f"options.{fields.get(name, name)}" not in text]
     assert len(names) > 1 and not unused
 
@@ -323,3 +324,25 @@ def test_each_former_option_has_its_name_of_today_in_its_subcommand() -> None:
         (own,) = cli._command(command).commands.values()
         options = {option for param in own.params for option in param.opts}
         assert {new.partition("=")[0] for new in names.values()} <= options, command
+
+
+def test_a_parameter_has_the_name_of_its_option() -> None:
+    """One longer where Python, or the file, has it: ``format_name``, ``all_gpus``, ``as_json``."""
+    commands = cli._command("").commands
+    leaves = {(name, leaf) for name, each in commands.items() for leaf in _leaves(each)}
+    other = set()
+    for name, command in leaves:
+        for param in command.params:
+            names = {each[2:].replace("-", "_") for each in param.opts if each[:2] == "--"}
+            longer = any(hasattr(builtins, each) and each in param.name for each in names)
+            if names and param.name not in names and not longer:
+                other.add((name, param.name, *names))
+    assert len(leaves) > 20 and other == {
+        ("lint", "as_json", "json"),
+        ("monitor", "as_json", "json"),
+    }
+
+
+def _leaves(command: Any) -> list[Any]:
+    below = getattr(command, "commands", {}).values()
+    return [leaf for each in below for leaf in _leaves(each)] if below else [command]

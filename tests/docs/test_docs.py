@@ -33,6 +33,25 @@ def test_the_generated_pages_are_current() -> None:
     assert (stale, left) == ([], []), "run 'make docs'"
 
 
+def test_examples_of_other_packages_import_public_names_alone() -> None:
+    """The rule of the page on extending, and the format and the reader that tests install."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    texts = [page.partition("```python\n")[2].partition("```")[0]]
+    for file in ("render/test_renderers.py", "read/test_readers.py"):
+        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+        texts += [ast.literal_eval(n.value) for n in tree.body if ast.unparse(n)[:6] == "TOY = "]
+    public = generator().FOR_PACKAGES
+    used = {
+        (node.module or "", alias.name)
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("advisor")
+        for alias in node.names
+    }
+    assert len(texts) == 3
+    assert {(where, name) for where, name in used if name not in public[where].split()} == set()
+
+
 def test_the_page_of_thresholds_has_each_with_its_value() -> None:
     """What is measured of a threshold goes stale with its rule: measure that rule again."""
     rows = bench_thresholds.rows(bench_thresholds.PAGE.read_text(encoding="utf-8"))

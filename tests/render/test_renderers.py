@@ -23,8 +23,8 @@ from advisor.render import formats
 from advisor.render.formats import COMPARISONS, REPORTS
 
 TOY = '''
-from advisor.core import labels
-from advisor.advise import report_charts
+from advisor.core.labels import clean
+from advisor.advise.report_charts import build_step_bar
 from advisor.render.renderer import DEFAULT, Renderer
 
 
@@ -34,9 +34,9 @@ class Toy(Renderer):
     suffixes = (".toy",)
 
     def render(self, subject, options=DEFAULT):
-        bar = report_charts.build_step_bar(subject)
+        bar = build_step_bar(subject)
         lines = [f"{part.label}={part.time}" for part in bar.segments]
-        return "\\n".join([labels.clean(subject.verdict), *lines]) + "\\n"
+        return "\\n".join([clean(subject.verdict), *lines]) + "\\n"
 '''
 Make = Callable[..., Report]
 

@@ -33,7 +33,7 @@ def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
     rules = options.rules_folder
     read = replace(
         options.read, processes=1, progress=None, peek=None, ranks="",
-        memory=None, kernel_profile=None, compile_log=None,
+        memory_snapshot=None, kernel_profile=None, compile_log=None,
     )  # fmt: skip
     return replace(
         options, read=read, config=config, rules_folder=None if rules is None else rules.resolve(),

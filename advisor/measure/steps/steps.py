@@ -468,7 +468,7 @@ def forward_only(a: Analysis) -> bool:
 
 
 def rows_in_steps(a: Analysis, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return those rows of ``trace.cpu`` that begin in the analysed steps, as the host marks them:
-    where it runs ahead, the device runs their work later."""
+    """Return those rows of ``trace.cpu`` that begin in the analysed steps, as the host marks
+    them. Where it runs ahead, the device runs their work later."""
     ts = a.trace.cpu["ts"].to_numpy()[rows]
     return rows[covered_length(ts, ts + 1, a.steps.host_spans) > 0]

@@ -210,7 +210,7 @@ def project_ranks(
     mesh: str,
     *,
     steps: tuple[int | None, int | None] | None = None,
-    from_mesh: str | None = None,
+    recorded_mesh: str | None = None,
     node_size: int | None = None,
     node_bandwidth: float | None = None,
     same_batch: bool = False,
@@ -219,7 +219,7 @@ def project_ranks(
     """Project the step of a rank onto another mesh; without ``rank`` the slowest's, with the
     median's beside it. Raises AdvisorError: the mesh cannot be read or projected."""
     there = parse_mesh(mesh)
-    recorded = None if from_mesh is None else parse_mesh(from_mesh)
+    recorded = None if recorded_mesh is None else parse_mesh(recorded_mesh)
     names = {number: host_of(run.window(number).meta.path) for number in run.ranks}
     hosts = {number: host for number, host in names.items() if host}
     links = NodeLinks(node_size, node_bandwidth, hosts)

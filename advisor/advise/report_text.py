@@ -624,7 +624,7 @@ def _reasons(
     assumed = ranged[0] if ranged else _parts_removed(finding)
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         if low < NO_GAIN * gain:
-            return [f"no gain unless: {labels.clean((ranged or finding.assumptions)[0])}"]
+            return [f"no gain unless {labels.clean((ranged or finding.assumptions)[0])}"]
         if assumed:
             return [f"range: {assumed}"]
     beside = any(e.factor == 1 and e.factor_low not in (None, 1) for e in finding.edits)

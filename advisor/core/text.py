@@ -270,6 +270,10 @@ def location_names(
     return parts
 
 
+NEARLY_ALL: Final = 0.9
+"""Share of a finding's time from which one place stands for all."""
+
+
 def location_figures(location: Location, over: str = "") -> list[str]:
     """Return how often it happens, and how long the worst instance takes. ``over``: the steps that
     events of the trace are counted in."""
@@ -281,6 +285,8 @@ def location_figures(location: Location, over: str = "") -> list[str]:
         if location.counted:
             often = count_noun(count, location.counted)
         parts.append(f"{often} in {over}" if over and location.dur_ns is not None else often)
+    if location.share is not None and location.share < NEARLY_ALL:
+        parts.append(f"{format_share(location.share)} of this time")
     if location.dur_ns is not None:
         worst = "worst " if count is not None and count > 1 else ""
         if count is None and (location.op or location.kernel):

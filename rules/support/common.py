@@ -260,6 +260,7 @@ def costliest_places(
         )
         .sort("cost", descending=True, maintain_order=True)
     )
+    whole = float(table["cost"].sum())
     locations: list[Location] = []
     for place in table.head(top).iter_rows(named=True):
         row, count = place["row"], place["count"]
@@ -270,6 +271,7 @@ def costliest_places(
                 a,
                 at_row,
                 **layer_fields(a, place),
+                share=place["cost"] / whole,
                 op=str(cpu["name"][around if around >= 0 else at_row]),
                 kernel=None
                 if kernel is None or kernel[row] < 0

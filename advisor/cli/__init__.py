@@ -20,7 +20,7 @@ from advisor import __version__
 from advisor.core.errors import AdvisorError
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-DOCS = "https://pypi.org/project/gpu-advisor/"
+DOCS = "docs/index.md of a checkout of the project"
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """Exception that typer raises for any misuse of the command line; it exports it under no name."""
@@ -172,14 +172,39 @@ def _said(error: AdvisorError, arguments: list[str]) -> str:
 
 def _usage(error: Exception) -> str:
     """Return the message of a usage error in one line, with the command that shows the help."""
-    if names := getattr(error, "possibilities", None):  # of --details and --no-details the first
-        error.possibilities = [n for n in names if n.replace("--no-", "--") not in {*names} - {n}]  # type: ignore[attr-defined]
+    names = getattr(error, "possibilities", None) or ()
     describe = getattr(error, "format_message", None)
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "advisor"
+    missing = getattr(error, "param", None)
+    if message.startswith("Missing argument") and missing is not None:
+        name = missing.metavar.removeprefix("[--] ").split()[0]
+        return f"no {name} is given: {command} {_arguments(context)}. See '{command} --help'."
+    if "(Possible options" in message:  # of --details and --no-details the first
+        near = [n for n in names if n.replace("--no-", "--") not in {*names} - {n}]
+        message = f"{message.partition(' (')[0]}. Did you mean {' or '.join(near)}?"
     end = message.replace("is not a valid int range", "is no whole number").rstrip(".")
     return f"{end}{'' if end.endswith('?') else '.'} See '{command} --help'."
+
+
+def _arguments(context: Any) -> str:
+    """Return a command's arguments: what was typed, and the names of what is missing."""
+    parts = []
+    for each in context.command.params:
+        if each.param_type_name == "argument":
+            given = context.params.get(each.name)
+            parts.append(shlex.quote(given) if isinstance(given, str) else _usage_of(each))
+    return " ".join(parts)
+
+
+def _usage_of(argument: Any) -> str:
+    """Return an argument as a usage line has it: ``PATH``, ``PATH...`` or ``[PATH]...``."""
+    name = str(argument.metavar)
+    if " " in name:
+        return name
+    dots = "..." if argument.nargs == -1 else ""
+    return f"{name}{dots}" if argument.required else f"[{name}]{dots}"
 
 
 def _complain(message: str, code: int) -> int:
@@ -264,6 +289,11 @@ _AT_LEAST = re.compile(r"  \[x>=[\d.]+\]$|; x>=[\d.]+(?=\]$)")
 
 class CommandHelp(TyperCommand):
     """Subcommand whose help lists its options under headings."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line: options, then arguments."""
+        arguments = [each for each in self.get_params(ctx) if each.param_type_name == "argument"]
+        return ["[OPTIONS]", *map(_usage_of, arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and each heading with its options."""

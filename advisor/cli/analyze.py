@@ -14,6 +14,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
+from advisor.core import labels
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
@@ -34,7 +35,7 @@ BAR = 24
 Paths = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[PATH]...",
+        metavar="PATH",
         help="Trace files (.json, .json.gz, .json.zst), folders of them, URLs (s3://…), memory "
         "snapshots (.pickle), or - for stdin.",
     ),
@@ -75,7 +76,7 @@ def command(
     csv: CsvFolder = None,
     by: TableBy = None,
     top: Top = None,
-    details: o.Details = False,
+    details: Annotated[bool, o.details_option(o.ALL_DETAILS)] = False,
     brief: o.Brief = False,
     fail_on: FailOnSeverity = None,
     redact: o.Redact = False,
@@ -102,6 +103,10 @@ def command(
     examined = examine_paths(paths, options, progress, names)
     report = examined.report
     redaction = names.collect(examined.run)
+    for problem in examined.run.problems:
+        if problem.partition(": ")[0] in paths:
+            shown = labels.clean(problem) if redaction is None else "a file"
+            print(f"advisor: left out: {shown}", file=sys.stderr)
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
     if by is not None:

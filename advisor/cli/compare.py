@@ -34,7 +34,7 @@ def command(
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Exit with 1 when the whole interval of the slowdown is above this, such as 5%.",
+            help="Exit with 1 when the steps are surely slower by more than this, such as 5%.",
         ),
     ] = None,
     remember: Annotated[
@@ -45,7 +45,9 @@ def command(
     ] = False,
     *,
     options: o.Options,
-    details: o.Details = False,
+    details: Annotated[
+        bool, o.details_option("Show what is within noise, and how the interval was computed.")
+    ] = False,
     redact: o.Redact = False,
     progress: o.Progress = True,
 ) -> None:
@@ -91,10 +93,9 @@ def _compare(
     redaction: RedactionNames,
 ) -> tuple[Comparison, set[str] | None]:
     """Return the comparison, and the users and hosts to remove from it (``None``: not redacted)."""
-    from advisor.advise.engine import examine
+    from advisor.advise.engine import examine, open_ranks
     from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
-    from advisor.read import open_run
 
     saved = [read_saved(path) for path in (before, after)]
     if any(saved) and (options.rank is not None or options.window is not None):
@@ -109,7 +110,7 @@ def _compare(
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:
                 continue
-            run = open_run(path, options.read, rank=options.rank, window=options.window_to_read)
+            run = open_ranks(path, options)
             shown.show("measuring")
             result.append(examine(run, options))
         shown.show("comparing")
@@ -128,15 +129,17 @@ def _decide(comparison: Comparison, bound: float) -> None:
     """Print on stderr whether the run is slower, and exit with 1 if it is. Raises AdvisorError if
     step times are not compared: a gate must not pass what it did not measure."""
     from advisor.compare.comparison import Bounds
-    from advisor.compare.comparison_text import format_interval, signed_share
+    from advisor.compare.comparison_text import HEADLINES
     from advisor.compare.gate import decide
 
     steps = comparison.steps
     if steps.difference_ns is None:
         raise AdvisorError(f"--fail-if-slower: step times are not compared: {steps.reason}")
     decision = decide(comparison, Bounds(slower=bound))
-    measured = f"step time {signed_share(steps.share)}, {format_interval(steps)}"
-    print(f"{decision.reasons[0]} ({measured}); exit code {int(decision.failed)}", file=sys.stderr)
+    answer = "" if decision.failed else f"{HEADLINES[decision.answer].lower()}: "
+    level = f"{steps.level:.0%} confidence"
+    code = f"exit code {int(decision.failed)}"
+    print(f"{answer}{decision.reasons[0]} ({level}); {code}", file=sys.stderr)
     if decision.failed:
         raise typer.Exit(1)
 

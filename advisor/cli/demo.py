@@ -13,7 +13,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import deliver, examine_paths
+from advisor.cli.analyze import Top, deliver, examine_paths
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, install_command
 from advisor.core.files import scratch_folder
@@ -47,12 +47,13 @@ def command(
         str, typer.Option("--format", metavar="FORMAT", help=out.format_names(REPORTS))
     ] = "terminal",
     brief: o.Brief = False,
+    top: Top = None,
 ) -> None:
     """Analyze a real recording of a slow training run, and compare the advice with the fix."""
     if not record:
         if folder is not None or device is not None:
             raise AdvisorError("--folder and --device need --record")
-        _show_recording(format_name, brief)
+        _show_recording(format_name, brief, top)
         return
     if find_spec("torch") is None:
         raise AdvisorError(
@@ -62,10 +63,10 @@ def command(
         if folder is None:
             folder = stack.enter_context(scratch_folder())
         trace = _record(folder, device, steps)
-        _analyse(trace, format_name, brief)
+        _analyse(trace, format_name, brief, top)
 
 
-def _show_recording(format_name: str, brief: bool) -> None:
+def _show_recording(format_name: str, brief: bool, top: int | None) -> None:
     """Analyse the recording made before the fix; on a terminal also show what the fix saved."""
     from advisor.advise.engine import Options, examine
     from advisor.cli.output import Progress
@@ -79,10 +80,10 @@ def _show_recording(format_name: str, brief: bool) -> None:
         plain = format_name == "terminal"
         after = examine([str(paths[1])], Options()) if plain else None
     if after is None:
-        deliver(before.report, REPORTS.renderer(format_name), analysis=before.main, brief=brief)
+        deliver(before.report, REPORTS.renderer(format_name), analysis=before.main, brief=brief, top=top)
         return
     out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
-    deliver(before.report, REPORTS.renderer(format_name), brief=brief)
+    deliver(before.report, REPORTS.renderer(format_name), brief=brief, top=top)
     predicted = before.report.findings[0].impact
     out.show(_outcome(predicted, compare_examined(before, after)))
     sys.stdout.flush()
@@ -132,11 +133,11 @@ def _usable(device: str | None) -> str:
     return device or best
 
 
-def _analyse(trace: Path, format_name: str, brief: bool) -> None:
+def _analyse(trace: Path, format_name: str, brief: bool, top: int | None) -> None:
     from advisor.advise.engine import Options
 
     report = examine_paths([str(trace)], Options(), True).report
     if format_name == "terminal":
         out.show(f"$ advisor analyze {trace}\n\n")
-    deliver(report, REPORTS.renderer(format_name), brief=brief)
+    deliver(report, REPORTS.renderer(format_name), brief=brief, top=top)
     sys.stdout.flush()

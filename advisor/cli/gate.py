@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OLD_BASELINE = "advisor.baseline/1"
 Paths = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         metavar="BASELINE RUN",
         help="A baseline that --save wrote (or a run to take it from), and a run: a trace, a "
@@ -51,13 +51,16 @@ Strict = Annotated[
 
 @o.with_options("rank", "window", "steps", "price", "prices", "paid_gpus", "recorded_gpu")
 def command(
-    paths: Paths,
+    paths: Paths = None,
     save: Save = None,
     max_slower: MaxSlower = "5%",
     max_memory: MaxMemory = None,
     strict: Strict = False,
     format_name: Annotated[str | None, o.format_option(DECISIONS)] = None,
     output: o.Output = None,
+    details: Annotated[
+        bool, o.details_option("Show how certain the change is, and the caveats.")
+    ] = False,
     *,
     options: o.Options,
     progress: o.Progress = True,
@@ -66,26 +69,31 @@ def command(
     2: the two do not compare.
 
     In GitHub Actions it writes annotations, and appends to the job summary.
+
+    \b
+      advisor gate --save baseline.json RUN...   save one run or several as a baseline
+      advisor gate baseline.json RUN             compare a run with it
     """
+    paths = paths or []
     if save is not None:
         from advisor.compare.gate import build_baseline
 
         if not paths:
-            raise AdvisorError("give a run: advisor gate --save baseline.json RUN")
+            raise AdvisorError(f"no RUN is given: advisor gate --save {save} RUN")
         out.check_output(save, paths)
         kept = build_baseline([_measure(path, options, progress) for path in paths], paths)
         out.write(kept.to_json().decode(), save, paths)
         count = sum(len(steps.durations_ns) for steps in kept.step_durations)
         print(
-            f"{save}: {count_noun(count, 'step')} of {count_noun(len(paths), 'run')}",
+            f"saved {save}: {count_noun(count, 'step')} of {count_noun(len(paths), 'run')}",
             file=sys.stderr,
         )
         return
     if len(paths) != 2:
-        raise AdvisorError(
-            "give a baseline and a run: advisor gate baseline.json RUN; "
-            "first, advisor gate --save baseline.json RUN writes the baseline"
-        )
+        how = "first, advisor gate --save baseline.json RUN writes the baseline"
+        if len(paths) == 1:
+            raise AdvisorError(f"no RUN is given: advisor gate {paths[0]} RUN; {how}")
+        raise AdvisorError(f"give a baseline and a run: advisor gate baseline.json RUN; {how}")
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import compare_with_baseline
 
@@ -102,10 +110,10 @@ def command(
         before = _report(paths[0], options, progress)
     except AdvisorError as error:
         how = "advisor gate --save baseline.json RUN writes one"
-        raise AdvisorError(f"no baseline: {error}; {how}") from None
+        raise AdvisorError(f"no baseline: {str(error).partition('; ')[0]}; {how}") from None
     after = _report(paths[1], options, progress)
     comparison = compare_with_baseline(before, after, bounds)
-    out.deliver(wanted, comparison, output, paths, details=True)
+    out.deliver(wanted, comparison, output, paths, details=details)
     _write_to_workflow(comparison, shown=output is None and format_name == "github")
     if comparison.decision is not None and comparison.decision.failed:
         raise typer.Exit(1)

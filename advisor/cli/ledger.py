@@ -18,7 +18,7 @@ def command(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN|FILE]…",
+            metavar="RUN|FILE",
             help="Runs or ledgers; default: your own ledger and the one that is shipped.",
         ),
     ] = None,

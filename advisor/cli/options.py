@@ -63,16 +63,17 @@ def _one_of(context: typer.Context, parameter: typer.CallbackParam, chosen: bool
     return chosen
 
 
-Details = Annotated[
-    bool,
-    typer.Option(
-        "--details/--no-details",
-        show_default=False,
-        callback=_one_of,
-        help="Show evidence, caveats, skipped checks and limits too; of a comparison, the noise; "
-        "of a what-if, how waits are replayed.",
-    ),
-]
+ALL_DETAILS = "Show evidence, caveats, skipped checks and limits too."
+
+
+def details_option(shown: str) -> typer.models.OptionInfo:
+    """Return the ``--details`` option of a command; ``shown``: what it shows."""
+    result: typer.models.OptionInfo = typer.Option(
+        "--details/--no-details", show_default=False, callback=_one_of, help=shown
+    )
+    return result
+
+
 Brief = Annotated[
     bool,
     typer.Option(

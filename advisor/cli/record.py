@@ -21,7 +21,7 @@ def command(
     program: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[--] PROGRAM ARGS…",
+            metavar="[--] PROGRAM [ARGS]...",
             help="train.py args…, -m module args…, or a launcher: torchrun … train.py.",
         ),
     ] = None,
@@ -84,7 +84,8 @@ def command(
         _attached(attach, seconds, engine, program, out)
         return
     if not program:
-        raise AdvisorError("give a program, or --attach URL of a server")
+        raise AdvisorError("no PROGRAM is given: advisor record train.py; "
+            "or a server: advisor record --attach URL")
     from advisor.recorder import launch
     from advisor.recorder.options import switched_off
 

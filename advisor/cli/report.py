@@ -37,7 +37,7 @@ def command(
     ] = None,
     format_name: Annotated[str | None, o.format_option(REPORTS)] = None,
     output: o.Output = None,
-    details: o.Details = False,
+    details: Annotated[bool, o.details_option(o.ALL_DETAILS)] = False,
     brief: o.Brief = False,
     redact: o.Redact = False,
     *,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advisor.cli import options as o
+from advisor.cli import CommandHelp
 from advisor.cli import output as out
 from advisor.core.errors import AdvisorError, suggest
 
@@ -36,12 +37,12 @@ def list_rules(rules: o.Rules = None) -> None:
     out.show_document(build_list(known, disabled=off))
 
 
-@app.command("show")
+@app.command("show", cls=CommandHelp)
 def show(
     rule_id: Annotated[str, typer.Argument(metavar="ID", help="As 'advisor rules list' has it.")],
     rules: o.Rules = None,
 ) -> None:
-    """Show what a rule looks for, why that costs time, its thresholds and how to change them."""
+    """Show what a rule looks for, its cost and its thresholds."""
     from advisor.render.documents.rule import build
 
     known = {rule.id: rule for rule in _load(rules)}

@@ -26,7 +26,7 @@ def command(
     program: Annotated[
         list[str],
         typer.Argument(
-            metavar="[--] PROGRAM ARGS… | RUN",
+            metavar="[--] PROGRAM [ARGS]... | RUN",
             help="train.py args…, -m module args…, or the folder of a recorded run.",
         ),
     ],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.render.document import Document
     from advisor.replay.result import WhatIfResult
 
-EDITS = "As --edit; without one, those of the trace's findings are listed, to paste."
+EDITS = "As --edit. If none is given, the error lists those of the trace's findings, to paste."
 EXAMPLE, LONGEST_EDITS = "'remove sync'", 400
 """An edit, and the most characters of a finding's edits that are offered."""
 MAX_NAMES, LONGEST_NAME = 8, 60
@@ -33,7 +33,7 @@ def command(
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
     ],
     changes: Annotated[
-        list[str], typer.Argument(metavar="[EDIT]...", help=EDITS, show_default=False)
+        list[str], typer.Argument(metavar="EDIT", help=EDITS, show_default=False)
     ] = [],  # noqa: B006
     edit: Annotated[
         list[str],
@@ -72,7 +72,7 @@ def command(
     options: o.Options,
     format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
-    details: o.Details = False,
+    details: Annotated[bool, o.details_option("Show how waits are replayed.")] = False,
 ) -> None:
     """Predict the step with edits applied, or on another device mesh, by replaying its dependency
     graph.
@@ -91,12 +91,13 @@ def command(
       remove_skew comm rank:3       let a rank keep no other rank waiting
 
     Targets, narrowed by a pattern after a colon: kernel, family, comm, copy, memset, work, layer,
-    op, python, range, host, sync, loader, gap. More: docs/whatif.md.
+    op, python, range, host, sync, loader, gap. More: docs/whatif.md
+    of a checkout.
     """
     from advisor.replay.edit_language import VERBS, parse_edit
     from advisor.replay.result import what_if
 
-    if path in VERBS and not Path(path).exists():
+    if path.split()[:1] and path.split()[0] in VERBS and not Path(path).exists():
         rest = shlex.quote(" ".join([path, *changes]))
         raise AdvisorError(f"no trace is given: advisor whatif TRACE {rest}")
     if not any(" " in words for words in changes):  # written without quotes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -29,6 +30,8 @@ MIN_WORK_SHARE = 0.001
 """Share of the longer step below which an operator's change is shown but not judged."""
 NOISE = f"changes of less than {MIN_SHARE:.1%} of the step, or 1% of another figure"
 MAX_WORK = 10
+MAX_PATH = 200
+"""Characters of a path in a command."""
 WIDTH = 30
 """Width of a label in the table of work, characters."""
 MIN_STEPS_FOR_PERCENTILES = 10
@@ -91,6 +94,8 @@ def write_verdict(comparison: Comparison) -> str:
         return " ".join([*_crashes(comparison), _other_programs(comparison)])
     elif steps.difference_ns is None or steps.share is None:
         text = _without_steps(comparison)
+        if is_unjudged(comparison):
+            return " ".join([*_crashes(comparison), f"{text}."])
     else:
         pair = " → ".join(format_step_times(steps))
         if steps.verdict == "no difference":
@@ -109,8 +114,11 @@ def write_verdict(comparison: Comparison) -> str:
 
 
 def is_unjudged(comparison: Comparison) -> bool:
-    """Tell whether there is no verdict: different programs, and no server's phases to compare."""
-    return comparison.is_of_other_programs and not phase_verdict(comparison)
+    """Tell whether there is no verdict: different programs or, without steps, other input shapes,
+    and no server's phases to compare."""
+    c = comparison
+    other_work = c.other_shapes and c.steps.difference_ns is None
+    return (c.is_of_other_programs or other_work) and not phase_verdict(c)
 
 
 def _other_programs(comparison: Comparison) -> str:
@@ -132,7 +140,8 @@ def _without_steps(comparison: Comparison) -> str:
         before, after = spans
         text = f"From the first GPU work to the last: {' → '.join(map(t.format_duration, spans))}"
         if comparison.other_shapes:
-            return f"{text}, with other input shapes, such as another batch size: not comparable"
+            text = f"{text[0].lower()}{text[1:]}"
+            return f"Not comparable: other input shapes, such as another batch size; {text}"
         how = "longer" if after > before else "shorter"
         if (share := t.format_share(abs(after / before - 1))) not in ("0%", "<1%"):
             text += f" ({share} {how})"
@@ -394,7 +403,8 @@ def next_fix(c: Comparison) -> str:
         gain = f": {t.format_duration(first.after_gain_ns)}{per_suffix(c)}"
         if first.before_gain_ns is not None:
             gain += f", {t.format_duration(first.before_gain_ns)} before"
-    return f"{first.title}{gain}. Its fix is in the report of the run after."
+    path = shlex.quote(t.shorten_path(c.after.path, MAX_PATH))
+    return f"{first.title}{gain}. Its fix: advisor analyze {path}"
 
 
 def describe_realised_gain(c: Comparison) -> list[str]:
@@ -508,19 +518,23 @@ def format_step_times(steps: StepTimeChange) -> list[str]:
     return [t.format_duration(_center(steps, side)) for side in ("before", "after")]
 
 
-def gate_notes(c: Comparison) -> list[str]:
-    """Say which steps were compared and how, the detectable slowdown, and the caveats."""
+def gate_sensitivity(c: Comparison) -> str:
+    """Say how many steps were compared, and the detectable slowdown."""
     assert c.decision is not None
-    before, after, steps = c.steps.before, c.steps.after, c.steps
+    before, after = c.steps.before, c.steps.after
     assert before is not None and after is not None
-    which = "unprofiled" if steps.source == "recorder" else "profiled"
-    pairs = ", paired by their numbers" if steps.paired else ""
-    return [
-        f"{before.count:,} and {after.count:,} {which} steps{pairs}; difference of the "
-        f"{steps.statistic}s; {steps.method}",
-        f"A slowdown of {c.decision.detectable:.1%} or more would show as a regression.",
-        *steps.notes,
-    ]
+    which = "unprofiled" if c.steps.source == "recorder" else "profiled"
+    return (
+        f"In {before.count:,} and {after.count:,} {which} steps, a slowdown of "
+        f"{c.decision.detectable:.1%} or more would show as a regression."
+    )
+
+
+def gate_method(steps: StepTimeChange) -> list[str]:
+    """Say how the steps were compared, and the caveats."""
+    pairs = "Steps are paired by their numbers. " if steps.paired else ""
+    how = f"{pairs}Difference of the {steps.statistic}s: {steps.method}."
+    return [how, *steps.notes]
 
 
 def gate_figures(c: Comparison) -> list[Amount]:

@@ -115,20 +115,22 @@ def decide(c: Comparison, bounds: Bounds) -> Decision:
     return Decision(
         answer="regression" if grown else answer,
         failed=answer == "regression" or grown or (bounds.strict and answer == "not shown"),
-        reasons=[_step_reason(answer, bounds), *memory],
+        reasons=[_step_reason(answer, low, high, bounds), *memory],
         bounds=bounds,
         detectable=bounds.slower + share - low,
     )
 
 
-def _step_reason(answer: GateAnswer, bounds: Bounds) -> str:
-    bound = f"{bounds.slower:+.1%}"
-    if answer == "regression":
-        return f"slower: the whole interval is above {bound}"
-    if answer == "passed":
-        return f"not slower: the whole interval is within {bound}"
-    strict = "; this fails with --strict" if bounds.strict else ""
-    return f"not shown to be slower: the interval reaches to both sides of {bound}{strict}"
+def _step_reason(answer: GateAnswer, low: float, high: float, bounds: Bounds) -> str:
+    if low < 0 < high:
+        change = f"between {-low:.1%} faster and {high:.1%} slower"
+    else:
+        ends = sorted((abs(low), abs(high)))
+        change = f"{'faster' if low < 0 else 'slower'} by {ends[0]:.1%} to {ends[1]:.1%}"
+    allowed = f"{change}; up to {bounds.slower:.1%} slower is allowed"
+    if answer != "not shown":
+        return allowed
+    return f"{allowed}. Record more steps{', or drop --strict' if bounds.strict else ''}"
 
 
 def _memory(peak: Amount | None, bounds: Bounds) -> tuple[bool, list[str]]:

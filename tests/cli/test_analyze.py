@@ -424,7 +424,7 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
     [
         ("analyze slow.json --brief --details", "--brief and --details: choose one"),
         ("report slow.json --details --brief", "--brief and --details: choose one"),
-        ("analyze --detials slow.json", "No such option: --detials (Possible options: --details)."),
+        ("analyze --detials slow.json", "No such option: --detials. Did you mean --details?"),
         ("analyze notes.md", "notes.md: unknown format (it begins with '# A heading');"),
         ("analyze slow.json --rank 3", "rank 3 (no trace says its rank); leave out --rank"),
         ("analyze slow.json --steps 90:", "steps; give 0:"),
@@ -439,13 +439,20 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
         ("slow.json", "slow.json is no command: advisor analyze slow.json"),
         ("whatif scale work 0.5", "no trace is given: advisor whatif TRACE 'scale work 0.5'"),
         ("gate notes.md slow.json", "no baseline: notes.md: unknown format"),
-        ("gate slow.json", "advisor gate --save baseline.json RUN writes the baseline"),
+        ("gate slow.json", "no RUN is given: advisor gate slow.json RUN; first, advisor gate --save"),
+        ("gate --save kept.json", "no RUN is given: advisor gate --save kept.json RUN"),
+        ("gate", "advisor gate --save baseline.json RUN writes the baseline"),
+        ("whatif", "no TRACE is given: advisor whatif TRACE [EDIT]..."),
+        ("try", "no PROGRAM is given: advisor try [--] PROGRAM [ARGS]... | RUN"),
+        ("record", "no PROGRAM is given: advisor record train.py"),
+        ("analyze setup.toml", "setup.toml: unknown format (it begins with '[build-system]');"),
         ("analyze slow.json other.json", "different processes wrote them ('advisor compare'"),
     ],
 )
 def test_what_is_wrong_is_named(advisor: Run, slow_trace: Path, typed: str, said: str) -> None:
     shutil.copy(slow_trace, "slow.json")
     Path("notes.md").write_text("# A heading\n\nand text")
+    Path("setup.toml").write_text('[build-system]\nrequires = ["setuptools"]\n')
     Path("other.json").write_text(re.sub(r'"pid": ?1000', '"pid":77', slow_trace.read_text()))
     code, out, err = advisor(*typed.split())
     assert (code, out) == (2, "")

@@ -47,10 +47,12 @@ def test_the_gate_fails_when_steps_are_surely_slower_than_the_bound(
 ) -> None:
     found, _, err = advisor("compare", fast, slow, "--fail-if-slower", bound)
     assert found == code
-    assert err.startswith("slower: " if code else "not slower: the whole interval is within ")
-    assert f"exit code {code}" in err and err.count("\n") == 1
+    assert err.startswith("slower by " if code else "not slower: slower by ")
+    share = f"{float(bound.rstrip('%')) / (100 if '%' in bound else 1):.1%}"
+    assert f"; up to {share} slower is allowed (95% confidence); exit code {code}" in err
+    assert err.count("\n") == 1
     found, _, err = advisor("compare", slow, fast, "--fail-if-slower", bound)
-    assert found == 0 and err.startswith("not slower: the whole interval is within ")
+    assert found == 0 and err.startswith("not slower: faster by ")
 
 
 def test_the_gate_holds_when_the_interval_reaches_below_the_bound(
@@ -147,7 +149,7 @@ def test_a_redacted_comparison_holds_nothing_private(advisor: Run, tmp_path: Pat
         (["{fast}", "{fast}", "--fail-if-slower", "fast"], "give a share"),
         (["{fast}", "{fast}", "-o", "{fast}"], "that is an input"),
         (["-", "-"], "standard input"),
-        (["{fast}"], "Missing argument"),
+        (["{fast}"], "no AFTER is given: advisor compare "),
         (["{fast}", "{fast}", "--window", "3"], "no window 3"),
     ],
 )

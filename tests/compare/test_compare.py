@@ -168,7 +168,7 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     (first,) = (f for f in c.findings if f.after_priority == 1)
     shown = COMPARISONS.render("terminal", c)
     last = " ".join(shown.partition("What to change next ─")[2].split())
-    assert f"{first.title}: " in last and "Its fix is in the report of the run after." in last
+    assert f"{first.title}: " in last and "Its fix: advisor analyze " in last
     assert c.realised.rules
     assert c.realised.method == "replay"
     # as on the real pairs, workers cost the step a tenth of what they compute and half a

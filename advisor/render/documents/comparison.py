@@ -205,10 +205,16 @@ def _gate(c: Comparison, decision: Decision) -> Document:
     return Document(
         comparison_text.write_headline(c),
         [
-            Items([*decision.reasons, *comparison_text.gate_notes(c)], "-"),
+            Items([*decision.reasons, comparison_text.gate_sensitivity(c)], "-"),
             *_limits(c),
             _gate_table(c),
             *_gate_findings(c),
+            Section(
+                "Statistics",
+                [Items(comparison_text.gate_method(c.steps), "-")],
+                folded=True,
+                summary="statistics and caveats",
+            ),
         ],
         name="decision",
         status="critical" if decision.failed else "healthy" if passed else "limited",
@@ -221,9 +227,7 @@ def _gate(c: Comparison, decision: Decision) -> Document:
 
 def _gate_table(c: Comparison) -> Grid:
     steps = c.steps
-    change = (
-        f"{comparison_text.signed_share(steps.share)} ({comparison_text.format_interval(steps)})"
-    )
+    change = comparison_text.signed_share(steps.share)
     rows = [[f"step ({steps.statistic})", *comparison_text.format_step_times(steps), change]]
     for item in comparison_text.gate_figures(c):
         share = None

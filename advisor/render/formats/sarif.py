@@ -27,7 +27,6 @@ from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
-HOME_PAGE = "https://pypi.org/project/gpu-advisor/"
 LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
 MAX_PLACES = 10
 MAX_RESULTS = 5000
@@ -60,7 +59,6 @@ def _log(report: Report) -> dict[str, Any]:
                     "driver": {
                         "name": "advisor",
                         "version": report.version or "0",
-                        "informationUri": HOME_PAGE,
                         "rules": [_rule(rules[name], known.get(name)) for name in order],
                     }
                 },

@@ -43,6 +43,8 @@ MAX_PROCESSES = 8
 """Most decoding processes; more would wait for the one that unpacks the file."""
 
 _XLA = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
+_TABLE = re.compile(rb"\[+ *[A-Za-z_][\w. -]*\]+ *\r?\n")
+"""Head of a table in TOML or INI, which also opens with a bracket."""
 _EVENTS = re.compile(rb'"(?:traceEvents|ph|deviceProperties|distributedInfo)"\s*:')
 """Events, or keys that precede them: the process groups of a large job fill many blocks."""
 
@@ -57,7 +59,7 @@ class KinetoReader(Reader):
     def sniff(self, head: bytes, path: str) -> ReaderClaim:
         """Recognise JSON; surely, if events or their header are in the first block."""
         text = without_mark(head)
-        if text[:1] not in (b"{", b"[", b"") or b"\0" in text[:4]:
+        if text[:1] not in (b"{", b"[", b"") or b"\0" in text[:4] or _TABLE.match(text):
             return ReaderClaim.NO
         if _XLA.search(head):  # another profiler's, of the same form
             return ReaderClaim.PERHAPS

@@ -180,7 +180,7 @@ def _usage(error: Exception) -> str:
     missing = getattr(error, "param", None)
     if message.startswith("Missing argument") and missing is not None:
         name = missing.metavar.removeprefix("[--] ").split()[0]
-        return f"no {name} is given: {command} {_arguments(context)}. See '{command} --help'."
+        return f"no {name} is given: {command} {_arguments(context)} (see '{command} --help')"
     if "(Possible options" in message:  # of --details and --no-details the first
         near = [n for n in names if n.replace("--no-", "--") not in {*names} - {n}]
         message = f"{message.partition(' (')[0]}. Did you mean {' or '.join(near)}?"

@@ -80,7 +80,9 @@ def _show_recording(format_name: str, brief: bool, top: int | None) -> None:
         plain = format_name == "terminal"
         after = examine([str(paths[1])], Options()) if plain else None
     if after is None:
-        deliver(before.report, REPORTS.renderer(format_name), analysis=before.main, brief=brief, top=top)
+        deliver(
+            before.report, REPORTS.renderer(format_name), analysis=before.main, brief=brief, top=top
+        )
         return
     out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
     deliver(before.report, REPORTS.renderer(format_name), brief=brief, top=top)

@@ -71,8 +71,8 @@ def command(
     In GitHub Actions it writes annotations, and appends to the job summary.
 
     \b
-      advisor gate --save baseline.json RUN...   save one run or several as a baseline
-      advisor gate baseline.json RUN             compare a run with it
+      advisor gate --save baseline.json RUN...   save a baseline
+      advisor gate baseline.json RUN             compare with it
     """
     paths = paths or []
     if save is not None:

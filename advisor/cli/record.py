@@ -84,8 +84,9 @@ def command(
         _attached(attach, seconds, engine, program, out)
         return
     if not program:
-        raise AdvisorError("no PROGRAM is given: advisor record train.py; "
-            "or a server: advisor record --attach URL")
+        raise AdvisorError(
+            "no PROGRAM is given: advisor record train.py; or a server: advisor record --attach URL"
+        )
     from advisor.recorder import launch
     from advisor.recorder.options import switched_off
 

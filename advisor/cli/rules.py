@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advisor.cli import options as o
 from advisor.cli import CommandHelp
+from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.core.errors import AdvisorError, suggest
 

@@ -439,7 +439,10 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
         ("slow.json", "slow.json is no command: advisor analyze slow.json"),
         ("whatif scale work 0.5", "no trace is given: advisor whatif TRACE 'scale work 0.5'"),
         ("gate notes.md slow.json", "no baseline: notes.md: unknown format"),
-        ("gate slow.json", "no RUN is given: advisor gate slow.json RUN; first, advisor gate --save"),
+        (
+            "gate slow.json",
+            "no RUN is given: advisor gate slow.json RUN; first, advisor",
+        ),
         ("gate --save kept.json", "no RUN is given: advisor gate --save kept.json RUN"),
         ("gate", "advisor gate --save baseline.json RUN writes the baseline"),
         ("whatif", "no TRACE is given: advisor whatif TRACE [EDIT]..."),

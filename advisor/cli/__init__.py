@@ -152,6 +152,8 @@ def _command(name: str) -> Any:
         module, attribute, line = COMMANDS[command]
         home = import_module(f"advisor.cli.{module}")
         if attribute == "app":
+            for each in home.app.registered_commands:
+                each.cls = CommandHelp
             app.add_typer(home.app, name=command)
         else:
             settings = getattr(home, "SETTINGS", None) if attribute == "command" else None

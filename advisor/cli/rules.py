@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advisor.cli import CommandHelp
 from advisor.cli import options as o
 from advisor.cli import output as out
 from advisor.core.errors import AdvisorError, suggest
@@ -37,7 +36,7 @@ def list_rules(rules: o.Rules = None) -> None:
     out.show_document(build_list(known, disabled=off))
 
 
-@app.command("show", cls=CommandHelp)
+@app.command("show")
 def show(
     rule_id: Annotated[str, typer.Argument(metavar="ID", help="As 'advisor rules list' has it.")],
     rules: o.Rules = None,

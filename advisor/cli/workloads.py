@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from advisor.cli import CommandHelp
 from advisor.cli import output as out
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, install_command
@@ -52,7 +51,7 @@ def list_workloads() -> None:
     out.show("\n".join(lines) + "\n")
 
 
-@app.command("show", cls=CommandHelp)
+@app.command("show")
 def show(name: Name) -> None:
     """Show what is slow in a workload, what cures it, and its source file."""
     from advisor.sample_workloads import HERE, find
@@ -62,7 +61,7 @@ def show(name: Name) -> None:
     out.show(f"{workload.doc}\n\n{_expects(workload)}\nSource: {file}\n")
 
 
-@app.command("run", cls=CommandHelp)
+@app.command("run")
 def run(
     name: Name,
     variant: Annotated[

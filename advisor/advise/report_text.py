@@ -295,7 +295,7 @@ def headline_numbers(report: Report) -> list[Line]:
         critical = report.replay.critical
         path = path_parts(critical, report.scope.framework, report.per)
         if path and _has_hidden_work(critical, report.busy_share):
-            path.append(f"next limit: GPU work ({t.format_share(report.busy_share)} busy)")
+            path.append(f"the GPU works beside the host: {t.format_share(report.busy_share)} busy")
         named = "critical path" + ", unprofiled" * report.replay.unprofiled
         lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:
@@ -403,10 +403,16 @@ def _families(report: Report) -> list[str]:
     return [*shown, f"{work} {t.format_per(report.per)}"]
 
 
+BOTH_WORK: Final = 1.25
+"""Share of the step on the host plus share in which the device works, from which the report
+says that they overlap."""
+
+
 def _has_hidden_work(critical: Mapping[str, float], busy: float | None) -> bool:
-    """Tell whether the host limits the step and the device is mostly busy beside it."""
+    """Tell whether the device works beside the host for much of what the step depends on the host:
+    the shares of both say more than the whole step."""
     total = sum(critical.values()) or 1.0
-    return busy is not None and busy >= 0.5 and critical.get("host", 0.0) >= 0.5 * total
+    return busy is not None and busy + critical.get("host", 0.0) / total >= BOTH_WORK
 
 
 def path_parts(critical: Mapping[str, float], framework: str | None, per: Per) -> list[str]:

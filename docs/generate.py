@@ -77,14 +77,15 @@ def rule_text(page: RulePage) -> str:
     parts += _advice(page)
     parts += _inference(page)
     parts += _elsewhere(page)
-    if page.thresholds:
+    numbers = (("Thresholds", page.thresholds), ("Numbers of the estimate", page.factors))
+    for title, items in (each for each in numbers if each[1]):
         value = rule_page.to_toml
         rows = [
             f"| `{item.name}` | {code_span(value(item.value))} | {escape(item.meaning)} | "
             f"{'; '.join(map(_cited, item.sources))} |"
-            for item in page.thresholds
+            for item in items
         ]
-        parts.append("## Thresholds")
+        parts.append(f"## {title}")
         head = ["| name | value | what it is | where it comes from |", "|---|---|---|---|"]
         parts.append("\n".join([*head, *rows]))
     parts.append("In `pyproject.toml`:")
@@ -361,7 +362,7 @@ print(compare("trace.json.gz", "after.json.gz").verdict)
 
 
 FOR_PACKAGES = {
-    "advisor.core.rule": "Rule Threshold Citation Evidence FrameworkAdvice",
+    "advisor.core.rule": "Rule Threshold Factor Citation Evidence FrameworkAdvice",
     "advisor.core.finding": "Finding Edit Select Location SkippedCheck PassedCheck Outcomes",
     "advisor.core.errors": "AdvisorError",
     "advisor.core.trace": "Trace TraceMeta",

@@ -225,6 +225,11 @@ def _configured(cls: type[Rule], options: Mapping[str, Any]) -> Rule:
     for name, value in options.items():
         if name == "enabled":
             continue
+        if name in cls.factors():
+            raise AdvisorError(
+                f"pyproject.toml: [tool.advisor.rules.{cls.id}]: {name} belongs to the estimate of "
+                "the gain and cannot be set"
+            )
         if name not in known:
             have = suggest(name, known, f"have: {', '.join(sorted(known)) or 'none'}")
             raise AdvisorError(

@@ -119,10 +119,10 @@ there."""
 
 
 class Threshold(Generic[T]):
-    """A number that a rule compares a measurement with or computes with, and its sources.
+    """A number that a rule compares a measurement with, and its sources.
 
-    A class attribute; ``self.min_share`` is its value, or the user's own from
-    ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources.
+    A class attribute ``min_…`` or ``max_…``; ``self.min_share`` is its value, or the user's own
+    from ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources.
     """
 
     def __init__(self, value: T, meaning: str, *sources: Citation) -> None:
@@ -142,6 +142,11 @@ class Threshold(Generic[T]):
     def source_names(self) -> str:
         """Names of the sources, joined by commas, as evidence cites them."""
         return ", ".join(source.name for source in self.sources)
+
+
+class Factor(Threshold[T]):
+    """A number of an estimate, and its sources: it changes how much a fix saves, not whether the
+    rule fires. No user sets it. The ends of its range are ``best_<name>`` and ``worst_<name>``."""
 
 
 class Rule:
@@ -355,7 +360,7 @@ class Rule:
 
     def fill_thresholds(self, assumptions: tuple[str, ...]) -> list[str]:
         """Return assumptions with their thresholds filled in; ``{workers}`` is filled in later."""
-        values = {name: getattr(self, name) for name in self.options()}
+        values = {name: getattr(self, name) for name in [*self.options(), *self.factors()]}
         values["workers"] = "{workers}"
         return [text.format_map(values) for text in assumptions]
 
@@ -389,12 +394,23 @@ class Rule:
         flag or string of the class is one too."""
         reserved = {*Rule.__dict__, *Rule.__annotations__}
         result: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):
-            for name, value in vars(base).items():
-                if name.startswith("_") or name in reserved:
-                    continue
-                if isinstance(value, Threshold):
-                    result[name] = value.value
-                elif isinstance(value, bool | int | float | str):
-                    result[name] = value
+        for name, value in cls._attributes().items():
+            if isinstance(value, Threshold) and not isinstance(value, Factor):
+                result[name] = value.value
+            elif name not in reserved and isinstance(value, bool | int | float | str):
+                result[name] = value
         return result
+
+    @classmethod
+    def factors(cls) -> dict[str, Any]:
+        """Return the numbers of the rule's estimates, by name."""
+        found = cls._attributes().items()
+        return {name: value.value for name, value in found if isinstance(value, Factor)}
+
+    @classmethod
+    def _attributes(cls) -> dict[str, Any]:
+        """Return public attributes of the class and those above it, the highest first."""
+        found: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            found |= {name: each for name, each in vars(base).items() if name[:1] != "_"}
+        return found

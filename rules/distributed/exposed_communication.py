@@ -89,16 +89,16 @@ class ExposedCommunication(Rule):
     )
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
-    other_share = Threshold(
+    min_other_share = Threshold(
         0.25, "of exposed communication, from which a kind is advised too", OURS
     )
-    small_bytes = Threshold(
+    max_small_bytes = Threshold(
         1048576, "bytes of a message: NCCL needs some MiB to reach its bandwidth", NCCL_TESTS
     )
-    unsure_share = Threshold(
+    min_unsure_share = Threshold(
         0.2, "of exposed time beyond the fastest messages, from which it is counted", OURS
     )
-    healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
+    min_healthy_overlap = Threshold(0.8, "share hidden, from which the check passes", OURS)
 
     fix = (
         "Overlap collectives with compute: let DDP reduce its buckets (25 to 100 MB) during the "
@@ -316,7 +316,7 @@ class ExposedCommunication(Rule):
         share = exposed / a.span_ns
         overlap = 1 - exposed / total
         if share < self.min_share:
-            if overlap >= self.healthy_overlap:
+            if overlap >= self.min_healthy_overlap:
                 yield PassedCheck(text=f"{overlap:.0%} of communication runs under compute")
             return
         table = a.collectives
@@ -367,7 +367,7 @@ class ExposedCommunication(Rule):
         advice = without_bf16(a, self._advice(a, by_kind, table))
         if a.device_id is None:
             advice = {**self.case("the ranks train on CPUs"), **advice}
-        elif unsure >= self.unsure_share:
+        elif unsure >= self.min_unsure_share:
             evidence.append(
                 Evidence("exposed beyond the fastest message of the size", unsure, "share")
             )
@@ -398,7 +398,7 @@ class ExposedCommunication(Rule):
         names = [
             self._case(a, kind, axis, table, in_optimizer=in_optimizer)
             for kind, axis, in_optimizer, ns, _ in by_kind.iter_rows()
-            if ns >= self.other_share * exposed
+            if ns >= self.min_other_share * exposed
         ]
         if not names or names[0] is None:
             return {}
@@ -425,7 +425,7 @@ class ExposedCommunication(Rule):
         most exposed time send few."""
         own = table.join(by_kind.head(1), on=["collective", "axis"], how="semi")["bytes"]
         median = own.drop_nulls().median() if own.null_count() < own.len() / 2 else None
-        if not isinstance(median, int | float) or median >= self.small_bytes:
+        if not isinstance(median, int | float) or median >= self.max_small_bytes:
             return advice
         fix = advice["fix"].partition(FEWER_BYTES)[0]
         small = self.case("small messages", median=t.format_bytes(int(median)))["fix"]

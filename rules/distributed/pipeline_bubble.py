@@ -6,7 +6,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import bubble_share, select_collectives
 from advisor.measure.comm.mesh import count_micro_batches, count_passes, pipeline_wait
@@ -48,7 +48,7 @@ class PipelineBubble(Rule):
 
     max_per_stage = Threshold(4.0, "micro-batches per stage", GPIPE)
     min_share = Threshold(0.05, "of the step, the bubble by formula and as measured", CHOSEN)
-    stages_per_rank = Threshold(2, "stages on each rank in the interleaved schedule", CHOSEN)
+    stages_per_rank = Factor(2, "stages on each rank in the interleaved schedule", CHOSEN)
 
     fix = (
         "Use an interleaved schedule with two stages on each rank. Or cut the batch into more, "

@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import (
     ATTAINED_SHARE,
@@ -70,9 +70,7 @@ class SmallGathers(Rule):
     min_count = Threshold(20.0, "small gathers per step", OURS)
     max_transfer = Threshold(0.5, "of a gather's shortest time that its bytes take", CHOSEN)
     min_share = Threshold(0.01, "of the step, exposed in small gathers and scatters", ENGINE_FLOOR)
-    target_latency_share = Threshold(
-        0.2, "of a gather's time that is latency in larger units", CHOSEN
-    )
+    target_latency_share = Factor(0.2, "of a gather's time that is latency in larger units", CHOSEN)
 
     fix = (
         "Wrap larger units, about {units} times as large as these, so that a gather has some "

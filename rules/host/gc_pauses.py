@@ -79,7 +79,7 @@ class GcPauses(Rule):
     min_pauses = Threshold(
         3, "steps with a pause of 1 ms or more: fewer show neither rate nor range", CHOSEN
     )
-    each_step = Threshold(
+    min_step_share = Threshold(
         0.9, "of the steps have at least half of the mean pause, or a call of gc.collect()", CHOSEN
     )
 
@@ -139,7 +139,7 @@ class GcPauses(Rule):
         longest = float(pause.max())
         if share < self.min_share and longest < self.min_pause_ms * 1e6:
             return
-        each = bool((pause >= 0.5 * pause.mean()).mean() >= self.each_step)
+        each = bool((pause >= 0.5 * pause.mean()).mean() >= self.min_step_share)
         paused = int((pause >= 1e6).sum())
         impact = _lost_in_each(a, float(np.median(pause))) if each else None
         if impact is None:
@@ -151,7 +151,7 @@ class GcPauses(Rule):
                 return
             impact = _estimate(a, pause.astype(float), dur.astype(float), lost)
         places, calls = _asked_for(a)
-        asked = calls >= self.each_step
+        asked = calls >= self.min_step_share
         words = self.case("in each step" if asked else "made in each step") if each else {}
         yield Finding(
             summary=(

@@ -91,7 +91,7 @@ class LaunchBound(Rule):
     )
 
     min_share = Threshold(0.10, "of the step, idle for this reason", XPROF_LAUNCH)
-    healthy_share = Threshold(
+    max_healthy_share = Threshold(
         0.05, "of the step, idle for this reason: below it launches keep up", XPROF
     )
     max_busy = Threshold(
@@ -105,7 +105,7 @@ class LaunchBound(Rule):
         10, "launches between two waits for the GPU: fewer make every capture impossible", OURS
     )
 
-    half = Threshold(
+    max_half = Threshold(
         0.5, "of the step busy, and of memory in use: twice the batch fits into both", OURS
     )
 
@@ -206,7 +206,7 @@ class LaunchBound(Rule):
         yield from self._queued(a)
         share = gaps.idle / a.span_ns
         if gaps.busy_share > self.max_busy:
-            if share < self.healthy_share and gaps.launches >= self.min_launches:
+            if share < self.max_healthy_share and gaps.launches >= self.min_launches:
                 yield PassedCheck(
                     text=f"launches keep up: the GPU idles {share:.1%} {t.format_of(a.per)} "
                     "for them"
@@ -308,7 +308,7 @@ class LaunchBound(Rule):
         if served or gaps.graph_launches or memory.is_empty():
             return False
         held, capacity = (memory[name].to_numpy() for name in ("peak_reserved", "capacity"))
-        return gaps.busy_share <= self.half and bool((held <= self.half * capacity).all())
+        return gaps.busy_share <= self.max_half and bool((held <= self.max_half * capacity).all())
 
     @staticmethod
     def examples() -> Examples:

@@ -15,7 +15,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, Select
 from advisor.core.intervals import intersect, union
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.library_time import stacks_of_rows
@@ -87,7 +87,9 @@ class LoopCode(Rule):
     max_callee_share = Threshold(
         0.8, "of a function's time in one that it calls: that one is named", CHOSEN
     )
-    many_operators = Threshold(32, "operators per step in a function: a loop over tensors", CHOSEN)
+    min_tensor_operators = Threshold(
+        32, "operators per step in a function: a loop over tensors", CHOSEN
+    )
 
     fix = (
         "Take this code out of the step: run it every N steps, compute its result once, or prepare "
@@ -133,7 +135,7 @@ class LoopCode(Rule):
         ns, name = place.ns, place.name
         if ns < self.min_share * a.span_ns or ns < self.min_ms * 1e6 * a.step_count:
             return
-        many = place.of_tensors and place.operators >= self.many_operators * a.step_count
+        many = place.of_tensors and place.operators >= self.min_tensor_operators * a.step_count
         alone = place.largest_part == labels.clean(name)
         inside = None if alone else place.largest_part
         location = locate_row(a, place.row, op=inside, count=place.calls)
@@ -485,18 +487,20 @@ class LoopPhases(LoopCode):
             **_SOME_VALUES,
         },
     }
-    of_sort = Threshold(0.2, "of this time in sorts, from which they are named first", CHOSEN)
+    min_sort_share = Threshold(
+        0.2, "of this time in sorts, from which they are named first", CHOSEN
+    )
     max_small_us = Threshold(100, "µs per operator on average: longer ones compute", CHOSEN)
-    of_operators = Threshold(
+    min_operator_share = Threshold(
         1 / 3,
         "of this time in operators: otherwise a loop over tensors is not what takes it",
         CHOSEN,
     )
-    of_products = Threshold(
+    min_product_share = Threshold(
         0.5, "of the operators' time in products and in losses that are one function", CHOSEN
     )
     min_classes = Threshold(1000, "classes: scores of fewer are seldom what takes time", CHOSEN)
-    of_loss = Threshold(
+    min_loss_share = Threshold(
         1 / 3, "of this time the backward pass goes through: it is the loss", CHOSEN
     )
     min_share = Threshold(
@@ -536,25 +540,31 @@ class LoopPhases(LoopCode):
         rows = operators_beside_training(a)
         differentiated = differentiated_operators(a, rows)
         learnt = min(ns, operator_time(a, differentiated) * step / max(a.step_ns, 1))
-        loss = learnt >= self.of_loss * ns
+        loss = learnt >= self.min_loss_share * ns
         ns -= 0 if loss else learnt
         limit = self.min_share if loss else limit
         if ns < limit * step or ns < self.min_ms * 1e6:
             return
         operators = len(rows) / max(a.step_count, 1)
         many = (
-            line is not None and line.library_function is None and operators >= self.many_operators
+            line is not None
+            and line.library_function is None
+            and operators >= self.min_tensor_operators
         )
         spent_in_them = operator_time(a, rows)
         of_window = step / max(a.step_ns, 1)
-        computes = spent_in_them * of_window >= self.of_operators * ns
+        computes = spent_in_them * of_window >= self.min_operator_share * ns
         many = many and computes
         many = many and spent_in_them <= self.max_small_us * 1e3 * operators
         whole = whole_operators(a, rows) if loss else None
         fixed = 0.0 if whole is None else operator_time(a, whole.rows)
         by_hand = ns - fixed * of_window
         replaceable = by_hand >= self.min_share * step
-        if whole is not None and fixed >= self.of_products * spent_in_them and not replaceable:
+        if (
+            whole is not None
+            and fixed >= self.min_product_share * spent_in_them
+            and not replaceable
+        ):
             yield from self._whole(a, whole, line, fixed * of_window / step)
             return
         gain = impact_per_step(a, by_hand, of_median=not recorded.varies)
@@ -579,7 +589,9 @@ class LoopPhases(LoopCode):
             use = find_library_use([each for each in recorded.stacks if each.part == LOOP])
         largest = largest_operators(a, rows) if computes else {}
         sorts = sum(own for name, own in largest.items() if re.search(_SORTS, name))
-        if sorts and (sorts == max(largest.values()) if not case else sorts >= self.of_sort * ns):
+        if sorts and (
+            sorts == max(largest.values()) if not case else sorts >= self.min_sort_share * ns
+        ):
             samples = name_matches(a.trace.cpu["name"].gather(rows), r"^aten::multinomial$").any()
             if case:  # the rest of this code stays
                 own = sorts * of_window
@@ -797,7 +809,7 @@ class TimeBetweenSteps(Rule):
 
     min_share = Threshold(0.30, "of the time of steps and what lies between them", CHOSEN)
     min_steps = Threshold(20, "steps: fewer do not show how often it comes", CHOSEN)
-    saved_share = Threshold(0.5, "of that time, by evaluating half as often", CHOSEN)
+    saved_share = Factor(0.5, "of that time, by evaluating half as often", CHOSEN)
     min_paused_share = Threshold(
         0.5, "of the steps follow a pause: evaluation comes less often", CHOSEN
     )

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
-from advisor.core.rule import Citation, Evidence, Rule, Threshold
+from advisor.core.rule import Citation, Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.new_shapes import REPEATED_NS
 from advisor.rules.support.citations import CURED_RECORDINGS, OURS, SILENT_TRACES, XPROF
@@ -85,10 +85,10 @@ class NewInputShapes(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in such calls", XPROF)
-    trials = Threshold(10, "algorithms of a shape, where the trace does not show them", OURS)
-    last_part = Threshold(0.25, "of the run's steps show what its end still loses", OURS)
+    trials = Factor(10, "algorithms of a shape, where the trace does not show them", OURS)
+    last_part = Factor(0.25, "of the run's steps show what its end still loses", OURS)
     min_last = Threshold(4, "steps that show it", OURS)
-    most_left = Threshold(0.5, "of the loss in the last steps, up to which it ends by itself", OURS)
+    max_left = Threshold(0.5, "of the loss in the last steps, up to which it ends by itself", OURS)
 
     fix = _PAD + " Run each size once before the loop."
     code = _PAD_CODE
@@ -134,7 +134,7 @@ class NewInputShapes(Rule):
         own = [group for group in groups if group["cause"] == first["cause"]]
         saved = sum((1 - group["left"]) * group["ns"] for group in own)
         still = self._still_lost(a, saved / max(a.span_ns, 1))
-        ends = "" if still is None or still > self.most_left else _ENDS.format(left=still)
+        ends = "" if still is None or still > self.max_left else _ENDS.format(left=still)
         edits: list[Edit] = []
         for group in groups:
             edits += _edits(group, still or 0.0, advised=group["cause"] == first["cause"])

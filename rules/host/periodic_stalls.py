@@ -70,7 +70,7 @@ class PeriodicStalls(Rule):
     min_stalls = Threshold(2, "stalls: one may be coincidence", OURS)
     min_explained = Threshold(0.5, "of the stalls' excess", OURS)
     min_share = Threshold(0.02, "of the window", OURS)
-    factor = Threshold(
+    min_factor = Threshold(
         1.5, "times the median step, as the step series sets steps aside", STEP_SERIES
     )
     min_deviations = Threshold(5.0, "median absolute deviations", STEP_SERIES)
@@ -106,7 +106,7 @@ class PeriodicStalls(Rule):
             return
         dur = steps["dur"].to_numpy()
         median = float(np.median(dur))
-        is_long = dur > longest_usual_step(dur, self.factor, self.min_deviations)
+        is_long = dur > longest_usual_step(dur, self.min_factor, self.min_deviations)
         for cause, pattern in SAVING_AND_LOGGING.items():
             rows = self._rows(a, pattern, main)
             if not len(rows):
@@ -286,7 +286,7 @@ class LongStep(Rule):
     references = PeriodicStalls.references
 
     min_steps = Threshold(4, "steps: fewer do not show what is usual", OURS)
-    factor = Threshold(3.0, "times the median step", OURS)
+    min_factor = Threshold(3.0, "times the median step", OURS)
     min_share = Threshold(0.05, "of the recorded steps' time, beyond the median", OURS)
     min_explained = Threshold(0.5, "of the difference", OURS)
 
@@ -317,7 +317,7 @@ class LongStep(Rule):
         median, longest = float(np.median(dur)), int(dur.argmax())
         times = float(dur[longest]) / max(median, 1.0)
         excess = float(dur[longest]) - median
-        if dur[longest] < self.factor * median or excess < self.min_share * dur.sum():
+        if dur[longest] < self.min_factor * median or excess < self.min_share * dur.sum():
             return
         step = steps.row(longest, named=True)
         work = None if a.recorded is None else find_periodic_work(a.recorded)
@@ -343,7 +343,7 @@ class LongStep(Rule):
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),
-                self.compare("over the median", times, "factor", ""),
+                self.compare("over the median", times, "min_factor", ""),
                 self.compare(
                     "beyond the median, share of the steps' time",
                     excess / float(dur.sum()),
@@ -365,7 +365,7 @@ class LongStep(Rule):
         return {
             "a checkpoint": _training(frame=save, steps=8, every=6),
             "a new shape is compiled": _training(frame=compiles, steps=8, every=6),
-            "twice as long": (twice, "factor"),
+            "twice as long": (twice, "min_factor"),
             "three steps": (_training(frame=save, steps=4, every=3), "min_steps"),
         }
 

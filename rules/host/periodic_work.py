@@ -61,7 +61,7 @@ class PeriodicWork(Rule):
     min_kept = Threshold(
         0.5, "of the work must be gain where the host runs ahead: it waits for the GPU", CHOSEN
     )
-    near = Threshold(
+    min_near = Threshold(
         0.5, "of the work's share of the run, at least, in samples of the function", OURS
     )
     min_gain_share = Threshold(
@@ -95,7 +95,7 @@ class PeriodicWork(Rule):
         if work.gain < self.min_share * work.step or self._is_other_work(recorded, work):
             return
         code = code_outside(
-            recorded.stacks, LEARNING, self.near * work.share, work.share / self.near
+            recorded.stacks, LEARNING, self.min_near * work.share, work.share / self.min_near
         )
         if code is not None and code.waits:
             return
@@ -130,7 +130,7 @@ class PeriodicWork(Rule):
         if time_compiling(recorded) >= MOSTLY_COMPILING * spent:
             return True
         return any(
-            share_in(recorded.stacks, pattern)[0] >= self.near * work.share
+            share_in(recorded.stacks, pattern)[0] >= self.min_near * work.share
             for pattern in SAVING_AND_LOGGING.values()
         )
 

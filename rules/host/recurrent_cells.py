@@ -7,7 +7,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import OURS, XPROF
 from advisor.rules.support.common import (
@@ -49,9 +49,9 @@ class RecurrentCells(Rule):
     min_calls_share = Threshold(
         0.5, "of the cell's calls: an operator of the loop runs as often", OURS
     )
-    factor = Threshold(0.1, "of the host time remains with one operator for the sequence", OURS)
-    best_factor = Threshold(0.03, "of it remains, at best", OURS)
-    worst_factor = Threshold(0.3, "of it remains, at worst", OURS)
+    factor = Factor(0.1, "of the host time remains with one operator for the sequence", OURS)
+    best_factor = Factor(0.03, "of it remains, at best", OURS)
+    worst_factor = Factor(0.3, "of it remains, at worst", OURS)
 
     fix = (
         "Use nn.{name} for the whole sequence: one call, in which cuDNN runs all elements and "

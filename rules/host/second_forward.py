@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.families import find_layer_operators
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
@@ -52,12 +52,10 @@ class SecondForward(Rule):
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.Tensor.detach.html",)
 
     min_share = Threshold(0.05, "of the step in layers that run again", XPROF)
-    worst_factor = Threshold(
-        1.0, "of the time remains where the second model is another one", CHOSEN
-    )
+    worst_factor = Factor(1.0, "of the time remains where the second model is another one", CHOSEN)
     min_forwards = Threshold(12, "recorded forwards that were compared: one sample", CHOSEN)
     min_again = Threshold(0.2, "of them repeat an earlier one", CHOSEN)
-    worst_of_proven = Threshold(0.2, "of the time remains where the recorder saw it", CHOSEN)
+    worst_of_proven = Factor(0.2, "of the time remains where the recorder saw it", CHOSEN)
 
     fix = (
         "Keep the outputs of the first forward pass, and compute metrics from them. detach() takes "

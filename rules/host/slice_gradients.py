@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
@@ -57,7 +57,7 @@ class SliceGradients(Rule):
 
     min_slices = Threshold(16, "slices of one tensor per step", CHOSEN)
     min_share = Threshold(0.05, "of the step in their gradients", XPROF)
-    worst_factor = Threshold(0.3, "of the time remains at most: adding up and launches", CHOSEN)
+    worst_factor = Factor(0.3, "of the time remains at most: adding up and launches", CHOSEN)
 
     fix = (
         "Compute the loop in one operation on the whole tensor, where its passes do not need each "

@@ -12,7 +12,7 @@ import polars as pl
 
 from advisor.core import labels
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.replay.selection import rows_under
@@ -81,10 +81,10 @@ class UnbatchedCalls(Rule):
     min_calls = Threshold(16, "calls per step with equal shapes", CHOSEN)
     min_share = Threshold(0.10, "of the step in these calls and their backward", XPROF)
     min_calls_share = Threshold(0.9, "of the calls", CHOSEN)
-    factor = Threshold(0.15, "of the time in one call", CHOSEN)
+    factor = Factor(0.15, "of the time in one call", CHOSEN)
     best_factor, worst_factor = (
-        Threshold(0.03, "of the time in one call, where a sample is hardly any work", CHOSEN),
-        Threshold(0.5, "of the time in one call, where a sample is work of its own", CHOSEN),
+        Factor(0.03, "of the time in one call, where a sample is hardly any work", CHOSEN),
+        Factor(0.5, "of the time in one call, where a sample is work of its own", CHOSEN),
     )
 
     fix = (
@@ -201,8 +201,8 @@ class LoopedOperators(Rule):
 
     min_calls = Threshold(64, "calls of an operator for one join of their results", CHOSEN)
     min_share = Threshold(0.10, "of the step in the loop's operators and their backward", XPROF)
-    factor = Threshold(0.1, "of the time, with one operator for all elements", CHOSEN)
-    worst_factor = Threshold(
+    factor = Factor(0.1, "of the time, with one operator for all elements", CHOSEN)
+    worst_factor = Factor(
         0.4, "of the time remains at most, where elements are work of their own", CHOSEN
     )
 

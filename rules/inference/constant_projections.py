@@ -14,7 +14,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import union
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.operator_arguments import inputs_at
@@ -110,8 +110,8 @@ class ConstantProjections(Rule):
     min_share = Threshold(0.05, "of the step in these layers", XPROF)
     min_passes = Threshold(2, "passes in a row with the same layers", CHOSEN)
     min_rows = Threshold(8, "times as many rows as the pass has tokens", CHOSEN)
-    remaining = Threshold(0.05, "of the time remains: once per sequence of some 20 tokens", CHOSEN)
-    most_remaining = Threshold(0.35, "of it, for sequences of three tokens", CHOSEN)
+    remaining = Factor(0.05, "of the time remains: once per sequence of some 20 tokens", CHOSEN)
+    worst_remaining = Factor(0.35, "of it, for sequences of three tokens", CHOSEN)
 
     fix = (
         "Project the input once, before the loop, and keep the results for all tokens: in "
@@ -212,7 +212,7 @@ class ConstantProjections(Rule):
                 if on == "gpu"
                 else Select(on="host", kind=("op",), name=pattern)
             )
-            left = (self.remaining, 0.0, self.most_remaining)
+            left = (self.remaining, 0.0, self.worst_remaining)
             edits.append(scale_edit(select, *(1 - share * (1 - one) for one in left)))
         return edits
 

@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import FrameworkAdvice, Rule, Threshold
+from advisor.core.rule import Factor, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import DECODE
 from advisor.measure.inference.passes import NARROW, read_heads
@@ -36,7 +36,7 @@ class KvCache16Bits(Rule):
 
     min_share = Threshold(0.10, "of the step, in such attention", TENSORBOARD)
     min_rate = Threshold(0.5, "of the memory's bandwidth, reached while it reads", CHOSEN)
-    factor = Threshold(0.6, "of the kernel's time, with half the bytes of the cache", CHOSEN)
+    factor = Factor(0.6, "of the kernel's time, with half the bytes of the cache", CHOSEN)
 
     fix = "Keep keys and values in 8 bits, and compare the quality of the answers."
     engine_advice = {

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from advisor.core.finding import Edit, Finding, Outcomes, Select
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
@@ -58,10 +58,10 @@ class PrefixRecomputed(Rule):
     min_tokens = Threshold(
         8, "tokens of the first of them: of fewer little is computed again", CHOSEN
     )
-    on_host = Threshold(
+    on_host = Factor(
         0.25, "of the operators' time on a CPU remains: weights are read all the same", CHOSEN
     )
-    most_on_host = Threshold(0.6, "of it remains, at most", CHOSEN)
+    worst_on_host = Factor(0.6, "of it remains, at most", CHOSEN)
 
     fix = (
         "Keep the keys and values of earlier tokens, and pass only the new token to the model. "
@@ -111,7 +111,7 @@ class PrefixRecomputed(Rule):
             select=Select(on="host", kind=("op",), name=_HOST_WORK),
             factor=max(best, self.on_host),
             factor_low=best,
-            factor_high=max(best, self.most_on_host),
+            factor_high=max(best, self.worst_on_host),
         )
 
     @staticmethod

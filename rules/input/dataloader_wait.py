@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
-from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.rules.support.citations import (
@@ -122,10 +122,10 @@ class DataLoaderWait(LoaderWaitRule):
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
     )
 
-    healthy_share = Threshold(
+    max_healthy_share = Threshold(
         0.01, "of the step, exposed: below it the loader keeps up", ENGINE_FLOOR
     )
-    worker_ratio = Threshold(
+    worker_ratio = Factor(
         2, "times the workers, for the estimate: one doubling, where cores are free", OURS
     )
 
@@ -178,7 +178,7 @@ class DataLoaderWait(LoaderWaitRule):
         yield from super().check(a)
 
     def _passed(self, a: Analysis, share: float) -> Outcomes:
-        if share < self.healthy_share and a.device_id is not None:
+        if share < self.max_healthy_share and a.device_id is not None:
             yield PassedCheck(
                 text=f"{_loader_name(a)} keeps up: the GPU waits {share:.1%} {t.format_of(a.per)}"
             )
@@ -277,7 +277,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         "https://pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
     )
 
-    most_workers = Threshold(
+    max_workers = Threshold(
         8, "workers, where the cores are not recorded: shared machines give a GPU that many", OURS
     )
     max_taken = Threshold(
@@ -337,9 +337,9 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         },
     }
 
-    table_left = Threshold(0.2, "of the work on a table is left: its rows are indexed", CHOSEN)
-    table_left_best = Threshold(0.05, "of it is left, at best", CHOSEN)
-    table_left_worst = Threshold(0.5, "of it is left, at worst", CHOSEN)
+    table_left = Factor(0.2, "of the work on a table is left: its rows are indexed", CHOSEN)
+    best_table_left = Factor(0.05, "of it is left, at best", CHOSEN)
+    worst_table_left = Factor(0.5, "of it is left, at worst", CHOSEN)
 
     _ranges = SINGLE_PROCESS
 
@@ -352,7 +352,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         rest = a.step_ns - exposed / a.step_count
         needed = workers_needed(moves * waits.total / a.step_count, rest)
         cores = None if a.record is None else a.record.rank.cpus
-        workers = min(needed + 1, self.most_workers if cores is None else max(1, cores))
+        workers = min(needed + 1, self.max_workers if cores is None else max(1, cores))
         fix, code = self.fix, self.code
         if needed > workers:
             fix = self.case("a batch that takes more workers than there are cores")["fix"]
@@ -385,7 +385,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         }
         table = table_of_dataset(a)
         if table is not None:
-            left = (self.table_left, self.table_left_best, self.table_left_worst)
+            left = (self.table_left, self.best_table_left, self.worst_table_left)
             texts = self.case("a table in memory", function=table)
             select = Select(on="host", name=SINGLE_PROCESS)
             texts["edits"] = [scale_edit(select, *(1 - moves * (1 - each) for each in left))]

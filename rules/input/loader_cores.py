@@ -88,7 +88,7 @@ class LoaderWorkers(LoadingRule):
     max_workers_per_core = Threshold(
         2.0, "workers per core: above it, workers compete for cores", SAGEMAKER
     )
-    busy_cpus = Threshold(
+    max_busy_cpus = Threshold(
         0.90, "of the cores busy: below it, too many workers cost nothing", SAGEMAKER_CPU
     )
     min_wait_ms = Threshold(
@@ -154,7 +154,7 @@ class LoaderWorkers(LoadingRule):
             yield self._too_few(a, workers, cores, mean, share)
         elif workers > self.max_workers_per_core * cores:
             busy = recorded.used_cores
-            if busy is not None and busy >= self.busy_cpus * cores:
+            if busy is not None and busy >= self.max_busy_cpus * cores:
                 yield self._too_many(a, workers, cores, busy)
 
     def _needs_cores(self, a: Analysis, workers: int, share: float) -> bool:
@@ -162,7 +162,7 @@ class LoaderWorkers(LoadingRule):
         if not workers:
             return (estimate_contended_loading(a, share) or 0.0) > self.max_taken
         busy, cores = recorded_steps(a).used_cores, recorded_steps(a).record.rank.cpus
-        return bool(a.trains_on_host and busy and cores and busy > self.busy_cpus * cores)
+        return bool(a.trains_on_host and busy and cores and busy > self.max_busy_cpus * cores)
 
     def _too_few(
         self, a: Analysis, workers: int, cores: float, wait: float, share: float
@@ -229,7 +229,7 @@ class LoaderWorkers(LoadingRule):
                 Evidence("workers", workers, "count"),
                 Evidence("cores per main process", cores, "count"),
                 self.compare("workers per core", workers / cores, "max_workers_per_core", ""),
-                self.compare("cores in use", busy, "busy_cpus", "", times=cores),
+                self.compare("cores in use", busy, "max_busy_cpus", "", times=cores),
             ],
             impact=impact_without_gain("the record does not show what fewer workers save; try it"),
             **self.case("too many", workers=t.count_noun(best, "worker"), best=best),
@@ -252,7 +252,7 @@ class LoaderWorkers(LoadingRule):
                 _run(0, 1, data=6),
                 "workers > self.max_workers_per_core * cores",
             ),
-            "many workers, idle cores": (_run(40, 8, data=0.1, busy=200), "busy_cpus"),
+            "many workers, idle cores": (_run(40, 8, data=0.1, busy=200), "max_busy_cpus"),
             "training on the CPU keeps both cores busy": (
                 _run(0, 2, data=6, busy=170),
                 "workers > self.max_workers_per_core * cores",

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
@@ -67,14 +67,14 @@ class DoublePrecision(Rule):
         XPROF,
     )
     min_double_share = Threshold(0.9, "of an operator's time with double inputs", CHOSEN)
-    factor = Threshold(0.5, "of the time in float32: half the bytes, twice the rate", CHOSEN)
+    factor = Factor(0.5, "of the time in float32: half the bytes, twice the rate", CHOSEN)
     best_factor, worst_factor = (
-        Threshold(0.4, "of the time in float32, where caches hold twice as much", CHOSEN),
-        Threshold(0.75, "of the time in float32, where overhead is a half", CHOSEN),
+        Factor(0.4, "of the time in float32, where caches hold twice as much", CHOSEN),
+        Factor(0.75, "of the time in float32, where overhead is a half", CHOSEN),
     )
 
-    best_product = Threshold(0.75, "of a product's time in float32, on a GPU, at best", CHOSEN)
-    worst_product = Threshold(1.5, "of that time, at worst, but no more than in float64", CHOSEN)
+    best_product = Factor(0.75, "of a product's time in float32, on a GPU, at best", CHOSEN)
+    worst_product = Factor(1.5, "of that time, at worst, but no more than in float64", CHOSEN)
 
     fix = (
         "Convert data and model to float32; check that accuracy holds. NumPy's arrays are float64 "

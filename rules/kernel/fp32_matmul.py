@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.gpus import GpuSpec
-from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
@@ -160,44 +160,44 @@ class Fp32Matmul(Rule):
     min_ratio = Threshold(
         1.8, "of the peaks: TF32 has twice FP32's on an A10, eight times on an A100", PEAKS
     )
-    usual_peak = Threshold(
+    usual_peak = Factor(
         8.0,
         "of FP32's peak: FP16 on V100 and T4, which these kernels are made for",
         PEAKS,
     )
-    derating = Threshold(
+    derating = Factor(
         0.6,
         "of the ratio of the peaks that real shapes reach: 5 of 8 times, as the best of whole "
         "networks, whose other work is no faster",
         TF32_BLOG,
     )
-    best_derating = Threshold(
+    best_derating = Factor(
         0.86, "of the ratio: 10240^3 on an A100 in 0.11 s, with TF32 in 0.016 s", TF32_NOTES
     )
-    worst_derating = Threshold(
+    worst_derating = Factor(
         0.25,
         "of the ratio: 2 of 8 times, as the least of these networks",
         TF32_BLOG,
     )
-    blind_derating = Threshold(
+    blind_derating = Factor(
         0.25,
         "of the ratio, where shapes are not known. The matrix products of one recommender model "
         "take 35 ms per step on a V100 in FP32. On an A100 in TF32 they take 14 ms, and bandwidth "
         "explains a part of it",
         REAL_KERNEL,
     )
-    best_blind_derating = Threshold(
+    best_blind_derating = Factor(
         0.6, "of the ratio, at best: as where shapes are known", TF32_NOTES
     )
-    worst_blind_derating = Threshold(0.16, "of the ratio, at worst", REAL_KERNEL)
-    reachable_bandwidth = Threshold(
+    worst_blind_derating = Factor(0.16, "of the ratio, at worst", REAL_KERNEL)
+    max_bandwidth_share = Threshold(
         0.9, "of the peak: a kernel at this share of bandwidth is bound by it", NCU
     )
     min_casts = Threshold(0.2, "of the products' time is casts around them", OURS)
-    praise_share = Threshold(
+    min_praised_share = Threshold(
         0.9, "of matrix time on tensor cores, from which the report says so", OURS
     )
-    praise_rate = Threshold(0.25, "of the attainable rate, to be praised", OURS)
+    min_praised_rate = Threshold(0.25, "of the attainable rate, to be praised", OURS)
 
     fix = (
         "Allow TF32 for FP32 matrix work; check that accuracy holds. Products then have 10 bits of "
@@ -304,7 +304,7 @@ class Fp32Matmul(Rule):
                 slow |= kind & fp32 & off_tensor & ~self._bandwidth_bound(a)
         share = kernel_work.summed_duration(a, slow) / total
         if share < self.min_share:
-            limits = (self.praise_share, self.praise_rate)
+            limits = (self.min_praised_share, self.min_praised_rate)
             yield from kernel_work.tensor_core_passed_check(a, matrix, matrix & on_tensor, *limits)
             return
         if kernel_work.summed_duration(a, slow) < self.min_step_share * a.span_ns:
@@ -389,7 +389,7 @@ class Fp32Matmul(Rule):
         moved = a.kernels["moved"].gather(index).cast(pl.Float64).fill_null(0.0).to_numpy()
         if a.hardware is None:
             return np.zeros(len(index))
-        return moved / (a.hardware.bandwidth * self.reachable_bandwidth) * 1e9
+        return moved / (a.hardware.bandwidth * self.max_bandwidth_share) * 1e9
 
     def _finding(
         self, a: Analysis, slow: kernel_work.Mask, share: float, target: NumberFormat
@@ -487,7 +487,7 @@ class Fp32Matmul(Rule):
             "BF16 as wmma_tensorop": (_training("H100", "c10::BFloat16", wmma, 900), few),
             "TF32 is on": (_training("A100", "float", tf32, 1500), few),
             "TF32 is on, an odd shape is left": (example_steps(mixed), few),
-            "bound by reading the weights": (example_steps(gemv), "reachable_bandwidth"),
+            "bound by reading the weights": (example_steps(gemv), "max_bandwidth_share"),
             "the device is mostly idle": (example_steps(idle), "min_step_share"),
             "operands are cast from BF16": (_adapters(), "self._casts(a, slow)"),
         }
@@ -524,14 +524,14 @@ class MixedPrecisionOff(Fp32Matmul):
     )
     references = ("https://pytorch.org/docs/stable/amp.html",)
 
-    casts = Threshold(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
-    least_casts = Threshold(0.5, "of these bytes, at best", OURS)
-    most_casts = Threshold(1.5, "of these bytes, at worst", OURS)
-    casts_gone = Threshold(0.8, "of these casts' time goes: weights are cast instead", OURS)
-    least_gone = Threshold(0.5, "of it, at worst", OURS)
+    casts = Factor(1.0, "of the products' bytes in FP32, for casts of operands", OURS)
+    best_casts = Factor(0.5, "of these bytes, at best", OURS)
+    worst_casts = Factor(1.5, "of these bytes, at worst", OURS)
+    casts_gone = Factor(0.8, "of these casts' time goes: weights are cast instead", OURS)
+    worst_casts_gone = Factor(0.5, "of it, at worst", OURS)
     reach = kernel_work.REACH
     best_reach = kernel_work.BEST_REACH
-    worst_reach = Threshold(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
+    worst_reach = Factor(0.2, "of the attainable rate, at worst: attention", SAM_PAIR)
 
     fix = (
         "Train in BF16 with autocast; check that accuracy holds. Weights and optimizer stay in "
@@ -541,8 +541,8 @@ class MixedPrecisionOff(Fp32Matmul):
     falsified_by = "mathematics that needs FP32, or an autocast region that these products leave"
     assumptions = (
         _REACHED,
-        "bytes of casts are {casts:.0%} of those of the products ({least_casts:.0%} to "
-        "{most_casts:.0%})",
+        "bytes of casts are {casts:.0%} of those of the products ({best_casts:.0%} to "
+        "{worst_casts:.0%})",
         _TRAINS,
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -643,7 +643,7 @@ class MixedPrecisionOff(Fp32Matmul):
                 names = a.trace.gpu["name"].filter(pl.Series(casts)).cast(pl.String).unique()
                 rows = kernel_work.kernel_rows(a)
                 rows &= a.trace.gpu["name"].cast(pl.String).is_in(names.implode()).to_numpy()
-                gone = (ns * self.casts_gone, float(ns), ns * self.least_gone)
+                gone = (ns * self.casts_gone, float(ns), ns * self.worst_casts_gone)
                 select = kernel_work.select_kernels(names.to_list())
                 edits.append(kernel_work.scale_kernels(a, rows, gone, select))
                 number = count_noun(round(int(casts.sum()) / a.step_count), "cast")
@@ -663,7 +663,7 @@ class MixedPrecisionOff(Fp32Matmul):
         derating: float,
         blind: float,
     ) -> float:
-        casts = {self.best_derating: self.least_casts, self.worst_derating: self.most_casts}
+        casts = {self.best_derating: self.best_casts, self.worst_derating: self.worst_casts}
         moved = a.kernels["moved"].cast(pl.Float64).fill_null(0.0).to_numpy()[slow].sum()
         memory = attainable_roofs(a.hardware).memory
         cast_ns = 1e9 * moved * casts.get(derating, self.casts) / memory.rate if memory else 0.0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
@@ -218,9 +218,9 @@ class HandwrittenOperator(Rule):
     min_busy = Threshold(
         0.2, "share of the step the device is busy: below it the host is the bottleneck", OURS
     )
-    fused_factor = Threshold(1.5, "of the fused kernel's ideal time: what such kernels take", OURS)
-    slower_best = Threshold(1.15, "of that time, at best", OURS)
-    slower_worst = Threshold(2.5, "of that time, at worst", OURS)
+    fused_factor = Factor(1.5, "of the fused kernel's ideal time: what such kernels take", OURS)
+    best_slower = Factor(1.15, "of that time, at best", OURS)
+    worst_slower = Factor(2.5, "of that time, at worst", OURS)
 
     fix = "Call the fused operator. Compiling the model fuses such chains too."
     code = "model = torch.compile(model)"
@@ -228,7 +228,7 @@ class HandwrittenOperator(Rule):
     falsified_by = "code between the operators of a chain that needs the tensor in between"
     assumptions = (
         "a fused kernel takes {fused_factor:g} times as long as one read and one write of the "
-        "tensor at the memory's rate ({slower_best:g} to {slower_worst:g})",
+        "tensor at the memory's rate ({best_slower:g} to {worst_slower:g})",
     )
     confidence = 0.75
     alternatives = "fuse"
@@ -258,7 +258,7 @@ class HandwrittenOperator(Rule):
         ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())
-            for slower in (self.fused_factor, self.slower_best, self.slower_worst)
+            for slower in (self.fused_factor, self.best_slower, self.worst_slower)
         )
         changes = kernel_work.fuse_kernels(
             a,

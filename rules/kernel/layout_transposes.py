@@ -7,7 +7,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import attainable_roofs
@@ -59,16 +59,16 @@ class LayoutTransposes(Rule):
         0.02, "of kernel time: converting a network with one convolution does not pay", OURS
     )
     min_busy = kernel_work.MIN_BUSY
-    attainable_share = Threshold(
+    attainable_share = Factor(
         ROOFLINE_SHARE, "of the memory's rate: batch norm in channels-last order", TRACELENS
     )
-    best_reach = Threshold(1.0, "of the memory's rate, at best", OURS)
-    worst_reach = Threshold(0.5, "of the memory's rate, at worst", OURS)
-    best_convolution = Threshold(
+    best_reach = Factor(1.0, "of the memory's rate, at best", OURS)
+    worst_reach = Factor(0.5, "of the memory's rate, at worst", OURS)
+    best_convolution = Factor(
         0.45, "of the attainable rate, at best: convolutions that are slower now", OURS
     )
-    best_faster = Threshold(2.0, "times faster at most, at best", OURS)
-    praise_conv = Threshold(
+    best_faster = Factor(2.0, "times faster at most, at best", OURS)
+    min_praised_share = Threshold(
         0.2,
         "of kernel time in convolutions without transposes, from which the report says so",
         OURS,
@@ -121,7 +121,8 @@ class LayoutTransposes(Rule):
             tensor = a.kernels["tensor_core"].fill_null(False).to_numpy()
             if (
                 moved_ns < 0.01 * conv_ns
-                and kernel_work.summed_duration(a, convolving & tensor) >= self.praise_conv * total
+                and kernel_work.summed_duration(a, convolving & tensor)
+                >= self.min_praised_share * total
             ):
                 yield PassedCheck(text="convolutions run on tensor cores without layout transposes")
             return

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from advisor.core.finding import SkippedCheck
-from advisor.core.rule import Threshold
+from advisor.core.rule import Factor, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
@@ -48,9 +48,9 @@ class LowBandwidth(BelowRate):
     )
 
     max_efficiency = Threshold(1 / 3, "of the memory's measured rate", RATES)
-    reach = Threshold(0.7, "of the memory's rate, that a better kernel reaches", RATES)
-    best_reach = Threshold(0.9, "of the memory's rate, at best", RATES)
-    worst_reach = Threshold(0.45, "of the memory's rate, at worst", RATES)
+    reach = Factor(0.7, "of the memory's rate, that a better kernel reaches", RATES)
+    best_reach = Factor(0.9, "of the memory's rate, at best", RATES)
+    worst_reach = Factor(0.45, "of the memory's rate, at worst", RATES)
 
     families = (
         "elementwise", "reduction", "copy", "layout", "softmax", "normalisation", "pooling", "sort",

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.roofline import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
@@ -57,9 +57,9 @@ class LowOccupancy(Rule):
     min_share = Threshold(0.05, "of kernel time, for one kernel name", OURS)
     max_occupancy = Threshold(40.0, "percent", FOURNEX, NCU)
     max_bandwidth = Threshold(0.6, "of the peak: above, occupancy is high enough", TRACELENS)
-    attainable_share = Threshold(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
-    best_reachable = Threshold(0.875, "of peak bandwidth, at best", TRACELENS)
-    worst_reachable = Threshold(0.6, "of peak bandwidth, at worst", TRACELENS)
+    attainable_share = Factor(0.75, "of peak bandwidth, for the merged estimate", TRACELENS)
+    best_reachable = Factor(0.875, "of peak bandwidth, at best", TRACELENS)
+    worst_reachable = Factor(0.6, "of peak bandwidth, at worst", TRACELENS)
     min_busy = kernel_work.MIN_BUSY
 
     fix = (

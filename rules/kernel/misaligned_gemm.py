@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Citation, Evidence, Rule, Threshold
+from advisor.core.rule import Citation, Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.operators import KERNEL_NS, Roofs, attainable_roofs
@@ -130,14 +130,14 @@ class MisalignedGemm(Rule):
         0.03, "of kernel time; with the factor below that is about 1% of a busy step", ENGINE_FLOOR
     )
     min_busy = kernel_work.MIN_BUSY
-    reach = Threshold(
+    reach = Factor(
         0.8, "of the attainable rate, that padded products reach if none is aligned", ALIGNED_REACH
     )
-    best_reach = Threshold(1.0, "of the attainable rate, at best", ALIGNED_REACH)
-    worst_reach = Threshold(0.6, "of the attainable rate, at worst", ALIGNED_REACH)
-    factor = Threshold(0.6, "new duration over old where rates are unknown", ALIGNED_RATE)
-    best_factor = Threshold(0.5, "new duration over old, at best", ALIGNED_RATE)
-    worst_factor = Threshold(0.85, "new duration over old, at worst", MATMUL_GUIDE)
+    best_reach = Factor(1.0, "of the attainable rate, at best", ALIGNED_REACH)
+    worst_reach = Factor(0.6, "of the attainable rate, at worst", ALIGNED_REACH)
+    factor = Factor(0.6, "new duration over old where rates are unknown", ALIGNED_RATE)
+    best_factor = Factor(0.5, "new duration over old, at best", ALIGNED_RATE)
+    worst_factor = Factor(0.85, "new duration over old, at worst", MATMUL_GUIDE)
 
     fix = (
         "Pad the misaligned dimensions to a multiple of 64 elements (of 8, if they are "

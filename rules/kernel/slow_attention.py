@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from advisor.core.rule import Threshold
+from advisor.core.rule import Factor, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
@@ -58,7 +58,7 @@ class SlowAttention(BelowRate):
     )
     reach = REACH
     best_reach = BEST_REACH
-    worst_reach = Threshold(0.36, "of the attainable rate, at worst", FLASH_2)
+    worst_reach = Factor(0.36, "of the attainable rate, at worst", FLASH_2)
 
     families = ("attention",)
     _work = "attention kernels"

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.shapes import OpInputs
@@ -76,9 +76,9 @@ class SlowConvolution(BelowRate):
     max_efficiency = Threshold(
         0.25, "of the attainable rate: half of what products reach", RATES, OURS
     )
-    reach = Threshold(0.45, "of the attainable rate, that another algorithm reaches", OURS)
-    best_reach = Threshold(0.7, "of the attainable rate, at best", OURS)
-    worst_reach = Threshold(
+    reach = Factor(0.45, "of the attainable rate, that another algorithm reaches", OURS)
+    best_reach = Factor(0.7, "of the attainable rate, at best", OURS)
+    worst_reach = Factor(
         0.25, "of the attainable rate, at worst: no more than what counts as slow", OURS
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from advisor.core.rule import Threshold
+from advisor.core.rule import Factor, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import MatrixProduct, parse_product
 from advisor.measure.device.shapes import OpInputs
@@ -55,9 +55,9 @@ class SlowGemm(BelowRate):
     )
 
     max_efficiency = Threshold(0.4, "of the attainable rate", RATES)
-    reach = Threshold(0.6, "of the attainable rate, that a better kernel reaches", RATES)
-    best_reach = Threshold(0.8, "of the attainable rate, at best", RATES)
-    worst_reach = Threshold(0.45, "of the attainable rate, at worst", RATES)
+    reach = Factor(0.6, "of the attainable rate, that a better kernel reaches", RATES)
+    best_reach = Factor(0.8, "of the attainable rate, at best", RATES)
+    worst_reach = Factor(0.45, "of the attainable rate, at worst", RATES)
 
     families = ("gemm",)
     _work = "matrix products"

@@ -132,9 +132,11 @@ class SlowOperatorArguments(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in such calls of one kind", XPROF)
-    even_factor = Threshold(40, "largest prime factor of an even length", SLOW_ARGUMENTS)
-    other_factor = Threshold(13, "largest prime factor of other lengths", SLOW_ARGUMENTS, MKL_FFT)
-    gpu_factor = Threshold(127, "largest prime factor of a length on a GPU", CUFFT)
+    max_even_factor = Threshold(40, "largest prime factor of an even length", SLOW_ARGUMENTS)
+    max_other_factor = Threshold(
+        13, "largest prime factor of other lengths", SLOW_ARGUMENTS, MKL_FFT
+    )
+    max_gpu_factor = Threshold(127, "largest prime factor of a length on a GPU", CUFFT)
     min_length = Threshold(
         128, "elements of an FFT: shorter ones were not measured", SLOW_ARGUMENTS
     )
@@ -237,7 +239,7 @@ class SlowOperatorArguments(Rule):
         length = slow[-1]
         good, factor = arguments.next_fast_length(length), arguments.largest_factor(length)
         why = "is prime" if factor == length else f"has the prime factor {factor:,}"
-        why = why if factor > self.other_factor else "is not even"
+        why = why if factor > self.max_other_factor else "is not even"
         padded = length in arguments.padded_lengths(a)
         mean, best, worst = (sum(ends) / len(left) for ends in zip(*left, strict=True))
         yield (
@@ -253,8 +255,12 @@ class SlowOperatorArguments(Rule):
         if length < self.min_length:
             return UNCHANGED
         if on_gpu or length % 2 == 0:
-            return EVEN if factor > (self.gpu_factor if on_gpu else self.even_factor) else UNCHANGED
-        if factor > self.other_factor:
+            return (
+                EVEN
+                if factor > (self.max_gpu_factor if on_gpu else self.max_even_factor)
+                else UNCHANGED
+            )
+        if factor > self.max_other_factor:
             return REAL if real else COMPLEX
         return REAL_SMALL if real else UNCHANGED
 
@@ -313,9 +319,9 @@ class SlowOperatorArguments(Rule):
             "on a GPU": _fft(2999, gpu="A100"),
             "a good length": (_fft(3000), "not slow"),
             "a complex one of 3^7": (_fft(2187, OF_COMPLEX), "not slow"),
-            "the factor 37": (_fft(1184), "even_factor"),
-            "complex, 11^3": (_fft(1331, OF_COMPLEX), "other_factor"),
-            "the factor 97 on a GPU": (_fft(1940, gpu="A100"), "gpu_factor"),
+            "the factor 37": (_fft(1184), "max_even_factor"),
+            "complex, 11^3": (_fft(1331, OF_COMPLEX), "max_other_factor"),
+            "the factor 97 on a GPU": (_fft(1940, gpu="A100"), "max_gpu_factor"),
             "short ones": (_fft(125), "min_length"),
             "little of the step": (_fft(2999, rest=200_000), "min_share"),
             "the first of a sort": _sort("0", "16"),

@@ -8,7 +8,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, TENSORRT
 from advisor.rules.support.common import amount_per_step, example_steps, of_step
@@ -32,11 +32,11 @@ class EngineLayers(Rule):
     _layer: ClassVar[str]
     """Name of one such layer."""
     min_share: Threshold[float]
-    factor: Threshold[float]
+    factor: Factor[float]
     """Share of their time after the change; ``best_factor`` and ``worst_factor``: at the ends of
     the range."""
-    best_factor: Threshold[float]
-    worst_factor: Threshold[float]
+    best_factor: Factor[float]
+    worst_factor: Factor[float]
 
     def check(self, a: Analysis) -> Outcomes:
         names = a.trace.gpu["name"].cast(pl.String)
@@ -77,9 +77,9 @@ class TensorRTReformat(EngineLayers):
     title = "Reformat layers of the TensorRT engine copy tensors"
 
     min_share = Threshold(0.05, "of the inference", CHOSEN)
-    factor = Threshold(0.42, "of the reformat time, after the additions were quantized", TENSORRT)
-    best_factor = Threshold(0.0, "of the reformat time, where all neighbours agree", CHOSEN)
-    worst_factor = Threshold(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
+    factor = Factor(0.42, "of the reformat time, after the additions were quantized", TENSORRT)
+    best_factor = Factor(0.0, "of the reformat time, where all neighbours agree", CHOSEN)
+    worst_factor = Factor(0.8, "of the reformat time, where layers keep their precision", CHOSEN)
     _layer = "reformat layer"
     _pattern = r"^Reformat(?:_\w+)? "
 
@@ -122,9 +122,9 @@ class TensorrtFp32Layers(EngineLayers):
     title = "Layers of the TensorRT engine run in fp32"
 
     min_share = Threshold(0.10, "of the inference", CHOSEN)
-    factor = Threshold(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
-    best_factor = Threshold(0.34, "of the time, convolutions in fp16 on an RTX 3090", TENSORRT)
-    worst_factor = Threshold(0.7, "of the time, where layers are bound by memory", CHOSEN)
+    factor = Factor(0.43, "of the time, convolutions in fp16 on an A100", TENSORRT)
+    best_factor = Factor(0.34, "of the time, convolutions in fp16 on an RTX 3090", TENSORRT)
+    worst_factor = Factor(0.7, "of the time, where layers are bound by memory", CHOSEN)
     _layer = "fp32 layer"
     _pattern = r"^\w*(?:Convolution|Conv|Gemm|MatrixMultiply|FullyConnected)\w*_fp32 "
 

@@ -16,7 +16,7 @@ from advisor.core.finding import (
     Select,
     SkippedCheck,
 )
-from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -100,15 +100,15 @@ class UnfusedAttention(Rule):
     )
     reach = kernel_work.REACH
     best_reach = kernel_work.BEST_REACH
-    worst_reach = Threshold(
+    worst_reach = Factor(
         0.2, "of the attainable rate, at worst: the memory-efficient kernel with a mask", SAM_PAIR
     )
-    products = Threshold(
+    products = Factor(
         1.0, "of the two products' own time, where shapes or rates are not known", CHOSEN
     )
-    best_products = Threshold(0.5, "of the two products' own time, at best", CHOSEN)
-    worst_products = Threshold(1.5, "of the two products' own time, at worst", CHOSEN)
-    praise_share = Threshold(
+    best_products = Factor(0.5, "of the two products' own time, at best", CHOSEN)
+    worst_products = Factor(1.5, "of the two products' own time, at worst", CHOSEN)
+    min_praised_share = Threshold(
         0.03, "of kernel time in fused attention, from which the report says so", OURS
     )
 
@@ -214,7 +214,7 @@ class UnfusedAttention(Rule):
 
     def _healthy(self, a: Analysis, rows: kernel_work.Mask, total: int, share: float) -> Outcomes:
         fused = kernel_work.summed_duration(a, rows & kernel_work.family_rows(a, "attention"))
-        if fused >= self.praise_share * total and share < 0.01:
+        if fused >= self.min_praised_share * total and share < 0.01:
             yield PassedCheck(text=f"attention runs fused ({fused / total:.0%} of kernel time)")
         unknown = (
             rows & kernel_work.family_rows(a, "softmax") & a.kernels["op_name"].is_null().to_numpy()

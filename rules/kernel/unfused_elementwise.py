@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import FrameworkAdvice, Rule, Threshold
+from advisor.core.rule import Factor, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
@@ -78,10 +78,10 @@ class UnfusedElementwise(Rule):
     min_chain = Threshold(3, "kernels: shorter runs are what fused operators leave", OURS)
     max_chain = Threshold(15, "kernels that one merged kernel takes in", TRACELENS)
     min_busy = kernel_work.MIN_BUSY
-    kept_share = Threshold(1.0, "of the links whose tensor is no longer written", OURS)
-    kept_high = Threshold(1.0, "of the links, at best", OURS)
-    kept_low = Threshold(0.7, "of the links, at worst", OURS)
-    blind_saving = Threshold(
+    kept_share = Factor(1.0, "of the links whose tensor is no longer written", OURS)
+    best_kept_share = Factor(1.0, "of the links, at best", OURS)
+    worst_kept_share = Factor(0.7, "of the links, at worst", OURS)
+    blind_saving = Factor(
         2 / 3,
         "of a chain's bytes without shapes: binary operators, 2 reads and 1 write",
         ARITHMETIC,
@@ -104,7 +104,7 @@ class UnfusedElementwise(Rule):
     alternatives = "fuse"
     assumptions = (
         "merged kernels keep {kept_share:.0%} of their intermediate results in registers "
-        "({kept_low:.0%} at worst)",
+        "({worst_kept_share:.0%} at worst)",
     )
     cases = {
         "shapes are not recorded": {
@@ -151,7 +151,10 @@ class UnfusedElementwise(Rule):
             a,
             selected,
             select,
-            (saved * kept for kept in (self.kept_share, self.kept_high, self.kept_low)),
+            (
+                saved * kept
+                for kept in (self.kept_share, self.best_kept_share, self.worst_kept_share)
+            ),
             in_chain,
             chains.height,
         )

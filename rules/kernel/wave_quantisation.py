@@ -7,7 +7,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
-from advisor.core.rule import Citation, Evidence, Rule, Threshold
+from advisor.core.rule import Citation, Evidence, Factor, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -53,7 +53,7 @@ class WaveQuantisation(Rule):
     max_waves = Threshold(4, "waves: above it the tail is below 20% anyway", ARITHMETIC)
     min_share = Threshold(0.03, "of kernel time, for one kernel name", OURS)
     min_busy = kernel_work.MIN_BUSY
-    recovered_share = Threshold(0.7, "of the waste that another size or tile wins back", OURS)
+    recovered_share = Factor(0.7, "of the waste that another size or tile wins back", OURS)
 
     fix = (
         "Choose the batch or a layer size so that the grid is just below a whole number of waves. "
@@ -245,10 +245,10 @@ class SmallGrids(Rule):
         SMALL_GRIDS_TRACES,
     )
     min_busy = kernel_work.MIN_BUSY
-    recovered_share = Threshold(
+    recovered_share = Factor(
         0.5, "of the empty multiprocessors' time that a larger grid wins back", OURS
     )
-    worst_part = Threshold(
+    worst_part = Factor(
         0.2,
         "of that time, at worst: fixed costs of a kernel of some microseconds do not shrink",
         OURS,

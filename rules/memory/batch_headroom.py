@@ -7,7 +7,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
 from advisor.rules.support.common import impact_without_gain, recorded_steps, steps_seen
@@ -56,7 +56,7 @@ class BatchHeadroom(Rule):
         0.5, "of the GPU's idle time lies between launches, which more samples would share", CHOSEN
     )
     max_loading = Threshold(0.5, "of the step is loading, where no window was profiled", CHOSEN)
-    target_share = Threshold(
+    target_share = Factor(
         0.85, "of GPU memory, with the larger batch: below what counts as near capacity", TRACEML
     )
 

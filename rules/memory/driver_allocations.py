@@ -14,7 +14,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
@@ -139,7 +139,7 @@ class AllocationsInLoop(DriverAllocationRule):
     )
     confidence = 0.8
 
-    most_steps = Threshold(
+    max_emptied_steps = Threshold(
         0.5, "of the steps call empty_cache(), which has a rule of its own", OURS
     )
 
@@ -164,7 +164,7 @@ class AllocationsInLoop(DriverAllocationRule):
         if a.device_id is None:
             return
         emptied = frees_of_empty_cache(a)[0]["step"].n_unique()
-        if emptied < max(self.min_steps, self.most_steps * a.step_count):
+        if emptied < max(self.min_steps, self.max_emptied_steps * a.step_count):
             yield from super().check(a)
 
     def _summary(self, calls: pl.DataFrame, steps: int) -> str:
@@ -247,7 +247,7 @@ class AllocationsInLoop(DriverAllocationRule):
             "warm-up": (warm, "calls['step'].n_unique() < self.min_steps"),
             "the GPU has work queued": (hidden, "worth"),
             "none": (none, "calls.is_empty()"),
-            "empty_cache() in the loop": (emptied, "most_steps"),
+            "empty_cache() in the loop": (emptied, "max_emptied_steps"),
         }
 
 
@@ -297,8 +297,8 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     confidence = 0.85
     min_share = Threshold(0.05, "of the step in pin_memory(), as for a loader", TENSORBOARD)
     min_copied = Threshold(0.5, "of pin_memory() is the copy: a buffer saves little", OURS)
-    pin_left = Threshold(0.0, "of pin_memory() remains: the loader's thread pins, ahead", OURS)
-    pin_worst = Threshold(0.5, "of it remains, at worst: the copy into a buffer that stays", OURS)
+    pin_left = Factor(0.0, "of pin_memory() remains: the loader's thread pins, ahead", OURS)
+    worst_pin_left = Factor(0.5, "of it remains, at worst: the copy into a buffer that stays", OURS)
     cases = {
         "pin_memory() in the loop": {
             "title": "Each step pins its batch again",
@@ -376,7 +376,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
                     Select(on="host", kind=("op",), name=PIN),
                     self.pin_left,
                     self.pin_left,
-                    self.pin_worst,
+                    self.worst_pin_left,
                 )
             ],
             **self.case("pin_memory() in the loop"),

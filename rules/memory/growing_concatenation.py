@@ -11,7 +11,7 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
@@ -60,8 +60,8 @@ class GrowingConcatenation(Rule):
 
     min_lengths = Threshold(3, "lengths in a row, each longer by what was appended", CHOSEN)
     min_share = Threshold(0.05, "of the step in these concatenations", XPROF)
-    factor = Threshold(0.1, "of their time, to copy the new part alone", CHOSEN)
-    worst_factor = Threshold(0.5, "of it, where launches or allocations are most of it", CHOSEN)
+    factor = Factor(0.1, "of their time, to copy the new part alone", CHOSEN)
+    worst_factor = Factor(0.5, "of it, where launches or allocations are most of it", CHOSEN)
 
     fix = (
         "Allocate the tensor once with its largest length, and write each new part at its place. "

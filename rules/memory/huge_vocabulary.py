@@ -76,7 +76,7 @@ class HugeVocabulary(Rule):
         "tokens: with fewer than LLaMA, the logits are seldom among the largest tensors",
         LLAMA,
     )
-    worth_asking_ns = Threshold(
+    min_asking_ns = Threshold(
         1_000_000, "ns of such a call: at 2 TB/s this reads and writes 1 GiB", PEAKS
     )
     min_memory = Threshold(0.10, "of the peak, for one call's tensor", OURS)
@@ -150,7 +150,7 @@ class HugeVocabulary(Rule):
         described = cpu["inputs"].gather(calls)
         if described.null_count() == len(calls):
             kernels = kernel_work.rows_launched_under(a, _FORWARD) & a.in_window
-            if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.worth_asking_ns).any():
+            if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.min_asking_ns).any():
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
                     why="shapes are not recorded",

@@ -64,7 +64,7 @@ class MemoryNearCapacity(Rule):
     )
 
     max_share = Threshold(0.90, "of capacity, reserved", TENSORBOARD, FOURNEX, GPUPROF)
-    critical_share = Threshold(0.97, "of capacity, reserved", TRACEML)
+    min_critical_share = Threshold(0.97, "of capacity, reserved", TRACEML)
     max_allocated_share = Threshold(
         0.80, "allocated below this share of reserved: the rest is not in tensors", OURS
     )
@@ -152,7 +152,7 @@ class MemoryNearCapacity(Rule):
             where=[*self._where(a, reserved), *held],
             impact=impact_risk(f"{1 - share:.0%} of GPU memory is left before the run stops"),
             **(self.case("most of it is reserved, not used") if fragmented else {}),
-            **(self.case("all but full") if share >= self.critical_share else {}),
+            **(self.case("all but full") if share >= self.min_critical_share else {}),
         )
 
     def _where(self, a: Analysis, reserved: int) -> list[Location]:

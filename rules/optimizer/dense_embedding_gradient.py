@@ -9,7 +9,7 @@ import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.embedding_tables import MAX_DESCRIBED, Table, find_tables
 from advisor.measure.device.operator_arguments import inputs_at
@@ -71,13 +71,13 @@ class DenseEmbeddingGradient(Rule):
 
     min_ratio = Threshold(10, "rows of the table for each row that a step looks up", CHOSEN)
     min_share = Threshold(0.05, "of the step in this work", XPROF)
-    worst_factor = Threshold(
+    worst_factor = Factor(
         0.5, "of the time remains at most: other sparse kernels take its place", CHOSEN
     )
-    table_us = Threshold(250, "µs of a CPU for each table with a sparse gradient", SPARSE_UPDATE)
-    value_ns = Threshold(8, "ns of a CPU for each value looked up in it", SPARSE_UPDATE)
-    sparse_best = Threshold(0.2, "times that, at best: SGD, rows that come again", SPARSE_UPDATE)
-    sparse_worst = Threshold(2, "times that, at worst: SparseAdam", SPARSE_UPDATE)
+    table_us = Factor(250, "µs of a CPU for each table with a sparse gradient", SPARSE_UPDATE)
+    value_ns = Factor(8, "ns of a CPU for each value looked up in it", SPARSE_UPDATE)
+    best_sparse = Factor(0.2, "times that, at best: SGD, rows that come again", SPARSE_UPDATE)
+    worst_sparse = Factor(2, "times that, at worst: SparseAdam", SPARSE_UPDATE)
 
     fix = (
         "Make the gradient sparse, and give the table an optimizer of its own: SparseAdam, Adagrad "
@@ -164,7 +164,7 @@ class DenseEmbeddingGradient(Rule):
         if a.device_id is None:
             values = sum(one.used * one.size for one in tables)
             cost = (len(tables) * self.table_us * 1e3 + values * self.value_ns) / ns
-            left, best, worst = cost, self.sparse_best * cost, self.sparse_worst * cost
+            left, best, worst = cost, self.best_sparse * cost, self.worst_sparse * cost
         return min(left, 1.0), min(best, 1.0), min(max(worst, self.worst_factor), 1.0)
 
     def _advise(self, a: Analysis) -> dict[str, Any]:

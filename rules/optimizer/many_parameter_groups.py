@@ -6,7 +6,7 @@ import re
 from typing import Any, ClassVar
 
 from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.device.group_rounds import GroupRounds, optimizer_steps, rounds_of_a_step
@@ -56,12 +56,12 @@ class ManyParameterGroups(Rule):
     max_tensors = Threshold(10, "tensors in a group, on average", OURS)
     min_share = Threshold(0.05, "of the step in the optimizer, on the host", XPROF)
     min_merged = Threshold(0.5, "of the groups have settings that another one has", CHOSEN)
-    host_factor = Threshold(0.2, "of a merged group's host time stays", CHOSEN)
-    host_best = Threshold(0.1, "of it, at best", CHOSEN)
-    host_worst = Threshold(0.4, "of it, at worst", CHOSEN)
-    fused_factor = Threshold(0.4, "of the host time stays with fused groups", CHOSEN)
-    fused_best = Threshold(0.25, "of it, at best", CHOSEN)
-    fused_worst = Threshold(0.7, "of it, at worst", CHOSEN)
+    host_factor = Factor(0.2, "of a merged group's host time stays", CHOSEN)
+    best_host_factor = Factor(0.1, "of it, at best", CHOSEN)
+    worst_host_factor = Factor(0.4, "of it, at worst", CHOSEN)
+    fused_factor = Factor(0.4, "of the host time stays with fused groups", CHOSEN)
+    best_fused_factor = Factor(0.25, "of it, at best", CHOSEN)
+    worst_fused_factor = Factor(0.7, "of it, at worst", CHOSEN)
 
     fix = (
         "Merge parameters with the same settings into one group: {groups} groups have {settings} "
@@ -153,10 +153,10 @@ class ManyParameterGroups(Rule):
 
     def _kept(self, rounds: GroupRounds, which: int) -> float:
         """Return the share of a step's host time that stays: expected, at best, at worst."""
-        fused = (self.fused_factor, self.fused_best, self.fused_worst)[which]
+        fused = (self.fused_factor, self.best_fused_factor, self.worst_fused_factor)[which]
         if not self._mergeable(rounds):
             return fused
-        merged = (self.host_factor, self.host_best, self.host_worst)[which]
+        merged = (self.host_factor, self.best_host_factor, self.worst_host_factor)[which]
         left = (rounds.settings or 0) / rounds.groups
         return left + (1 - left) * merged
 

@@ -10,7 +10,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.intervals import intersect, union
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.embedding_tables import find_tables
 from advisor.measure.device.group_rounds import updates_few_tensors
@@ -81,19 +81,19 @@ class SingleTensorOptimizer(Rule):
     )
     min_share = Threshold(0.02, "of the step between first and last kernel of the optimizer", OURS)
     min_host_share = Threshold(0.10, "of the step in the optimizer, where a CPU trains", XPROF)
-    praise_share = Threshold(
+    min_praised_share = Threshold(
         0.01, "of kernel time in the optimizer, from which the report says so", OURS
     )
-    host_factor = Threshold(
+    host_factor = Factor(
         0.15, "host time that stays: foreach launches about a tenth as often", FOREACH
     )
-    host_best = Threshold(0.05, "host time that stays, at best", FOREACH)
-    host_worst = Threshold(0.4, "host time that stays, at worst", FOREACH)
-    kernel_factor = Threshold(
+    best_host_factor = Factor(0.05, "host time that stays, at best", FOREACH)
+    worst_host_factor = Factor(0.4, "host time that stays, at worst", FOREACH)
+    kernel_factor = Factor(
         0.5, "device time that stays: fewer passes over parameters and state", FOREACH
     )
-    kernel_best = Threshold(0.25, "device time that stays, at best", FOREACH)
-    kernel_worst = Threshold(1.0, "device time that stays, at worst", FOREACH)
+    best_kernel_factor = Factor(0.25, "device time that stays, at best", FOREACH)
+    worst_kernel_factor = Factor(1.0, "device time that stays, at worst", FOREACH)
 
     fix = (
         "Use the fused implementation: one kernel for tens of tensors, one pass over parameters "
@@ -147,7 +147,7 @@ class SingleTensorOptimizer(Rule):
         if multi_tensor.any():
             of_optimizer = kernel_work.summed_duration(a, rows)
             share = kernel_work.summed_duration(a, multi_tensor) / max(1, of_optimizer)
-            large = of_optimizer >= self.praise_share * kernel_work.summed_duration(
+            large = of_optimizer >= self.min_praised_share * kernel_work.summed_duration(
                 a, kernel_work.kernel_rows(a)
             )
             if share >= 0.5 and large and not updates_few_tensors(a):
@@ -186,14 +186,14 @@ class SingleTensorOptimizer(Rule):
                 scale_edit(
                     Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP),
                     self.host_factor,
-                    self.host_best,
-                    self.host_worst,
+                    self.best_host_factor,
+                    self.worst_host_factor,
                 ),
                 scale_edit(
                     Select(on="gpu", kind=("kernel",), under=OPTIMIZER_STEP),
                     self.kernel_factor,
-                    self.kernel_best,
-                    self.kernel_worst,
+                    self.best_kernel_factor,
+                    self.worst_kernel_factor,
                 ),
             ],
             confidence_notes=[] if in_stacks else ["judged by kernels alone: no Python stacks"],
@@ -243,8 +243,8 @@ class SingleTensorOptimizer(Rule):
                         short + min(1.0, long) * (large - short)
                         for short, large in (
                             (self.host_factor, self.kernel_factor),
-                            (self.host_best, self.kernel_best),
-                            (self.host_worst, self.kernel_worst),
+                            (self.best_host_factor, self.best_kernel_factor),
+                            (self.worst_host_factor, self.worst_kernel_factor),
                         )
                     ),
                 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, XPROF
 from advisor.rules.support.common import measure_time_in, of_step, remove_at, scale_edit
@@ -89,7 +89,7 @@ class UnusedGradients(Rule):
     )
 
     min_share = Threshold(0.05, "of the step in work on these gradients", XPROF)
-    of_convolution = Threshold(
+    of_convolution = Factor(
         0.5, "of a convolution's backward time is the weight's gradient", CHOSEN
     )
 

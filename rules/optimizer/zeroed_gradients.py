@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core.finding import Edit, Finding, Outcomes, Select
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
@@ -48,9 +48,9 @@ class ZeroedGradients(Rule):
     min_share = Threshold(0.05, "of the launches, or of device time", OURS)
     max_ratio = Threshold(1.1, "additions per fill: more are sums over several batches", OURS)
 
-    left = Threshold(0.1, "of the host time of fills and additions stays", OURS)
-    least_left = Threshold(0.0, "of it, at best", OURS)
-    most_left = Threshold(0.5, "of it, at worst", OURS)
+    left = Factor(0.1, "of the host time of fills and additions stays", OURS)
+    best_left = Factor(0.0, "of it, at best", OURS)
+    worst_left = Factor(0.5, "of it, at worst", OURS)
 
     fix = "Free gradients instead of zeroing them. The backward pass then stores, and adds nothing."
     code = "optimizer.zero_grad(set_to_none=True)"
@@ -101,8 +101,8 @@ class ZeroedGradients(Rule):
                     scale_edit(
                         Select(on="host", kind=("op",), under=pattern),
                         self.left,
-                        self.least_left,
-                        self.most_left,
+                        self.best_left,
+                        self.worst_left,
                     ),
                 )
             ],

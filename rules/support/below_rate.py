@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes, SkippedCheck
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.text import format_share
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
@@ -45,10 +45,10 @@ class BelowRate(Rule):
     """Kernel families that the rule judges."""
     max_efficiency: ClassVar[Threshold[float]]
     """Share of the attainable rate: slower operators are reported."""
-    reach: ClassVar[Threshold[float]]
+    reach: ClassVar[Factor[float]]
     """Share of the attainable rate that a better kernel reaches."""
-    best_reach: ClassVar[Threshold[float]]
-    worst_reach: ClassVar[Threshold[float]]
+    best_reach: ClassVar[Factor[float]]
+    worst_reach: ClassVar[Factor[float]]
 
     min_share = Threshold(
         0.05, "of kernel time: below it another rule's finding always saves more", OURS
@@ -56,14 +56,14 @@ class BelowRate(Rule):
     min_busy = Threshold(
         0.2, "share of the step the device is busy: below it the host is the bottleneck", OURS
     )
-    faster = Threshold(
+    faster = Factor(
         4.0,
         "times faster at most, whatever the rates allow: an operator a hundred times below them "
         "often has a reason that its shapes do not show",
         SAM_PAIR,
     )
-    best_faster = Threshold(10.0, "times faster, at best", OURS)
-    worst_faster = Threshold(2.0, "times faster, at worst", OURS)
+    best_faster = Factor(10.0, "times faster, at best", OURS)
+    worst_faster = Factor(2.0, "times faster, at worst", OURS)
 
     assumptions: ClassVar[tuple[str, ...]] = (
         "the operators reach {reach:.0%} of the attainable rate ({worst_reach:.0%} to "

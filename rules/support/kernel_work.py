@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select, SkippedCheck
-from advisor.core.rule import Threshold
+from advisor.core.rule import Factor, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.operator_arguments import inputs_at
@@ -331,8 +331,8 @@ FORWARD = r"^aten::(bmm|baddbmm_?)$"
 MAX_BETWEEN = 6
 """Kernels between product and softmax: scale, mask, casts, dropout."""
 
-REACH = Threshold(0.45, "of the attainable rate: what a fused kernel reaches", FLASH_2)
-BEST_REACH = Threshold(0.7, "of the attainable rate, at best", FLASH_2, FLASH_3)
+REACH = Factor(0.45, "of the attainable rate: what a fused kernel reaches", FLASH_2)
+BEST_REACH = Factor(0.7, "of the attainable rate, at best", FLASH_2, FLASH_3)
 TILE = 64
 """Fused kernels compute whole tiles of so many queries and keys. Heads narrower than that gain
 nothing: exponentials take the time then."""

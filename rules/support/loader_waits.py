@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select, SkippedCheck
 from advisor.core.intervals import covered_length, intersect, union
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.library_time import stacks_under
 from advisor.measure.host.names import name_matches
@@ -203,9 +203,9 @@ def sample_loading(a: Analysis, waits: LoaderWaits | None = None) -> LoadingSamp
 class LoadingRule(Rule):
     """A rule about loading in the loop's own process, of which a library function may take most."""
 
-    once_left = Threshold(0.1, "of a library function's time is left, with its cure", CHOSEN)
-    once_left_worst = Threshold(0.4, "of it is left, at worst", CHOSEN)
-    rest_saved = Threshold(
+    once_left = Factor(0.1, "of a library function's time is left, with its cure", CHOSEN)
+    worst_once_left = Factor(0.4, "of it is left, at worst", CHOSEN)
+    rest_saved = Factor(
         0.5, "of the rest goes too, at best: samples fall on the code after a call", CHOSEN
     )
 
@@ -221,7 +221,7 @@ class LoadingRule(Rule):
         gone = (
             share * (1 - self.once_left),
             share + (1 - share) * self.rest_saved,
-            share * (1 - self.once_left_worst),
+            share * (1 - self.worst_once_left),
         )
         select = Select(on="host", name=SINGLE_PROCESS)
         return {

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Edit, Finding, Location, Outcomes, Select
-from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, FrameworkAdvice, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
@@ -220,12 +220,12 @@ class DataDependentShapes(BlockingRule):
         "fires on segmentation by SAM, whose authors replaced indexing with masks and nonzero "
         "because of these waits"
     )
-    waits_always = Threshold(
+    min_waiting_share = Threshold(
         0.5, "of an operator's calls wait: else most of them index with integers", OURS
     )
-    host_left = Threshold(0.3, "of the operators' host time remains, with fixed shapes", OURS)
-    host_best = Threshold(0.1, "of it remains, at best", OURS)
-    host_worst = Threshold(
+    host_left = Factor(0.3, "of the operators' host time remains, with fixed shapes", OURS)
+    best_host_left = Factor(0.1, "of it remains, at best", OURS)
+    worst_host_left = Factor(
         0.6, "of it remains, at worst: without the search, the copy and the wait for the size", OURS
     )
     references = ("https://pytorch.org/docs/stable/generated/torch.nonzero.html",)
@@ -308,10 +308,12 @@ class DataDependentShapes(BlockingRule):
             waits = np.isin(own, around[host])
             calls = pl.DataFrame({"name": names.gather(own), "waits": waits})
             calls = calls.group_by("name").agg(pl.col("waits").mean())
-            always.update(calls.filter(pl.col("waits") >= self.waits_always)["name"])
+            always.update(calls.filter(pl.col("waits") >= self.min_waiting_share)["name"])
         if always:
             select = Select(on="host", kind=("op",), name=exact_pattern(always))
-            edits.append(scale_edit(select, self.host_left, self.host_best, self.host_worst))
+            edits.append(
+                scale_edit(select, self.host_left, self.best_host_left, self.worst_host_left)
+            )
         return edits
 
     def _advice(

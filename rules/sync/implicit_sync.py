@@ -11,7 +11,7 @@ from msgspec import structs
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, Select, SkippedCheck
 from advisor.core.intervals import EMPTY, covered_length, intersect, union, union_of
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.measure import Analysis
 from advisor.measure.host.device_reads import COPY, VALUE
@@ -123,10 +123,10 @@ class ImplicitSync(Rule):
     min_share = Threshold(
         0.02, "of the step: GPU idle after these calls; twice the noise", ENGINE_FLOOR
     )
-    loop_left = Threshold(
+    loop_left = Factor(
         0.15, "of a loop of reads remains where one call computes and reads all values", FOREACH
     )
-    loop_best = Threshold(0.05, "of it remains, at best", FOREACH)
+    best_loop_left = Factor(0.05, "of it remains, at best", FOREACH)
     min_waited = Threshold(
         0.05,
         "of the step: the host waits, the GPU does not idle; gives a note, as for the loader",
@@ -245,7 +245,9 @@ class ImplicitSync(Rule):
             evidence.append(amount_per_step(a, "of it in loops of reads", loops.total))
             edits += [
                 Edit(op="remove", select=values),
-                scale_edit(Select(on="gap", at="read_loop"), self.loop_left, self.loop_best, 1.0),
+                scale_edit(
+                    Select(on="gap", at="read_loop"), self.loop_left, self.best_loop_left, 1.0
+                ),
             ]
             then, case = "Most of them are made one by one in a loop.", "in a loop"
         if work.total >= self.min_share * a.span_ns:
@@ -423,14 +425,14 @@ class HostReads(Rule):
     min_share = Threshold(
         0.05, "of the step, both host waiting and GPU idle; as for the loader", TENSORBOARD
     )
-    bulk_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
+    max_value_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
     max_copy_share = Threshold(
         0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS
     )
     max_apart = Threshold(30, "launches between two reads: more fill a queue", OURS)
-    launches_left = Threshold(0.3, "of the launches remain with whole batches", SAM_LAUNCHES)
-    longest_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
-    fewest_left = Threshold(0.05, "of the launches remain, at best", OURS)
+    launches_left = Factor(0.3, "of the launches remain with whole batches", SAM_LAUNCHES)
+    max_gap_ms = Threshold(50.0, "ms of one idle gap between two reads: more is other work", OURS)
+    best_launches_left = Factor(0.05, "of the launches remain, at best", OURS)
 
     fix = (
         "Work on whole batches instead of single items, so that one read serves them all. Replace "
@@ -457,7 +459,7 @@ class HostReads(Rule):
             "assumptions": (
                 "the host can prepare the next work without these values",
                 "with whole batches, {launches_left:.0%} of the launches remain "
-                "({fewest_left:.0%} to 100%)",
+                "({best_launches_left:.0%} to 100%)",
             ),
         }
     }
@@ -488,7 +490,7 @@ class HostReads(Rule):
         to_host = pl.col("direction") == "DtoH"
         fetches = select_blocking_calls(a, to_host.fill_null(False))
         copy_ns = a.trace.gpu["dur"].gather(fetches.table["copy"]).fill_null(0)
-        is_value = (copy_ns < self.bulk_us * 1000) | (
+        is_value = (copy_ns < self.max_value_us * 1000) | (
             copy_ns < self.max_copy_share * fetches.table["waited"]
         )
         reads = BlockingCalls(fetches.table.filter(is_value), fetches.idle[is_value.to_numpy()])
@@ -529,10 +531,10 @@ class HostReads(Rule):
         if gaps is None or not gaps.at_launches or gaps.idle < self.min_share * a.span_ns:
             return []
         # between two reads the queue runs dry: the idle time is longer than that of a single launch
-        select = structs.replace(LAUNCHING, max_ns=round(self.longest_ms * 1e6))
+        select = structs.replace(LAUNCHING, max_ns=round(self.max_gap_ms * 1e6))
         if not (a.trace.cpu["kind"] == "python").any():  # the loop's own code is not recorded
             select = structs.replace(select, cause=(*select.cause, "unknown"))
-        return [scale_edit(select, self.launches_left, self.fewest_left, 1.0)]
+        return [scale_edit(select, self.launches_left, self.best_launches_left, 1.0)]
 
     @staticmethod
     def examples() -> Examples:

@@ -10,7 +10,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select, SkippedCheck
 from advisor.core.intervals import covered_length
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.device_reads import DELIBERATE
@@ -82,7 +82,7 @@ class DtypeInflation(Rule):
         65536, "bytes: a smaller copy costs its latency, whatever its type", PAGEABLE_64K
     )
     min_steps_share = Threshold(0.5, "of the steps have such a copy", OURS)
-    worth_asking = Threshold(
+    min_asking_share = Threshold(
         0.05, "of the step: exposed copies below it do not ask for shapes", TRACELENS
     )
 
@@ -111,7 +111,7 @@ class DtypeInflation(Rule):
         if not exposed:
             return
         if a.trace.inputs.is_empty():
-            if exposed >= self.worth_asking * a.span_ns:
+            if exposed >= self.min_asking_share * a.span_ns:
                 yield SkippedCheck(
                     what="whether inputs are sent in a wider type than they are stored in",
                     why="shapes and types are not recorded",
@@ -295,12 +295,12 @@ class PingPong(Rule):
 
     min_steps = Threshold(3, "steps with such a pair", OURS)
     min_bytes = Threshold(4096, "bytes: reads and writes of single values have other causes", OURS)
-    worth_asking = Threshold(
+    min_asking_share = Threshold(
         0.01, "of the step: exposed copies below it do not ask for stacks", ENGINE_FLOOR
     )
-    work_left = Threshold(0.05, "of the time of operators on the CPU, once on the GPU", OURS)
-    work_best = Threshold(0.0, "of it, at best", OURS)
-    work_worst = Threshold(0.25, "of it, at worst", OURS)
+    work_left = Factor(0.05, "of the time of operators on the CPU, once on the GPU", OURS)
+    best_work_left = Factor(0.0, "of it, at best", OURS)
+    worst_work_left = Factor(0.25, "of it, at worst", OURS)
 
     fix = (
         "Do the work between the two copies on the GPU. torch has most of NumPy (sort, unique, "
@@ -335,7 +335,7 @@ class PingPong(Rule):
         trips = self._worked_on(a, copies)
         recurs = trips["step"].n_unique() >= self.min_steps
         if not (recurs or (a.trace.cpu["kind"] == "python").any()):
-            if sum_column(copies["exposed"]) >= self.worth_asking * a.span_ns:
+            if sum_column(copies["exposed"]) >= self.min_asking_share * a.span_ns:
                 yield SkippedCheck(
                     what="whether data makes a round trip through the host",
                     why="the trace has no Python stacks",
@@ -368,8 +368,8 @@ class PingPong(Rule):
                 scale_edit(
                     Select(on="gap", at="round_trip"),
                     self.work_left,
-                    self.work_best,
-                    self.work_worst,
+                    self.best_work_left,
+                    self.worst_work_left,
                 )
             )
             summary = (

@@ -9,7 +9,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, PassedCheck, Select, SkippedCheck
 from advisor.core.intervals import intersect
-from advisor.core.rule import Evidence, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -88,14 +88,14 @@ class PageableCopies(Rule):
     min_bytes = Threshold(
         65536, "bytes: CUDA takes over pageable copies of up to 64 KiB at once", PAGEABLE_64K
     )
-    pinned_speedup = Threshold(
+    pinned_speedup = Factor(
         2.0, "times as fast, when the trace has no pinned copy to compare with", PINNED_BLOG
     )
-    worst_speedup = Threshold(1.15, "times as fast, where the host is fast", PINNED_BLOG)
-    link_share = Threshold(
+    worst_speedup = Factor(1.15, "times as fast, where the host is fast", PINNED_BLOG)
+    link_share = Factor(
         0.85, "of the link's peak: what large pinned copies reach (55 of 63 GB/s on an H100)", OURS
     )
-    worst_link_share = Threshold(
+    worst_link_share = Factor(
         0.5, "of the link's peak, where other traffic shares it or host memory is far", OURS
     )
 

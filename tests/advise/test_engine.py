@@ -229,6 +229,8 @@ def test_a_user_can_switch_a_rule_off_and_move_its_threshold(tmp_path: Path) -> 
     [
         ("[tool.advisor.rules.no-such-rule]\nx = 1\n", "no such rule"),
         ("[tool.advisor.rules.launch-bound]\nno_option = 1\n", "no option"),
+        ("[tool.advisor.rules.gc-pauses]\neach_step = 1\n", "no option 'each_step'"),
+        ("[tool.advisor.rules.double-precision]\nfactor = 0.1\n", "cannot be set"),
         ('[tool.advisor.rules.launch-bound]\nmin_share = "a"\n', "must be a number"),
         ("[tool.advisor.rules]\nlaunch-bound = 3\n", "must be tables"),
         ("[tool.advisor", "cannot be read"),

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -53,16 +54,21 @@ def fits(value: float, unit: str, threshold: float) -> bool:
     return any(math.isclose(threshold, number) for number in same)
 
 
+def numbers_of(rule: Rule) -> dict[str, Any]:
+    """Thresholds and factors of a rule, by name."""
+    return rule.options() | rule.factors()
+
+
 def cited(rule: Rule) -> str:
     """What the sources of a rule say."""
-    own = [s for name in rule.options() for s in getattr(type(rule), name).sources]
+    own = [s for name in numbers_of(rule) for s in getattr(type(rule), name).sources]
     return " ".join(source.name for source in (*rule.sources, *own))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_every_number_of_a_docstring_is_a_threshold_or_cited(rule: Rule) -> None:
     sources = {(value, unit) for _, value, unit in said(cited(rule))}
-    values = [float(v) for v in rule.options().values() if not isinstance(v, str)]
+    values = [float(v) for v in numbers_of(rule).values() if not isinstance(v, str)]
     unsourced = [
         text
         for text, value, unit in said(rule.__doc__ or "")
@@ -88,12 +94,20 @@ def test_a_number_that_is_neither_is_noticed() -> None:
 def sources() -> list[tuple[str, Citation]]:
     found = [(rule.id, source) for rule in RULES for source in rule.sources]
     for rule in RULES:
-        for name in rule.options():
+        for name in numbers_of(rule):
             own = getattr(type(rule), name)
             assert isinstance(own, Threshold), f"{rule.id}.{name} says not where it comes from"
             assert own.meaning and own.sources, f"{rule.id}.{name}"
             found += [(f"{rule.id}.{name}", source) for source in own.sources]
     return found
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_the_name_of_a_number_says_what_it_decides(rule: Rule) -> None:
+    """``min_…``, ``max_…``: whether it fires. ``x``, ``best_x``, ``worst_x``: what it saves."""
+    assert [n for n in rule.options() if not n.startswith(("min_", "max_"))] == []
+    ends = r"(?:min|max|least|most|fewest|longest)_|\w+_(?:best|worst|low|high)$"
+    assert [name for name in rule.factors() if re.match(ends, name)] == []
 
 
 def test_every_threshold_has_a_source_that_a_reader_can_open() -> None:

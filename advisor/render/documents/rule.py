@@ -98,6 +98,8 @@ class RulePage(NamedTuple):
     """Texts that differ where nothing is trained: attribute -> text."""
     elsewhere: list[OtherFrameworkAdvice]
     thresholds: list[Option]
+    factors: list[Option]
+    """Numbers of the estimate, which no user sets."""
     fires_on: list[str]
     """Names of the examples that must produce a finding."""
     silent_on: list[str]
@@ -124,6 +126,10 @@ def describe(rule: Rule) -> RulePage:
         thresholds=[
             Option(name, value, *_meaning(cls, name, comments))
             for name, value in cls.options().items()
+        ],
+        factors=[
+            Option(name, value, *_meaning(cls, name, comments))
+            for name, value in cls.factors().items()
         ],
         fires_on=[name for name, b in examples.items() if not isinstance(b, tuple)],
         silent_on=[name for name, b in examples.items() if isinstance(b, tuple)],
@@ -289,6 +295,7 @@ def build(rule: Rule) -> Document:
         ),
         *(_elsewhere_section(advice) for advice in about.elsewhere),
         Section("Thresholds", [line for item in about.thresholds for line in _threshold(item)]),
+        Section("Numbers of the estimate", [x for item in about.factors for x in _threshold(item)]),
         Section("How it was tested", [FieldList(tested)]),
         Section("Change it", [Code(override_lines(about), "toml", "", 0)], "in pyproject.toml"),
         Section("References", [Paragraph(reference) for reference in about.rule.references]),

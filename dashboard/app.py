@@ -7,6 +7,7 @@ first: its own small scripts run at once, and Dash's (3.6 MB) are requested afte
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -330,11 +331,15 @@ FILES: Final = tuple(
     sorted(file.name for file in (Path(__file__).parent / "assets" / "timeline").glob("*.js"))
 )
 
+GRID: Final = re.compile(
+    r'<script src="(?P<address>/_dash-component-suites/dash_ag_grid/[^"]+)"></script>\n?'
+)
+"""Script of the library that few pages use: assets/dashAgGridComponentFunctions.js asks for it."""
+
 HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
 {metas}
-<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
 <script src="/assets/early.js"></script>
@@ -373,7 +378,9 @@ def build_document(parts: dict[str, str], *, picture_first: bool) -> str:
     """Build the HTML of ``parts`` that ``interpolate_index`` got. ``picture_first``: Dash's scripts
     lie in a template, from which ``timeline/last.js`` takes them when there is a picture."""
     fields = {key: parts[key] for key in ("metas", "title", "css", "app_entry", "config")}
-    scripts = f"{parts['scripts']}{parts['renderer']}"
+    scripts = GRID.sub("", f"{parts['scripts']}{parts['renderer']}")
+    if (grid := GRID.search(parts["scripts"])) is not None:
+        fields["metas"] += f'\n<meta name="advisor-grid" content="{grid["address"]}">'
     if picture_first:
         scripts = f'<template id="dash-scripts">{scripts}</template>'
     return HEAD.format(modules=module_scripts(), last=scripts, **fields)

@@ -349,12 +349,13 @@ def figure(
     """Build a plotly figure with what it shows in words, and its PNG under a button.
     ``narrow_height``: its height on a telephone, where a legend takes many lines."""
     graph: Any = dcc.Graph
+    room = f"max({height}px, {narrow_height + 195}px - 50vw)"
     extra = {} if id is None else {"id": id}
     return element(
         "Figure",
         graph(
             figure=made,
-            style={"height": f"max({height}px, {narrow_height + 195}px - 50vw)"},
+            style={"height": room},
             responsive=True,
             config={
                 "displaylogo": False,
@@ -367,6 +368,9 @@ def figure(
         ),
         element("Figcaption", description, cls="visually-hidden"),
         cls="figure",
+        style={"minHeight": room},  # before plotly is there, too
+        role="img",
+        aria_label=description,
     )
 
 

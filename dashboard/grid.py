@@ -101,6 +101,7 @@ def grid(
     """Build a grid of which one row can be selected (click, or space on the focused row)."""
     make: Any = dash_ag_grid.AgGrid
     fixed = any(column.flex is not None for column in columns)  # else all share the room
+    room = f"{min(height, 44 + 37 * max(len(rows), 1))}px"
     made = make(
         id=id,
         rowData=rows,
@@ -127,7 +128,7 @@ def grid(
             "tooltipShowDelay": 400,
             "theme": {"function": f"themeQuartz.withParams({PARAMS})"},
         },
-        style={"height": f"{min(height, 44 + 37 * max(len(rows), 1))}px", "width": "100%"},
+        style={"height": room, "width": "100%"},
         className="grid",
         # not by the columns' own "flex": a grid below the fold that is opened again waits with it,
         # without its cells, until somebody scrolls there
@@ -149,7 +150,7 @@ def grid(
             ),
             cls="actions",
         ),
-        element("Div", made, role="region", aria_label=label),
+        element("Div", made, role="region", aria_label=label, style={"minHeight": room}),
         cls="searched",
     )
 

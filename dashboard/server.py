@@ -4,6 +4,7 @@ limits of a page, by content security policy; read-only."""
 from __future__ import annotations
 
 import errno
+import gzip
 import hmac
 import html
 import ipaddress
@@ -19,7 +20,7 @@ import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote, unquote_plus
 
 import dash
@@ -50,6 +51,11 @@ HEADERS = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     "X-Frame-Options": "DENY",
 }
+FILES = ("/assets/", "/_dash-component-suites/")
+TEXT = frozenset({"application/json", "application/javascript", "image/svg+xml"})
+"""Types that are text besides ``text/…``."""
+MIN_COMPRESSED_BYTES = 1400
+"""Length from which a response is compressed: less is one packet anyway."""
 _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9a-f:.]{2,45})\]|(?P<name>[a-z0-9_](?:[a-z0-9._-]{0,252}[a-z0-9_])?))"
     r"(?::(?P<port>[0-9]{1,5}))?",
@@ -166,7 +172,7 @@ def protect(app: dash.Dash, access: Access) -> None:
         for name, value in HEADERS.items():
             response.headers.setdefault(name, value)
         response.headers["Content-Security-Policy"] = _policy(app, response)
-        if not flask.request.path.startswith(("/assets/", "/_dash-component-suites/")):
+        if not flask.request.path.startswith(FILES):
             response.headers["Cache-Control"] = "no-store"
         if flask.g.get("advisor_accepted") and response.mimetype == "text/html":
             _mark(response)
@@ -175,6 +181,39 @@ def protect(app: dash.Dash, access: Access) -> None:
     # first of all: before Dash's own handlers, which set up the application
     server.before_request_funcs.setdefault(None, []).insert(0, check)
     server.after_request(headers)
+    server.after_request_funcs[None].insert(0, _compress)  # and this last of all
+
+
+_packed: Final[dict[str, tuple[int, bytes]]] = {}
+"""Scripts and style sheets that were compressed, by path: their lengths, and what is sent."""
+
+
+def _compress(response: Response) -> Response:
+    """Compress what is text, for links that are slower than a loopback: what lies in a file once,
+    a page as quickly as it goes."""
+    request = flask.request
+    length = response.content_length or 0
+    kind = response.mimetype or ""
+    text = kind.startswith("text/") or kind in TEXT
+    if response.status_code != 200 or not text or length < MIN_COMPRESSED_BYTES:
+        return response
+    response.vary.add("Accept-Encoding")
+    if request.accept_encodings["gzip"] <= 0 or "Content-Encoding" in response.headers:
+        return response
+    response.direct_passthrough = False
+    if not request.path.startswith(FILES):
+        response.set_data(gzip.compress(response.get_data(), 1))
+    else:
+        known, packed = _packed.get(request.path, (0, b""))
+        if known != length:
+            packed = gzip.compress(response.get_data(), 6)
+            _packed[request.path] = length, packed
+        response.set_data(packed)
+    response.headers["Content-Encoding"] = "gzip"
+    etag, _ = response.get_etag()
+    if etag is not None:
+        response.set_etag(etag, weak=True)
+    return response
 
 
 def _authenticate(access: Access) -> flask.typing.ResponseReturnValue | None:

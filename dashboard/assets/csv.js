@@ -16,7 +16,7 @@
 
   document.addEventListener("click", function (event) {
     var button = event.target.closest(".save-csv");
-    if (!button || !window.dash_ag_grid) {
+    if (!button || !window.dash_ag_grid.getApi) {
       return;
     }
     var id = button.getAttribute("data-grid"),

@@ -12,3 +12,37 @@ window.dashAgGridComponentFunctions.AdvisorName = function (props) {
     }),
   );
 };
+// The library of grids (1.3 MB) is asked for by the first page that has one: what stands for it
+// here draws nothing until it has come.
+(function () {
+  "use strict";
+  var meta = document.querySelector("meta[name=advisor-grid]"),
+    library = null,
+    waiting = [];
+  function load() {
+    var script = document.createElement("script");
+    script.src = meta.content;
+    script.onload = function () {
+      library = window.dash_ag_grid;
+      window.dash_ag_grid = Object.assign({}, library, { AgGrid: Grid });
+      waiting.splice(0).forEach(function (draw) {
+        draw(true);
+      });
+    };
+    document.head.appendChild(script);
+  }
+  function Grid(props) {
+    var draw = React.useState(false)[1];
+    React.useEffect(function () {
+      if (library) {
+        return;
+      }
+      if (waiting.push(draw) === 1) {
+        load();
+      }
+    }, []);
+    return library ? React.createElement(library.AgGrid, props) : null;
+  }
+  Grid.dashRenderType = true;
+  window.dash_ag_grid = { AgGrid: Grid };
+})();

@@ -103,7 +103,9 @@
   window.addEventListener("beforeprint", function () {
     document.querySelectorAll(".save-csv").forEach(function (button) {
       var id = button.getAttribute("data-grid");
-      document.getElementById(id).after(printed(window.dash_ag_grid.getApi(id)));
+      if (window.dash_ag_grid.getApi) {
+        document.getElementById(id).after(printed(window.dash_ag_grid.getApi(id)));
+      }
     });
   });
   window.addEventListener("afterprint", function () {

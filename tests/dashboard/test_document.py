@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,30 @@ def test_every_page_gets_the_same_scripts(client: Any) -> None:
     timeline = client.get("/timeline").get_data(as_text=True)
     assert sorted(sources(plain)) == sorted(sources(timeline))
     assert len(set(sources(plain))) == len(sources(plain))
+
+
+def test_the_library_of_grids_is_named_and_not_run(client: Any) -> None:
+    for path in ("/", "/timeline", "/kernels"):
+        html = client.get(path).get_data(as_text=True)
+        (named,) = re.findall(r'<meta name="advisor-grid" content="([^"]*)">', html)
+        assert client.get(named).status_code == 200
+        assert not any("dash_ag_grid/" in one for one in sources(html))
+
+
+def test_scripts_and_pages_are_compressed_where_the_browser_can_read_it(client: Any) -> None:
+    asked = {"Accept-Encoding": "gzip"}
+    for path in ("/", "/assets/parts.css", "/assets/shell.js"):
+        plain = client.get(path, headers={"Accept-Encoding": "identity"})
+        for _ in range(2):  # made, then kept
+            packed = client.get(path, headers=asked)
+            assert packed.headers["Content-Encoding"] == "gzip"
+            assert gzip.decompress(packed.data) == plain.data or path == "/"
+            assert len(packed.data) < 0.5 * len(plain.data)
+            assert "Accept-Encoding" in packed.headers["Vary"]
+        assert "Content-Encoding" not in plain.headers
+        assert "Accept-Encoding" in plain.headers["Vary"]
+    again = {**asked, "If-None-Match": packed.headers["ETag"]}
+    assert client.get("/assets/shell.js", headers=again).status_code == 304
 
 
 def test_on_the_timeline_only_its_own_scripts_run_by_themselves(client: Any) -> None:

@@ -158,7 +158,13 @@ def table(
         for number, row in enumerate(rows)
     ]
     heads = [
-        element("Th", text, cls=kind(i), scope="col", role=roles["columnheader"])
+        element(
+            "Th",
+            text or element("Span", "bar", cls="visually-hidden"),
+            cls=kind(i),
+            scope="col",
+            role=roles["columnheader"],
+        )
         for i, text in enumerate(header)
     ]
     made = element(
@@ -286,12 +292,12 @@ def bar_cell(share: float, colour: str) -> Any:
     return element("Div", bar if share else None, cls="bar-cell")
 
 
-def banner(lines: Sequence[str]) -> Any:
+def banner(lines: Sequence[str], cls: str = "banner") -> Any:
     """Build the caveats of a page, a line each; ``None`` when there is nothing."""
     if not lines:
         return None
     items = [element("Li", labels.clean(line)) for line in lines]
-    return element("Div", icon("warn"), element("Ul", *items), cls="banner", role="note")
+    return element("Div", icon("warn"), element("Ul", *items), cls=cls, role="note")
 
 
 _TOKENS = {
@@ -305,8 +311,8 @@ _TOKENS = {
 }
 
 
-def code(text: str, language: str = "python") -> Any:
-    """Build code with a button that copies it; Python is coloured."""
+def code(text: str, language: str = "python", name: str = "") -> Any:
+    """Build code with a button that copies it; Python is coloured. ``name``: what it is of."""
     from pygments.lexers.python import PythonLexer
     from pygments.lexers.special import TextLexer
 
@@ -325,7 +331,13 @@ def code(text: str, language: str = "python") -> Any:
         parts[-1] = parts[-1].rstrip("\n")
     return element(
         "Div",
-        element("Pre", element("Code", *parts), tabIndex="0", role="region", aria_label="Code"),
+        element(
+            "Pre",
+            element("Code", *parts),
+            tabIndex="0",
+            role="region",
+            aria_label=f"Code: {name}" if name else "Code",
+        ),
         element(
             "Button",
             icon("copy-text"),
@@ -362,7 +374,7 @@ def figure(
                 "modeBarButtons": [["toImage"]],
                 "displayModeBar": "hover",
                 "toImageButtonOptions": {"filename": f"advisor-{name}", "scale": 2},
-                "doubleClick": "reset",
+                "doubleClick": "reset+autosize",
             },
             **extra,
         ),

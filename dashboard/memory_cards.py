@@ -119,7 +119,8 @@ def _picture(post: PeakMemory, shown: MemoryView, table_: pl.DataFrame, named: s
         made = _timeline(post, table_)
         name = f"memory-snapshot-gpu{post.device}"
         body.append(figure(made, name, height=340, narrow_height=510, description=description))
-        body.append(remark("Point at the picture for the largest blocks then, and a stack."))
+        hint = "Point at the picture for the largest blocks then, and a stack."
+        body.append(remark(f"{hint} Double click: the whole history."))
     rows = [
         [
             element("Span", swatch(COLOURS[each.category]), f" {each.category}", cls="nowrap"),
@@ -203,15 +204,28 @@ def _timeline(post: PeakMemory, table_: pl.DataFrame) -> Any:
     label = "out of memory" if post.history.failed_event is not None else "peak"
     made.add_annotation(
         x=x[row], y=post.allocated / scale, text=f"{label} {t.format_bytes(post.allocated)}",
-        showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=0, ay=-34, font={"size": 12},
+        showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=-10, ay=-34, xanchor="right",
+        font={"size": 12},
     )  # fmt: skip
-    made.update_xaxes(title="ms into the history" if timed else "event")
+    made.update_xaxes(title="ms into the history" if timed else "event", range=_busy_part(x, row))
     made.update_yaxes(title=unit, rangemode="tozero")
     made.update_layout(
         showlegend=True, hovermode="x unified", hoverdistance=-1, margin={"t": 64},
         hoverlabel={"align": "left"}, legend={"maxheight": 1},
     )  # fmt: skip
     return made
+
+
+def _busy_part(x: list[float], peak: int) -> list[float] | None:
+    """Return the ends of the axis where nothing changes for most of it, with the peak after that:
+    what follows. ``None``: all of it."""
+    if len(x) < 2:
+        return None
+    still = np.diff(x)
+    last = int(still.argmax())
+    if still[last] <= (x[-1] - x[0]) / 2 or peak <= last:
+        return None
+    return [x[last + 1] - (x[-1] - x[last + 1]) / 20, x[-1]]
 
 
 def _largest_blocks(post: PeakMemory, category: str, events: Any) -> Any:

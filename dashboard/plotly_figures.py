@@ -309,8 +309,10 @@ def line_chart(
     height: int = 200,
     step: bool = False,
     ends: tuple[float, float] | None = None,
+    dots: tuple[str, Sequence[float], Sequence[Any]] | None = None,
 ) -> Any:
-    """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis."""
+    """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis. ``dots``: name and
+    points that no line joins."""
     made = empty_figure(height)
     for name, positions, values, colour in series:
         made.add_trace(
@@ -324,12 +326,24 @@ def line_chart(
                 hovertemplate="%{y:,.4g}<extra>" + escape_markup(name) + "</extra>",
             )
         )
+    if dots is not None:
+        name, positions, values = dots
+        made.add_trace(
+            go.Scatter(
+                x=list(positions),
+                y=list(values),
+                name=name,
+                mode="markers",
+                marker={"size": 5, "color": "#9a9aa5"},
+                hovertemplate="%{y:,.4g}<extra>" + name + "</extra>",
+            )
+        )
     made.update_xaxes(title=x or None, range=ends)
     made.update_yaxes(title=y or None, rangemode="tozero", nticks=5)
     made.update_layout(
-        showlegend=len(series) > 1,
+        showlegend=len(made.data) > 1,
         hovermode="x unified",
-        margin={"t": 34 if len(series) > 1 else 12},
+        margin={"t": 34 if len(made.data) > 1 else 12},
     )
     return made
 

@@ -31,6 +31,22 @@ window.dashAgGridComponentFunctions.AdvisorName = function (props) {
     };
     document.head.appendChild(script);
   }
+  // On a telephone the numbers stand beside the name, and what else there is after them.
+  function narrowed(props) {
+    if (!matchMedia("(max-width: 620px)").matches) {
+      return props;
+    }
+    var first = Object.assign({}, props.columnDefs[0]),
+      rest = props.columnDefs.slice(1);
+    first.width = first.minWidth = Math.min(first.minWidth || 150, 150);
+    delete first.maxWidth;
+    function ofKind(numbers) {
+      return rest.filter(function (column) {
+        return (column.type === "rightAligned") === numbers;
+      });
+    }
+    return Object.assign({}, props, { columnDefs: [first].concat(ofKind(true), ofKind(false)) });
+  }
   function Grid(props) {
     var draw = React.useState(false)[1];
     React.useEffect(function () {
@@ -41,7 +57,7 @@ window.dashAgGridComponentFunctions.AdvisorName = function (props) {
         load();
       }
     }, []);
-    return library ? React.createElement(library.AgGrid, props) : null;
+    return library ? React.createElement(library.AgGrid, narrowed(props)) : null;
   }
   Grid.dashRenderType = true;
   window.dash_ag_grid = { AgGrid: Grid };

@@ -106,7 +106,8 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
     """Build a finding with its details."""
-    caveats = report_text.describe_caveats(finding)
+    conditions = report_text.gain_conditions(finding, report)
+    caveats = [*conditions, *report_text.describe_caveats(finding, conditions)]
     return element(
         "Article",
         _title(report, finding),
@@ -115,7 +116,7 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
             element("P", labels.clean(finding.summary), cls="summary"),
             _block("Where", _where(view, report, finding)),
             _block("What to change", element("P", labels.clean(finding.fix), cls="fix")),
-            code(finding.code) if finding.code else None,
+            code(finding.code, name=labels.clean(finding.title)) if finding.code else None,
             _block(
                 "How to verify",
                 element("P", labels.clean(finding.verify)) if finding.verify else None,
@@ -134,7 +135,6 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
 
 def _title(report: Report, finding: Finding) -> Any:
     parts = [element("Span", finding.category, cls="tag") if finding.category else None]
-    parts += [element("Span", part) for part in report_text.gain_conditions(finding, report)]
     parts.append(_confidence(finding))
     parts.append(element("Span", finding.severity))
     if finding.validation == "synthetic":
@@ -250,7 +250,7 @@ def _evidence(finding: Finding) -> Any:
         element("Tbody", *lines),
         cls="data evidence",
     )
-    return scrolling(made, "Evidence")
+    return scrolling(made, f"Evidence: {labels.clean(finding.title)}")
 
 
 def _limit(item: Evidence) -> list[Any]:

@@ -168,7 +168,7 @@ def _figures(record: RankRecord) -> Any:
 
 def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     """Draw durations of recorded steps, if known; profiled steps have their own colour."""
-    known = ~np.isnan(recorded.durations)
+    known, total = ~np.isnan(recorded.durations), len(recorded.steps)
     steps = [step for step, wanted in zip(recorded.steps, known, strict=True) if wanted]
     durations = (recorded.durations[known] / 1e6).tolist()
     numbers = [float(step.n) for step in steps]
@@ -183,8 +183,19 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
         ]
         if not profiled or any(value is not None for value in values):
             series.append((name, *plotly_figures.downsample(numbers, values), colour))
-    drawn = plotly_figures.line_chart(series, x="step", y="ms", height=220)
-    description = f"Duration of each of {len(steps)} recorded steps, in ms."
+    # the host runs ahead, but where it takes long for a step the GPU waits
+    others = [step for step, timed in zip(recorded.steps, known, strict=True) if not timed]
+    dots = plotly_figures.downsample(
+        [float(step.n) for step in others], [step.dur / 1e6 for step in others]
+    )
+    drawn = plotly_figures.line_chart(
+        series, x="step", y="ms", height=220, dots=("host time alone", *dots) if others else None
+    )
+    description = f"Duration of each of {total} recorded steps, in ms."
+    if others:
+        count = f"{len(steps)} of {total} steps are timed on the GPU"
+        aside = ", ".join(filter(None, (aside, f"{count}; a dot is the host's time of another")))
+        description = f"Duration of {count}, in ms; of the others the host's time."
     return card("Steps", figure(drawn, "steps", height=220, description=description), aside=aside)
 
 

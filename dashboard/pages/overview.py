@@ -22,6 +22,7 @@ from advisor.dashboard.components import (
     draw_block,
     draw_section,
     element,
+    foldable,
     link,
     page,
     png_button,
@@ -44,10 +45,11 @@ def layout(**query: object) -> Any:
     """Build the page."""
     view = page_view.view(**query)
     report = view.loaded.report
+    quiet = _is_quiet(report)
     bar, timeless = report_charts.build_step_bar(report), report.scope.has_no_step_time
     return page(
-        _head(report),
-        banner(report.limits),
+        _head(view, report),
+        None if quiet else banner(report.limits),
         *(
             memory_cards.draw_cards(view)[:1]
             if timeless
@@ -62,7 +64,14 @@ def layout(**query: object) -> Any:
         None if timeless else _top(view, report),
         *counter_command(report),
         _rest(report),
+        banner(report.limits, cls="banner plain-note") if quiet else None,
     )
+
+
+def _is_quiet(report: Report) -> bool:
+    """Whether the limits change nothing of the advice, so that they stand below it."""
+    cut_off = any(each.truncated for each in report.inputs)
+    return report.busy_share is not None and report.per == "step" and not cut_off
 
 
 def _timeless(view: PageView, report: Report) -> list[Any]:
@@ -99,11 +108,14 @@ def _around(view: PageView, start: int, end: int) -> str:
     return view.href("/timeline", x0=max(0, start - margin), x1=end + margin, focus=start)
 
 
-def _head(report: Report) -> Any:
-    lines = [
-        element("Span", element("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
-        for _, parts in report_text.describe_scope(report)
-    ]
+def _head(view: PageView, report: Report) -> Any:
+    lines = {
+        label: element("Span", element("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
+        for label, parts in report_text.describe_scope(report)
+    }
+    # one step time leads; those of the whole run and of its window are a click away
+    folded = [lines.pop(label) for label in ("run", "window") if "window" in lines]
+    first = next(iter(report_text.ranked_findings(report)), None)
     return element(
         "Div",
         element(
@@ -112,7 +124,22 @@ def _head(report: Report) -> Any:
             cls=f"pill {report_text.status_class(report)}",
         ),
         *verdict_head(report.verdict),
-        element("Div", *lines, cls="scope"),
+        element(
+            "P",
+            element("B", "Do this first: "),
+            link(
+                t.first_sentence(first.fix),
+                href=f"{view.href('/findings')}#{anchor(first)}",
+                id={"keeps": "first-fix"},
+            ),
+            cls="first-fix",
+        )
+        if first is not None
+        else None,
+        element("Div", *lines.values(), cls="scope"),
+        foldable("The run and its profiled window", element("Div", *folded, cls="scope"))
+        if folded
+        else None,
         cls="page-head",
     )
 

@@ -216,12 +216,12 @@ def _loaders(a: Analysis) -> Any:
         return None
     names = [name for name in LOADER if any(name in loader for loader in loaders)]
     rows = [
-        [f"loader {number}", *(_shown(loader.get(name)) for name in names)]
+        [f"{number}", *(_shown(loader.get(name)) for name in names)]
         for number, loader in enumerate(loaders[:20], start=1)
     ]
     return card(
         "Data loaders",
-        table(["", *(name.replace("_", " ") for name in names)], rows, stacked=True),
+        table(["Loader", *(name.replace("_", " ") for name in names)], rows, stacked=True),
         aside="loaders that fed training steps",
     )
 

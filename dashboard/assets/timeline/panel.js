@@ -134,7 +134,7 @@ export class Panel {
       },
     );
     this.frames.hidden = true;
-    this.opener = button("Panel", "Details, findings and colours (P)", () => {
+    this.opener = button("Panel", "Panel: details, findings and colours (P)", () => {
       self.toggle();
     });
     this.open = storedState() === "open";

@@ -35,6 +35,7 @@ from advisor.replay.edit_language import parse_edit, write_edit
 from advisor.replay.estimators import REPLAY, estimator_for
 from advisor.replay.exposed_time import remaining_device_time
 from advisor.replay.graph import EdgeKind
+from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.replay_quality import critical_path
 from advisor.replay.result import what_if
@@ -393,9 +394,13 @@ def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
 
 @law()
 def test_shortening_does_not_lengthen(path: str) -> None:
+    """But for workers, which hand each batch over: of small batches that takes longer than loading
+    them, as with one worker for the 1.2 ms that ranks of dlrm_8ranks load."""
     whatif = replay(path)
     found = {line: gain(whatif, line) for line in shortening(path, EDITS)}
-    assert not {line: saved for line, saved in found.items() if saved < -SLACK}
+    hand_over = ready_batch_ns(whatif.a.trace, whatif.a.step_ns, "") / whatif.unedited.period
+    most = {line: hand_over if line.startswith("parallelize") else 0.0 for line in found}
+    assert not {line: saved for line, saved in found.items() if saved < -SLACK - most[line]}
 
 
 @law()

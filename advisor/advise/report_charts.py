@@ -1,4 +1,4 @@
-"""Charts of a report: the step's bar, the stairs of fixes, and the table of ranks.
+"""Charts of a report: the step's bar, the step after each fix, and the table of ranks.
 
 Each is built here, once, as data with its words; renderers fold, sum and round nothing.
 """
@@ -169,7 +169,7 @@ def build_fix_sequence(report: Report) -> FixSequence | None:
 def build_chosen_fix_sequence(
     report: Report, kept: Container[int], estimator: GainEstimator
 ) -> FixSequence | None:
-    """Return the stairs with only the kept fixes, by priority: each saves what it does after the
+    """Return the sequence with only the kept fixes, by priority: each saves what it does after the
     kept ones before it. A fix that is left out shows its saving after all kept ones."""
     full = build_fix_sequence(report)
     if full is None:

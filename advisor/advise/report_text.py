@@ -999,13 +999,13 @@ def _explain_gains(gains: Sequence[Impact], together: float) -> str:
     return " Gains below are of each fix alone."
 
 
-def describe_chosen_fixes(stairs: FixSequence) -> str:
+def describe_chosen_fixes(fix_sequence: FixSequence) -> str:
     """Say what the step takes with the chosen fixes."""
-    step, left = stairs.measured.left_ns, stairs.fixes[-1].left_ns
+    step, left = fix_sequence.measured.left_ns, fix_sequence.fixes[-1].left_ns
     if left >= step:
         return f"Without a fix: {t.format_duration(step)}."
     times = f"{step / left:.2f}× faster" if left else ""
-    after = f"{t.format_duration(step)} → {stairs.bound_prefix}{t.format_duration(left)}"
+    after = f"{t.format_duration(step)} → {fix_sequence.bound_prefix}{t.format_duration(left)}"
     return f"With the ticked fixes: {after} ({times})."
 
 

@@ -127,7 +127,7 @@ def write_report(
     report = replace(report, replay=estimator.describe_replay(edits, left))
     status, text = write_verdict(report, a, rules)
     report = replace(report, status=status, verdict=text)
-    return replace(report, views=build_charts(report))
+    return replace(report, charts=build_charts(report))
 
 
 def _with_command(line: str, findings: Sequence[Finding]) -> list[Finding]:

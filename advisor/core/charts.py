@@ -201,7 +201,7 @@ class ReportCharts(Struct, frozen=True):
 
     bar: StepBar | None
     """Bar of the step's time; ``null``: it is not measured."""
-    stairs: FixSequence | None
+    fix_sequence: FixSequence | None
     """Step times that the fixes lead to; ``null``: nothing is ranked."""
     ranks: RankTable | None
     """Table of the ranks, by number; ``null``: one rank."""

@@ -992,7 +992,7 @@ class Report(Struct, kw_only=True):
     """Dumps of PyTorch's flight recorder; ``null``: none were given."""
     network: NetworkLog | None = None
     """Logs of NCCL and topologies; ``null``: none were given."""
-    views: ReportCharts | None = None
+    charts: ReportCharts | None = None
     """Charts of the report as data; ``null``: written before there were any."""
 
     @property
@@ -1060,7 +1060,6 @@ _OF_FINDINGS = {
     **_ORDER,
 }
 _NAMES_SINCE_VERSION_1 = {
-    "": {"good": "passed", "uneven": "step_variation"},
     "step": {
         "longer": "window_slowdown",
         "cost": "profiler_overhead",
@@ -1075,8 +1074,10 @@ _NAMES_SINCE_VERSION_1 = {
     "cost.fixes": _ORDER,
     "views.stairs.measured": _ORDER,
     "views.stairs.fixes": _ORDER,
+    "views": {"stairs": "fix_sequence"},
+    "": {"good": "passed", "uneven": "step_variation", "views": "charts"},
 }
-"""Old and new names of fields, by place in the report."""
+"""Old and new names of fields, by place in the report, the innermost first."""
 _OPERATIONS_SINCE_VERSION_1 = {
     "asynchronous": "make_async",
     "spread": "parallelize",

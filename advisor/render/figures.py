@@ -1,4 +1,4 @@
-"""Figures: the step's bar, the stairs of fixes, a step's timeline, ranks as histogram and map.
+"""Figures: the step's bar, the step after each fix, a step's timeline, ranks as histogram and map.
 
 A figure draws itself as a table, for a page and, where that helps, for a terminal. A new one is a
 class here and its place in a document.
@@ -195,30 +195,30 @@ def table_head(names: Sequence[str]) -> Markup:
 
 
 @dataclass(frozen=True)
-class Staircase(Figure):
-    """Staircase of the step, fix by fix."""
+class FixSequenceFigure(Figure):
+    """Drawing of the step after each fix."""
 
-    stairs: FixSequence
+    fix_sequence: FixSequence
 
     def table(self) -> Grid:
         """Return a row a fix: what it saves after those above it, and the step that is left."""
-        stairs = self.stairs
+        sequence = self.fix_sequence
         rows = [
             [f"{s.number}. {s.label}".lstrip(". "), f"{s.saved} {s.percent}".strip(), s.left]
-            for s in stairs.fixes
+            for s in sequence.fixes
         ]
         return Grid(
-            ["fix", f"saves {stairs.bound_prefix}after those above", f"{stairs.per} then"], rows
+            ["fix", f"saves {sequence.bound_prefix}after those above", f"{sequence.per} then"], rows
         )
 
     def html(self, *, small: bool = False) -> Markup:
         """Draw a track a fix: what is left of the step, and what this fix takes off it."""
-        stairs = self.stairs
+        sequence = self.fix_sequence
         head = table_head(
-            ["after fix", "", stairs.per, f"saves {stairs.bound_prefix}after those above"]
+            ["after fix", "", sequence.per, f"saves {sequence.bound_prefix}after those above"]
         )
         rows = []
-        for stair in stairs.all:
+        for stair in sequence.all:
             left = min(stair.left_share * 100, 100)
             whole = min((stair.left_share + stair.saved_share) * 100, 100)
             track = tag(

@@ -190,8 +190,8 @@ def _staircase(view: PageView) -> Any:
     )
 
 
-def _fixes(stairs: FixSequence) -> set[int]:
-    return {stair.priority or 0 for stair in stairs.fixes}
+def _fixes(sequence: FixSequence) -> set[int]:
+    return {stair.priority or 0 for stair in sequence.fixes}
 
 
 def _is_kept(stair: StepAfterFix, kept: set[int]) -> bool:
@@ -199,9 +199,9 @@ def _is_kept(stair: StepAfterFix, kept: set[int]) -> bool:
 
 
 def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[FixSequence, str] | None:
-    """Return the stairs of some fixes, and the sentence below them; ``None``: there are none."""
+    """Return the step after each of some fixes, and the sentence below them; ``None``: there are none."""
     shown = loaded.cached(
-        ("stairs", frozenset(kept)),
+        ("fix_sequence", frozenset(kept)),
         lambda: report_charts.build_chosen_fix_sequence(
             loaded.report, kept, loaded.examined.estimator
         ),
@@ -209,11 +209,11 @@ def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[FixSequence, str] | None
     return None if shown is None else (shown, report_text.describe_chosen_fixes(shown))
 
 
-def _parts(stairs: FixSequence, stair: StepAfterFix, *, kept: bool) -> dict[str, Any]:
+def _parts(sequence: FixSequence, stair: StepAfterFix, *, kept: bool) -> dict[str, Any]:
     """Return a row's bar and its figures."""
     left, saved = f"{stair.left_share:.4%}", f"{stair.saved_share:.4%}"
     start = left if kept else f"{max(0.0, stair.left_share - stair.saved_share):.4%}"
-    gain = f"{stairs.bound_prefix}−{stair.saved}" if stair.saved else ""
+    gain = f"{sequence.bound_prefix}−{stair.saved}" if stair.saved else ""
     gain = gain if kept or not gain else f"({gain})"
     bar = element(
         "Span",
@@ -227,7 +227,7 @@ def _parts(stairs: FixSequence, stair: StepAfterFix, *, kept: bool) -> dict[str,
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:
-    """Redraw the stairs when fixes are ticked."""
+    """Redraw the step after each when fixes are ticked."""
 
     @app.callback(
         Output({"of": dash.ALL, "part": "run"}, "children"),

@@ -48,9 +48,9 @@ def test_the_pictures_are_in_it_as_everybody_draws_them(tmp_path: Path) -> None:
             b.sync()
     found = analyze(b.write(tmp_path / "trace.json"))
     read = Report.from_json(REPORTS.render("json", found))
-    assert read.views == build_charts(found)
-    shown = standard.loads(found.to_json())["views"]
-    bar, stairs = shown["bar"], shown["stairs"]
+    assert read.charts == build_charts(found)
+    shown = standard.loads(found.to_json())["charts"]
+    bar, stairs = shown["bar"], shown["fix_sequence"]
     assert shown["ranks"] is None
     parts = [*bar["work"], *bar["idle"]]
     assert {part["key"] for part in parts} >= {"compute", "loader"}
@@ -80,8 +80,8 @@ def test_a_report_of_version_1_is_read() -> None:
     assert [check.text for check in read.passed] == [check["text"] for check in old["good"]]
     assert read.cost is not None and [fix.rule for fix in read.cost.fixes] == [loader.rule]
     assert [fix.priority for fix in read.cost.fixes] == [1]
-    assert read.views is not None and read.views.stairs is not None
-    assert [stair.priority for stair in read.views.stairs.fixes] == [1]
+    assert read.charts is not None and read.charts.fix_sequence is not None
+    assert [stair.priority for stair in read.charts.fix_sequence.fixes] == [1]
     assert Report.from_json(read.to_json()) == read
     assert "4.8 ms" in REPORTS.render("terminal", read)
     damaged = {**old, "findings": [1, {"worth": "much"}], "risks": None}

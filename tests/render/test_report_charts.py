@@ -116,7 +116,7 @@ def test_without_operators_the_bar_is_of_the_programs_ranges() -> None:
     """98% of it would be one grey block: the ranges and the rest add up to the same step."""
     corpus = Path(__file__).parents[1] / "corpus"
     report = analyze(str(corpus / "nsys/209de58_baseline.sqlite"))
-    assert report.views is not None and report.views.bar is not None
-    bar = report.views.bar.work
+    assert report.charts is not None and report.charts.bar is not None
+    bar = report.charts.bar.work
     assert [part.label for part in bar[:2]] == ["find_centers", "transformer_forward"]
     assert sum(part.share for part in bar) == pytest.approx(1.0, abs=0.01)

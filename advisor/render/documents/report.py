@@ -31,7 +31,7 @@ from advisor.render.document import (
     Tiles,
 )
 from advisor.render.documents import auxiliary_sections, inference, memory, ranks
-from advisor.render.figures import Bar, Staircase, StepTimeline
+from advisor.render.figures import Bar, FixSequenceFigure, StepTimeline
 
 MAX_RANKS: Final = 8
 """Ranks that a terminal lists, those that the others wait for longest."""
@@ -163,10 +163,10 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         each = "gain per step" if report.per == "step" else "gain"
         title = "What to change" if report_text.has_large_gain(report) else "Small gains"
         yield Section(title, [*lead, *result], each)
-    stairs = report_charts.build_fix_sequence(report)
-    if stairs is not None and len(stairs.fixes) > 1:
+    fix_sequence = report_charts.build_fix_sequence(report)
+    if fix_sequence is not None and len(fix_sequence.fixes) > 1:
         title = "Step time after each fix"
-        yield Section(title, [Staircase(stairs)], detail=True, summary=title.lower())
+        yield Section(title, [FixSequenceFigure(fix_sequence)], detail=True, summary=title.lower())
     if report.risks:
         cards = [_card(report, finding, width, fix=not ranked) for finding in report.risks]
         yield Section("Memory and risks", cards)

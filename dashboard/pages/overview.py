@@ -199,7 +199,7 @@ def _is_kept(stair: StepAfterFix, kept: set[int]) -> bool:
 
 
 def _chosen(loaded: LoadedRun, kept: set[int]) -> tuple[FixSequence, str] | None:
-    """Return the step after each of some fixes, and the sentence below them; ``None``: there are none."""
+    """Return the step after each of some fixes, and the text below; ``None``: there are none."""
     shown = loaded.cached(
         ("fix_sequence", frozenset(kept)),
         lambda: report_charts.build_chosen_fix_sequence(

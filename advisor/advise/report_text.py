@@ -157,13 +157,18 @@ def _steps(report: Report) -> list[str]:
     else:
         spread = t.format_range(scope_.step_min_ns, scope_.step_max_ns)
         parts = [f"{used} {source}", f"{mean} on average", spread]
-    if scope_.behind_ns > scope_.step_ns:
-        parts.append(f"the GPU runs {t.format_duration(scope_.behind_ns)} behind the host's marks")
+        if scope_.step_max_ns >= VARYING * scope_.step_min_ns:
+            parts.append("they vary; figures are means")
+    parts += compare_window_with_run(report)
     if scope_.outliers:
         parts.append(f"outliers set aside: {join_names(scope_.outliers)}")
-    return [*parts, *compare_window_with_run(report)]
+    if scope_.behind_ns > scope_.step_ns:
+        parts.append(f"the GPU runs {t.format_duration(scope_.behind_ns)} behind the host's marks")
+    return parts
 
 
+VARYING = 1.5
+"""Ratio of the longest to the shortest step from which the report says that steps differ."""
 MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which the time between its steps is shown."""
 SAME_CAUSE = 0.5
@@ -177,13 +182,16 @@ def compare_window_with_run(report: Report) -> list[str]:
     if step is None or step.window_excess is None:
         return []
     if not step.window_differs and not step.atypical:
-        return ["as long as the run's"]
+        return ["as long as the run's steps"]
     longer = f"{format_longer(step.window_excess)} than the run's {step.statistic} step"
     parts = [longer]
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         same = abs(step.window_excess - step.profiler_overhead) < EQUAL_STEP_SHARE
         parts = [] if same else [longer]
-        adds = f"the profiler adds {t.format_share(step.profiler_overhead)} to steps next to it"
+        share = t.format_share(step.profiler_overhead)
+        adds = f"compared with the steps around them, the profiler adds {share}"
+        if step.statistic == "mean" and 0 <= step.window_excess < step.profiler_overhead:
+            parts = [] if same else [f"{longer}, which includes slow steps"]
         if step.window_excess < 0:  # the two add up to no contradiction
             parts = [f"{longer}, although {adds}"]
         else:
@@ -476,10 +484,9 @@ def has_large_gain(report: Report) -> bool:
     return any(not is_small(finding) for finding in ranked_findings(report))
 
 
-def counted_steps(report: Report) -> str:
-    """Name the steps that events are counted in: ``6 steps``; empty: one, or none is marked."""
-    steps, per = report.scope.steps_used, report.per
-    return t.count_noun(steps, per) if steps > 1 and per != "recording" else ""
+def counted_steps(report: Report) -> int:
+    """Return the number of steps that events are counted in; 1: none is marked."""
+    return 1 if report.per == "recording" else max(1, report.scope.steps_used)
 
 
 def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
@@ -665,7 +672,8 @@ def _parts_removed(finding: Finding) -> str:
         return ""
     removed, most, least = (t.format_share(1 - factor) for factor in (usual, best, worst))
     if any(edit.op == "make_async" for edit in finding.edits):
-        return f"of the idle time around these calls, {least} to {most} disappears"
+        ends = f"{least} to {most}" if (best, worst) != (0, 1) else "anything from none to all"
+        return f"the fix ends {ends} of the idle time around these calls"
     if worst == 1:
         return ""
     return f"we assume that the fix removes {removed} of this time ({least} to {most})"
@@ -688,7 +696,7 @@ DECIDED_BY: Final = {
     "past": "measured gains of such fixes were {past} of the estimate",
     "not proven": "this estimate has been checked on few programs",
     "device work": "at best only the GPU's own work remains",
-    "late launches": "only the time of these calls disappears, and later launches stay late",
+    "late launches": "later launches stay late, so only the time of these calls is saved",
 }
 ENDS_DIFFER: Final = {
     "low end": {
@@ -704,9 +712,9 @@ ENDS_DIFFER: Final = {
 }
 """Words of DECIDED_BY that differ by end."""
 WHY_MORE: Final = {
-    "make_async": "the host does not wait, and launches earlier{late}",
-    "round_trip": "the CPU's work between these copies disappears too",
-    "drop_launch": "idle time before the first launch, and of other causes, disappears too",
+    "make_async": "without the wait the host launches later work earlier{late}",
+    "round_trip": "the CPU's work between these copies is saved too",
+    "drop_launch": "idle time before the first launch, and of other causes, is saved too",
     "parallelize": "the launches after it come earlier too",
     "overlap": "what waits for these copies or collectives starts earlier too",
 }
@@ -721,7 +729,9 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     shown = finding.shown_time
     if shown is None:
         return []
-    time = f"the {t.format_duration(float(shown.value or 0))} of '{shown.label}'"
+    amount = t.format_duration(float(shown.value or 0))
+    below = amount in t.first_sentence(finding.summary)
+    time = f"the {amount} {'below' if below else f'of {labels.clean(shown.label)}'}"
     operations: list[str] = [edit.op for edit in finding.edits]
     if why := _why_less(finding, report, float(shown.value or 0)):
         return [f"the gain is less than {time}: {why}"]
@@ -731,7 +741,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     of_run = impact.gain_ns <= MAX_BEYOND_EVIDENCE * scale * float(shown.value or 0)
     if of_run or (report.scope.device is None and not impact.of_job):
         return [f"the gain is more than {time}: a step of the run is longer than a profiled one"]
-    why = "the launches of this work, and the gaps in it, disappear too"
+    why = "the launches of this work, and the gaps in it, are saved too"
     if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
         why = "other kernels become faster too"
     if any(edit.select.at == "round_trip" for edit in finding.edits):

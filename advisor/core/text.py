@@ -274,17 +274,20 @@ NEARLY_ALL: Final = 0.9
 """Share of a finding's time from which one place stands for all."""
 
 
-def location_figures(location: Location, over: str = "") -> list[str]:
-    """Return how often it happens, and how long the worst instance takes. ``over``: the steps that
-    events of the trace are counted in."""
+def location_figures(location: Location, steps: int = 1, per: Per = "step") -> list[str]:
+    """Return how often it happens here, and how long the worst instance takes. ``steps``: those
+    that events of the trace are counted in, each a ``per``."""
     parts = []
     # one instance of one of several layers is an example
     count = None if location.count == 1 and (location.layer or "")[:1].isdigit() else location.count
     if count is not None:
-        often = f"{format_count(count)}×"
+        steps = steps if location.dur_ns is not None else 1
+        each = count / steps if count >= steps else count
+        often = f"{format_number(each)}×"
         if location.counted:
-            often = count_noun(count, location.counted)
-        parts.append(f"{often} in {over}" if over and location.dur_ns is not None else often)
+            often = f"{format_number(each)} {location.counted}{'s' * (each != 1)} here"
+        over = f" {format_per(per)}" if count >= steps else f" in {count_noun(steps, per)}"
+        parts.append(f"{often}{over}" if steps > 1 else often)
     if location.share is not None and location.share < NEARLY_ALL:
         parts.append(f"{format_share(location.share)} of this time")
     if location.dur_ns is not None:

@@ -208,7 +208,9 @@ def _where(view: PageView, report: Report, finding: Finding) -> Any:
         names = [
             element("Code", abbreviation(*pair)) for pair in zip(texts, full_names, strict=True)
         ]
-        figures = " · ".join(t.location_figures(place, report_text.counted_steps(report)))
+        figures = " · ".join(
+            t.location_figures(place, report_text.counted_steps(report), report.per)
+        )
         href = timeline_href(view, finding, place)
         source = editor_href(view.session.editor, place)
         lines.append(

@@ -288,8 +288,8 @@ class MemoryLeak(Rule):
                         else ""
                     )
                     + (
-                        f" With the first and the last, all steps held {t.format_bytes(then)} "
-                        f"{_moment(post)}, {t.format_bytes(held)} at the end of the history."
+                        f" Of all steps, it held {t.format_bytes(then)} {_moment(post)}, "
+                        f"{t.format_bytes(held)} at the end of the history."
                         if then != held
                         else f" At the end of the history {t.format_bytes(held)} are held."
                     )

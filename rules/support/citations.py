@@ -10,7 +10,7 @@ from advisor.core.rule import Citation
 # -- thresholds of other tools ------------------------------------------------------------------
 
 FOURNEX = Citation("fournex 0.3.1", "https://pypi.org/project/fournex/")
-GPU_IDLE = Citation("gpu-idle 0.1.0 (80%)", "https://pypi.org/project/gpu-idle/")
+GPU_IDLE = Citation("gpu-idle 0.1.0", "https://pypi.org/project/gpu-idle/")
 GPUPROF = Citation(
     "gpuprof 0.7.1", "https://github.com/peppe-tringali/gpuprof/blob/main/src/gpuprof/insights.py"
 )
@@ -33,7 +33,7 @@ XPROF = Citation(
     "XProf",
     "https://github.com/openxla/xprof/blob/main/xprof/convert/op_stats_to_input_pipeline_analysis.cc",
 )
-XPROF_LAUNCH = Citation("XProf (3 to 15%)", XPROF.address)
+XPROF_LAUNCH = Citation("XProf: 3 to 15%", XPROF.address)
 
 # -- vendors, papers, documentation -------------------------------------------------------------
 

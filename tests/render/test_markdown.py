@@ -95,7 +95,7 @@ def test_it_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks
         "confidence in the cause 80%",
         "`/home/me/project/train.py:42 in train_step`",
         "```python\nstep(quick=True)\n```",
-        "share of the step 10%, limit 5%: XProf",
+        "share of the step 10%, limit 5% (XProf)",
         "### Ranks",
         "<details><summary>Passed checks</summary>",
         "<details><summary>Skipped checks</summary>",

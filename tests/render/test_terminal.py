@@ -76,7 +76,7 @@ def test_a_title_that_is_too_long_beside_its_gain_is_whole(report: Make) -> None
         summary="why", title=title, impact=Impact(currency="risk", reason="out in 4,030 steps")
     )
     lines = REPORTS.render("terminal", replace(report(3), risks=[risk]), width=80).split("\n")
-    row = next(number for number, line in enumerate(lines) if line.strip() == title)
+    row = next(number for number, line in enumerate(lines) if line == f" ∙  {title}")
     assert lines[row + 1] == "risk: out in 4,030 steps".rjust(80)
 
 
@@ -253,7 +253,7 @@ def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> 
         "confidence in the cause 80%",
         "/home/me/project/train.py:42 in train_step",
         "aten::item",
-        "share of the step 10%, limit 5%: XProf",
+        "share of the step 10%, limit 5% (XProf)",
         "bandwidth not measured",
         "Do the other thing",
         "│ step(quick=True)",

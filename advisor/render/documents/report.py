@@ -169,7 +169,8 @@ def _findings(report: Report, width: int) -> Iterator[Block]:
         yield Section(title, [FixSequenceFigure(fix_sequence)], detail=True, summary=title.lower())
     if report.risks:
         cards = [_card(report, finding, width, fix=not ranked) for finding in report.risks]
-        yield Section("Memory and risks", cards)
+        lost = any(each.impact is not None and bool(each.impact.gain_ns) for each in report.risks)
+        yield Section("Risks, and time lost over the run" if lost else "Memory and risks", cards)
 
 
 def _card(
@@ -234,7 +235,7 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
         parts: list[Inline] = [
             Span(name, "code", full) for name, full in zip(names, whole, strict=True)
         ]
-        parts += t.location_figures(location, report_text.counted_steps(report))
+        parts += t.location_figures(location, report_text.counted_steps(report), report.per)
         if parts:
             yield TextField("" if number else "where", parts, detail=number > 0)
     if missing := report_text.line_not_recorded(report, finding):
@@ -244,7 +245,7 @@ def _where(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
 def _fact(item: Evidence) -> EvidenceRow:
     limit = ""
     if item.threshold is not None:
-        source = f": {labels.clean(item.source)}" if item.source else ""
+        source = f" ({labels.clean(item.source)})" if item.source else ""
         limit = f"{t.format_value(item.threshold, item.unit)}{source}"
     return t.evidence_label(item), t.format_value(item.value, item.unit), limit
 

@@ -77,12 +77,13 @@ def _brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions
 def _row(page: Page, card: d.Card) -> None:
     """Draw a fix on one line, title and gain; on two where the title is long."""
     gain, name = labels.clean(card.gain), labels.clean(card.title)
+    number = f"{card.number:>2}" if card.fix or card.number else " ∙"
     if len(name) > page.width - len(gain) - 6:
-        page.wrap(name, first=f"{card.number:>2}  ", indent=4)
+        page.wrap(name, first=f"{number}  ", indent=4)
         page.wrap(gain.rjust(page.width - 4), indent=4, style="green")
         return
     blanks = " " * max(2, page.width - 4 - len(name) - len(gain))
-    page.line((f"{card.number:>2}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
+    page.line((f"{number}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
 
 
 class _Screen:
@@ -125,6 +126,10 @@ class _Screen:
             match block:
                 case d.Card() if not (block.fix or block.always_full or self.details):
                     _row(self.page, block)
+                    for part in block.blocks:
+                        if isinstance(part, d.FieldList):
+                            rows = [row for row in part.rows if row.label in ("where", "fix")]
+                            self.fields(d.FieldList(rows), indent=4)
                 case d.FieldList() if not any(
                     row.parts and (self.details or not row.detail) for row in block.rows
                 ):

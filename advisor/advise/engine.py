@@ -27,7 +27,7 @@ from advisor.advise.ranks.job import files_summarised_apart, first_rank, summari
 from advisor.advise.ranks.task import shorten_reason
 from advisor.advise.report_fields import cost_per_step
 from advisor.advise.report_writer import write_report
-from advisor.advise.rule_loading import choose_windows, load_rules, read_config
+from advisor.advise.rule_loading import load_rules, read_config
 from advisor.advise.rule_runner import (
     RankFindings,
     add_hot_lines,
@@ -36,6 +36,7 @@ from advisor.advise.rule_runner import (
     read_hot_lines,
     run_ranks,
 )
+from advisor.advise.window_choice import choose_windows
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError

@@ -160,8 +160,9 @@ def summarise_file(
     """
     from advisor.advise.memory import memory_of_rank
     from advisor.advise.options import Options
-    from advisor.advise.rule_loading import choose_windows, load_rules, read_config
+    from advisor.advise.rule_loading import load_rules, read_config
     from advisor.advise.rule_runner import run_rules
+    from advisor.advise.window_choice import choose_windows
     from advisor.measure.ranks.rank_summary import summarise_rank
     from advisor.read import open_run
 

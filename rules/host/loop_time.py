@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Finding, Location, Outcomes, Select
+from advisor.core.finding import Finding, Impact, Location, Outcomes, Select
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
@@ -413,6 +413,36 @@ _SOME_VALUES: Mapping[str, Any] = {
 """Assumption of the advice for a sort."""
 
 
+class _OwnCode(NamedTuple):
+    """The loop's own code in a step; times in ns, of the run's step."""
+
+    ns: float
+    by_hand: float
+    """Time without that of operators that nothing replaces."""
+    of_window: float
+    """Time of the run's step over that of the window's."""
+    rows: Rows
+    replaceable: Rows
+    """Rows of operators that the backward pass goes through and something replaces."""
+    line: HottestLine | None
+    case: str
+    """``the loss``, ``many operators`` or empty."""
+    largest: dict[str, float]
+
+
+def _gain_of(a: Analysis, own: float, what: str, *, loss: bool = False) -> Impact:
+    """Return the gain of a fix for code of so much recorded time, ns of a step. A loss is
+    computed all the same, in another way."""
+    return impact_per_step(
+        a,
+        (0.4 if loss else 0.9) * own,
+        low=0 if loss else 0.5 * own,
+        high=own,
+        method=f"recorded host time of {what}",
+        of_median=not recorded_steps(a).varies,
+    )
+
+
 class LoopPhases(LoopCode):
     """Code between training phases adds to each step where the training computes on the CPU.
     Without stacks, which loop-code needs, this rule takes its time from the recorder's phases:
@@ -567,62 +597,18 @@ class LoopPhases(LoopCode):
         ):
             yield from self._whole(a, whole, line, fixed * of_window / step)
             return
-        gain = impact_per_step(a, by_hand, of_median=not recorded.varies)
-        if line is not None:
-            own = line.share * by_hand
-            if loss:
-                parts = differentiated[
-                    ~np.isin(differentiated, [] if whole is None else whole.rows)
-                ]
-                own += backward_of(a, parts) * of_window
-            gain = impact_per_step(
-                a,
-                (0.4 if loss else 0.9) * own,
-                low=0 if loss else 0.5 * own,
-                high=own,
-                method="recorded host time of this function",
-                of_median=not recorded.varies,
-            )
-        case = "the loss" if loss else "many operators" if many else ""
-        use = None
-        if not case:
-            use = find_library_use([each for each in recorded.stacks if each.part == LOOP])
         largest = largest_operators(a, rows) if computes else {}
-        sorts = sum(own for name, own in largest.items() if re.search(_SORTS, name))
-        if sorts and (
-            sorts == max(largest.values()) if not case else sorts >= self.min_sort_share * ns
-        ):
-            samples = name_matches(a.trace.cpu["name"].gather(rows), r"^aten::multinomial$").any()
-            if case:  # the rest of this code stays
-                own = sorts * of_window
-                gain = impact_per_step(
-                    a,
-                    0.9 * own,
-                    low=0.5 * own,
-                    high=own,
-                    method="recorded host time of the sorts",
-                    of_median=not recorded.varies,
-                )
-            case = "a sort before sampling" if samples else "a sort"
-        known = {} if use is None or case else use.advice("the step")
-        place = None if line is None else line.location
-        if use is not None and known:
-            own, place = use.time.share * ns, use.time.location or place
-            gain = impact_per_step(
-                a,
-                0.9 * own,
-                low=0.5 * own,
-                high=own,
-                method="recorded host time of this library function",
-                of_median=not recorded.varies,
-            )
+        parts = differentiated[~np.isin(differentiated, [] if whole is None else whole.rows)]
+        case = "the loss" if loss else "many operators" if many else ""
+        code = _OwnCode(ns, by_hand, of_window, rows, parts, line, case, largest)
+        gain, place, texts, sentence = self._cure(a, code)
         yield Finding(
             summary=(
                 f"The loop's own code takes {t.format_duration(ns)} of the "
                 f"{'mean' if recorded.varies else 'median'} step "
                 f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
                 + "The backward pass goes through much of it. " * loss
-                + (use.sentence("it").strip() if use is not None and known else _most_of_it(line))
+                + (sentence or _most_of_it(line))
                 + name_operators(largest, spent_in_them)
             ),
             evidence=[
@@ -648,8 +634,37 @@ class LoopPhases(LoopCode):
             ],
             where=[] if place is None else [place],
             impact=gain,
-            **(self.case(case) if case else known),
+            **texts,
         )
+
+    def _cure(
+        self, a: Analysis, code: _OwnCode
+    ) -> tuple[Impact, Location | None, dict[str, Any], str]:
+        """Return the gain, the place and the texts of what to do about the code, and the sentence
+        on a library function that takes most of it (``""``: none does)."""
+        recorded, line, loss = recorded_steps(a), code.line, code.case == "the loss"
+        gain = impact_per_step(a, code.by_hand, of_median=not recorded.varies)
+        place = None if line is None else line.location
+        if line is not None:
+            own = line.share * code.by_hand
+            own += backward_of(a, code.replaceable) * code.of_window if loss else 0
+            gain = _gain_of(a, own, "this function", loss=loss)
+        sorts = sum(own for name, own in code.largest.items() if re.search(_SORTS, name))
+        most = max(code.largest.values(), default=0)
+        if sorts and (sorts >= self.min_sort_share * code.ns if code.case else sorts == most):
+            if code.case:  # the rest of this code stays
+                gain = _gain_of(a, sorts * code.of_window, "the sorts")
+            names = a.trace.cpu["name"].gather(code.rows)
+            samples = name_matches(names, r"^aten::multinomial$").any()
+            return gain, place, self.case("a sort before sampling" if samples else "a sort"), ""
+        if code.case:
+            return gain, place, self.case(code.case), ""
+        use = find_library_use([each for each in recorded.stacks if each.part == LOOP])
+        known = {} if use is None else use.advice("the step")
+        if use is None or not known:
+            return gain, place, {}, ""
+        gain = _gain_of(a, use.time.share * code.ns, "this library function")
+        return gain, use.time.location or place, known, use.sentence("it").strip()
 
     def _whole(
         self, a: Analysis, whole: WholeOperators, line: HottestLine | None, share: float

@@ -35,6 +35,7 @@ import advisor.core.rule
 import advisor.recorder.options
 from advisor.advise.rule_loading import load_rules
 from advisor.cli import GROUPS, run
+from advisor.compare import compare
 from advisor.core.rule import Citation
 from advisor.render.documents import rule as rule_page
 from advisor.render.documents.rule import RulePage
@@ -408,12 +409,12 @@ def python_text() -> str:
         fenced_block(PYTHON_USE, "python"),
         "`print(report)` writes the report as in a terminal; `report.to_dict()` is "
         "[its JSON](report-schema.md). To record from Python: [recording](recording.md).",
-        "These are all public names, functions first. `record` is `profile` under a name for "
-        "`with`.",
+        "These are all public names, functions first. `compare` is imported from "
+        "`advisor.compare`; `record` is `profile` under a name for `with`.",
     ]
     names = [each for each in advisor.__all__ if each not in ("__version__", "record")]
-    for name in sorted(names, key=lambda name: inspect.isclass(getattr(advisor, name))):
-        item = getattr(advisor, name)
+    public = {name: getattr(advisor, name) for name in names} | {"compare.compare": compare}
+    for name, item in sorted(public.items(), key=lambda each: (inspect.isclass(each[1]), each[0])):
         parts.append(f"## advisor.{name}")
         if not inspect.isclass(item):
             call = item if inspect.isfunction(item) else type(item).__call__

@@ -371,6 +371,12 @@ class Run:
     logs: dict[str, Any] = field(default_factory=dict)
     """Logs in a run directory, by field of TraceMeta."""
 
+    def __repr__(self) -> str:
+        events = sum(trace.cpu.height + trace.gpu.height for trace in self.traces.values())
+        ranks, windows = len(self.ranks), len(self.traces)
+        counts = f"{ranks} rank{'s' * (ranks != 1)}, {windows} window{'s' * (windows != 1)}"
+        return f"<Run: {counts}, {events:,} events>"
+
     @property
     def ranks(self) -> list[int]:
         """Ranks with traces, in ascending order."""

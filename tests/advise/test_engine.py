@@ -85,6 +85,14 @@ def report(run: Run, rules: list[Rule], monkeypatch: pytest.MonkeyPatch) -> obje
     return analyze(run, Options(config={}))
 
 
+def test_a_run_shows_its_counts_and_not_its_tables(tmp_path: Path) -> None:
+    b = TraceBuilder()
+    with b.step():
+        b.run("aten::mm", "gemm", 300)
+    run = advisor.open(b.write(tmp_path / "rank0.json"))
+    assert re.fullmatch(r"<Run: 1 rank, 1 window, \d+ events>", repr(run))
+
+
 def test_a_rule_that_fails_is_contained_and_said() -> None:
     trace = two_kernels().traces[-1, 0]
     from advisor.measure import Analysis

@@ -270,16 +270,6 @@ class Rule:
         condition that ends the search. Or it is ``worth``: the rule fires, without a gain."""
         raise NotImplementedError
 
-    @classmethod
-    def positive_examples(cls) -> dict[str, Any]:
-        """Return the examples that must produce a finding."""
-        return {name: b for name, b in cls.examples().items() if not isinstance(b, tuple)}
-
-    @classmethod
-    def negative_examples(cls) -> dict[str, tuple[Any, str]]:
-        """Return the traps, each with its guard."""
-        return {name: trap for name, trap in cls.examples().items() if isinstance(trap, tuple)}
-
     def for_program(self: R, program: Program) -> R:
         """Return a copy of the rule with the words that fit the program, before ``check`` makes
         texts of them: ``inference`` where nothing is trained, ``framework_advice`` where PyTorch is

@@ -96,7 +96,7 @@ def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
 def test_a_guard_that_is_not_what_holds_a_trap_is_noticed() -> None:
     """The trap for the disks, held against the guard for the cores, and the other way round."""
     (rule,) = [rule for rule in RULES if rule.id == "cpu-bound-transforms"]
-    traps = rule.negative_examples()
+    traps = rule.examples()
     disk = traps["the disk delivers 2 GB/s"][0].analysis()
     workers = traps["no workers"][0].analysis()
     assert lifted(rule, "max_disk", disk) and not lifted(rule, "min_cpu", disk)

@@ -54,6 +54,6 @@ def test_two_passes_of_a_real_training_send_the_gradients_twice(
 
 
 def test_without_sizes_it_abstains() -> None:
-    b = MissingNoSync.negative_examples()["sizes are not recorded"][0]
+    b = MissingNoSync.examples()["sizes are not recorded"][0]
     (outcome,) = MissingNoSync().check(b.analysis())
     assert isinstance(outcome, SkippedCheck)

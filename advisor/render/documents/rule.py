@@ -109,7 +109,6 @@ class RulePage(NamedTuple):
 def describe(rule: Rule) -> RulePage:
     """Take a rule's documentation from its class."""
     cls = type(rule)
-    comments = _comments(cls)
     examples = cls.examples()
     return RulePage(
         rule=cls,
@@ -123,14 +122,8 @@ def describe(rule: Rule) -> RulePage:
         cases=_opened(_filled_cases(rule, cls.cases)),
         inference=_opened(_inference(rule, cls.inference)),
         elsewhere=list(_elsewhere(cls)),
-        thresholds=[
-            Option(name, value, *_meaning(cls, name, comments))
-            for name, value in cls.options().items()
-        ],
-        factors=[
-            Option(name, value, *_meaning(cls, name, comments))
-            for name, value in cls.factors().items()
-        ],
+        thresholds=_options(cls, cls.options()),
+        factors=_options(cls, cls.factors()),
         fires_on=[name for name, b in examples.items() if not isinstance(b, tuple)],
         silent_on=[name for name, b in examples.items() if isinstance(b, tuple)],
     )
@@ -189,13 +182,15 @@ def _elsewhere(cls: type[Rule]) -> Iterator[OtherFrameworkAdvice]:
         yield OtherFrameworkAdvice(*FRAMEWORKS[framework], _opened(words), _opened(advice.code))
 
 
-def _meaning(
-    cls: type[Rule], name: str, comments: dict[str, str]
-) -> tuple[str, tuple[Citation, ...]]:
-    own = getattr(cls, name)
-    if isinstance(own, Threshold):
-        return own.meaning, own.sources
-    return comments.get(name, ""), ()
+def _options(cls: type[Rule], numbers: Mapping[str, Any]) -> list[Option]:
+    """Return numbers of a rule with their meaning and sources; of a plain one, its comment."""
+    comments, found = _comments(cls), []
+    for name, value in numbers.items():
+        own = getattr(cls, name)
+        is_plain = not isinstance(own, Threshold)
+        meaning = comments.get(name, "") if is_plain else own.meaning
+        found.append(Option(name, value, meaning, () if is_plain else own.sources))
+    return found
 
 
 def _comments(cls: type[Rule]) -> dict[str, str]:

@@ -162,7 +162,7 @@ def test_an_inferred_limit_has_no_measured_share() -> None:
     (decode,) = _inference(report).phases
     assert decode.limit_inferred and decode.attainable_ns is None
     text = " ".join(REPORTS.render("terminal", report, width=120).split())
-    assert "memory as the limit is inferred" in text and "memory 100%" not in text
+    assert "the limit, memory, is inferred" in text and "memory 100%" not in text
     assert not _inference(analyze(SGLANG)).phases[0].limit_inferred
 
 

@@ -138,7 +138,7 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
         "30 GiB of 40 GiB",
         "Finding number 2 of the step",
         "20 ms (10–20 ms), 5%",
-        "5%: XProf",
+        "5% (XProf)",
         "step(quick=True)",
         "Profile again: the wait is gone.",
         "train.py:42",

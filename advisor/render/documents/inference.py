@@ -107,7 +107,7 @@ def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bo
         elif phase.attainable_ns is None and phase.known_share is not None:
             share = t.format_share(1 - phase.known_share)
             unknown = f"unknown, as FLOPs and bytes of {share} of its kernel time are not recorded"
-            why = f"{phase.limit} as the limit is inferred from its tokens and kinds of kernels"
+            why = f"the limit, {phase.limit}, is inferred from its tokens and kinds of kernels"
             parts = [f"{own}: {unknown}", *([why] if phase.limit_inferred else [])]
             result.append(("rates", parts, False))
         if phase.steps > 1:

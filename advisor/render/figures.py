@@ -135,6 +135,10 @@ def _strip(segments: Sequence[Segment], label: str, scale: float = 1.0) -> Marku
         title = tag("title", f"{segment.label} {segment.time}, {segment.share_text}")
         place = {"x": f"{x:.1f}", "y": 0, "width": f"{width:.1f}", "height": 40}
         parts.append(tag("rect", title, cls=colour_class_of_segment(segment), **place))
+        if segment.kind == "idle":  # hatched, so that the eye need not know the colours
+            stripes = range(round(x) + 6, round(x + width), 12)
+            path = "".join(f"M{at},40l{min(10, x + width - at):.0f},-40" for at in stripes)
+            parts.append(tag("path", cls="hatch", d=Markup(path)))
         x += width
     return tag(
         "svg", *parts, cls="bar", viewBox=f"0 0 {WIDTH} 40", preserveAspectRatio="none",
@@ -187,7 +191,7 @@ def legend_key(cls: str) -> Markup:
 
 def table_head(names: Sequence[str]) -> Markup:
     """Return the head of a table."""
-    heads = (tag("th", name, scope="col", cls="" if name else "track") for name in names)
+    heads = (tag("th", name, scope="col") if name else tag("td", cls="track") for name in names)
     return tag("thead", tag("tr", *heads))
 
 
@@ -397,8 +401,9 @@ class RankMap(Figure):
                 drawn += [self._cell(first + at, row, at * wide, y, wide) for at in range(count)]
         strips = -(-len(self.columns) // RANKS_PER_STRIP)
         height = (strips - 1) * each + TOP + HIGH * len(self.names)
+        room = f"{LABELS + wide * min(RANKS_PER_STRIP, len(self.columns)):.6g}"
         picture = tag(
-            "svg", *drawn, cls="map", viewBox=f"0 0 {LABELS + MAP_WIDTH} {height}", role="img",
+            "svg", *drawn, cls="map", viewBox=f"0 0 {room} {height}", width=room, role="img",
             aria_label=f"{self.label}; the table below has the numbers",
         )  # fmt: skip
         shades = [
@@ -410,7 +415,7 @@ class RankMap(Figure):
         ]
         numbers = tag("table", table_head(self.numbers.head), tag("tbody", *rows), cls="ranks")
         return join(
-            picture,
+            scrolling_box(f"{self.label}: the map", picture),
             tag("p", f"{self.scale} less ", *shades, f" {self.scale} more", cls="scale"),
             tag("p", self.note, cls="soft") if self.note else "",
             tag("details", tag("summary", "The numbers"), scrolling_box(self.label, numbers)),

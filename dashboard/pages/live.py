@@ -25,6 +25,7 @@ from advisor.dashboard.components import (
     head,
     link,
     page,
+    remark,
     table,
     tiles,
     two_columns,
@@ -196,7 +197,19 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
         count = f"{len(steps)} of {total} steps are timed on the GPU"
         aside = ", ".join(filter(None, (aside, f"{count}; a dot is the host's time of another")))
         description = f"Duration of {count}, in ms; of the others the host's time."
-    return card("Steps", figure(drawn, "steps", height=220, description=description), aside=aside)
+    shown_ms = np.where(known, recorded.durations, recorded.dur) / 1e6
+    top = 1.08 * float(shown_ms[recorded.after_warmup].max(initial=0))
+    # start-up of a first step would flatten all others: a line names it, a double click shows it
+    beyond = [
+        f"step {step.n}, {t.format_duration(1e6 * ms)}"
+        for step, ms in zip(recorded.steps, shown_ms, strict=True)
+        if ms > top > 0
+    ]
+    if beyond:
+        drawn.update_yaxes(range=[0, top])
+    below = f"Above the axis: {'; '.join(beyond)}. Double click: all." if beyond else ""
+    made = figure(drawn, "steps", height=220, description=description)
+    return card("Steps", made, remark(below), aside=aside)
 
 
 def phases_card(title: str, parts: Sequence[Segment], aside: str) -> Any:

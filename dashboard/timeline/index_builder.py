@@ -166,6 +166,14 @@ def _idle(b: IndexBuilder, a: Analysis) -> None:
     start = gaps["ts"].to_numpy()
     columns = (start, start + gaps["dur"].to_numpy(), labels[slot], slot, np.arange(gaps.height))
     b.tracks("gaps", "GPU idle, by cause", "idle", "gaps", IDLE, columns)
+    # where a step is set aside nothing is known of its idle time: it is no step without any
+    aside = a.steps.table.with_row_index("row").filter(~pl.col("used"))
+    if a.steps.source != "whole trace" and aside.height:
+        name = np.full(aside.height, b.names.number_of("idle time not analysed"), dtype=np.uint32)
+        slots = np.full(aside.height, _slot(STEPS, "step-aside"))
+        ends = aside["ts"].to_numpy(), aside["end"].to_numpy()
+        columns = (*ends, name, slots, aside["row"].to_numpy())
+        b.tracks("not-analysed", "Not analysed", "idle", "steps", STEPS, columns)
 
 
 def _streams(b: IndexBuilder, a: Analysis) -> None:

@@ -67,3 +67,11 @@ def test_memory_that_is_sampled_now_and_then_is_drawn_over_all_steps() -> None:
     line = drawn[0].data[0]
     assert (line.x, line.y, line.mode) == ((2.0, 9.0), (3.0, 4.0), "lines+markers")
     assert [made.layout.xaxis.range for made in drawn] == [(0, 65), (0, 65)]
+
+
+def test_a_memory_chart_begins_where_something_happens() -> None:
+    from advisor.dashboard.memory_cards import _busy_part
+
+    assert _busy_part([0.0, 1.0, 91.0, 95.0, 101.0], peak=3) == [90.5, 101.0]
+    assert _busy_part([0.0, 1.0, 91.0, 95.0, 101.0], peak=1) is None  # the peak is before that
+    assert _busy_part([0.0, 30.0, 60.0, 100.0], peak=2) is None

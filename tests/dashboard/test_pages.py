@@ -4,6 +4,7 @@ of ``advisor analyze --format json``."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -544,3 +545,43 @@ def test_a_generated_kernel_shows_what_is_fused_in_it() -> None:
     view = SimpleNamespace(analysis=a, rank=0, href=lambda *_, **__: "/timeline")
     shown = str(kernels._detail(cast(Any, view), 0))
     assert "aten.add" in shown and "model.py:6" in shown
+
+
+def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -> None:
+    from advisor.advise import report_text
+    from advisor.core import labels
+    from advisor.dashboard.app import create_app
+    from advisor.dashboard.loaded_runs import DashboardSession
+    from advisor.dashboard.pages import findings, overview, run
+    from advisor.dashboard.server import Access
+    from advisor.dashboard.timeline.index_builder import build_index
+    from benchmarks.public_traces import path_of
+
+    session = DashboardSession([str(path_of("h100/host_metric"))]).load()
+    loaded = session.entries[0].loaded
+    assert loaded is not None
+    app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
+    with app.server.test_request_context("/run"):
+        shown = list(_texts(run.layout()))
+        first = list(_texts(overview.layout()))
+        finding = list(_texts(findings.layout()))
+    recorded = loaded.main.recorded
+    assert recorded is not None
+    timed = sum(not math.isnan(ns) for ns in recorded.durations)
+    assert any(f"{timed} of {len(recorded.steps)} steps are timed" in text for text in shown)
+    assert any(text.startswith("Above the axis: step 0, 9.23 s") for text in shown)
+    # what to do stands before the figures, and limits that change nothing after the checks
+    fix = first.index("Do this first: ")
+    assert fix < first.index("GPU busy") < first.index("Skipped checks")
+    limit = next(i for i, text in enumerate(first) if "launched before the recording" in text)
+    assert limit > first.index("Skipped checks")
+    # the explanation stands before what a range depends on
+    summary = labels.clean(loaded.report.findings[0].summary)
+    (condition, *_) = report_text.gain_conditions(loaded.report.findings[0], loaded.report)
+    assert finding.index(summary) < finding.index(condition)
+    # an outlier's idle time is unknown, not zero
+    index = build_index(loaded.main)
+    (lane,) = [lane for lane in index.lanes if index.groups[lane.group].label == "Not analysed"]
+    spans = [(index.start[i], index.end[i]) for i in range(lane.lo, lane.hi)]
+    aside = loaded.main.steps.table.filter(~pl.col("used"))
+    assert spans == list(zip(aside["ts"], aside["end"], strict=True))

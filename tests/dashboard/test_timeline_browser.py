@@ -695,3 +695,12 @@ def test_who_wants_less_motion_gets_none(a100: Any) -> None:
         "() => { const t = advisorTimeline.current; t.zoom(0.5, 0.5, true); return t.x1 - t.x0; }"
     )
     assert moved == pytest.approx((before["x1"] - before["x0"]) / 2)
+
+
+def test_a_slice_is_chosen_by_the_keyboard_alone(a100: Any) -> None:
+    page = a100.open("/timeline")
+    settle(page)
+    page.locator(".tl-stage").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => new URLSearchParams(location.search).has('sel')")
+    assert page.locator(".tl-side h2").first.inner_text()

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from advisor.advise.engine import examine
 from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
+from advisor.core.text import split_sentences
 from advisor.measure.steps.step_lanes import CELLS, build_step_lanes
 from advisor.render.formats import REPORTS
-from advisor.render.formats.html import style
+from advisor.render.formats.html import MAX_TITLE, style
 from advisor.render.html import esc
 from advisor.testing import TraceBuilder
 
@@ -252,7 +253,7 @@ def test_a_real_trace_makes_a_small_sound_page(
     assert len(text.encode()) < 200_000
     page = Page(text)
     assert {tag for tag, _ in page.tags} <= OURS
-    assert found.report.verdict in page.text
+    assert "".join(split_sentences(found.report.verdict, MAX_TITLE)) in page.text
     for finding in found.report.findings:
         assert finding.title in page.text
 
@@ -264,7 +265,7 @@ def test_a_notebook_shows_the_verdict_and_the_findings(report: Make) -> None:
     made = report(7)
     text = made._repr_html_()
     page = Page(text)
-    assert made.verdict in page.text
+    assert "".join(split_sentences(made.verdict, MAX_TITLE)) in page.text
     assert "Finding number 5" in page.text
     assert "2 more findings" in page.text
     assert len(text) < 20_000

@@ -23,6 +23,7 @@ from advisor.render.document import (
     RenderOptions,
     Section,
     Span,
+    Style,
     TextField,
 )
 from advisor.render.figures import ComparedBars
@@ -117,7 +118,10 @@ def _table(
     aside: str = "",
 ) -> Iterator[Section]:
     """Build a table of figures side by side; ``first``: the head of their names."""
-    rows = [[line.label, *line.texts, line.change] for line in lines]
+    looks: dict[str, Style] = {"better": "good", "worse": "bad"}
+    rows: list[list[Inline]] = [
+        [line.label, *line.texts, Span(line.change, looks.get(line.verdict, ""))] for line in lines
+    ]
     if rows:
         head = [first, "before", "after", "difference"]
         yield Section(title, [*above, Grid(head, rows), *notes], aside, short=short)

@@ -17,6 +17,8 @@ CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 )
 """Content security policy: styles of the page itself, and nothing else from anywhere."""
+MAX_TITLE: Final = 90
+"""Length of a headline's part that is the title, characters; what has no room is a paragraph."""
 MAX_ITEMS: Final = 200
 """Number of items of one list, or of cards of one section."""
 
@@ -27,7 +29,7 @@ class Html(DocumentRenderer):
     suffixes = (".html", ".htm")
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        title = document.headline or f"advisor {document.name}"
+        title, rest = t.split_sentences(document.headline or f"advisor {document.name}", MAX_TITLE)
         lead = [b for b in document.blocks[:1] if isinstance(b, d.FieldList)]
         head = tag(
             "head",
@@ -45,6 +47,7 @@ class Html(DocumentRenderer):
             "header",
             badge if document.badge else "",
             tag("h1", title),
+            tag("p", rest, cls="verdict") if rest else "",
             *(block(part) for part in lead),
         )
         main = tag("main", *(block(part) for part in document.blocks[len(lead) :]), id="main")

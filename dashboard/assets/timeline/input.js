@@ -335,6 +335,8 @@ export class Input {
       case "Enter":
         if (own && t.chosen) {
           t.zoomTo(t.chosen);
+        } else if (own) {
+          t.chooseVisible();
         } else {
           done = false;
         }

@@ -483,7 +483,7 @@ export class Paint {
         x = self.snap(x);
         const wide = Math.max(right - x, 0.5);
         ctx.globalAlpha = 0.22;
-        ctx.fillRect(x, y + row.h - up, wide, up);
+        ctx.fillRect(x, y + row.h - up, right - x, up); // never over another: it would be darker
         ctx.globalAlpha = 1;
         ctx.fillRect(x, y + row.h - up - 0.5, wide, Math.max(up - down, 1.5));
       }

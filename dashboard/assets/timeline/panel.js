@@ -12,7 +12,7 @@ const KEYS = [
   ["/", "search; Enter next, shift+Enter previous"],
   ["N", "next match (with shift: previous)"],
   ["[ ]", "previous, next slice in the lane"],
-  ["Enter", "zoom to the selected slice"],
+  ["Enter", "select a slice in view; then zoom to it"],
   ["Z", "zoom to the selected range"],
   ["Esc", "clear the selection"],
   ["P", "show or hide the panel"],

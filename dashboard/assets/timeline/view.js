@@ -1137,6 +1137,20 @@ export class Timeline {
     this.drawOver();
   }
 
+  // By the keyboard: the slice nearest the middle of the topmost lane that has one in view.
+  chooseVisible() {
+    for (let y = 2; y < this.height; y += 6) {
+      for (let off = 0; off <= 0.5; off += 0.05) {
+        const found =
+          this.sliceAt((0.5 + off) * this.width, y) || this.sliceAt((0.5 - off) * this.width, y);
+        if (found) {
+          this.select(found.id);
+          return;
+        }
+      }
+    }
+  }
+
   click(x, y) {
     const self = this;
     const found = this.sliceAt(x, y);

@@ -89,11 +89,14 @@ def layout(**query: object) -> Any:
             "This step cannot be projected to another GPU", reason[:1].upper() + reason[1:]
         )
         return page(head("Cost and GPUs"), costs, why)
-    best = describe_cheapest(choices)
+    best = cheapest = describe_cheapest(choices)
+    ratios = [f"{each.projection.speedup:.2f}" for each in choices if not each.projection.refused]
+    if ratios.count("1.00") > 1 and max(map(float, ratios)) <= 1:  # others, as fast as this one
+        best = ". ".join(filter(None, (best, "No GPU makes this step faster: the host limits it.")))
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
         head("Cost and GPUs", labels.clean(best[:1].upper() + best[1:])),
-        banner([_no_other(prices)] if not best and prices.table else []),
+        banner([_no_other(prices)] if not cheapest and prices.table else []),
         costs,
         _other_gpus(choices, prices, _step(report)),
         card(

@@ -38,6 +38,7 @@ def told(served: Any, tab: Any) -> Callable[..., str]:
         with served(session) as shown:
             t = tab(shown)
             t.open("/gpus")
+            t.page.locator(".ag-row, .empty").first.wait_for(state="attached")
             for folded in t.page.locator("summary").all():
                 folded.click()
             text: str = t.text("body")

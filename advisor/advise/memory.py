@@ -297,6 +297,10 @@ def _returned(view: MemoryView) -> str:
     return f"{given} returns {t.format_bytes(view.returnable)} of it"
 
 
+NEARLY_MOST = 0.9
+"""Share of the most that a change frees, from which a cheaper one is named in its place."""
+
+
 def _memory_action(view: MemoryView, report: Report) -> str:
     """Name the cheapest change that frees much, and the one that frees most; without a history, say
     how to record one."""
@@ -310,7 +314,8 @@ def _memory_action(view: MemoryView, report: Report) -> str:
             )
     large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
     if large:
-        first, most = large[0], max(large, key=lambda each: each.bytes)
+        most_bytes = max(each.bytes for each in large)
+        first, most = large[0], next(e for e in large if e.bytes >= NEARLY_MOST * most_bytes)
         cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
         rest = "" if most is first else f" Most is freed by: {_freed(most, view)}."
         short = view.request is None and report.memory_capacity_bytes is None

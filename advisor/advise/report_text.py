@@ -584,7 +584,7 @@ def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool
 WIDE_HIGH, NO_GAIN = 2.0, 0.01
 """Ends of the range, over the gain, beyond which their reasons are given; and the low end that
 counts as no gain."""
-MAX_BEYOND_EVIDENCE, MIN_OF_EVIDENCE = 1.01, 0.7
+MAX_BEYOND_EVIDENCE, MIN_OF_EVIDENCE = 1.01, 0.8
 """Ratios of gain to the time in the evidence beyond which the difference is explained: above the
 first, and below the second of what the fix should remove of it."""
 LEAST_BUSY_DEVICE: Final = 0.95
@@ -769,11 +769,13 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     operations = {edit.op for edit in finding.edits}
     places = {edit.select.on for edit in finding.edits}
     scale = min(1.0, report.gain_scale or 1.0)
-    left = 1.0 - impact.gain_ns / max(scale * shown_ns, 1.0)
+    left = 1.0 - impact.gain_ns / max(shown_ns, 1.0)
     if operations <= {"remove", "scale", "merge"} and places == {"gpu"} and _is_busy(report):
         return f"about {t.format_share(left)} of it stays" if left > 1 - MIN_OF_EVIDENCE else ""
     if "drop_launch" in operations and all(edit.select.under for edit in finding.edits):
         return "only a part of it is in what is replayed" if left > 1 - MIN_OF_EVIDENCE else ""
+    if operations == {"drop_launch"} and report.recorded is None and left > 1 - MIN_OF_EVIDENCE:
+        return "the profiler lengthens launches, and graphs have launches too"
     factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on != "gap"]
     removed = shown_ns * (1.0 - max(factors, default=0.0))  # at least
     if impact.gain_ns >= MIN_OF_EVIDENCE * removed:

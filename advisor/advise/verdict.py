@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.auxiliary_report import flight_verdict, source_verdict
+from advisor.advise.impact import MOSTLY_VARYING
 from advisor.advise.priority import is_vague
 from advisor.advise.program_wording import ACTIVITIES, how_to_record, record_gpu_work, record_with
 from advisor.advise.recording_limits import (
@@ -186,7 +187,8 @@ def _verdict(
     once, longest = one_off_costs(a)
     if once >= MOSTLY_ONE_OFF_SHARE:
         again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
-        action = f"Record after a few steps{again}."
+        marks = ", prof.step() in each" * (bool(again) and report.per == "recording")
+        action = f"Record after a few steps{again}{marks}."
         if longest == CAPTURE:
             action = "Record replays of the graph, and give both files: this one names the kernels."
         of = f"of the {report.per}"
@@ -403,7 +405,12 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
 
 def _unexplained(report: Report, a: Analysis) -> str:
     """Say why the GPU idles, or what to record where that is unknown, if such idle time takes more
-    than the fixes gain together and than any work."""
+    than the fixes gain together and than any work. Say it too where like kernels vary."""
+    if a.varying_kernels.share >= MOSTLY_VARYING:
+        return (
+            f" But like kernels differ {a.varying_kernels.ratio:.0f}-fold in duration: something "
+            "else uses the GPU, or its clock falls. Record again."
+        )
     gain = sum(map(_marginal_share, report.findings))
     most = max([gain, *(part.share for part in report.time if part.name != "idle")])
     share = sum(part.share for part in report.idle if part.cause == "unknown")
@@ -460,7 +467,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}; for {t.format_share(queued)}, launched kernels wait. "
+        f"{idle}; for {t.format_share(queued)}, launched kernels do not start. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 
@@ -491,7 +498,7 @@ def _longest_operators(a: Analysis) -> str:
 MIN_QUEUED_SHARE = 0.05
 """Share of the step from which unexplained idle time with queued work is named apart."""
 UNFILTERED = "Record all activities, unfiltered, on an unshared GPU."
-UNFILTERED_WITH_STACKS = "Record with stacks, on an unshared GPU."
+UNFILTERED_WITH_STACKS = "Record stacks on an unshared GPU."
 
 
 def _longest_on_host(report: Report, top: HostShare) -> str:

@@ -23,6 +23,7 @@ from advisor.measure.device.copies import find_copies
 from advisor.measure.device.families import break_down
 from advisor.measure.device.kernel_profiles import compiled_kernels, profiled_kernels
 from advisor.measure.device.kernels import (
+    find_varying_kernels,
     measure_kernels,
     model_flop_utilisation,
     sum_families,
@@ -398,6 +399,9 @@ class Analysis:
 
     layers = cached_property(measure_layers)
     """Work by module."""
+
+    varying_kernels = cached_property(find_varying_kernels)
+    """Kernels whose like launches differ in duration."""
 
     mfu = cached_property(model_flop_utilisation)
     """Model FLOP utilisation, 0 to 1."""

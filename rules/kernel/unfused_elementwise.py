@@ -60,7 +60,7 @@ class UnfusedElementwise(Rule):
     id = "unfused-elementwise"
     title = "Pointwise kernels are not fused"
     knobs = ("compile",)
-    found_in = ("traces/h100_qwen_inference",)
+    found_in = ("traces/h100_qwen_inference", "traces/pairs/particle_batch128")
     silent_in = SILENT_TRACES
     validation_note = (
         "fires on h100_qwen_inference (RMSNorm and rotary embedding written as pointwise chains, 5 "

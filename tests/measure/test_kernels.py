@@ -4,6 +4,7 @@ whose figures are worked out here, and the traps of real ones."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import polars as pl
@@ -426,3 +427,33 @@ def test_the_nearest_ancestor_is_found_as_by_walking_up_one_by_one(seed: int) ->
         return row
 
     assert climb_stack(parent, wanted, rows).tolist() == [walk(int(row)) for row in rows]
+
+
+@pytest.mark.parametrize(("shape", "varies"), [(64, True), (None, False)])
+def test_kernels_vary_that_take_longer_on_the_same_inputs(shape: int | None, varies: bool) -> None:
+    """A product of one kernel takes 100 or 900 us: on one shape, or on a larger one each time."""
+    b = TraceBuilder()
+    for number, _ in enumerate(b.steps(8)):
+        size = shape or 64 + number
+        us = 100 if number % 2 else 900
+        b.run("aten::mm", "gemm", us, [[size, size], [size, size]], "float")
+        b.run("aten::relu", "relu", 100, [[512, 512]], "float")
+    found = b.analysis().varying_kernels
+    assert found.share == pytest.approx(4000 / 4800 if varies else 0.0)
+    assert found.ratio == pytest.approx(9.0 if varies else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "varies"),
+    [
+        ("mi300x_kernels_after_steps", True),
+        ("a100_train_6steps", False),
+        ("pairs/sam_3_bf16_compiled_sdpa", False),
+    ],
+)
+def test_a_gpu_that_something_else_uses_too_is_known_by_its_kernels(
+    shared_trace: Callable[[str], str], name: str, varies: bool
+) -> None:
+    a = Analysis(read_trace(shared_trace(name)))
+    assert (a.varying_kernels.share > 0.9) == varies
+    assert varies or a.varying_kernels.share < 0.2

@@ -42,6 +42,13 @@ Shampoo) keeps its own."""
 _NARROW = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
 
 
+VARYING = 3.0
+"""Ratio of durations of like kernels from which they vary; on GPUs that one program uses, kernels
+with 0 to 15% of the time do."""
+MIN_LIKE = 5
+"""Number of like launches from which they are compared."""
+
+
 class _Names(NamedTuple):
     """Properties from the kernels' names, aligned with ``trace.gpu`` (see
     ``kernel_names.describe_kernels``)."""
@@ -397,3 +404,40 @@ def _relayout(x: OpInputs) -> bool:
         return False  # a broadcast is written out
     order = zip(target.shape, target.strides, source.strides, strict=False)
     return any(to != of for size, to, of in order if size > 1)
+
+
+class VaryingKernels(NamedTuple):
+    """Kernels that take several times as long in one launch as in another, on the same inputs."""
+
+    share: float
+    """Their share of the kernel time in the steps."""
+    ratio: float
+    """The 90th over the 10th percentile of their durations, of the kernel that takes longest."""
+
+
+def find_varying_kernels(a: Analysis) -> VaryingKernels:
+    """Find kernels of one name, grid and inputs of the operator whose durations differ by
+    ``VARYING`` and more. Of the program nothing differs between them, so the device does: another
+    program uses it too, or its clock falls. Collectives, whose time contains waiting, are left
+    out."""
+    gpu = a.trace.gpu
+    rows = a.in_window & (gpu["kind"] == "kernel").to_numpy() & gpu["op"].is_not_null().to_numpy()
+    work = gpu.filter(pl.Series(rows & ~a.kernels["communication"].to_numpy()))
+    whole = float(work["dur"].sum())
+    same = ("name", "blocks", "threads", "inputs", "stream")
+    ends = (
+        pl.col("dur").quantile(end).alias(name) for end, name in ((0.1, "least"), (0.9, "most"))
+    )
+    table = (
+        work.with_columns(inputs=a.trace.cpu["inputs"].gather(work["op"]))
+        .filter(pl.col("inputs").is_not_null())
+        .group_by(same)
+        .agg(pl.len().alias("count"), pl.col("dur").sum(), *ends)
+        .filter(pl.col("count") >= MIN_LIKE, pl.col("most") >= VARYING * pl.col("least"))
+        .sort("dur", *same)
+    )
+    if table.is_empty() or not whole:
+        return VaryingKernels(0.0, 1.0)
+    longest = table.row(-1, named=True)
+    ratio = longest["most"] / max(1.0, longest["least"])
+    return VaryingKernels(float(table["dur"].sum()) / whole, float(ratio))

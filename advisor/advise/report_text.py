@@ -285,12 +285,15 @@ def headline_numbers(report: Report) -> list[Line]:
             busy.append(
                 f"communication {t.format_duration(report.communication_ns)}, {hidden} hidden"
             )
-        busy += [f"MFU {t.format_share(report.mfu)}", f"memory peak {memory_peak(report)}"]
+        of_format = f" of the {report.mfu_format} peak" if report.mfu_format else ""
+        busy += [f"MFU {t.format_share(report.mfu)}{of_format}"]
+        busy += [f"memory peak {memory_peak(report)}"]
         lines.append(("GPU", busy))
     if report.operators:
         shown = report.operators[:MAX_NAMES]
         short = labels.labels_by_name((op.name for op in shown), 40)
-        lines.append(("ops", [f"{short[op.name]} {t.format_share(op.share)}" for op in shown]))
+        parts = [f"{short[op.name]} {t.format_share(op.share)}" for op in shown]
+        lines.append(("ops", [f"{parts[0]} of operators' time", *parts[1:]]))
     if report.ranges:
         shown = report.ranges[:MAX_NAMES]
         short = labels.labels_by_name((item.name for item in shown), 40)
@@ -302,6 +305,9 @@ def headline_numbers(report: Report) -> list[Line]:
     if report.replay is not None and report.time:
         critical = report.replay.critical
         path = path_parts(critical, report.scope.framework, report.per)
+        unknown = sum(part.share for part in report.idle if part.cause == "unknown")
+        if unknown >= MOSTLY_UNKNOWN:  # what the host does then is not recorded
+            path = []
         if path and _has_hidden_work(critical, report.busy_share):
             path.append(f"the GPU works beside the host: {t.format_share(report.busy_share)} busy")
         named = "critical path" + ", unprofiled" * report.replay.unprofiled
@@ -411,6 +417,8 @@ def _families(report: Report) -> list[str]:
     return [*shown, f"{work} {t.format_per(report.per)}"]
 
 
+MOSTLY_UNKNOWN: Final = 0.5
+"""Share of the step in which the device idles for an unknown cause, from which its path is too."""
 BOTH_WORK: Final = 1.25
 """Share of the step on the host plus share in which the device works, from which the report
 says that they overlap."""
@@ -779,7 +787,8 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on != "gap"]
     removed = shown_ns * (1.0 - max(factors, default=0.0))  # at least
     if impact.gain_ns >= MIN_OF_EVIDENCE * removed:
-        return ""
+        stays = operations == {"scale"} and places == {"gpu"} and left > 1 - MIN_OF_EVIDENCE
+        return f"about {t.format_share(left)} of it stays" if stays else ""
     if operations == {"overlap"}:
         compute = sum(part.ns for part in report.time if part.name == "compute")
         if impact.gain_ns <= compute < shown_ns:

@@ -934,6 +934,9 @@ class Report(Struct, kw_only=True):
     """Communication by axis of the device mesh, the most exposed time first."""
     mfu: float | None = None
     """Model FLOPs utilisation, 0 to 1: FLOPs of the step over its duration and the GPU's peak."""
+    mfu_format: str | None = None
+    """Number format whose peak that is mostly of, where it is below the GPU's on tensor cores of 16
+    bits: ``FP32``; ``null``: it is not."""
     memory_peak_bytes: int | None = None
     """Peak of the device memory that the allocator reserved, bytes; ``null``: not recorded."""
     memory_capacity_bytes: int | None = None

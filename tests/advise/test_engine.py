@@ -273,7 +273,9 @@ def test_without_a_device_the_operators_that_take_the_time_are_told() -> None:
     # own time: linear 9.5 + 0.5 after what is inside; a step is on average half of both
     found = [(o.name, o.ns / 1e3, o.share, o.count) for o in report.operators]
     assert found == [("aten::mm", 20.0, 0.8, 1.0), ("aten::linear", 5.0, 0.2, 0.5)]
-    assert "ops      aten::mm 80% · aten::linear 20%" in REPORTS.render("terminal", report)
+    assert "ops      aten::mm 80% of operators' time · aten::linear 20%" in REPORTS.render(
+        "terminal", report
+    )
 
 
 def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_may() -> None:

@@ -386,7 +386,7 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
     assert "idles for 49% of the step; for 32%, launched kernels do not start." in report.verdict
-    assert "Record with stacks, on an unshared GPU." in report.verdict
+    assert "Record stacks on an unshared GPU." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
 

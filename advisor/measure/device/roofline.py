@@ -106,6 +106,10 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
     )
 
 
+MOST_OF_MFU = 0.5
+"""Share of the MFU that is of one number format, from which this is named."""
+
+
 def model_flop_utilisation(a: Analysis) -> float | None:
     """Return the model FLOP utilisation: FLOPs of all kernels with known shapes over the step time
     times the peak of their dtype (0 to 1). Work in several formats is compared with the peak of
@@ -123,6 +127,22 @@ def model_flop_utilisation(a: Analysis) -> float | None:
         return None
     busy = rows.select((pl.col("flops") / pl.col("peak")).fill_nan(None).sum()).item()
     return float(busy) / (a.span_ns / 1e9)
+
+
+def format_of_mfu(a: Analysis) -> str | None:
+    """Return the number format whose peak the MFU is mostly of, where that is below the device's
+    peak on its 16-bit tensor cores: ``FP32``. ``None``: it is not below, or no MFU is known."""
+    hardware, rows = a.hardware, select_device_rows(a).filter(pl.col("kind") == "kernel")
+    if hardware is None or a.mfu is None:
+        return None
+    busy = rows.with_columns(busy=pl.col("flops") / _peaks(rows, hardware))
+    busy = busy.group_by("dtype").agg(pl.col("busy").sum()).sort("busy", "dtype", descending=True)
+    name, share = busy.row(0)
+    most = hardware.peak("bf16") or hardware.peak("fp16")
+    own = None if name is None else hardware.peak(str(name))
+    if not most or not own or own >= most or share < MOST_OF_MFU * float(busy["busy"].sum()):
+        return None
+    return str(name).upper()
 
 
 def select_device_rows(a: Analysis) -> pl.DataFrame:

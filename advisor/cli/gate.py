@@ -109,6 +109,8 @@ def command(
     try:
         before = _report(paths[0], options, progress)
     except AdvisorError as error:
+        if "--save" in str(error):  # an earlier baseline, which may be written over
+            raise
         how = "advisor gate --save baseline.json RUN writes one"
         raise AdvisorError(f"no baseline: {str(error).partition('; ')[0]}; {how}") from None
     after = _report(paths[1], options, progress)

@@ -381,7 +381,7 @@ def figure(
         element("Figcaption", description, cls="visually-hidden"),
         cls="figure",
         style={"minHeight": room},  # before plotly is there, too
-        role="img",
+        role="group",  # of the picture and its buttons
         aria_label=description,
     )
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,7 +160,8 @@ def test_a_step_costs_its_time_at_the_price_of_all_gpus(tmp_path: Path) -> None:
     assert report_text.describe_energy(report) == ["30 J per step", "300 W", "the driver's counter"]
     for line in ("energy   30 J per step", "cost     $0.200 for 1,000 steps"):
         assert line in str(report)
-    view = str(overview._head(report))
+    here: Any = SimpleNamespace(href=lambda path, **query: path)
+    view = str(overview._head(here, report))
     assert "30 J per step" in view and "$0.200 for 1,000 steps" in view
     unpriced = analysed(tmp_path / "c", record(counter=False, power=False))
     assert {"energy", "cost"}.isdisjoint(label for label, _ in report_text.describe_scope(unpriced))

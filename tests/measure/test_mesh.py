@@ -14,7 +14,7 @@ from advisor.advise.options import Options
 from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks, find_link
 from advisor.measure.comm.mesh import read_description, report_mesh
-from advisor.read import read_trace
+from advisor.read import ReadOptions, read_trace
 from advisor.testing import TraceBuilder
 from benchmarks.simulation.jobs import HEALTHY, Job, draw
 from benchmarks.simulation.kineto import trace, write
@@ -122,7 +122,8 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
     assert mesh["pipeline"].bubble == pytest.approx((job.pp - 1) / (job.micro_batches + job.pp - 1))
     step = sum(share.ns for share in report.time)
     assert mesh["pipeline"].idle_ns == pytest.approx((mesh["pipeline"].bubble or 0) * step, rel=0.3)
-    alone = {axis.axis: axis for axis in advisor.analyze(tmp_path, Options(rank=own)).mesh}
+    one = Options(read=ReadOptions(ranks=str(own)))
+    alone = {axis.axis: axis for axis in advisor.analyze(tmp_path, one).mesh}
     assert alone["tensor"].waiting_ns is None
 
 

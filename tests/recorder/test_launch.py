@@ -148,9 +148,10 @@ print(sorted(k for k in os.environ if "KINETO" in k), flush=True)
 
 
 def test_nothing_of_ours_or_of_the_profilers_is_mixed_into_the_programs_output(
-    program: Program, tmp_path: Path
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several windows: the program's own lines in their order, then our last ones."""
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)  # of other tests in this process
     plain = program(QUIET)
     done = program(QUIET, before=(*RECORD, "--signal", "SIGUSR2"))
     assert done.returncode == 0
@@ -345,7 +346,7 @@ def test_what_python_runs_without_a_suffix(tmp_path: Path, monkeypatch: pytest.M
     [
         (("nowhere.py",), "nowhere.py: no such file"),
         (("no-such-command", "x"), "neither a script"),
-        ((), "give a program, or --attach URL"),
+        ((), "no PROGRAM is given: advisor record train.py; or a server"),
     ],
 )
 def test_a_program_that_is_not_there(

@@ -130,6 +130,6 @@ def test_where_part_of_the_evidence_stays_a_note_says_how_much() -> None:
     report = analyze(str(CORPUS / "h100" / "numpy_double"))
     finding = report.findings[0]
     assert any(edit.factor == 1.0 for edit in finding.edits)
-    left = 1 - finding.impact.gain_ns / (report.gain_scale * finding.shown_time.value)  # type: ignore
+    left = 1 - finding.impact.gain_ns / finding.shown_time.value  # type: ignore
     (reason,) = beyond_evidence(finding, report)
     assert reason.endswith(f": about {left:.0%} of it stays")

@@ -138,7 +138,10 @@ def test_each_line_of_the_shipped_ledger_names_its_source_and_a_rule_that_exists
         assert one.device or one.source == "workload", "empty is for runs without a GPU"
 
 
-def test_lines_of_pairs_are_what_the_script_writes(shared_trace: object, tmp_path: Path) -> None:
+def test_lines_of_pairs_are_what_the_script_writes(
+    shared_trace: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(predictions.VARIABLE, str(tmp_path / "no-predictions-of-a-user.jsonl"))
     traces = Path(shared_trace("pairs/loader_autograd_workers0")).parents[1]  # type: ignore[operator]
     shared_trace("pairs/loader_autograd_workers4")  # type: ignore[operator]
     pair = bench_pairs.PAIRS[1]

@@ -186,6 +186,8 @@ def protect(app: dash.Dash, access: Access) -> None:
 
 _packed: Final[dict[str, tuple[int, bytes]]] = {}
 """Scripts and style sheets that were compressed, by path: their lengths, and what is sent."""
+MAX_PACKED = 100
+"""Number of these; a path can name one file in many ways."""
 
 
 def _compress(response: Response) -> Response:
@@ -207,6 +209,8 @@ def _compress(response: Response) -> Response:
         known, packed = _packed.get(request.path, (0, b""))
         if known != length:
             packed = gzip.compress(response.get_data(), 6)
+            if len(_packed) >= MAX_PACKED:
+                _packed.clear()
             _packed[request.path] = length, packed
         response.set_data(packed)
     response.headers["Content-Encoding"] = "gzip"

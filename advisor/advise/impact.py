@@ -102,13 +102,9 @@ def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
         )
     if a.trace.meta.truncated:
         finding = lower_confidence(finding, 0.9, "the file is truncated")
-    if a.varying_kernels.share >= MOSTLY_VARYING:
+    if a.varying_kernels.are_most:
         finding = lower_confidence(finding, 0.6, "like kernels differ in duration")
     return finding
-
-
-MOSTLY_VARYING = 0.5
-"""Share of the kernel time in kernels that vary, from which the times are of no use."""
 
 
 def note_rank_counts(

@@ -33,7 +33,6 @@ from advisor.core.report import (
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy
-from advisor.measure.device.roofline import format_of_mfu
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
@@ -88,8 +87,9 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
     }
     if a.device_id is not None:
         fields |= device_time(a)
-        fields |= {"rooflines": rooflines(a), "attainable": list_attainable_rates(a), "mfu": a.mfu}
-        fields["mfu_format"] = format_of_mfu(a)
+        fields |= {"rooflines": rooflines(a), "attainable": list_attainable_rates(a)}
+        if (utilisation := a.flop_utilisation) is not None:
+            fields |= {"mfu": utilisation.share, "mfu_format": utilisation.format}
     else:
         fields["operators"] = _operators(a)
     if not (a.trace.cpu["kind"] == "op").any():

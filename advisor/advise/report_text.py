@@ -157,7 +157,7 @@ def _steps(report: Report) -> list[str]:
     else:
         spread = t.format_range(scope_.step_min_ns, scope_.step_max_ns)
         parts = [f"{used} {source}", f"{mean} on average", spread]
-        if scope_.step_max_ns >= VARYING * scope_.step_min_ns:
+        if scope_.step_max_ns >= VARYING_STEPS * scope_.step_min_ns:
             parts.append("they vary; figures are means")
     parts += compare_window_with_run(report)
     if scope_.outliers:
@@ -167,7 +167,7 @@ def _steps(report: Report) -> list[str]:
     return parts
 
 
-VARYING = 1.5
+VARYING_STEPS = 1.5
 """Ratio of the longest to the shortest step from which the report says that steps differ."""
 MIN_OUTSIDE_SHARE = 0.01
 """Share of a run's time from which the time between its steps is shown."""

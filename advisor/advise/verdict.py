@@ -9,7 +9,6 @@ import numpy as np
 import polars as pl
 
 from advisor.advise.auxiliary_report import flight_verdict, source_verdict
-from advisor.advise.impact import MOSTLY_VARYING
 from advisor.advise.priority import is_vague
 from advisor.advise.program_wording import ACTIVITIES, how_to_record, record_gpu_work, record_with
 from advisor.advise.recording_limits import (
@@ -406,7 +405,7 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
 def _unexplained(report: Report, a: Analysis) -> str:
     """Say why the GPU idles, or what to record where that is unknown, if such idle time takes more
     than the fixes gain together and than any work. Say it too where like kernels vary."""
-    if a.varying_kernels.share >= MOSTLY_VARYING:
+    if a.varying_kernels.are_most:
         return (
             f" But like kernels differ {a.varying_kernels.ratio:.0f}-fold in duration: something "
             "else uses the GPU, or its clock falls. Record again."

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
+from advisor.core.text import count_noun
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -373,9 +375,8 @@ class Run:
 
     def __repr__(self) -> str:
         events = sum(trace.cpu.height + trace.gpu.height for trace in self.traces.values())
-        ranks, windows = len(self.ranks), len(self.traces)
-        counts = f"{ranks} rank{'s' * (ranks != 1)}, {windows} window{'s' * (windows != 1)}"
-        return f"<Run: {counts}, {events:,} events>"
+        counts = count_noun(len(self.ranks), "rank"), count_noun(len(self.traces), "window")
+        return f"<Run: {', '.join(counts)}, {events:,} events>"
 
     @property
     def ranks(self) -> list[int]:

@@ -403,8 +403,13 @@ class Analysis:
     varying_kernels = cached_property(find_varying_kernels)
     """Kernels whose like launches differ in duration."""
 
-    mfu = cached_property(model_flop_utilisation)
-    """Model FLOP utilisation, 0 to 1."""
+    flop_utilisation = cached_property(model_flop_utilisation)
+    """Model FLOP utilisation, and the number format it is of."""
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation, 0 to 1."""
+        return None if self.flop_utilisation is None else self.flop_utilisation.share
 
     collectives = _IdleMeasurement(find_collectives)
     """Collectives: bytes, rates, what hid them."""

@@ -267,8 +267,9 @@ class WindowReplayer:
             "unprofiled_max": self._max_cost_ratio,
         }.get(assumption, self._own_step_ratio)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
-        doubtful = [e for e in edits if e.op == "overlap" and e.factor_high is not None]
-        if assumption == "low" and doubtful:
+        if assumption == "low" and (
+            doubtful := [e for e in edits if e.op == "overlap" and e.factor_high is not None]
+        ):
             sure = [replace(e, factor_high=None) if e in doubtful else e for e in edits]
             others = [e for e in edits if e not in doubtful]
             kept = max(e.factor_high or 0.0 for e in doubtful)

@@ -42,6 +42,8 @@ _PIPELINE = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
 """Ranges of torchrec's TrainPipelineSparseDist."""
 MIN_BLOCKED_SHARE = 0.01
 """Share of the step from which a wait in the pipeline is named."""
+POINT_TO_POINT = ("send", "recv", "send_recv")
+"""Kinds with which a stage of a pipeline waits for work, whatever the network does."""
 MESSAGES_DIFFER = (
     "the network, not a late rank, makes messages slower than the fastest of their size (at worst "
     "{:.0%} of this time is waits)"
@@ -436,7 +438,7 @@ class ExposedCommunication(Rule):
         self, a: Analysis, kind: str, axis: str, table: pl.DataFrame, *, in_optimizer: bool
     ) -> str | None:
         """Return the case of these collectives: what they send, else their kind; ``None``: none."""
-        kind = {"send": "send_recv", "recv": "send_recv"}.get(kind, kind)
+        kind = "send_recv" if kind in POINT_TO_POINT else kind
         if in_optimizer:
             return "the optimizer"
         if kind == "all_to_all":
@@ -507,7 +509,7 @@ def _waits_for_ranks(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
     ]
     schema = keys.schema | {"latency": pl.Float64, "factor": pl.Float64}
     known = pl.DataFrame(transfer, schema=schema, orient="row")
-    rows = table.filter(~pl.col("collective").is_in(["send", "recv", "send_recv"]))
+    rows = table.filter(~pl.col("collective").is_in(POINT_TO_POINT))
     rows = rows.join(known, on=["collective", "group_size"], nulls_equal=True)
     sent = pl.col("bytes") * pl.col("factor") / SLOWEST_GB_PER_S
     rows = rows.with_columns(transfer=pl.col("latency") + sent)
@@ -520,9 +522,7 @@ def _time_beyond_fastest(table: pl.DataFrame) -> float:
     takes no longer than a larger one of its kind and group, nor than its bytes at a smaller one's
     rate. The rest is a wait for other ranks, or a busy network."""
     kind = ("collective", "axis", "group_size")
-    sent = table.filter(
-        pl.col("bytes") > 0, ~pl.col("collective").is_in(["send", "recv", "send_recv"])
-    )
+    sent = table.filter(pl.col("bytes") > 0, ~pl.col("collective").is_in(POINT_TO_POINT))
     rate = pl.col("dur") / pl.col("bytes")
     needed = pl.min_horizontal(
         pl.col("dur").cum_min(reverse=True).over(kind, order_by="bytes"),

@@ -42,13 +42,6 @@ Shampoo) keeps its own."""
 _NARROW = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
 
 
-VARYING = 3.0
-"""Ratio of durations of like kernels from which they vary; on GPUs that one program uses, kernels
-with 0 to 15% of the time do."""
-MIN_LIKE = 5
-"""Number of like launches from which they are compared."""
-
-
 class _Names(NamedTuple):
     """Properties from the kernels' names, aligned with ``trace.gpu`` (see
     ``kernel_names.describe_kernels``)."""
@@ -406,6 +399,15 @@ def _relayout(x: OpInputs) -> bool:
     return any(to != of for size, to, of in order if size > 1)
 
 
+MIN_VARIATION = 3.0
+"""Ratio of durations of like kernels from which they vary; on GPUs that one program uses, kernels
+with 0 to 15% of the time do."""
+MIN_LIKE = 5
+"""Number of like launches from which they are compared."""
+MOSTLY_VARYING = 0.5
+"""Share of the kernel time in kernels that vary, from which the times are of no use."""
+
+
 class VaryingKernels(NamedTuple):
     """Kernels that take several times as long in one launch as in another, on the same inputs."""
 
@@ -414,12 +416,17 @@ class VaryingKernels(NamedTuple):
     ratio: float
     """The 90th over the 10th percentile of their durations, of the kernel that takes longest."""
 
+    @property
+    def are_most(self) -> bool:
+        """Whether they take most of the kernel time, so that it says little of the program."""
+        return self.share >= MOSTLY_VARYING
+
 
 def find_varying_kernels(a: Analysis) -> VaryingKernels:
     """Find kernels of one name, grid and inputs of the operator whose durations differ by
-    ``VARYING`` and more. Of the program nothing differs between them, so the device does: another
-    program uses it too, or its clock falls. Collectives, whose time contains waiting, are left
-    out."""
+    ``MIN_VARIATION`` and more. Of the program nothing differs between them, so the device does:
+    another program uses it too, or its clock falls. Collectives, whose time contains waiting, are
+    left out."""
     gpu = a.trace.gpu
     rows = a.in_window & (gpu["kind"] == "kernel").to_numpy() & gpu["op"].is_not_null().to_numpy()
     work = gpu.filter(pl.Series(rows & ~a.kernels["communication"].to_numpy()))
@@ -433,7 +440,7 @@ def find_varying_kernels(a: Analysis) -> VaryingKernels:
         .filter(pl.col("inputs").is_not_null())
         .group_by(same)
         .agg(pl.len().alias("count"), pl.col("dur").sum(), *ends)
-        .filter(pl.col("count") >= MIN_LIKE, pl.col("most") >= VARYING * pl.col("least"))
+        .filter(pl.col("count") >= MIN_LIKE, pl.col("most") >= MIN_VARIATION * pl.col("least"))
         .sort("dur", *same)
     )
     if table.is_empty() or not whole:

@@ -110,11 +110,21 @@ MOST_OF_MFU = 0.5
 """Share of the MFU that is of one number format, from which this is named."""
 
 
-def model_flop_utilisation(a: Analysis) -> float | None:
+class Utilisation(NamedTuple):
+    """FLOPs of the steps over what the device could do in their time."""
+
+    share: float
+    """Share, 0 to 1."""
+    format: str | None
+    """Number format whose peak that is mostly of, where it is below the device's peak on its 16-bit
+    tensor cores: ``FP32``; ``None``: it is not."""
+
+
+def model_flop_utilisation(a: Analysis) -> Utilisation | None:
     """Return the model FLOP utilisation: FLOPs of all kernels with known shapes over the step time
-    times the peak of their dtype (0 to 1). Work in several formats is compared with the peak of
-    each. ``None``: shapes or peak not known, or shapes cover less than KNOWN_SHARE of GEMM,
-    convolution and attention time."""
+    times the peak of their dtype. Work in several formats is compared with the peak of each.
+    ``None``: shapes or peak not known, or shapes cover less than KNOWN_SHARE of GEMM, convolution
+    and attention time."""
     hardware = a.hardware
     if hardware is None or not a.span_ns:
         return None
@@ -125,24 +135,14 @@ def model_flop_utilisation(a: Analysis) -> float | None:
     time, known_ns = int(matrix["ns"].sum()), int(matrix.filter(known)["ns"].sum())
     if not time or known_ns < KNOWN_SHARE * time:
         return None
-    busy = rows.select((pl.col("flops") / pl.col("peak")).fill_nan(None).sum()).item()
-    return float(busy) / (a.span_ns / 1e9)
-
-
-def format_of_mfu(a: Analysis) -> str | None:
-    """Return the number format whose peak the MFU is mostly of, where that is below the device's
-    peak on its 16-bit tensor cores: ``FP32``. ``None``: it is not below, or no MFU is known."""
-    hardware, rows = a.hardware, select_device_rows(a).filter(pl.col("kind") == "kernel")
-    if hardware is None or a.mfu is None:
-        return None
-    busy = rows.with_columns(busy=pl.col("flops") / _peaks(rows, hardware))
-    busy = busy.group_by("dtype").agg(pl.col("busy").sum()).sort("busy", "dtype", descending=True)
-    name, share = busy.row(0)
-    most = hardware.peak("bf16") or hardware.peak("fp16")
-    own = None if name is None else hardware.peak(str(name))
-    if not most or not own or own >= most or share < MOST_OF_MFU * float(busy["busy"].sum()):
-        return None
-    return str(name).upper()
+    busy = rows.with_columns(busy=(pl.col("flops") / pl.col("peak")).fill_nan(None))
+    formats = busy.group_by("dtype", "peak").agg(pl.col("busy").sum())
+    formats = formats.sort("busy", "dtype", descending=True)
+    total = float(busy["busy"].sum())
+    name, peak, most = formats.row(0)
+    best = hardware.peak("bf16") or hardware.peak("fp16") or 0.0
+    below = peak is not None and peak < best and most >= MOST_OF_MFU * total
+    return Utilisation(total / (a.span_ns / 1e9), str(name).upper() if below else None)
 
 
 def select_device_rows(a: Analysis) -> pl.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from string import Formatter
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -350,9 +351,9 @@ class Rule:
 
     def fill_thresholds(self, assumptions: tuple[str, ...]) -> list[str]:
         """Return assumptions with their thresholds filled in; ``{workers}`` is filled in later."""
-        values = {name: getattr(self, name) for name in [*self.options(), *self.factors()]}
-        values["workers"] = "{workers}"
-        return [text.format_map(values) for text in assumptions]
+        names = {name for each in assumptions for _, name, *_ in Formatter().parse(each) if name}
+        values = {name: getattr(self, name) for name in names - {"workers"}}
+        return [text.format_map(values | {"workers": "{workers}"}) for text in assumptions]
 
     def compare(
         self,

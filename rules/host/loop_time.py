@@ -57,36 +57,14 @@ from advisor.rules.support.loop_operators import (
 from advisor.testing import Examples, TraceBuilder
 
 
-class LoopCode(Rule):
-    """The loop's own code adds to each step where the training computes on the CPU. It waits
-    (``time.sleep``, a server, a lock), logs, computes metrics, clips by hand or prepares a batch.
+class LoopRule(Rule):
+    """Base of the rules about the loop's own code: what to do about it."""
 
-    It needs Python stacks. The rule counts the main thread outside the loader, calls of modules,
-    the backward pass, the optimizer and waits for other threads. Operators whose gradient is
-    computed do not count either. The rule names the deepest function of your code that has most of
-    that time, with what it calls: Python and operators. Of a function that also trains, such as the
-    loop itself, only its own Python counts, not PyTorch's around operators. In programs without
-    modules and without a backward pass operators may be the model: only Python counts there. Where
-    a GPU trains, its idle time says what the host's code costs, and other rules look at that.
-    """
-
-    id = "loop-code"
-    title = "The loop's own code takes much of the step"
     host_check = "the loop's own code"
     is_python_time = True
-    found_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
-    silent_in: ClassVar[tuple[str, ...]] = ("workloads/python_hot_spot",)
-    validation_note = (
-        "CPU recordings with stacks: samples chosen in a loop of Python, a confusion matrix and a "
-        "norm of gradients by hand, a simulated environment"
-    )
     references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
 
-    min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
     min_ms = Threshold(0.5, "ms per step: Python around small models takes as long", CHOSEN)
-    max_callee_share = Threshold(
-        0.8, "of a function's time in one that it calls: that one is named", CHOSEN
-    )
     min_tensor_operators = Threshold(
         32, "operators per step in a function: a loop over tensors", CHOSEN
     )
@@ -124,6 +102,34 @@ class LoopCode(Rule):
             "assumptions": ("its work can be done on all tensors at once, or in fewer steps",),
         },
     }
+
+
+class LoopCode(LoopRule):
+    """The loop's own code adds to each step where the training computes on the CPU. It waits
+    (``time.sleep``, a server, a lock), logs, computes metrics, clips by hand or prepares a batch.
+
+    It needs Python stacks. The rule counts the main thread outside the loader, calls of modules,
+    the backward pass, the optimizer and waits for other threads. Operators whose gradient is
+    computed do not count either. The rule names the deepest function of your code that has most of
+    that time, with what it calls: Python and operators. Of a function that also trains, such as the
+    loop itself, only its own Python counts, not PyTorch's around operators. In programs without
+    modules and without a backward pass operators may be the model: only Python counts there. Where
+    a GPU trains, its idle time says what the host's code costs, and other rules look at that.
+    """
+
+    id = "loop-code"
+    title = "The loop's own code takes much of the step"
+    found_in = ("workloads/python_hot_spot",)
+    silent_in = ("workloads/python_hot_spot",)
+    validation_note = (
+        "CPU recordings with stacks: samples chosen in a loop of Python, a confusion matrix and a "
+        "norm of gradients by hand, a simulated environment"
+    )
+
+    min_share = Threshold(0.10, "of the step; twice what counts where a GPU waits", XPROF)
+    max_callee_share = Threshold(
+        0.8, "of a function's time in one that it calls: that one is named", CHOSEN
+    )
 
     def check(self, a: Analysis) -> Outcomes:
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
@@ -443,7 +449,7 @@ def _gain_of(a: Analysis, own: float, what: str, *, loss: bool = False) -> Impac
     )
 
 
-class LoopPhases(LoopCode):
+class LoopPhases(LoopRule):
     """Code between training phases adds to each step where the training computes on the CPU.
     Without stacks, which loop-code needs, this rule takes its time from the recorder's phases:
     ``between steps`` and ``other`` are neither loading, forward, backward nor optimizer. Evaluation
@@ -462,11 +468,11 @@ class LoopPhases(LoopCode):
     id = "loop-phases"
     title = "Code between the training phases takes much of the step"
     inference: ClassVar[Mapping[str, Any]] = {
-        **LoopCode.inference,
+        **LoopRule.inference,
         "title": "Code outside the model takes much of the step",
     }
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        **LoopCode.cases,
+        **LoopRule.cases,
         "the loss": {
             "title": "Operators outside the model, such as the loss, take much of the step",
             "fix": "Use PyTorch's own functions. cross_entropy takes logits and class numbers, in "

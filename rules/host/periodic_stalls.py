@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Outcomes
 from advisor.core.intervals import covered_length, union
-from advisor.core.rule import Evidence, HostCheck, Rule, Threshold
+from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import hottest_line, share_in
@@ -42,7 +43,39 @@ from advisor.rules.support.common import (
 from advisor.testing import Examples, TraceBuilder
 
 
-class PeriodicStalls(Rule):
+class SavingRule(Rule):
+    """Base of the rules about saving and logging in the loop: what to do about it."""
+
+    alternatives = "saving"
+    references: ClassVar[tuple[str, ...]] = (
+        "https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",
+    )
+    assumptions: ClassVar[tuple[str, ...]] = ("writing from another thread does not slow the loop",)
+    confidence = 0.8
+
+    fix = (
+        "Log every N steps, pass values on without waiting for the GPU (a non_blocking copy, read "
+        "one step later), and write from another thread."
+    )
+    code = "if step % 50 == 0:\n    writer.add_scalar('loss', loss.item(), step)"
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "saving": {
+            "fix": "Save asynchronously: copy the state to pinned host memory and write it from "
+            "another thread or process. Save less often, and from one rank only where ranks have "
+            "the same state.",
+            "code": "import torch.distributed.checkpoint as dcp\n"
+            "state = {'model': model.state_dict()}\n"
+            "future = dcp.async_save(state, checkpoint_id=path)\n"
+            "# before the next save: future.result()",
+        }
+    }
+
+    inference: ClassVar[Mapping[str, Any]] = {
+        "code": "if step % 50 == 0:\n    writer.add_scalar('score', score.item(), step)"
+    }
+
+
+class PeriodicStalls(SavingRule):
     """Some steps take much longer than the others because the training loop itself writes a
     checkpoint or logs metrics. All GPUs of the job wait meanwhile.
 
@@ -59,12 +92,10 @@ class PeriodicStalls(Rule):
 
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
-    host_check: ClassVar[HostCheck] = "slow steps"
-    alternatives = "saving"
-    found_in: ClassVar[tuple[str, ...]] = ("workloads/periodic_checkpoint",)
-    silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/periodic_checkpoint")
+    host_check = "slow steps"
+    found_in = ("workloads/periodic_checkpoint",)
+    silent_in = (*SILENT_TRACES, "workloads/periodic_checkpoint")
     validation_note = "a CPU recording that saves its state; silent with an asynchronous save"
-    references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
 
     min_steps = Threshold(20, "steps: fewer do not show what is usual", GPUPROF)
     min_stalls = Threshold(2, "stalls: one may be coincidence", OURS)
@@ -77,27 +108,6 @@ class PeriodicStalls(Rule):
 
     verify = "Profile as many steps again: no step takes much longer than the median."
     falsified_by = "steps that take as long without saving or logging"
-    assumptions = ("writing from another thread does not slow the loop",)
-    confidence = 0.8
-
-    fix = (
-        "Log every N steps, pass values on without waiting for the GPU (a non_blocking copy, read "
-        "one step later), and write from another thread."
-    )
-    code = "if step % 50 == 0:\n    writer.add_scalar('loss', loss.item(), step)"
-    cases = {
-        "saving": {
-            "fix": "Save asynchronously: copy the state to pinned host memory and write it from "
-            "another thread or process. Save less often, and from one rank only where ranks have "
-            "the same state.",
-            "code": "import torch.distributed.checkpoint as dcp\n"
-            "state = {'model': model.state_dict()}\n"
-            "future = dcp.async_save(state, checkpoint_id=path)\n"
-            "# before the next save: future.result()",
-        }
-    }
-
-    inference = {"code": "if step % 50 == 0:\n    writer.add_scalar('score', score.item(), step)"}
 
     def check(self, a: Analysis) -> Outcomes:
         steps = a.steps.table.filter(pl.col("used") | pl.col("outlier"))
@@ -172,7 +182,7 @@ class PeriodicStalls(Rule):
         }
 
 
-class SavingTime(PeriodicStalls):
+class SavingTime(SavingRule):
     """The training thread saves a checkpoint or logs, and no step runs meanwhile. This rule looks
     at all of the run, where no stacks were recorded, or too few steps for periodic-stalls. In so
     many of the Python stacks that the recorder samples, the thread saves or logs.
@@ -283,7 +293,7 @@ class LongStep(Rule):
     id = "long-step"
     title = "One step takes several times as long as the others"
     silent_in = SILENT_TRACES
-    references = PeriodicStalls.references
+    references = SavingRule.references
 
     min_steps = Threshold(4, "steps: fewer do not show what is usual", OURS)
     min_factor = Threshold(3.0, "times the median step", OURS)
@@ -295,7 +305,7 @@ class LongStep(Rule):
         "steps."
     )
     cases = {
-        "saving": PeriodicStalls.cases["saving"],
+        "saving": SavingRule.cases["saving"],
         "compiling": COMPILING,
         "inside the model": {
             "fix": "Find what delays it in this step: a new shape, garbage collection, or another "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import CodeType, FunctionType
 from typing import Any
 
 import msgspec
@@ -102,6 +103,34 @@ def test_a_guard_that_is_not_what_holds_a_trap_is_noticed() -> None:
     assert lifted(rule, "max_disk", disk) and not lifted(rule, "min_cpu", disk)
     assert guard_of(rule, workers) == "not workers_of(feed)"
     assert guard_of(rule, disk) == "(disk or 0.0) >= self.max_disk"
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Names and texts that a function's code uses, nested functions included."""
+    used = {*code.co_names, *(each for each in code.co_consts if isinstance(each, str))}
+    for each in code.co_consts:
+        used |= names_in(each) if isinstance(each, CodeType) else set()
+    return used
+
+
+def names_read(cls: type[Rule]) -> set[str]:
+    """Names that a rule's methods use: not those of a method that the rule overrides."""
+    used: set[str] = set()
+    for name in {*dir(cls)} - {"examples"}:
+        for base in cls.__mro__[: cls.__mro__.index(Rule)]:
+            method = vars(base).get(name)
+            method = getattr(method, "__func__", getattr(method, "fget", method))
+            if isinstance(method, FunctionType):
+                used |= (own := names_in(method.__code__))
+                if "super" not in own:
+                    break
+    return used
+
+
+@pytest.mark.parametrize("rule", RULES, ids=IDS)
+def test_every_option_of_a_rule_is_read(rule: Rule) -> None:
+    """A setting that no method of the rule reads has no effect."""
+    assert set(rule.options()) <= names_read(type(rule))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=IDS)

@@ -10,7 +10,7 @@ from advisor.core.run_directory import RankRecord
 from advisor.core.trace import Run, Trace, blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.peak_memory import order_snapshots
-from advisor.measure.steps.steps import require_used_steps
+from advisor.measure.steps.steps import require_used_steps, require_window
 
 
 def choose_windows(
@@ -40,9 +40,7 @@ def choose_windows(
             a.snapshot_series = order_snapshots([each for each in taken if each is not None])
     analyses |= _untraced(run, analyses)
     if steps is not None and all(a.record_only for a in analyses.values()):
-        raise AdvisorError(
-            f"{run.path or 'run'}: no profiled window, so there are no steps to choose from"
-        )
+        require_window(run, "there are no steps to choose from")
     for number, a in analyses.items():
         if not a.record_only:
             require_used_steps(a.steps, a.trace.meta.path, number, selected=steps is not None)

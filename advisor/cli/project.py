@@ -26,7 +26,7 @@ MAX_NAMED = 4
 """Number of GPUs for which the median rank's step is listed."""
 
 
-@o.with_options("node_size", "node_bandwidth", "rank", "steps")
+@o.with_options("node_size", "node_bandwidth", "rank", "steps", "recorded_gpu")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -42,7 +42,6 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money an hour."),
     ] = None,
-    recorded_gpu: o.RecordedGpu = None,
     gpus: Annotated[
         list[int],
         typer.Option(metavar="N", min=1, help="That many GPUs as recorded; repeatable."),
@@ -80,7 +79,6 @@ def command(
         raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
     from advisor.advise.engine import open_first_windows
     from advisor.core.files import read_toml
-    from advisor.core.gpus import find_gpu
     from advisor.core.prices import read_prices
     from advisor.render.documents.project import build
     from advisor.replay.project.project import Projector, choose_gpus
@@ -89,12 +87,9 @@ def command(
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _targets(gpu, table, all_gpus=all_gpus)
     run = open_first_windows(path, options.read, options.rank)
-    if not run.traces:
-        raise AdvisorError(f"{path}: no profiled window, so nothing to project")
     pace = find_pacing_rank(run, options.rank, options.steps)
     measured = read_rank(run, pace.slowest, options.steps)
-    if len(pace.work) > 1:
-        notes.append(pace.sentence)
+    notes += pace.notes
     epoch = find_epoch(measured, epoch_steps, epoch_samples)
     wanted = out.choose_renderer(PREDICTIONS, format_name, output)
     if gpus:
@@ -106,13 +101,12 @@ def command(
             measured, gpus, nodes, recorded_mesh, machine, table, options, epoch, notes
         )
     else:
-        origin = None if recorded_gpu is None else find_gpu(recorded_gpu).gpu
-        projector = Projector(measured, same_host=same_host, source=origin)
+        projector = Projector(measured, same_host=same_host)
         result = choose_gpus(projector, targets, epoch)
         median = None
         if pace.median != pace.slowest:
             other = read_rank(run, pace.median, options.steps)
-            median = Projector(other, same_host=same_host, source=origin)
+            median = Projector(other, same_host=same_host)
         ranks = _RankSteps(pace, median, result)
         data = _plain(projector, result, notes) | {"currency": table.currency}
         data |= {"epoch_steps": epoch} | ranks.plain()

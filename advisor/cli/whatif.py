@@ -162,12 +162,11 @@ def _quoted(line: str) -> str:
 def _precision(run: Run, name: str, options: o.Options) -> Document:
     """Predict the step in another number format, and which layers to convert (``--precision``)."""
     from advisor.measure import Analysis
-    from advisor.measure.steps.steps import require_used_steps
+    from advisor.measure.steps.steps import require_used_steps, require_window
     from advisor.render.documents.whatif import build_precision
     from advisor.replay.project.precision import project_precision
 
-    if not run.traces:
-        raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
+    require_window(run, "nothing to replay")
     number = run.ranks[0] if options.rank is None else options.rank
     a = Analysis(run.window(number), options.steps)
     require_used_steps(a.steps, a.trace.meta.path, number, selected=options.steps is not None)

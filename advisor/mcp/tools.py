@@ -306,15 +306,13 @@ class Tools:
         matches = {name: find_gpu(name) for name in gpu}
         notes = [note for name, match in matches.items() if (note := match.note(name))]
         targets = {match.gpu.name: match.gpu for match in matches.values()}
-        origin = find_gpu(recorded_gpu).gpu if recorded_gpu else None
+        named = find_gpu(recorded_gpu).gpu.name if recorded_gpu else None
         mesh = parse_mesh(recorded_mesh) if recorded_mesh else None
-        where, read = self.allowed.path(path), ReadOptions(max_bytes=MAX_BYTES, urls=False)
+        read = ReadOptions(max_bytes=MAX_BYTES, urls=False, recorded_gpu=named)
         choices: tuple[TargetGpu, ...] = ()
         splits: list[Split] = []
         with self._lock:
-            run = open_first_windows(where, read, rank)
-            if not run.traces:
-                raise AdvisorError(f"{path}: no profiled window, so nothing to project")
+            run = open_first_windows(self.allowed.path(path), read, rank)
             pace = find_pacing_rank(run, rank)
             a = read_rank(run, pace.slowest, None)
             if gpus:
@@ -322,11 +320,7 @@ class Tools:
                 splits = compare_splits(projector, dict.fromkeys(gpus), None)
                 notes.append(SAME_BATCH)
             else:
-                choices = choose_gpus(
-                    Projector(a, source=origin), [(each, None) for each in targets.values()]
-                )
-        if len(pace.work) > 1:
-            notes.append(pace.sentence)
+                choices = choose_gpus(Projector(a), [(each, None) for each in targets.values()])
         shown, more = b.take_first(splits, b.MAX_SPLITS)
         return Projected(
             path=b.bound_name(path),
@@ -337,7 +331,7 @@ class Tools:
                 b.copy_fields(SplitStep, row, refused=b.bound_text(row.refused)) for row in shown
             ],
             more_splits=more,
-            notes=[b.bound_text(note) for note in notes],
+            notes=[b.bound_text(note) for note in [*notes, *pace.notes]],
         )
 
     def _all_ranks(self, given: str, rank: int | None) -> Run:

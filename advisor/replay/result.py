@@ -10,7 +10,7 @@ import polars as pl
 from advisor.core.errors import AdvisorError
 from advisor.core.report import StepTime
 from advisor.measure import Analysis
-from advisor.measure.steps.steps import require_used_steps
+from advisor.measure.steps.steps import require_used_steps, require_window
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.estimators import GainEstimator, ReplayEstimator, estimator_for
 from advisor.replay.ranks.estimator import estimate_ranks
@@ -143,8 +143,7 @@ def what_if(
     Raises AdvisorError: an edit that cannot be read; no profiled window, in the run or of the rank;
     steps that are not there. And a mesh that cannot be projected.
     """
-    if not run.traces:
-        raise AdvisorError(f"{run.path or 'run'}: no profiled window, so nothing to replay")
+    require_window(run, "nothing to replay")
     chosen, rank = rank, run.ranks[0] if rank is None else rank
     if rank not in run.ranks:
         have = ", ".join(map(str, run.ranks))

@@ -125,6 +125,16 @@ def test_a_recording_that_does_not_tell_its_gpu_can_be_told(advisor: Run, tmp_pa
     assert gpu["speedup"] == pytest.approx(794.5 / 271.2, rel=0.01)
 
 
+def test_the_gpu_that_is_given_counts_for_more_of_them_too(advisor: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "bare.json", None)
+    prices = tmp_path / "prices.toml"
+    prices.write_text('[prices]\n"a100 sxm4 80gb" = 2.0\n')
+    told = ("--gpus", "1", "--prices", prices, "--format", "json")
+    (bare,) = json.loads(advisor("project", path, *told).out)["splits"]
+    named = advisor("project", path, *told, "--recorded-gpu", "a100 sxm4 80gb")
+    assert bare["cost"] is None and json.loads(named.out)["splits"][0]["cost"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -134,6 +144,11 @@ def test_a_recording_that_does_not_tell_its_gpu_can_be_told(advisor: Run, tmp_pa
         (("--gpu", "mi30"), "did you mean AMD Instinct MI300X, "),
         (
             ("--gpu", "l4", "--recorded-gpu", "h100 sxm5"),
+            "recorded on NVIDIA A100 SXM4 80GB, not on",
+        ),
+        (("--gpus", "2", "--recorded-gpu", "voodoo"), "no GPU 'voodoo' is known"),
+        (
+            ("--gpus", "2", "--recorded-gpu", "h100 sxm5"),
             "recorded on NVIDIA A100 SXM4 80GB, not on",
         ),
         (("--all", "--prices", "nowhere.toml"), "nowhere.toml: cannot be read"),

@@ -298,6 +298,9 @@ def test_a_step_is_projected_onto_other_gpus_and_other_numbers_of_them(folder: P
         ("project", {"path": "t.json", "gpus": [2, 3], "node_size": 8}),
         ("project", {"path": "t.json", "gpu": ["h100"]}),
     )
+    given = {"path": "t.json", "gpus": [2], "recorded_gpu": "h100 sxm5"}
+    (refused,) = answers(folder, ("project", given))
+    assert "recorded on NVIDIA A100 SXM4 80GB, not on NVIDIA H100" in refused
     # 271.2 and 794.5 TFLOP/s of bf16 were measured on the two
     assert [gpu["gpu"] for gpu in other["gpus"]] == [
         "NVIDIA H100 SXM5 80GB",

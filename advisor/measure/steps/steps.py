@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import Intervals, covered_length, union
-from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Trace
+from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Run, Trace
 from advisor.measure.host.launches import (
     AHEAD_SHARE,
     analysed_device,
@@ -110,6 +110,12 @@ class Steps:
 def rename_step_mark(name: str) -> str:
     """Rename a mark that is none of PyTorch's to ``step N`` (``TraceMeta.step_marks``)."""
     return re.sub(r"^(?:step #|ProfilerStep\s*#?)(?=\d+$)", "step ", name)
+
+
+def require_window(run: Run, consequence: str) -> None:
+    """Raise AdvisorError, with what follows from it, where no rank has a profiled window."""
+    if not run.traces:
+        raise AdvisorError(f"{run.path or 'run'}: no profiled window, so {consequence}")
 
 
 def require_used_steps(steps: Steps, path: str, rank: int, *, selected: bool) -> None:

@@ -32,7 +32,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.replay.graph import Array
 from advisor.replay.predictions import mesh_error
 from advisor.replay.project.device_scaling import shortest_kernel
-from advisor.replay.project.project import scaled_step
+from advisor.replay.project.project import find_recorded_gpu, scaled_step
 from advisor.replay.window_replayer import WindowReplayer
 
 OF_AXIS = {
@@ -175,6 +175,7 @@ class MeshProjector:
         path = a.trace.meta.path or "trace"
         if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: no steps with device work, so nothing to project")
+        find_recorded_gpu(a)
         self.a = a
         self.machine = machine or a.machine
         self.axes = report_mesh(a, self.machine)

@@ -117,16 +117,15 @@ class _Call:
     why: str = ""
 
 
-def project_precision(a: Analysis, name: str, *, source: GpuSpec | None = None) -> PrecisionResult:
-    """Project the step with its linear layers in ``name``, one of ``FORMATS``. ``source``: the
-    recorded GPU, where the recording does not name one that is known.
+def project_precision(a: Analysis, name: str) -> PrecisionResult:
+    """Project the step with its linear layers in ``name``, one of ``FORMATS``.
 
     Raises AdvisorError: no such format, no device work, no step, or the GPU is unknown.
     """
     if name not in FORMATS:
         raise AdvisorError(f"precision {name!r}: there are {', '.join(FORMATS)}")
     path = a.trace.meta.path or "trace"
-    gpu = a.hardware or source
+    gpu = a.hardware
     if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:
         raise AdvisorError(f"{path}: no device work or no step, so nothing to convert")
     if gpu is None:

@@ -63,27 +63,31 @@ class Projection(NamedTuple):
         return self.measured_ns / self.step_ns
 
 
+def find_recorded_gpu(a: Analysis) -> GpuSpec | None:
+    """Return the GPU that did the work; ``None``: unknown. Raises AdvisorError: the recording names
+    another than the user (``ReadOptions.recorded_gpu``)."""
+    found, named = a.hardware, a.trace.meta.gpu
+    if found is not None and named not in (None, found.name):
+        path = a.trace.meta.path or "trace"
+        raise AdvisorError(f"{path}: recorded on {found.name}, not on {named}")
+    return found
+
+
 class Projector:
     """Projections of one recorded window. ``same_host``: the other GPU is put into this machine, so
-    host time is as measured; else the band covers other machines. ``source``: the recorded GPU,
-    where the recording does not name it.
+    host time is as measured; else the band covers other machines.
 
-    Raises AdvisorError: the recorded GPU is unknown, or is another than ``source``; there is no
-    device work or step; or most kernels are of no known family.
+    Raises AdvisorError: the recorded GPU is unknown, or is not the one that the user names; there
+    is no device work or step; or most kernels are of no known family.
     """
 
-    def __init__(
-        self, a: Analysis, *, same_host: bool = False, source: GpuSpec | None = None
-    ) -> None:
+    def __init__(self, a: Analysis, *, same_host: bool = False) -> None:
         self.a = a
         self.same_host = same_host
         path = a.trace.meta.path or "trace"
         if a.device_id is None or a.trace.gpu.is_empty():
             raise AdvisorError(f"{path}: no device work, so nothing to project")
-        recorded = a.hardware
-        if recorded is not None and source is not None and recorded.name != source.name:
-            raise AdvisorError(f"{path}: recorded on {recorded.name}, not on {source.name}")
-        if (source := recorded or source) is None:
+        if (recorded := find_recorded_gpu(a)) is None:
             name = a.device.name if a.device is not None and a.device.name else None
             why = (
                 f"{name!r} is not a GPU whose rates are known"
@@ -96,7 +100,7 @@ class Projector:
             )
         if a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: there is no step to project")
-        self.source: GpuSpec = source
+        self.source: GpuSpec = recorded
         if self.unknown > MAX_UNKNOWN:
             raise AdvisorError(
                 f"{path}: {self.unknown:.0%} of the kernel time is in kernels of no known kind (at "

@@ -14,7 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks
 from advisor.measure.comm.mesh import report_mesh
 from advisor.measure.ranks.topology import host_of
-from advisor.measure.steps.steps import require_used_steps
+from advisor.measure.steps.steps import require_used_steps, require_window
 from advisor.replay.project.mesh import (
     MedianRank,
     Mesh,
@@ -149,6 +149,11 @@ class PacingRank(NamedTuple):
     """Own work by rank, ns per step."""
 
     @property
+    def notes(self) -> list[str]:
+        """Sentence on the slowest and the median rank, with their work; empty for one rank."""
+        return [self.sentence] if len(self.work) > 1 else []
+
+    @property
     def sentence(self) -> str:
         """Sentence that names the slowest and the median rank, with their work."""
         if self.median == self.slowest:
@@ -167,8 +172,9 @@ class PacingRank(NamedTuple):
 def find_pacing_rank(
     run: Run, rank: int | None = None, steps: tuple[int | None, int | None] | None = None
 ) -> PacingRank:
-    """Return the ranks that set the pace, of all with a trace or of one. Raises AdvisorError: a
-    rank has none of these steps."""
+    """Return the ranks that set the pace, of all with a trace or of one. Raises AdvisorError: there
+    is no profiled window, or a rank has none of these steps."""
+    require_window(run, "nothing to project")
     work = {}
     for number in run.ranks if rank is None else [rank]:
         a = read_rank(run, number, steps)

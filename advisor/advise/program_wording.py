@@ -50,6 +50,11 @@ def has_advice_for(rule: Rule, meta: TraceMeta) -> bool:
     return not is_foreign(meta) or not rule.bundled or rule.reads_record or known
 
 
+def is_of_use(rule: Rule, a: Analysis) -> bool:
+    """Tell whether a rule has advice for such a program, and what it looks for can be there."""
+    return has_advice_for(rule, a.trace.meta) and not (rule.training_only and a.forward_only)
+
+
 def skip_foreign_rules(rules: list[Rule], meta: TraceMeta) -> list[SkippedCheck]:
     """Return one skipped check for all rules that only know PyTorch; empty if there is none."""
     names = [rule.id for rule in rules if not has_advice_for(rule, meta)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Final
 
+from advisor.advise.impact import MIN_GAIN_SHARE
 from advisor.advise.program_wording import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
@@ -475,8 +476,8 @@ def _is_replayed(finding: Finding) -> bool:
     return bool(finding.edits) or (finding.impact is not None and "replay" in finding.impact.method)
 
 
-SMALL_SHARE: Final = 0.02
-"""Share of the step below which a gain is noise: two runs of one program differ by as much."""
+SMALL_SHARE: Final = 2 * MIN_GAIN_SHARE
+"""Share of the step below which a gain is not the first to fix: twice what two runs differ by."""
 
 
 def is_small(finding: Finding) -> bool:

@@ -16,9 +16,9 @@ from msgspec import structs
 from advisor.advise.impact import estimate_impact, note_rank_counts, weigh_confidence
 from advisor.advise.program_wording import (
     for_program,
-    has_advice_for,
     how_to_record,
     is_foreign,
+    is_of_use,
     skip_foreign_rules,
     without_compilation,
     without_known_settings,
@@ -94,7 +94,7 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
     unknown = lost_records(a)
     cut = a.trace.meta.truncated
     for rule in rules:
-        if rule.across_ranks or not _applies(rule, a) or not has_advice_for(rule, a.trace.meta):
+        if rule.across_ranks or not _applies(rule, a) or not is_of_use(rule, a):
             continue
         rule = for_program(rule, a)
         before = a.idle_reads
@@ -114,7 +114,7 @@ def rank_rules(
     """Run the rules that look across ranks; the report is of rank ``main``."""
     outcomes: list[Outcome] = []
     for rule in rules:
-        if rule.across_ranks and has_advice_for(rule, a.trace.meta):
+        if rule.across_ranks and is_of_use(rule, a):
             rule = for_program(rule, a)
             said = _contained(rule, rule.check_run, study)
             outcomes += [_completed(outcome, rule, a, main) for outcome in said]

@@ -200,16 +200,8 @@ def format_interval(steps: StepTimeChange) -> str:
     """Format the difference's interval: ``−2.1% to +0.3% with 95% confidence``."""
     if steps.share_low is None or steps.share_high is None:
         return t.NOT_MEASURED
-    low, high = signed_share(steps.share_low), signed_share(steps.share_high)
+    low, high = t.format_share_change(steps.share_low), t.format_share_change(steps.share_high)
     return f"{low} to {high} with {steps.level:.0%} confidence"
-
-
-def signed_share(share: float | None) -> str:
-    """Format a relative difference with its sign: ``+12.3%``; no sign for zero."""
-    if share is None:
-        return t.NOT_MEASURED
-    text = f"{share:+.1%}" if abs(share) < 10 else f"{share:+,.0%}"
-    return "0.0%" if text in ("+0.0%", "-0.0%") else text.replace("-", "−")
 
 
 def describe_sides(c: Comparison) -> list[tuple[str, list[str]]]:
@@ -249,7 +241,9 @@ def step_lines(c: Comparison) -> list[ComparedFigure]:
             continue
         before, after = getattr(item, field), getattr(other, field)
         judged = _judged(before, after, 0.0) if shown else ""
-        change = signed_share((after - before) / before) if before and after != before else ""
+        change = (
+            t.format_share_change((after - before) / before) if before and after != before else ""
+        )
         texts = (t.format_duration(before), t.format_duration(after))
         result.append(ComparedFigure("steps", label, label, before, after, texts, change, judged))
     return result
@@ -277,7 +271,8 @@ def step_notes(steps: StepTimeChange) -> list[str]:
         became = f"became {t.format_duration(abs(steps.difference_ns))} {how}"
     shares = ""
     if steps.share_low is not None and steps.share_high is not None:
-        shares = f" ({signed_share(steps.share_low)} to {signed_share(steps.share_high)})"
+        low, high = map(t.format_share_change, (steps.share_low, steps.share_high))
+        shares = f" ({low} to {high})"
     result = [
         f"The {steps.statistic} step {became}. With {steps.level:.0%} confidence the change is "
         f"between {low} and {high}{shares}."
@@ -356,12 +351,12 @@ def _change(amount: Amount) -> str:
         return ""
     change = amount.after - amount.before
     if amount.unit == "share":
-        return f"{change * 100:+.1f} points".replace("-", "−") if change else ""
+        return t.with_sign(change, f"{abs(change) * 100:.1f} points") if change else ""
     if not change:
         return ""
     if amount.unit == "ns":
         return t.format_change(change)
-    return f"{'+' if change > 0 else '−'}{t.format_value(abs(change), amount.unit)}"
+    return t.with_sign(change, t.format_value(abs(change), amount.unit))
 
 
 def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
@@ -510,7 +505,8 @@ def write_headline(c: Comparison) -> str:
     assert c.decision is not None
     pair = " → ".join(format_step_times(c.steps))
     title = HEADLINES[c.decision.answer]
-    return f"{title}: {pair} per step ({signed_share(c.steps.share)}, {format_interval(c.steps)})"
+    change = t.format_share_change(c.steps.share)
+    return f"{title}: {pair} per step ({change}, {format_interval(c.steps)})"
 
 
 def format_step_times(steps: StepTimeChange) -> list[str]:

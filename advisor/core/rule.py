@@ -236,8 +236,8 @@ class Rule:
     cites_all_ranks: ClassVar[bool] = False
     """Whether its finding gets the exposed communication of each rank of a job as evidence."""
     training_only: ClassVar[bool] = False
-    """Whether what it looks for is only there where something is trained, or would be: its texts
-    speak of training."""
+    """Whether what it looks for is only there where something is trained: it is not run elsewhere,
+    and its texts may speak of training."""
     bundled: ClassVar[bool] = False
     """Whether it comes with the package, not from a user."""
     across_ranks: ClassVar[bool] = False

@@ -138,12 +138,25 @@ def format_bin(low: float, high: float) -> str:
 
 def format_change(ns: float) -> str:
     """Return a difference in time with its sign: ``+3.1 ms``."""
-    return format_duration(0) if not ns else f"{'+' if ns > 0 else '−'}{format_duration(abs(ns))}"
+    return with_sign(ns, format_duration(abs(ns)))
 
 
 def format_bytes_change(size: float) -> str:
     """Return a difference in bytes with its sign: ``+3.1 GiB``."""
-    return f"{'+' if size > 0 else '-'}{format_bytes(abs(size))}"
+    return with_sign(size, format_bytes(abs(size)))
+
+
+def format_share_change(share: float | None, places: int = 1) -> str:
+    """Return a relative difference with its sign: ``+12.3%``; no sign for zero."""
+    if share is None:
+        return NOT_MEASURED
+    text = f"{abs(share):,.{places if abs(share) < 10 else 0}%}"
+    return with_sign(share if text.strip("0.%") else 0, text)
+
+
+def with_sign(value: float, text: str) -> str:
+    """Return the text of a value's amount with the value's sign before it; none for zero."""
+    return f"{'+' if value > 0 else '−' if value < 0 else ''}{text}"
 
 
 def format_share(share: float | None) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.compare.statistics import CONFIDENCE_LEVEL, t_quantile
+from advisor.core import text as t
 from advisor.tune.knob import Safety, TrialResult
 
 BLOCKS_PER_RUN = 6
@@ -305,10 +306,12 @@ def _in_band(before: TrialResult, after: TrialResult) -> LossCheck:
     allowed = BAND + MAX_STANDARD_ERRORS * spread / scale
     share = abs(mean) / scale
     if share > allowed:
-        return LossCheck(False, f"loss {mean / scale:+.1%} over {count}, above {allowed:.1%}")
+        return LossCheck(
+            False, f"loss {t.format_share_change(mean / scale)} over {count}, above {allowed:.1%}"
+        )
     norms = [(x, y) for x, y in _pairs(before.norms, after.norms) if x > 0]
     if norms:
         factor = math.exp(sum(math.log(max(y, 1e-30) / x) for x, y in norms) / len(norms))
         if not 1 / (1 + NORM_BAND) <= factor <= 1 + NORM_BAND:
             return LossCheck(False, f"gradient norms ×{factor:.2g}")
-    return LossCheck(True, f"loss {mean / scale:+.1%} over {count}")
+    return LossCheck(True, f"loss {t.format_share_change(mean / scale)} over {count}")

@@ -181,4 +181,4 @@ def _change(entry: OpenedPath, older: list[OpenedPath]) -> str:
     if len(set(programs)) != 1:
         return "–"
     change = entry.step.reference_ns / before.step.reference_ns - 1
-    return f"{change:+.1%}".replace("-", "−")
+    return t.format_share_change(change)

@@ -198,7 +198,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
 
     id = "evaluation-graphs"
     title = "Evaluation builds autograd graphs that no backward pass uses"
-    training_only = True
+    training_only = False  # a run that only evaluates needs no graph either
     reads_record = True
     found_in = ("recorded/evaluation_graphs.slow",)
     silent_in = ("recorded/evaluation_graphs.cured", *CURED_RECORDINGS)
@@ -210,6 +210,14 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     min_step = Threshold(
         0.02, "of the run, between the steps: below it the graphs cannot be large", REAL_EVAL
     )
+
+    inference = {
+        "title": "Forward passes build autograd graphs that nothing uses",
+        "fix": "Run the model under torch.inference_mode() or torch.no_grad().",
+        "code": "model.eval()\nwith torch.inference_mode():\n    result = model(batch)",
+        "verify": "torch.cuda.max_memory_allocated() is lower.",
+        "falsified_by": "a gradient that is computed outside the recorded steps",
+    }
 
     def check(self, a: Analysis) -> Outcomes:
         """Sum up what was counted after the first step. Between a loader's batches, forwards over

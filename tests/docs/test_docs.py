@@ -110,6 +110,12 @@ def test_every_page_is_linked_from_the_index() -> None:
     assert [page.name for page in pages if page not in linked] == []
 
 
+def test_every_script_of_ci_is_called_by_a_workflow() -> None:
+    called = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    scripts = [f"run: .ci/{script.name}\n" for script in (ROOT / ".ci").iterdir()]
+    assert scripts and [script for script in scripts if script not in called] == []
+
+
 def test_the_readme_counts_the_rules_that_are_not_proven() -> None:
     listed = (ROOT / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
     every, public, samples = map(int, re.findall(r"\d+", listed.partition(" more on")[0]))

@@ -61,6 +61,23 @@ def test_a_size_has_three_digits_in_the_unit_it_is_read_in(size: float | None, s
     assert t.format_bytes(size) == shown
 
 
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (t.format_change(-3e6), "−3 ms"),
+        (t.format_change(0), "0 ms"),
+        (t.format_bytes_change(-3 << 30), "−3 GiB"),
+        (t.format_bytes_change(3 << 30), "+3 GiB"),
+        (t.format_share_change(-0.021), "−2.1%"),
+        (t.format_share_change(0.0001), "0.0%"),
+        (t.format_share_change(12.34), "+1,234%"),
+        (t.format_share_change(None), "not measured"),
+    ],
+)
+def test_a_difference_has_one_kind_of_sign(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
 def test_a_range_says_its_unit_once() -> None:
     assert t.format_range(390e6, 412e6) == "390 to 412 ms"
     assert t.format_range(0, 412e6) == "0 to 412 ms"

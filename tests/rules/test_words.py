@@ -11,10 +11,12 @@ import pytest
 
 from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
-from advisor.core.finding import Finding
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import ANY_FRAMEWORK, Program, Rule
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
+from advisor.measure import Analysis
 from advisor.render.formats.terminal import MAX_CODE
+from advisor.rules.support.common import impact_risk
 from advisor.testing import TraceBuilder
 
 RULES = load_rules(config={})
@@ -94,6 +96,28 @@ def _launches(*ops: str) -> list[str]:
             b.sync()
     (rule,) = [rule for rule in RULES if rule.id == "cuda-graphs-unused"]
     return [finding.fix for finding in run_rules(0, b.analysis(), [rule]).findings]
+
+
+def test_a_rule_about_training_is_not_run_where_nothing_is_trained() -> None:
+    class Training(Rule):
+        """Finds something in every trace."""
+
+        id, title, category = "of-training", "Found", "host"
+        training_only = True
+
+        def check(self, a: Analysis) -> Outcomes:
+            yield Finding(summary="Found.", fix="Mend it.", impact=impact_risk("unknown"))
+
+    learns, infers = TraceBuilder(), TraceBuilder()
+    for b, sequence in ((learns, 3), (infers, None)):
+        for _ in b.steps():
+            with b.op("aten::mm", sequence=sequence):
+                b.product(100)
+            if sequence:
+                with b.op("autograd::engine::evaluate_function: MmBackward0", sequence=sequence):
+                    b.product(100)
+    found = [run_rules(0, b.analysis(), [Training()]).findings for b in (learns, infers)]
+    assert list(map(len, found)) == [1, 0]
 
 
 def test_the_same_finding_is_worded_for_what_the_loop_does() -> None:

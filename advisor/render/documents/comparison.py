@@ -9,6 +9,7 @@ from typing import Final
 from advisor.compare import comparison_text
 from advisor.compare.comparison import Comparison, Decision
 from advisor.core import charts
+from advisor.core import text as t
 from advisor.core.charts import Segment
 from advisor.core.text import count_noun, format_value
 from advisor.render.document import (
@@ -231,14 +232,14 @@ def _gate(c: Comparison, decision: Decision) -> Document:
 
 def _gate_table(c: Comparison) -> Grid:
     steps = c.steps
-    change = comparison_text.signed_share(steps.share)
+    change = t.format_share_change(steps.share)
     rows = [[f"step ({steps.statistic})", *comparison_text.format_step_times(steps), change]]
     for item in comparison_text.gate_figures(c):
         share = None
         if item.before and item.after is not None:
             share = item.after / item.before - 1
         sides = format_value(item.before, item.unit), format_value(item.after, item.unit)
-        rows.append([item.name, *sides, comparison_text.signed_share(share)])
+        rows.append([item.name, *sides, t.format_share_change(share)])
     return Grid(["", "baseline", "this run", "difference"], rows)
 
 

@@ -46,7 +46,7 @@ MIN_SHOWN_SHARE = 0.01
 MAX_OUTLIERS = 20
 ALONE_SHARE = 0.5
 """Share of their joint gain: ranks that gain less one by one are shown together."""
-MIN_GAIN_SHARE = 0.005
+MIN_HELD_UP_SHARE = 0.005
 """Least gain in the replay, as a share of the step: with less, nobody is held up."""
 MAX_SIGNIFICANCE = 0.9999
 """Largest significance reported: no model of chance is known better."""
@@ -93,7 +93,7 @@ class Study:
                 replayed and self.replay.complete_ranks[list(deviation.members.rank_indices)].any()
             )
             gain = estimate_gain(self.job, self.replay, deviation) if there else None
-            if gain is None or gain.gain >= MIN_GAIN_SHARE * self.job.step_ns:
+            if gain is None or gain.gain >= MIN_HELD_UP_SHARE * self.job.step_ns:
                 kept.append((deviation, gain))
         kept.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
         return kept[:MAX_OUTLIERS]
@@ -252,7 +252,7 @@ class Study:
             late = [
                 number
                 for number, ns in zip(self.numbers, caused.tolist(), strict=True)
-                if ns >= MIN_GAIN_SHARE * self.job.step_ns
+                if ns >= MIN_HELD_UP_SHARE * self.job.step_ns
             ]
             names = f" (ranks {rank_numbers(late)} are late)" if len(late) > 1 else ""
             changes.append((f"every rank as fast as the median{names}", every))
@@ -263,7 +263,7 @@ class Study:
         return [
             RanksWhatIf(text=text, gain_ns=gain.gain, low_ns=gain.low, high_ns=gain.high)
             for text, gain in sorted(changes, key=lambda item: -item[1].gain)
-            if gain.gain >= MIN_GAIN_SHARE * self.job.step_ns
+            if gain.gain >= MIN_HELD_UP_SHARE * self.job.step_ns
         ]
 
     def _not_checked(self) -> dict[str, str]:

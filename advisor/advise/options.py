@@ -23,8 +23,6 @@ class RanksDone(Struct):
     total: int
     read: int = 0
     unread: int = 0
-    answer_bytes: int = 0
-    """Bytes of the workers' answers."""
     dashboard: str = ""
     """Address of Dask's dashboard; empty: there is none."""
 

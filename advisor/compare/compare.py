@@ -63,7 +63,7 @@ def compare(
 
 
 def compare_reports(
-    before: Report, after: Report, paths: Sequence[str] = ("", ""), saved: Sequence[int] = (0, 1)
+    before: Report, after: Report, paths: Sequence[str] = ("", ""), saved: Sequence[int] = ()
 ) -> Comparison:
     """Compare two runs by their reports. ``paths``: their names, by default the first trace of
     each. ``saved``: the sides (0, 1) without a trace; the limits say what is therefore not

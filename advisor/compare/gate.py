@@ -28,7 +28,7 @@ def compare_with_baseline(
     refuse_incomparable(before, after)
     check_steps(before, "the baseline")
     check_steps(after, "the run")
-    comparison = compare_reports(before, after, saved=())
+    comparison = compare_reports(before, after)
     steps = comparison.steps
     if steps.before is None or steps.after is None or steps.difference_ns is None:
         raise AdvisorError(steps.reason)

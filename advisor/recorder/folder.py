@@ -38,7 +38,7 @@ PRIVATE = 0o700
 directory keeps the mode that its owner gave it."""
 
 
-def new_run(out: str = "") -> Path:
+def new_run(out: str) -> Path:
     """Make a new run directory, or take one that is empty; return its path. Raises OSError."""
     wanted = Path(out) if out else Path("runs") / _name()
     wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ def print_message(*paragraphs: str) -> None:
         return
 
 
-def print_result(run: Path, *, analyse: bool = True) -> None:
+def print_result(run: Path, *, analyse: bool) -> None:
     """Print where a run is, and its first finding."""
     shown = _shown(run)
     sentences = [f"recorded in {shown}"]

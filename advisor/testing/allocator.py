@@ -272,9 +272,9 @@ class FakeAllocator:
         """Return what ``torch.cuda.memory._snapshot()`` of PyTorch 2.10 returns."""
         return merged([self])
 
-    def pickled(self, protocol: int = 4) -> bytes:
+    def pickled(self) -> bytes:
         """Return the bytes that ``_dump_snapshot`` writes."""
-        return pickle.dumps(self.snapshot(), protocol)
+        return pickle.dumps(self.snapshot(), 4)
 
     def write(self, path: Path) -> Path:
         """Write the snapshot to a file; return its path."""

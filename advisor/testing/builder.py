@@ -110,7 +110,6 @@ class TraceBuilder:
         """Time from the end of a launch call to its kernel's start on an idle stream, us."""
         self.cuda_sync_rows = cuda_sync_rows
         self.tid = MAIN
-        self._clocks: dict[int, float] = {}
         self._free: dict[int, float] = {}
         self._recorded: dict[int, float] = {}
         self._ids = 0
@@ -272,13 +271,13 @@ class TraceBuilder:
         if wait:
             self.sync()
 
-    def graph_launch(self, kernels: Sequence[tuple[str, float]], *, stream: int = 7) -> None:
+    def graph_launch(self, kernels: Sequence[tuple[str, float]]) -> None:
         """Add a ``cudaGraphLaunch`` of many kernels, each as (name, us)."""
         correlation = self._next()
         self.call("cudaGraphLaunch", 2 * self.launch_us, correlation)
         args = {"grid": [256, 1, 1], "block": [256, 1, 1], "graph id": 1}
         for name, us in kernels:
-            self._device("kernel", name, us, stream, correlation, args)
+            self._device("kernel", name, us, 7, correlation, args)
 
     def copy(
         self,

@@ -324,12 +324,10 @@ def _name_ways(ways: list[FreedMemory], post: PeakMemory, needed: int) -> str:
     return " ".join(sentences)
 
 
-def _list_holders(post: PeakMemory, count: int = 3) -> str:
+def _list_holders(post: PeakMemory) -> str:
     """List categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
-    named = [
-        f"{name} {t.format_bytes(held)}" for name, held in list(post.by_category.items())[:count]
-    ]
-    return ", ".join(named)
+    largest = list(post.by_category.items())[:3]
+    return ", ".join(f"{name} {t.format_bytes(held)}" for name, held in largest)
 
 
 def _number(value: object) -> float | None:

@@ -105,9 +105,9 @@ def skip_without_events(a: Analysis, what: str) -> SkippedCheck:
     return SkippedCheck(what=what, why=why, record="profile_memory=True")
 
 
-def locate_holders(post: PeakMemory, count: int = 3) -> list[Location]:
+def locate_holders(post: PeakMemory) -> list[Location]:
     """Find the user's lines that held most at the moment that the snapshot is read at."""
-    held = post.by_line.filter(post.by_line["file"].is_not_null()).head(count)
+    held = post.by_line.filter(post.by_line["file"].is_not_null()).head(3)
     return [
         Location(file=row["file"], line=row["line"], function=row["function"], count=row["blocks"])
         for row in held.iter_rows(named=True)

@@ -274,7 +274,7 @@ def exact_pattern(names: Iterable[str]) -> str:
     return "^(?:" + "|".join(re.escape(name) for name in sorted(names)) + ")$"
 
 
-def kernel_locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
+def kernel_locations(a: Analysis, rows: Mask) -> list[Location]:
     """The kernels with most time among ``rows``, by op and kernel name: the longest of each,
     and how often it runs."""
     gpu = a.trace.gpu
@@ -304,7 +304,7 @@ def kernel_locations(a: Analysis, rows: Mask, limit: int = 3) -> list[Location]:
             pl.col("row", "name", "op").get(longest).name.prefix("longest_"),
         )
         .sort("ns", "longest_row", descending=[True, False])
-        .head(limit)
+        .head(3)
     )
     places = []
     for place in top.iter_rows(named=True):

@@ -204,7 +204,6 @@ def test_classes_by_hand():
         "idle": 190_000,
     }
     assert parts.all_communication.total == 200_000
-    assert parts.all_copies.total == 300_000
     assert parts.communication_overlap == pytest.approx(95 / 200)
 
 

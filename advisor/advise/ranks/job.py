@@ -84,13 +84,10 @@ def summarise_apart(
     summaries: list[RankSummary] = []
     unread: list[UnreadRank] = []
 
-    def moved(size: int) -> None:
-        progress.answer_bytes += size
-
     with _workers(options.workers, options.cluster, len(orders)) as workers:
         progress.dashboard = getattr(workers, "link", "")
         report(progress)
-        for result in iterate_results(orders, workers, seconds=options.seconds, said=moved):
+        for result in iterate_results(orders, workers, seconds=options.seconds):
             if chosen is not None and result.rank >= 0 and result.rank not in chosen:
                 progress.total -= 1  # its name does not have its rank
             elif isinstance(result, UnreadRank):

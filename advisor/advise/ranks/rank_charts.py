@@ -55,16 +55,16 @@ class Bin(NamedTuple):
         return t.format_bin(self.low, self.high)
 
 
-def build_histogram(ranks: Ranks, bins: int = HISTOGRAM_BINS) -> list[Bin]:
-    """Count the ranks by mean step in about ``bins`` ranges of equal, round width. One range if all
-    are similar; empty if no rank has steps."""
+def build_histogram(ranks: Ranks) -> list[Bin]:
+    """Count the ranks by mean step in HISTOGRAM_BINS or so ranges of equal, round width. One range if
+    all are similar; empty if no rank has steps."""
     steps = [line.step_ns for line in ranks.lines if line.step_ns > 0]
     if not steps:
         return []
     low, high = min(steps), max(steps)
     if high - low <= EQUAL_STEPS_SHARE * median(steps):
         return [Bin(low, high, len(steps))]
-    width = _round((high - low) / bins)
+    width = _round((high - low) / HISTOGRAM_BINS)
     first = math.floor(low / width)
     counts = [0] * (math.floor(high / width) - first + 1)
     for step in steps:

@@ -7,7 +7,7 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import suppress
 from functools import cached_property
@@ -64,10 +64,8 @@ def iterate_results(
     workers: WorkerPool,
     *,
     seconds: float = RANK_TIMEOUT_SECONDS,
-    said: Callable[[int], object] | None = None,
 ) -> Iterator[RankSummary | UnreadRank]:
-    """Yield the result of each task as it completes. ``seconds``: time limit for one file. ``said``
-    is called with the number of bytes of each answer.
+    """Yield the result of each task as it completes. ``seconds``: time limit for one file.
 
     An order whose worker died is performed again ``RETRIES`` times, by itself when all others are
     done: a file which kills workers takes none with it. Where the workers themselves have tried
@@ -132,8 +130,6 @@ def iterate_results(
         except Exception as error:
             yield order.failure(f"{type(error).__name__}: {error}")
             continue
-        if said is not None:
-            said(len(data))
         yield _decoded(order, data)
 
 

@@ -154,8 +154,6 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Memory as sold, bytes; the driver reports somewhat less."""
     memory_gb_per_s: float
     """Memory bandwidth, GB/s (1e9 bytes/s). See `bandwidth` for bytes/s."""
-    l2_bytes: int | None
-    """L2 cache, bytes, summed over the chip's partitions."""
     pcie: Pcie | None
     """Host interface; None where the host is reached by something else."""
     link: Link | None

@@ -266,7 +266,6 @@ class Breakdown(NamedTuple):
     idle: Intervals
     busy: Intervals
     all_communication: Intervals
-    all_copies: Intervals
     per_step: pl.DataFrame
 
     def totals(self) -> dict[str, int]:
@@ -308,15 +307,13 @@ def break_down(a: Analysis) -> Breakdown:
             **{name: covered_length(start, end, part) for name, part in parts.items()},
         }
     )
-    return Breakdown(
-        **parts, busy=busy, all_communication=comm, all_copies=copies, per_step=per_step
-    )
+    return Breakdown(**parts, busy=busy, all_communication=comm, per_step=per_step)
 
 
 def _not_measured(a: Analysis) -> Breakdown:
     step = a.steps.used.select(pl.col("index").alias("step"))
     nulls = [pl.lit(None, dtype=pl.Int64).alias(name) for name in CLASSES]
-    sets = dict.fromkeys((*CLASSES, "busy", "all_communication", "all_copies"), EMPTY)
+    sets = dict.fromkeys((*CLASSES, "busy", "all_communication"), EMPTY)
     every, exposed = time_on_host(a)
     sets |= {"communication": exposed, "all_communication": every}
     return Breakdown(**sets, per_step=step.with_columns(nulls))

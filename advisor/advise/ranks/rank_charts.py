@@ -56,8 +56,8 @@ class Bin(NamedTuple):
 
 
 def build_histogram(ranks: Ranks) -> list[Bin]:
-    """Count the ranks by mean step in HISTOGRAM_BINS or so ranges of equal, round width. One range if
-    all are similar; empty if no rank has steps."""
+    """Count the ranks by mean step, in HISTOGRAM_BINS or so ranges of equal, round width. One range
+    if all are similar; empty if no rank has steps."""
     steps = [line.step_ns for line in ranks.lines if line.step_ns > 0]
     if not steps:
         return []

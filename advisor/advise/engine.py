@@ -182,7 +182,7 @@ def _advise(
     findings = add_hot_lines(checked.findings, hot, rules)
     ranked = prioritize(findings, a, estimator, rules)
     ranked = ranked.map_findings(
-        lambda found: limit_together(scale_to_run(limit_to_cores(found, a), a, rules), a)
+        lambda found: limit_together(scale_to_run(limit_to_cores(found, a), a), a)
     )
     report = write_report(
         run, analyses, checked, ranked, estimator, rules, hot, problems, compared, summaries

@@ -362,14 +362,13 @@ def _bounded(finding: Finding, max_gain: float, step_ns: float) -> Finding:
 # -- of the window, of the run ---------------------------------------------------------------------
 
 
-def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> list[Finding]:
-    """Scale gains found in a window to the run's own step. Findings that a rule derived from the
+def scale_to_run(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
+    """Scale gains found in a window to the run's own step. Those that a rule derived from the
     record are of that step already."""
-    of_record = {rule.id for rule in rules if rule.reads_record}
     step = step_time(a)
     result = []
     for finding in findings:
-        if finding.edits or finding.rule not in of_record:
+        if finding.edits or finding.impact is None or not finding.impact.of_run:
             finding = _carry_over(finding, step, a)
             finding = _match_loading(finding, a)
             finding = _leave_device_work(finding, a, step)
@@ -377,9 +376,9 @@ def scale_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]
     return result
 
 
-def scales_to_run(findings: Sequence[Finding], a: Analysis, rules: Sequence[Rule]) -> list[float]:
+def scales_to_run(findings: Sequence[Finding], a: Analysis) -> list[float]:
     """Return the ratio of each finding's gain in the run's own step to that in the window."""
-    scaled = [finding.impact for finding in scale_to_run(findings, a, rules)]
+    scaled = [finding.impact for finding in scale_to_run(findings, a)]
     gains = [(f.impact, of_run) for f, of_run in zip(findings, scaled, strict=True)]
     return [
         (of_run.gain_ns or 0) / of_window.gain_ns
@@ -494,8 +493,8 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
     (:func:`_of_the_run`). Where the run's steps are longer than the window's, and without a
     device, a gain keeps its share of the step.
 
-    The range widens by what this cannot know: a gain on the device may be as long without the
-    profiler as it was in the window; and steps that are longer than the window's need not have
+    The range widens by what this cannot know: work that a fix ends, on the device or of an operator
+    on the host, may take as long without the profiler as it did in the window; and steps that are longer than the window's need not have
     more of the cause.
     """
     impact, scale = finding.impact, None if step is None else step.gain_scale
@@ -507,11 +506,7 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
     least = impact.gain_ns if impact.low_ns is None else impact.low_ns
     most = impact.gain_ns if impact.high_ns is None else impact.high_ns
     low, high = min(convert(least), scale * least), max(convert(most), scale * most)
-    if (
-        a.device_id is not None
-        and scale < 1
-        and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE)
-    ):
+    if scale < 1 and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE):
         high = max(high, min(most, step.ns - _device_work_left(a, [finding], step.ns)))
     if scale > 1 + MIN_APART_SHARE:
         low = min(low, least)

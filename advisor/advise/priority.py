@@ -75,8 +75,7 @@ def prioritize(
     """Return the findings in the order to follow them. One without replayed gain, although the
     device waits for it, becomes a note. One without gain by either estimate is left out.
 
-    Gains stay those of the window; they are compared as they are in the run's own step, since
-    ``rules`` that read the record find gains of that step.
+    Gains stay those of the window; they are compared as they are in the run's own step.
     """
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
     candidates, unknown, notes, risks, unsure = [], [], [], [], []
@@ -101,7 +100,7 @@ def prioritize(
             candidates.append(finding)
         else:
             unknown.append(finding)
-    scales = scales_to_run(candidates, a, rules)
+    scales = scales_to_run(candidates, a)
     ordered, dropped = _order(candidates, scales, estimator, floor, a)
     unknown += [finding for finding in dropped if finding.known_cost]
     dropped = [finding for finding in dropped if not finding.known_cost]

@@ -211,6 +211,8 @@ class Impact(Struct, frozen=True, kw_only=True):
     """Cause that decides the lower end."""
     high_by: RangeCause = ""
     """Cause that decides the upper end."""
+    of_run: bool = False
+    """Whether the gain is of the run's own step, by its record, and not of a profiled one."""
     of_job: bool = False
     """Whether the gain is the job's: what other ranks save and wait is in it."""
 

@@ -41,6 +41,8 @@ class _Gradient(NamedTuple):
     shape: tuple[int, ...]
     size: int
     """Bytes of the gradient."""
+    model: tuple[int, str]
+    """Identity and class of the model that holds it."""
     updated: bool = False
     """True if the parameter changed between the looks: an optimizer, or the program itself."""
 
@@ -169,6 +171,7 @@ class UnusedGradientFinder:
                             gradient._version,
                             tuple(map(int, parameter.shape)),
                             int(gradient.numel() * gradient.element_size()),
+                            (id(module), type(module).__name__),
                         )
                     )
         return result
@@ -233,6 +236,8 @@ class UnusedGradientFinder:
 def _describe(rows: list[tuple[_Gradient, bool]]) -> dict[str, Any]:
     """Describe parameters with a gradient, in the order of the models, and whether each is used."""
     unused = [one for one, is_used in rows if not is_used]
+    learn = {one.model for one, is_used in rows if is_used}
+    models = {one.model for one in unused}
     shapes = list(dict.fromkeys(one.shape for one, _ in rows))
     number = {shape: n + 1 for n, shape in enumerate(shapes)}
     sizes: Counter[str] = Counter()
@@ -243,6 +248,8 @@ def _describe(rows: list[tuple[_Gradient, bool]]) -> dict[str, Any]:
         "total": len(rows),
         "bytes": sum(one.size for one in unused),
         "modules": [name for name, _ in sizes.most_common(MAX_NAMES)],
+        # classes of the models, if no other gradient of theirs is used
+        "models": [] if models & learn else sorted({name for _, name in models})[:MAX_NAMES],
         "shapes": [list(shape) for shape in shapes],
         # the number of the shape, negative if unused
         "order": [number[one.shape] * (1 if is_used else -1) for one, is_used in rows],

@@ -227,7 +227,8 @@ def measure_ids(ids: Any) -> dict[str, Any] | None:
     if largest == int(ids.min()):
         return None
     best: dict[str, Any] | None = None
-    for rows in (ids, ids.T):  # sequences may lie along either dimension
+    # sequences may lie along either dimension; rows of one token each are no sequence
+    for rows in (ids, ids.T) if ids.shape[1] > 1 else (ids,):
         for matrix in (rows, rows[:, ::-1]):
             if matrix.shape[1] < MIN_LENGTH:
                 continue

@@ -233,7 +233,7 @@ class WindowReplayer:
         recorded run are of steps without the profiler: its host time would lengthen the steps that
         a fix leaves, and launches that it makes slower are none that a fix can save."""
         recorded = self.a.recorded
-        if self.a.device_id is None or recorded is None:
+        if recorded is None:
             return False
         return recorded.host_is_ahead or recorded.median_around(recorded.active) is not None
 

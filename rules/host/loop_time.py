@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import Finding, Impact, Location, Outcomes, Select
+from advisor.core.finding import HOST_CODE, Finding, Impact, Location, Outcomes, Select
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
@@ -466,6 +466,7 @@ class LoopPhases(LoopRule):
     """
 
     id = "loop-phases"
+    subject = HOST_CODE
     title = "Code between the training phases takes much of the step"
     inference: ClassVar[Mapping[str, Any]] = {
         **LoopRule.inference,

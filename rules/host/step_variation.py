@@ -112,7 +112,8 @@ class RegularStalls(Rule):
     deviations above it. There must be at least four, five or more steps apart, at equal distances.
     The phase that is longer in them shows where to look: ``other`` is the loop's own code after the
     optimizer step, ``data`` the loader. Validation loops and checkpoints that the recorder
-    recognized are no part of a step and do not count.
+    recognized are no part of a step and do not count. Where a program infers, a longer forward may
+    be the first pass of a new request, and is left out.
 
     The rule periodic-stalls names what is saved or logged, from the stacks of a profiled window.
     This rule needs no window, but sees no cause. Where the loop's own code takes the time
@@ -158,6 +159,8 @@ class RegularStalls(Rule):
         causes = find_causes(recorded, stalls)
         phase = causes[0][0] if causes else "other"
         compiling = _compiling(recorded, lost)
+        if phase == "forward" and a.inference is not None:
+            return
         if phase in OWN_PHASES and not compiling and find_periodic_work(recorded) is not None:
             return
         case = "compiling" if compiling else "while data is fetched" if phase == "data" else ""
@@ -193,6 +196,10 @@ class RegularStalls(Rule):
             ),
             "every 25 steps": _regular(25, "data"),
             "irregular": (_regular(0, "other", at=(12, 31, 90, 130, 190)), "stalls.period is None"),
+            "a new request every 20 tokens": (
+                _regular(20, "forward", inference=True),
+                "a.inference is not None",
+            ),
             "twice": (_regular(0, "other", at=(50, 100)), "stalls.period is None"),
             "every second batch, from two workers": (_regular(2, "data"), "stalls.period is None"),
         }
@@ -329,8 +336,13 @@ class StepJitter(Rule):
         }
 
 
-def _regular(every: int, phase: str, *, at: tuple[int, ...] = ()) -> TraceBuilder:
+def _regular(
+    every: int, phase: str, *, at: tuple[int, ...] = (), inference: bool = False
+) -> TraceBuilder:
     b = TraceBuilder()
+    for _ in b.steps(4 if inference else 0):
+        with b.python("nn.Module: Decoder_0"):
+            b.product(9000, wait=True)
     r = b.record_of_run()
     for n in range(200):
         slow = n in at or (every and n % every == every - 1)

@@ -122,10 +122,13 @@ class UnusedGradients(Rule):
         count = f"{of.unused:,} of {of.total:,} parameters with gradients"
         size, names = t.format_bytes(of.bytes), ", ".join(of.modules[:NAMED])
         among = "those of" if len(of.modules) <= NAMED else "among them those of"
+        if of.models:
+            among, names = "all of the class", " and ".join(of.models)
         summary = f"{count} are in no optimizer ({size}), {among} {names}."
         fix, code, kind = self.fix, self.code, "in no optimizer"
-        if reference := _reference_network(of.modules):
-            fix, code = _REFERENCE.format(name=reference), _NO_GRAD.format(name=reference)
+        if reference := _reference_network(of.modules) or ("teacher" if of.models else ""):
+            named = "this whole model" if of.models else reference
+            fix, code = _REFERENCE.format(name=named), _NO_GRAD.format(name=reference)
         if recorded is None:
             kind = "dropped before their optimizer steps"
             summary = (
@@ -165,6 +168,7 @@ class UnusedGradients(Rule):
         return {
             "a base that is not frozen": _training(),
             "on a GPU": _training(gpu="A100"),
+            "a whole model": _training(models=["Net"]),
             "dropped before their optimizer steps": _training(dropped=True),
             "all are trained": (_training(unused=False), "not dropped"),
             "little work": (_training(us=4), "min_share"),
@@ -180,7 +184,12 @@ def _reference_network(modules: Sequence[str]) -> str:
 
 
 def _training(
-    *, unused: bool = True, dropped: bool = False, gpu: str | None = None, us: float = 600
+    *,
+    unused: bool = True,
+    dropped: bool = False,
+    gpu: str | None = None,
+    us: float = 600,
+    models: Sequence[str] = (),
 ) -> TraceBuilder:
     """Four layers [256, 512], of which an optimizer holds the last one's adapter [8, 512].
     ``dropped``: another optimizer holds the layers, and drops these gradients."""
@@ -214,7 +223,7 @@ def _training(
     if unused:
         order = [2, -1, -1, -1, -1]
         data = {"unused": 4, "total": 5, "bytes": 4 << 19, "modules": ["layers.*"]}
-        data |= {"shapes": [[256, 512], [8, 512]], "order": order}
+        data |= {"models": list(models), "shapes": [[256, 512], [8, 512]], "order": order}
         if dropped:
             run.event("dropped_gradients", passes=[data])
         else:

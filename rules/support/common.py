@@ -494,7 +494,7 @@ def impact_per_step(
     if step:
         gain, high = min(gain, most), min(gain if high is None else high, most)
     impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, total=step)
-    return replace(impact, currency="step_time")
+    return replace(impact, currency="step_time", of_run=True)
 
 
 def impact_over_run(

@@ -48,6 +48,26 @@ def test_a_base_that_is_not_frozen_is_found_with_its_modules() -> None:
     assert [n < 0 for n in told[0]["order"]] == [True] * 4 + [False] * 2
 
 
+def test_a_model_of_which_nothing_is_trained_is_named_by_its_class() -> None:
+    class Teacher(nn.Sequential):
+        pass
+
+    teacher, student = Teacher(net()), nn.Sequential(nn.Linear(4, 3))
+    watch, told = watching(teacher, student)
+    optimizer = torch.optim.SGD(student.parameters(), 1e-3)
+    for _ in range(12):
+        (teacher(torch.ones(2, 4)) - student(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        teacher.zero_grad()
+    watch.remove()
+    assert [event["models"] for event in told] == [["Teacher"]]
+    watch, told = watching(student[0], student)
+    train(student, torch.optim.SGD([student[0].bias], 1e-3))
+    watch.remove()
+    assert [event["models"] for event in told] == [[]]
+
+
 def test_a_frozen_base_and_a_whole_training_are_silent_and_the_hook_is_gone() -> None:
     before = len(optim._global_optimizer_pre_hooks)
     whole, frozen = net(), net()

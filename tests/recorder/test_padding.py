@@ -186,6 +186,16 @@ def test_what_are_no_labels_is_left_alone(given: dict[str, Any]) -> None:
     assert written == []
 
 
+def test_one_token_of_each_sequence_has_no_padding() -> None:
+    """A batch that generates: ids [sequences, 1]. The last ones may be equal by chance."""
+    from advisor.recorder.padding import measure_ids
+
+    ids = torch.tensor([[5], [9], [4], [8], [3], [2], [7], [7], [7], [7], [7]])
+    assert measure_ids(ids.numpy()) is None
+    found = measure_ids(ids.T.numpy())
+    assert found is not None and found["padding"] == pytest.approx(5 / 11)
+
+
 def test_labels_of_one_call_count_once() -> None:
     from advisor.recorder.padding import TokenPadding
 

@@ -40,6 +40,7 @@ CASES = {
     "dense_embedding": "dense-embedding-gradient",
     "slices": "slice-gradients",
     "grown_cache": "growing-concatenation",
+    "growing_metric": "growing-inputs",
     "hooks": "module-hooks",
     "one_by_one": "unbatched-calls",
     "float64": "double-precision",
@@ -66,6 +67,25 @@ def findings(name: str) -> dict[str, Finding]:
 def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> None:
     assert CASES[name] in findings(f"{name}.slow")
     assert CASES[name] not in findings(f"{name}.cured")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dense_embedding", "embedded_prefix", "float64", "gloo_accumulation", "growing_metric"),
+        *("hooks", "one_by_one", "pairs", "picture_answers", "second_forward", "single_tensor"),
+        *("slices", "table_in_forward", "unfrozen"),
+    ],
+)
+def test_what_the_cure_saved_lies_in_the_range_of_the_gain(name: str) -> None:
+    """Of recordings whose cure changes nothing else; between the medians of both runs."""
+    slow, cured = (
+        analyze(RECORDED / f"{name}.{kind}", Options(config={})) for kind in ("slow", "cured")
+    )
+    assert slow.step is not None and cured.step is not None
+    found = next(f.impact for f in slow.findings if f.rule == CASES[name])
+    assert found is not None and found.low_ns is not None and found.high_ns is not None
+    assert found.low_ns <= slow.step.ns - cured.step.ns <= found.high_ns
 
 
 def test_a_loop_that_sleeps_and_evaluates_is_first_told_so() -> None:

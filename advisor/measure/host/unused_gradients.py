@@ -49,6 +49,8 @@ class RecordedGradients(NamedTuple):
     """… and the size of their gradients."""
     modules: tuple[str, ...]
     """Modules with most of them."""
+    models: tuple[str, ...]
+    """Classes of the models that hold them, if nothing of these models is trained; else empty."""
     parameters: tuple[tuple[Shape, bool], ...]
     """Shape of each parameter, in the order of the model, and whether it is unused."""
 
@@ -95,6 +97,7 @@ def _read(data: Any) -> RecordedGradients | None:
     data = data if isinstance(data, dict) else {}
     counts = [int(data[name]) for name in ("unused", "total", "bytes") if _is_count(data.get(name))]
     names, shapes, order = (data.get(name) for name in ("modules", "shapes", "order"))
+    models = data.get("models")
     if not isinstance(names, list) or not isinstance(shapes, list) or not isinstance(order, list):
         return None
     if len(counts) != 3:
@@ -105,8 +108,11 @@ def _read(data: Any) -> RecordedGradients | None:
         for n in order[:MAX_PARAMETERS]
         if type(n) is int and 0 < abs(n) <= len(sizes)
     )
-    modules = tuple(name for name in names if isinstance(name, str))
-    return RecordedGradients(counts[0], counts[1], counts[2], modules, parameters)
+    modules, classes = (
+        tuple(name for name in each if isinstance(name, str))
+        for each in (names, models if isinstance(models, list) else [])
+    )
+    return RecordedGradients(counts[0], counts[1], counts[2], modules, classes, parameters)
 
 
 def _is_count(value: Any) -> bool:

@@ -1,0 +1,224 @@
+"""Each training step computes on all that earlier steps collected."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.intervals import union
+from advisor.core.rule import Factor, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.steps.steps import step_of_call
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
+from advisor.rules.support.common import (
+    Rows,
+    amount_per_step,
+    costliest_places,
+    impact_per_step,
+    of_step,
+    outermost_in_steps,
+    scale_edit,
+    work_launched_in,
+)
+from advisor.rules.support.kernel_work import exact_pattern
+from advisor.testing import Examples, TraceBuilder
+
+
+class GrowingInputs(Rule):
+    """The training loop computes a metric, a mean or a distance on everything that it has collected
+    so far, in each step. The n-th step works on n batches, so steps take longer and longer, and
+    the run's time grows with the square of its length.
+
+    The recorded shapes show it. The same call of an operator has more values in each step than in
+    the one before, always by about the same number. Passes of inference are left
+    out: a cache of keys and values grows so by design.
+
+    The gain is the time of these operators in the window. In a recorded run on a CPU it is that of
+    the run's steps, whose inputs are as much larger as they come later.
+    """
+
+    id = "growing-inputs"
+    title = "Each step computes on all that earlier steps collected"
+    training_only = True
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/growing_metric.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = ("recorded/growing_metric.cured", *CURED_RECORDINGS)
+    validation_note = "a CPU recording, torch 2.13, and its cure"
+    references = (
+        "https://lightning.ai/docs/torchmetrics/stable/pages/overview.html",
+        "https://lightning.ai/docs/torchmetrics/stable/classification/auroc.html",
+    )
+
+    min_steps = Threshold(3, "steps in a row, each with more values than the one before", CHOSEN)
+    max_uneven = Threshold(1.05, "times the smallest growth from step to step", CHOSEN)
+    min_share = Threshold(0.05, "of the step in these operators", XPROF)
+    best_factor = Factor(1.2, "times that time at best: larger inputs miss the caches", CHOSEN)
+    worst_factor = Factor(0.2, "of the time remains at most: the step's own part", CHOSEN)
+
+    fix = (
+        "Let each step add to the metric only, and compute it when it is needed: at the end of the "
+        "epoch, or every few hundred steps. Or keep sums, counts or bins in place of all values."
+    )
+    code = (
+        "metric.update(scores.detach(), labels)      # in each step\n"
+        "if (step + 1) % 500 == 0:\n"
+        '    log("auroc", metric.compute())          # not in each step\n'
+        "# torchmetrics with bins, whose cost does not grow:\n"
+        "# BinaryAUROC(thresholds=200)\n"
+        "# a mean: total += loss.detach(); mean = total / (step + 1)"
+    )
+    verify = "Record a longer run: late steps take as long as early ones."
+    falsified_by = "late steps of a longer run that take as long as early ones"
+    assumptions = ("the loop does not need the result in each step",)
+    confidence = 0.85
+
+    def check(self, a: Analysis) -> Outcomes:
+        if not a.span_ns or a.trace.inputs.is_empty() or a.steps.used.height < self.min_steps:
+            return
+        calls = _calls_by_place(a)
+        found = [each for each in calls if self._grows(each.values)]
+        if not found:
+            return
+        rows = np.sort(np.concatenate([each.rows for each in found]))
+        ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
+        on_gpu = a.device_id is not None
+        ns = work_launched_in(a, union(ts, ts + dur)) if on_gpu else int(dur.sum())
+        if ns < self.min_share * a.span_ns:
+            return
+        costliest = max(found, key=lambda each: each.ns)
+        values = costliest.values
+        yield Finding(
+            summary=(
+                f"{costliest.name} works on {values[0]:,} values in the first recorded step and "
+                f"on {values[-1]:,} in the last, about {np.diff(values).mean():,.0f} more in each. "
+                f"{t.count_noun(len(found), 'such call')} of a step: {of_step(a, ns)}."
+            ),
+            evidence=[
+                self.compare("steps in a row with more values", len(values), "min_steps", "count"),
+                amount_per_step(a, "operators on more and more values", len(rows), "count"),
+                amount_per_step(a, "time in them", ns),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+            ],
+            where=costliest_places(a, rows, dur.astype(int), top=1),
+            **self._effect(a, rows, ns, costliest),
+        )
+
+    def _grows(self, values: list[int]) -> bool:
+        more = np.diff(values)
+        return bool(len(more) and more.min() > 0 and more.max() <= self.max_uneven * more.min())
+
+    def _effect(self, a: Analysis, rows: Rows, ns: int, costliest: _Calls) -> dict[str, Any]:
+        """Scale the operators of these names that mostly grow; others among them keep their time.
+        Of a run on a CPU: their time in its steps, in proportion to what was collected by then."""
+        on_gpu = a.device_id is not None
+        if a.recorded is not None and not on_gpu:
+            inside = a.recorded.kept_by_window(a.trace.meta.window)
+            steps, window = (np.flatnonzero(each) for each in (a.recorded.used, inside))
+            if len(steps) and len(window):
+                values = costliest.values
+                growth = (values[-1] - values[0]) / (len(values) - 1)
+                seen = sum(values) / len(values) / growth
+                later = 1 + max(0.0, float(steps.mean() - window.mean())) / seen
+                time = later * ns / a.step_count
+                impact = impact_per_step(
+                    a,
+                    time,
+                    low=(1 - self.worst_factor) * ns / a.step_count,
+                    high=self.best_factor * time,
+                    method="time of these operators, as it grows from step to step",
+                )
+                return {"impact": impact}
+        ops = outermost_in_steps(a).with_columns(grows=pl.col("row").is_in(rows))
+        names = ops.group_by("name").agg(
+            pl.col("ns").sum(), own=(pl.col("ns") * pl.col("grows")).sum()
+        )
+        names = names.filter(2 * pl.col("own") >= pl.col("ns"))
+        pattern = exact_pattern(names["name"].sort())
+        share = float(names["own"].sum() / max(names["ns"].sum(), 1))
+        select = (
+            Select(on="gpu", under=pattern)
+            if on_gpu
+            else Select(on="host", kind=("op",), name=pattern)
+        )
+        edit = scale_edit(select, 1 - share, 1 - share, 1 - share * (1 - self.worst_factor))
+        return {"edits": [edit]}
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "a metric on all scores": _training(),
+            "on a CPU": _training(gpu=None),
+            "in a recorded run": _training(gpu=None, recorded=True),
+            "sizes that vary": (_training(sizes=(9000, 9700, 9200, 9900)), "not found"),
+            "always as much": (_training(sizes=(9000,) * 4), "not found"),
+            "two steps": (_training(sizes=(9000, 10000)), "min_steps"),
+            "hardly any time": (_training(us=4), "min_share"),
+        }
+
+
+class _Calls(NamedTuple):
+    """The same call of each step."""
+
+    name: str
+    rows: Rows
+    values: list[int]
+    """Number of values of its inputs."""
+    ns: int
+
+
+def _calls_by_place(a: Analysis) -> list[_Calls]:
+    """List calls that each used step has: the n-th call of an operator, where all steps have as
+    many of it."""
+    ops = outermost_in_steps(a).filter(pl.col("inputs").is_not_null()).sort("ts")
+    ops = ops.with_columns(step=step_of_call(a.steps, ops["ts"].to_numpy())).drop_nulls("step")
+    steps_of = {index: n for n, index in enumerate(a.steps.used["index"].sort())}
+    sizes = {index: _values(inputs_at(a, index)) for index in ops["inputs"].unique()}
+    of_name: dict[str, list[list[tuple[int, int, int]]]] = defaultdict(
+        lambda: [[] for _ in steps_of]
+    )
+    for row, name, ns, index, step in ops.select("row", "name", "ns", "inputs", "step").iter_rows():
+        of_name[name][steps_of[step]].append((row, ns, sizes[index]))
+    result = []
+    for name, steps in of_name.items():
+        if len({len(calls) for calls in steps}) != 1:
+            continue
+        for calls in zip(*steps, strict=True):
+            rows = np.array([row for row, _, _ in calls], dtype=np.int64)
+            values = [size for _, _, size in calls]
+            result.append(_Calls(name, rows, values, sum(ns for _, ns, _ in calls)))
+    return result
+
+
+def _values(inputs: OpInputs) -> int:
+    lists = [shape for at in range(len(inputs)) for shape in inputs.shapes(at)]
+    return sum(prod(shape) for shape in [*(each.shape for each in inputs.tensors), *lists])
+
+
+def _training(
+    *,
+    gpu: str | None = "A100",
+    us: float = 800,
+    sizes: tuple[int, ...] = (9000, 10000, 11000, 12000),
+    recorded: bool = False,
+) -> TraceBuilder:
+    b = TraceBuilder(gpu=gpu)
+
+    def work(name: str, shapes: list[list[int]], kernel: str, time: float) -> None:
+        with b.op(name, shapes, host_us=20 if gpu else time):
+            if gpu:
+                b.launch(kernel, time)
+
+    for _, size in zip(b.steps(len(sizes)), sizes, strict=False):
+        work("aten::linear", [[512, 512], [512, 512]], "ampere_sgemm_128x64_nn", 2000)
+        work("autograd::engine::evaluate_function: AddmmBackward0", [], "ampere_sgemm", 2000)
+        work("aten::sort", [[size]], "DeviceRadixSortOnesweepKernel", us)
+    for n in range(60 if recorded else 0):
+        b.record_of_run().step(4 + n / 10, window=0 if 8 <= n < 12 else None)
+    return b

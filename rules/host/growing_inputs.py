@@ -38,8 +38,8 @@ class GrowingInputs(Rule):
     the run's time grows with the square of its length.
 
     The recorded shapes show it. The same call of an operator has more values in each step than in
-    the one before, always by about the same number. Passes of inference are left
-    out: a cache of keys and values grows so by design.
+    the one before, always by about the same number. Passes of inference are left out: a cache of
+    keys and values grows so by design.
 
     The gain is the time of these operators in the window. In a recorded run on a CPU it is that of
     the run's steps, whose inputs are as much larger as they come later.
@@ -63,8 +63,8 @@ class GrowingInputs(Rule):
     worst_factor = Factor(0.2, "of the time remains at most: the step's own part", CHOSEN)
 
     fix = (
-        "Let each step add to the metric only, and compute it when it is needed: at the end of the "
-        "epoch, or every few hundred steps. Or keep sums, counts or bins in place of all values."
+        "Let each step only add to the metric, and compute it at the end, or every few hundred "
+        "steps. Or keep sums, counts or bins in place of all values."
     )
     code = (
         "metric.update(scores.detach(), labels)      # in each step\n"

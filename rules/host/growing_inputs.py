@@ -26,6 +26,7 @@ from advisor.rules.support.common import (
     of_step,
     outermost_in_steps,
     scale_edit,
+    sum_column,
     work_launched_in,
 )
 from advisor.rules.support.kernel_work import exact_pattern
@@ -141,7 +142,7 @@ class GrowingInputs(Rule):
         )
         names = names.filter(2 * pl.col("own") >= pl.col("ns"))
         pattern = exact_pattern(names["name"].sort())
-        share = float(names["own"].sum() / max(names["ns"].sum(), 1))
+        share = sum_column(names["own"]) / max(sum_column(names["ns"]), 1)
         select = (
             Select(on="gpu", under=pattern)
             if on_gpu

@@ -73,9 +73,9 @@ def grid_rows(
             row[column.field] = value
             if callable(column.number):
                 text = column.number(value)
-                row[f"{column.field}_text"] = "–" if text == t.NOT_MEASURED else text
+                row[f"{column.field}_text"] = t.EMPTY_CELL if text == t.NOT_MEASURED else text
             else:
-                row[column.field] = "–" if value is None else clean(value)
+                row[column.field] = t.EMPTY_CELL if value is None else clean(value)
         rows.append(row)
     for column in columns:
         if column.names:

@@ -335,9 +335,8 @@ def explain_unrelated(run: Run) -> list[str]:
         return why
     names = sorted({name for trace in traces if (name := _model(trace))})
     if len(names) > 1:
-        shown = [labels.shorten(labels.clean(name), 40) for name in names[:4]]
-        more = [f"{len(names) - 4} more"] if len(names) > 4 else []
-        why.append(f"they ran on {' and '.join([*shown, *more])}")
+        shown = [labels.shorten(labels.clean(name), 40) for name in names]
+        why.append(f"they ran on {t.list_names(shown, 4)}")
     firsts = [run.window(number).meta for number in run.ranks]
     if (
         len(firsts) > 1

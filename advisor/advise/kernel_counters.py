@@ -169,7 +169,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         text += f". {left_out} more {'is' if left_out == 1 else 'are'} of the runtime"
     if checks:
         short = label_kernels(view.short for view in report.kernel_counters)
-        names = " and ".join(dict.fromkeys(short[view.short] for view in checks))
+        names = t.list_names(dict.fromkeys(short[view.short] for view in checks))
         text += f". {names}, a reference for results, is left out"
     text += f". {_longest(views)}"
     keys = {labels.clean(kernel_key(view.name)) for view in views}

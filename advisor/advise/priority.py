@@ -168,7 +168,7 @@ def _counts_in_run(finding: Finding) -> bool:
     impact = finding.impact
     if impact is None or impact.currency != "run_time" or not impact.gain_ns:
         return False
-    return _share(finding) * (impact.low_ns or 0) / impact.gain_ns >= WARNING_SHARE
+    return finding.share_of_step * (impact.low_ns or 0) / impact.gain_ns >= WARNING_SHARE
 
 
 def _with_unknown(ordered: list[Finding], others: list[Finding]) -> list[Finding]:
@@ -177,19 +177,15 @@ def _with_unknown(ordered: list[Finding], others: list[Finding]) -> list[Finding
     if not others:
         return ordered
     placed = [f for f in ordered if f.priority is not None]
-    for finding in sorted(others, key=_share):
-        share = _share(finding) or WARNING_SHARE
+    for finding in sorted(others, key=lambda each: each.share_of_step):
+        share = finding.share_of_step or WARNING_SHARE
         index = next(
-            (n for n, other in enumerate(placed) if _share(other) < share or is_vague(other)),
+            (n for n, other in enumerate(placed) if other.share_of_step < share or is_vague(other)),
             len(placed),
         )
         placed.insert(index, finding)
     ranked = [replace(finding, priority=place) for place, finding in enumerate(placed, 1)]
     return ranked + [f for f in ordered if f.priority is None]
-
-
-def _share(finding: Finding) -> float:
-    return (finding.impact.share or 0.0) if finding.impact is not None else 0.0
 
 
 def _order(
@@ -357,13 +353,13 @@ def _share_seen(finding: Finding, chosen: Sequence[Finding]) -> float:
     of the host that they save elsewhere is other time; where it is unknown, it is the same."""
     here = {place.function for place in finding.where}
     saved = sum(
-        _share(other) * (other.marginal_gain_ns or 0) / _own_gain(other)
+        other.share_of_step * (other.marginal_gain_ns or 0) / _own_gain(other)
         for other in chosen
         if _own_gain(other)
         and not (other.edits and all(edit.select.on == "gpu" for edit in other.edits))
         and not any(place.file and place.function not in here for place in other.where[:1])
     )
-    return min(1.0, saved / _share(finding)) if _share(finding) else 0.0
+    return min(1.0, saved / finding.share_of_step) if finding.share_of_step else 0.0
 
 
 def _with_range(

@@ -15,7 +15,7 @@ from advisor.core import labels
 from advisor.core.finding import Finding, SkippedCheck
 from advisor.core.report import Report
 from advisor.core.rule import Program, Rule
-from advisor.core.trace import CUDA, JAX, KINETO, PYTORCH, TENSORFLOW, TraceMeta
+from advisor.core.trace import CUDA, JAX, PYTORCH, TENSORFLOW, TraceMeta
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.inference.annotations import FORWARD, TRANSFORMERS
@@ -28,11 +28,6 @@ OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
 """Frameworks whose programs get no advice about PyTorch."""
 
 
-def is_foreign(meta: TraceMeta) -> bool:
-    """Tell whether the program is not known to use PyTorch."""
-    return meta.framework != PYTORCH and (meta.framework is not None or meta.format != KINETO)
-
-
 def for_program(rule: Rule, a: Analysis) -> Rule:
     """Return the rule with the words that fit the program."""
     meta = a.trace.meta
@@ -41,13 +36,15 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
     marks = () if a.passes is None else a.passes.marks
     if engine == TRANSFORMERS and all(mark.phase == FORWARD for mark in marks):
         engine = None  # its switches are those of generate(): an encoder has no cache
-    return rule.for_program(Program(meta.framework, meta.vendor, is_foreign(meta), trains, engine))
+    return rule.for_program(
+        Program(meta.framework, meta.vendor, not meta.is_pytorch, trains, engine)
+    )
 
 
 def has_advice_for(rule: Rule, meta: TraceMeta) -> bool:
     """Tell whether a rule's advice is useful for such a program."""
     known = rule.advice_for(meta.framework) is not None
-    return not is_foreign(meta) or not rule.bundled or rule.reads_record or known
+    return meta.is_pytorch or not rule.bundled or rule.reads_record or known
 
 
 def is_of_use(rule: Rule, a: Analysis) -> bool:

@@ -185,7 +185,7 @@ def _outside(a: Analysis) -> str:
     """Name the time of the recording before and after what is analysed; empty if it is little."""
     start, end = recorded_extent(a.trace)
     before, after = int(a.spans.start.min()) - start, end - int(a.spans.end.max())
-    return " and ".join(
+    return t.list_names(
         f"{t.format_duration(ns)} {word}"
         for ns, word in ((before, "before"), (after, "after"))
         if ns > MIN_LEFT_OUT_SHARE * (end - start)
@@ -208,6 +208,10 @@ def _no_operators(trace: Trace) -> str:
             "them."
         )
     return f"No calls in the trace, only ranges. {record_with(ACTIVITIES, trace.meta)}"
+
+
+LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
+"""Arguments of the profiler's schedule that leave start-up out."""
 
 
 def schedule_of(meta: TraceMeta, before: str, arguments: str, after: str = "") -> str:
@@ -411,7 +415,7 @@ def _start_up(a: Analysis) -> list[str]:
         f"{labels.shorten(labels.clean(name), 50)} alone takes {t.format_duration(took)} "
         f"({t.format_share(took / a.span_ns)} of what is analysed): this is start-up, which later "
         "steps do not have. Record after a "
-        f"few steps{schedule_of(a.trace.meta, ': ', 'skip_first=10, wait=1, warmup=3, active=5')}."
+        f"few steps{schedule_of(a.trace.meta, ': ', LATER_STEPS)}."
     ]
 
 

@@ -233,8 +233,6 @@ RANK_HEAD: Final = [
 ]
 OF_DEVICE: Final = ("GPU busy", "idle")
 """Columns that a job without devices does not have."""
-EMPTY_CELL: Final = "–"
-"""Text of a cell that was not measured."""
 
 
 def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
@@ -264,5 +262,5 @@ def _rank_cells(line: RankLine) -> list[str]:
         t.format_share(line.last_share),
         t.format_duration(line.caused_wait_ns),
     ]
-    number = EMPTY_CELL if line.rank < 0 else str(line.rank)
-    return [number, *(EMPTY_CELL if cell == t.NOT_MEASURED else cell for cell in cells)]
+    number = t.EMPTY_CELL if line.rank < 0 else str(line.rank)
+    return [number, *(t.EMPTY_CELL if cell == t.NOT_MEASURED else cell for cell in cells)]

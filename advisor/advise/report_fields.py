@@ -17,7 +17,7 @@ from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
 from advisor.core.intervals import covered_length, union
 from advisor.core.prices import HOUR_NS, Cost, EnergyUse, FixCost, Prices, RankEnergy
-from advisor.core.ranks import RankLine, Ranks, format_ranks
+from advisor.core.ranks import FEW_RANKS, RankLine, Ranks, format_ranks
 from advisor.core.report import (
     Family,
     HostShare,
@@ -417,10 +417,6 @@ def _took(run: Run, report: Report) -> float | None:
     if recorded is None or not len(recorded.ts):
         return None
     return float((recorded.ts + recorded.dur).max() - recorded.ts.min())
-
-
-FEW_RANKS = 16
-"""Number of ranks up to which they are named one by one."""
 
 
 def build_ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:

@@ -162,7 +162,8 @@ def _steps(report: Report) -> list[str]:
             parts.append("they vary; figures are means")
     parts += compare_window_with_run(report)
     if scope_.outliers:
-        parts.append(f"outliers set aside: {join_names(scope_.outliers)}")
+        shown = (labels.shorten(labels.clean(item), 30) for item in scope_.outliers)
+        parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
     if scope_.behind_ns > scope_.step_ns:
         parts.append(f"the GPU runs {t.format_duration(scope_.behind_ns)} behind the host's marks")
     return parts
@@ -366,7 +367,7 @@ def describe_energy(report: Report) -> list[str]:
         return []
     ranks = use.ranks
     methods = {"counter": "the driver's counter", "power": "sampled power"}
-    how = " and ".join(methods[name] for name in dict.fromkeys(item.method for item in ranks))
+    how = t.list_names(methods[name] for name in dict.fromkeys(item.method for item in ranks))
     if use.joules is None or use.watts is None:
         shown = ", ".join(
             f"rank {item.rank} {t.format_value(item.joules, 'J')}" for item in ranks[:4]
@@ -458,12 +459,6 @@ def memory_peak(report: Report) -> str:
     if peak is None or capacity is None:
         return t.format_bytes(peak)
     return f"{t.format_bytes(peak)} of {t.format_bytes(capacity)}"
-
-
-def join_names(items: list[str], limit: int = 4) -> str:
-    """Join names, the last ones as a number: ``a, b, c and 12 more``."""
-    shown = ", ".join(labels.shorten(labels.clean(item), 30) for item in items[:limit])
-    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
 def ranked_findings(report: Report) -> list[Finding]:

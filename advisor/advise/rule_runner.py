@@ -17,7 +17,6 @@ from advisor.advise.impact import estimate_impact, note_rank_counts, weigh_confi
 from advisor.advise.program_wording import (
     for_program,
     how_to_record,
-    is_foreign,
     is_of_use,
     skip_foreign_rules,
     without_compilation,
@@ -191,7 +190,7 @@ def _not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
             )
         ]
     missing = [rule.id for rule in rules if rule.reads_record]
-    if a.record is not None or not missing or is_foreign(a.trace.meta):
+    if a.record is not None or not missing or not a.trace.meta.is_pytorch:
         return []
     return [
         SkippedCheck(

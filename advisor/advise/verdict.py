@@ -12,6 +12,7 @@ from advisor.advise.auxiliary_report import flight_verdict, source_verdict
 from advisor.advise.priority import is_vague
 from advisor.advise.program_wording import ACTIVITIES, how_to_record, record_gpu_work, record_with
 from advisor.advise.recording_limits import (
+    LATER_STEPS,
     count_events,
     count_launches,
     describe_unseen_end,
@@ -61,8 +62,6 @@ MOSTLY_ONE_OFF_SHARE = 0.5
 """Share of the analysed time from which a report without findings begins with one-off costs."""
 MIN_IDLE_SHARE = 0.2
 """Share of the step from which a second cause of idle time is named."""
-LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
-"""Arguments of the profiler's schedule that leave start-up out."""
 MOST_OF_STEP = 0.5
 """Share of the step from which one operator's device work is named though no rule has a fix."""
 MIN_STEPS = 3
@@ -325,7 +324,7 @@ def _nothing_on_host(report: Report, a: Analysis, of_step: str, rules: Sequence[
         text += f"{above}."
     if report.recorded is not None and report.recorded.phases:
         phases = report.recorded.phases[:2]
-        shown = " and ".join(f"{_name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
+        shown = t.list_names(f"{_name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
         of_run = " of the run's steps" * (report.scope.step_source != "record")
         text += f" Longest phases{of_run}: {shown}."
     line = None if a.recorded is None else hottest_in_modules(a.recorded.stacks)
@@ -420,7 +419,7 @@ def _unexplained(report: Report, a: Analysis) -> str:
         waits = sum(part.share for part in report.idle if part.cause == "dispatch")
         long = _longest_operators(a) if waits >= max(gain, MIN_IDLE_SHARE) else ""
         return f" {long}" * bool(long)
-    causes = " and ".join(
+    causes = t.list_names(
         f"{t.format_share(part.share)} for {_ON_CPU[part.cause]}{_sampled(part)}"
         for part in on_cpu
         if part.share >= MIN_ON_CPU_SHARE
@@ -606,11 +605,10 @@ def _phases_behind(report: Report) -> str:
     total = sum(waits.values()) / report.scope.steps_used
     if total < HIDDEN_SHARE * report.step_ns:
         return ""
-    names = " and ".join(labels.shorten(labels.clean(name), 30) for name in list(waits)[:2])
-    more = f" and {len(waits) - 2} more" if len(waits) > 2 else ""
+    names = t.list_names((labels.shorten(labels.clean(name), 30) for name in waits), 2)
     share = t.format_share(total / report.step_ns)
     return (
-        f"CUDA graphs or torch.compile may in {names}{more}: there the GPU waits for the host, "
+        f"CUDA graphs or torch.compile may in {names}: there the GPU waits for the host, "
         f"{t.format_duration(total)} {t.format_per(report.per)} ({share})"
     )
 

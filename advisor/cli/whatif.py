@@ -184,6 +184,7 @@ def _nothing(
 ) -> str:
     """Explain why an edit selects nothing, and list names that it could select instead."""
     from advisor.core.labels import clean, kernel_label
+    from advisor.core.text import list_names
     from advisor.measure import Analysis
     from advisor.replay.selection import find_near_matches
 
@@ -194,8 +195,6 @@ def _nothing(
     said = f"edit {clean(line.strip())!r} selects nothing in these steps"
     if not there.names:
         return f"{said}: there are no {there.kind}"
-    shown = [kernel_label(name, LONGEST_NAME) for name in there.names[:MAX_NAMES]]
-    more = len(there.names) - len(shown)
+    shown = list_names((kernel_label(name, LONGEST_NAME) for name in there.names), MAX_NAMES)
     order = "nearest first" if there.unmatched else "most time first"
-    rest = f" and {more:,} more" if more else ""
-    return f"{said}; {there.kind} here, {order}: {', '.join(shown)}{rest}"
+    return f"{said}; {there.kind} here, {order}: {shown}"

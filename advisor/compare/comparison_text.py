@@ -343,7 +343,7 @@ def _label(amount: Amount, framework: str | None) -> str:
 
 
 def _value(value: float | None, unit: str) -> str:
-    return "–" if value is None else t.format_value(value, unit)
+    return t.EMPTY_CELL if value is None else t.format_value(value, unit)
 
 
 def _change(amount: Amount) -> str:
@@ -409,7 +409,7 @@ def describe_realised_gain(c: Comparison) -> list[str]:
         return []
     bound = "up to " if r.method != "replay" else ""
     titles = {item.rule: item.title for item in c.findings}
-    fixed = " and ".join(f"'{titles.get(rule, rule)}'" for rule in r.rules)
+    fixed = t.list_names(f"'{titles.get(rule, rule)}'" for rule in r.rules)
     text = (
         f"Fixing {fixed} was predicted to save "
         f"{bound}{t.format_duration(r.predicted_ns)}{per_suffix(c)}"
@@ -464,7 +464,7 @@ def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list
 
 
 def _work_side(ns: float, count: float) -> str:
-    return f"{t.format_duration(ns)} / {t.format_count(count)}×" if count else "–"
+    return f"{t.format_duration(ns)} / {t.format_count(count)}×" if count else t.EMPTY_CELL
 
 
 def work_name(item: ComparedWork) -> str:

@@ -154,7 +154,7 @@ def _why_not(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str:
     sources = [{steps.source for steps in report.step_durations} for report in reports]
     if all(sources) and not sources[0] & sources[1]:
         return "profiled steps on one side, unprofiled ones on the other; record both the same way"
-    counts = " and ".join(str(min((len(r.durations_ns) for r in s), default=0)) for s in sides)
+    counts = t.list_names(str(min((len(r.durations_ns) for r in s), default=0)) for s in sides)
     return f"{counts} steps are too few to know their spread; record at least {MIN_STEPS}"
 
 
@@ -188,7 +188,7 @@ def _notes(
     if all(len(runs) == 1 for runs in sides):
         result.append("One run each: another run of the same program may differ by more.")
     else:
-        counts = " and ".join(t.count_noun(len(runs), "run") for runs in sides)
+        counts = t.list_names(t.count_noun(len(runs), "run") for runs in sides)
         result.append(f"{counts}: the interval holds how far runs of one program differ.")
     return result
 

@@ -346,6 +346,11 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Rank on which it was found."""
 
     @property
+    def share_of_step(self) -> float:
+        """Share of the step that the fix gains; 0: unknown."""
+        return (self.impact.share or 0.0) if self.impact is not None else 0.0
+
+    @property
     def shown_time(self) -> Evidence | None:
         """Time that the finding is about, from its evidence; ``None``: the evidence has none."""
         timed = (e for e in self.evidence if e.unit == "ns" and e.per is not None and e.value)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct, field
+
+FEW_RANKS: Final = 16
+"""Number of ranks up to which they are shown one by one."""
 
 
 class RankLine(Struct, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from advisor.core.rule import Evidence, Per
 
 
+EMPTY_CELL: Final = "–"
+"""What a cell of a table without a value shows."""
 NOT_MEASURED: Final = "not measured"
 
 CLASS_LABELS: Final = {
@@ -371,6 +373,14 @@ def format_gain_range(finding: Finding) -> str | None:
     return format_range(impact.low_ns, high)
 
 
+def list_names(names: Iterable[str], limit: int = 0) -> str:
+    """Join names: ``a, b and c``; the first ``limit`` of more: ``a, b and 12 more``."""
+    items = list(names)
+    if 0 < limit < len(items):
+        items[limit:] = [f"{len(items) - limit:,} more"]
+    return " and ".join(part for part in (", ".join(items[:-1]), *items[-1:]) if part)
+
+
 def describe_crashes(result: Sequence[Crash]) -> str:
     """Return a sentence on the ranks that an exception ended; empty: there is none."""
     if not result:
@@ -380,9 +390,9 @@ def describe_crashes(result: Sequence[Crash]) -> str:
     message = f": {shorten(clean(first.message), 160).rstrip('. ')}" if first.message else ""
     others = ""
     if len(result) > 1:
-        then = [f"{crash.rank} ({clean(crash.exception)})" for crash in result[1:5]]
-        more = f" and {len(result) - 5} more" if len(result) > 5 else ""
-        others = f" Then rank{'s' if len(result) > 2 else ''} {', '.join(then)}{more} ended too."
+        names = [f"{crash.rank} ({clean(crash.exception)})" for crash in result[1:]]
+        ranks = "ranks" if len(names) > 1 else "rank"
+        others = f" Then {ranks} {list_names(names, 4)} ended too."
     return f"Rank {first.rank} ended{steps} with {clean(first.exception)}{message}.{others}"
 
 

@@ -273,6 +273,11 @@ class TraceMeta:
     """Recording that names the work of replayed graphs; ``None``: there is none."""
 
     @property
+    def is_pytorch(self) -> bool:
+        """Whether the program is written with PyTorch, as far as the trace shows."""
+        return self.framework == PYTORCH or (self.framework is None and self.format == KINETO)
+
+    @property
     def step_names(self) -> str:
         """Regular expression of the ranges that mark steps: ``ProfilerStep#<n>`` of PyTorch, ``step
         #<n>`` of others (``step_marks``; older exports of advisor have PyTorch's there)."""

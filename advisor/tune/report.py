@@ -165,7 +165,7 @@ def write_headline(report: TrialReport) -> str:
                 "This is another training: check what it does to the schedule."
             )
         return f"{how}No gain is shown in {t.count_noun(count, 'trial')}."
-    names = " and ".join(map(str, both.knob_settings))
+    names = t.list_names(map(str, both.knob_settings))
     gain = f"-{t.format_share(both.gain)}, {format_interval(both.gain_low, both.gain_high)}"
     return (
         f"{how}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(both.step_ns)} "
@@ -206,4 +206,4 @@ def describe_losses(report: TrialReport) -> str:
 
 def describe_prediction(trial: Trial) -> str:
     """Describe whether the measured gain is within the predicted range."""
-    return {True: "in range", False: "outside", None: "–"}[trial.inside]
+    return {True: "in range", False: "outside", None: t.EMPTY_CELL}[trial.inside]

@@ -178,7 +178,7 @@ MARKS_OF = {
 def _change(line: ComparedFigure) -> Any:
     """Show a difference: an arrow for its direction, its sign, and a word for what that means."""
     if not line.change:
-        return element("Span", "–", cls="dim")
+        return element("Span", t.EMPTY_CELL, cls="dim")
     arrow = "▲" if line.change.startswith("+") else "▼"
     look, word = MARKS_OF.get(line.verdict, ("dim", ""))
     return element(

@@ -158,7 +158,7 @@ def _lines(view: PageView) -> Any:
 
 
 def _dash(text: str) -> str:
-    return "–" if text == t.NOT_MEASURED else text
+    return t.EMPTY_CELL if text == t.NOT_MEASURED else text
 
 
 def _map(view: PageView, what: str) -> Any:
@@ -254,7 +254,7 @@ SKEW = (
 
 
 def _last(rank: int | None, count: int) -> str:
-    return "–" if rank is None else f"rank {rank}, {t.format_count(count)}×"
+    return t.EMPTY_CELL if rank is None else f"rank {rank}, {t.format_count(count)}×"
 
 
 def _skew(view: PageView) -> Any:
@@ -317,11 +317,11 @@ def _collectives(view: PageView) -> Any:
 
     def bandwidth(row: dict[str, Any]) -> str:
         speed = row["bus_gbps"]
-        return "–" if speed is None else f"{t.format_number(speed)} GB/s"
+        return t.EMPTY_CELL if speed is None else f"{t.format_number(speed)} GB/s"
 
     def of_peak(row: dict[str, Any]) -> str:
         speed = row["bus_gbps"]
-        return "–" if speed is None or peak is None else t.format_share(speed / peak)
+        return t.EMPTY_CELL if speed is None or peak is None else t.format_share(speed / peak)
 
     every = (
         MESSAGE,
@@ -333,7 +333,7 @@ def _collectives(view: PageView) -> Any:
         CollectiveColumn("Share of link peak", of_peak),
     )
     lines = list(shown.iter_rows(named=True))
-    columns = [each for each in every if any(each.cell(row) != "–" for row in lines)]
+    columns = [each for each in every if any(each.cell(row) != t.EMPTY_CELL for row in lines)]
     missing = ", ".join(each.title.lower() for each in every if each not in columns)
     link_note = (
         f"Link peak: {a.hardware.link.name}, {t.format_number(peak)} GB/s per direction."

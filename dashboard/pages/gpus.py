@@ -139,7 +139,10 @@ COLUMNS = (
     duration_column("low_ns", "At best", 96),
     duration_column("high_ns", "At worst", 96),
     Column(
-        "speedup", "Speedup", 90, number=lambda ratio: "–" if ratio is None else f"{ratio:.2f}×"
+        "speedup",
+        "Speedup",
+        90,
+        number=lambda ratio: t.EMPTY_CELL if ratio is None else f"{ratio:.2f}×",
     ),
     Column("runs", "Memory, or why it cannot run there", flex=2),
 )
@@ -167,7 +170,7 @@ def _cost_columns(prices: Prices) -> list[Column]:
     """Return columns of money: an hour, and a million steps with their range."""
 
     def write(amount: float | None) -> str:
-        return "–" if amount is None else format_money(amount, prices.currency)
+        return t.EMPTY_CELL if amount is None else format_money(amount, prices.currency)
 
     titles = {
         "price": "Per hour",

@@ -12,7 +12,7 @@ from advisor.advise import report_text as facts_of
 from advisor.advise.ranks import rank_charts
 from advisor.core import text as t
 from advisor.core.labels import clean, shorten
-from advisor.core.ranks import Ranks
+from advisor.core.ranks import FEW_RANKS, Ranks
 from advisor.core.report import Report
 from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
@@ -45,10 +45,6 @@ ROW = 18
 MAX_SHOWN = 100
 """Number of lines of a kind."""
 MAP, RANKS = "job-map", "job-ranks"
-
-
-MAX_BARS = 32
-"""Number of ranks that get a bar each; of more, how many take how long."""
 
 
 def has_content(view: PageView) -> bool:
@@ -210,8 +206,8 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
                     element("Div", clean(outlier.reason), cls="sub"),
                 ],
                 t.format_duration(outlier.waited_ns),
-                "–" if share is None else t.format_share(share),
-                rank_charts.describe_gain(outlier) or "–",
+                t.EMPTY_CELL if share is None else t.format_share(share),
+                rank_charts.describe_gain(outlier) or t.EMPTY_CELL,
                 rank_charts.format_significance(outlier.significance),
             ]
         )
@@ -227,7 +223,7 @@ def _steps(ranks: Ranks) -> Any:
     bins = rank_charts.build_histogram(ranks)
     if not bins:
         return None
-    if len(ranks.lines) <= MAX_BARS:
+    if len(ranks.lines) <= FEW_RANKS:
         title, header = "Step time of each rank", ("Rank", "", "Mean step")
         slowest = sorted(ranks.lines, key=lambda row: -row.step_ns)
         bars = [

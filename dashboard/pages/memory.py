@@ -7,7 +7,6 @@ from typing import Any
 
 import polars as pl
 
-from advisor.advise.program_wording import is_foreign
 from advisor.core import text as t
 from advisor.core.labels import clean
 from advisor.dashboard import memory_cards, page_view, plotly_figures, theme
@@ -43,7 +42,7 @@ def layout(**query: object) -> Any:
     view = page_view.view(**query)
     a = view.analysis
     known = _is_recorded(a)
-    ours = not is_foreign(a.trace.meta)
+    ours = a.trace.meta.is_pytorch
     whose = "PyTorch's allocator counts" if ours else "the allocators of the program count"
     lead = f"GPU memory as {whose} it." if known else ""
     title = head("Memory", lead, rank_choice(view, "/memory"))

@@ -135,13 +135,13 @@ def _role(problem: CollectiveProblem, rank: int) -> str:
 def _call(view: PageView, call: CollectiveCall | None, *, last: bool) -> list[Any]:
     """Write operation, shapes and line of a call; ``last``: it is the last one of its rank."""
     if call is None:
-        return ["not recorded", "–", "–"]
+        return ["not recorded", t.EMPTY_CELL, t.EMPTY_CELL]
     dtypes = "/".join(dict.fromkeys(map(labels.clean, call.dtypes)))
     shapes = " ".join(map(str, call.sizes[:3])) + ("…" if len(call.sizes) > 3 else "")
     name = f"{labels.clean(call.operation)} {call.sequence}"
     return [
         [element("Span", "last call: ", cls="dim"), name] if last else name,
-        f"{shapes} {dtypes}".strip() or "–",
+        f"{shapes} {dtypes}".strip() or t.EMPTY_CELL,
         _place(view, call),
     ]
 
@@ -191,7 +191,7 @@ def _counts(title: str, name: str, counts: Mapping[str, int]) -> Any:
     rows = [
         [
             labels.clean(kind),
-            next((text for part, text in KINDS.items() if part in kind), "–"),
+            next((text for part, text in KINDS.items() if part in kind), t.EMPTY_CELL),
             f"{count:,}",
         ]
         for kind, count in sorted(counts.items(), key=lambda item: -item[1])

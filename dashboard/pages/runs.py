@@ -22,7 +22,7 @@ from advisor.dashboard.loaded_runs import OpenedPath
 from advisor.dashboard.page_view import PageView
 
 HEAD = ("Run", "Started", "Commit", "Step", "Change", "Steps", "Ranks", "Verdict and program")
-OPTIONAL = {"Commit": "–", "Ranks": "1"}
+OPTIONAL = {"Commit": t.EMPTY_CELL, "Ranks": "1"}
 """Columns that are left out where every run has this."""
 NUMBERS, NAMES = ("Step", "Change", "Steps", "Ranks"), ("Run", "Verdict and program")
 OUTSIDE = "outside the profiler: the median, or the mean where steps vary"
@@ -68,7 +68,7 @@ def layout(**query: object) -> Any:
 def _columns(rows: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
     """Return the titles and rows without the columns that say nothing."""
     cells = list(zip(*rows, strict=True))
-    empty = {title: {OPTIONAL.get(title), "–"} for title in OPTIONAL}
+    empty = {title: {OPTIONAL.get(title), t.EMPTY_CELL} for title in OPTIONAL}
     kept = [
         i for i, title in enumerate(HEAD) if title not in empty or not {*cells[i]} <= empty[title]
     ]
@@ -132,7 +132,7 @@ def _findings(entries: list[OpenedPath]) -> Any:
 
 
 def _gain(ns: float | None) -> str:
-    return "–" if ns is None else t.format_duration(ns)
+    return t.EMPTY_CELL if ns is None else t.format_duration(ns)
 
 
 def _row(entries: list[OpenedPath], place: int) -> list[Any]:
@@ -149,15 +149,15 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
             "Span", "reading" if entry.state == "loading" else "not read yet", cls="dim"
         )
     if summary is None:
-        return [name, *["–"] * (len(HEAD) - 2), verdict]
+        return [name, *[t.EMPTY_CELL] * (len(HEAD) - 2), verdict]
     command = labels.shorten(labels.clean(summary.command), MAX_COMMAND)
-    started = "–"
+    started = t.EMPTY_CELL
     if 0 < summary.started_unix_ns < 4 << 60:
         started = f"{datetime.fromtimestamp(summary.started_unix_ns / 1e9):%Y-%m-%d %H:%M}"
     return [
         name,
         element("Span", started, cls="nowrap"),
-        labels.clean(summary.commit) or "–",
+        labels.clean(summary.commit) or t.EMPTY_CELL,
         t.format_duration(entry.step.reference_ns) if entry.step else _unmeasured(entry),
         _change(entry, entries[place + 1 :]),
         t.format_count(summary.steps),
@@ -176,9 +176,9 @@ def _change(entry: OpenedPath, older: list[OpenedPath]) -> str:
     its significance."""
     before = older[0] if older else None
     if before is None or not entry.step or not before.step:
-        return "–"
+        return t.EMPTY_CELL
     programs = [each.summary.program for each in (entry, before) if each.summary]
     if len(set(programs)) != 1:
-        return "–"
+        return t.EMPTY_CELL
     change = entry.step.reference_ns / before.step.reference_ns - 1
     return t.format_share_change(change)

@@ -27,6 +27,7 @@ from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, Timeline
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import CAUSES
 from advisor.measure.host.names import map_names, name_matches
+from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import frame_rank, parent_rows
 from advisor.measure.steps.steps import rename_step_mark
 from advisor.measure.steps.timeline import CLASSES, CODE
@@ -377,8 +378,6 @@ def _tell_what_is_missing(b: IndexBuilder, a: Analysis) -> None:
 
 OWN = 2
 """Value of ``frame_rank`` for the user's own code."""
-MODULE = "nn.Module: "
-"""Prefix of a module's call in the profiler: no line of a library, but a part of the model."""
 
 
 def library_frames(a: Analysis) -> NDArray[np.bool_]:

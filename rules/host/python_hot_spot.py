@@ -16,6 +16,7 @@ from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import python_gaps, python_hot_spots
 from advisor.measure.host.library_time import stacks_of_rows
+from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.sampled_code import COMPUTING, code_outside
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
@@ -30,7 +31,6 @@ from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     int_column,
-    list_names,
     of_step,
     per_step,
     row_numbers,
@@ -112,7 +112,7 @@ def _kind(a: Analysis, spot: dict[str, Any]) -> str:
     in_model = False
     while row is not None and not in_model:  # one stack
         name = str(a.trace.cpu["name"][row])
-        in_model = name.startswith(("nn.Module: ", "torch/nn/modules/module.py("))
+        in_model = name.startswith((MODULE, "torch/nn/modules/module.py("))
         row = parent[row]
     file = str(spot["file"] or "")
     if not in_model and (_INPUT.search(file) or _INPUT.search(_name(spot))):
@@ -262,8 +262,8 @@ class PythonHotSpot(Rule):
         kinds = [spot["kind"] for spot in spots]
         for kind in dict.fromkeys(kinds):
             own = [spot for spot, each in zip(spots, kinds, strict=True) if each == kind]
-            names = list_names(_names(own))
-            packages = list_names(sorted({library_of(spot["name"]) for spot in own}))
+            names = t.list_names(_names(own))
+            packages = t.list_names(sorted({library_of(spot["name"]) for spot in own}))
             values = {"names": names, "library": packages, "workers": "{workers}"}
             fix.append(self.case(kind, **values)["fix"])
         ahead = [spot["name"] for spot in spots if spot["kind"] == AHEAD]
@@ -283,7 +283,7 @@ class PythonHotSpot(Rule):
         names = _names(spots)
         if len(names) == 1:
             return f"The function {names[0]} leaves the GPU idle"
-        return f"The functions {list_names(names)} leave the GPU idle"
+        return f"The functions {t.list_names(names)} leave the GPU idle"
 
     @staticmethod
     def _summary(a: Analysis, spots: list[dict[str, Any]]) -> str:

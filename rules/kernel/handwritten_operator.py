@@ -22,7 +22,6 @@ from advisor.rules.support.citations import OURS, public_traces
 from advisor.rules.support.common import (
     amount_per_step,
     example_steps,
-    list_names,
     per_step,
     runs_code_of,
 )
@@ -276,7 +275,7 @@ class HandwrittenOperator(Rule):
         patterns = [PATTERNS[n] for n in by_pattern["pattern"]]
         share = float(table["dur"].sum()) / total
         *most, _ = patterns
-        names = list_names([pattern.name for pattern in patterns])
+        names = t.list_names([pattern.name for pattern in patterns])
         verb = "takes" if len(patterns) == 1 else "take"
         advice = [
             self.case(
@@ -287,7 +286,7 @@ class HandwrittenOperator(Rule):
             for one in patterns
         ]
         liger = _liger(a, patterns)
-        uses = f"Use {list_names([one.use for one in patterns])}."
+        uses = f"Use {t.list_names([one.use for one in patterns])}."
         if liger:
             uses = "Use Liger Kernel's operators or compile the model, which is transformers' own."
         yield Finding(

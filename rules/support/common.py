@@ -18,14 +18,16 @@ from advisor.core.finding import Edit, Impact, Instants, Location, Select
 from advisor.core.intervals import Floats, Intervals, covered_length
 from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
-from advisor.core.trace import KINETO, PYTORCH
 from advisor.measure import Analysis
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
+    climb_stack,
+    is_operator,
     nullable_rows,
     outermost_rows,
+    parent_rows,
     read_stacks,
     share_in,
 )
@@ -88,12 +90,6 @@ def of_each_step(a: Analysis) -> str:
     return "of each step" if a.per == "step" else t.format_of(a.per)
 
 
-def is_pytorch(a: Analysis) -> bool:
-    """Return whether the program is written with PyTorch, as far as the trace shows."""
-    meta = a.trace.meta
-    return meta.framework == PYTORCH or (meta.framework is None and meta.format == KINETO)
-
-
 def without_bf16(a: Analysis, advice: dict[str, Any]) -> dict[str, Any]:
     """Return advice with FP16 in place of BF16 where the GPU has no units for that, as a V100."""
     if a.hardware is None or a.hardware.peak("bf16") or not a.hardware.peak("fp16"):
@@ -125,11 +121,6 @@ def runs_code_of(a: Analysis, pattern: str) -> bool:
         return True
     stacks = [] if a.recorded is None else a.recorded.stacks
     return any(re.search(pattern, frame) for stack in stacks for frame in stack.frames)
-
-
-def list_names(names: list[str]) -> str:
-    """``a, b and c``."""
-    return f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
 
 
 def per_step(a: Analysis) -> str:
@@ -226,7 +217,7 @@ def costliest_places(
     cpu = a.trace.cpu
     hosts = host[known]
     frame = a.user_frame[hosts].astype(np.int64)
-    op = ops_around(a, hosts)
+    op = climb_stack(parent_rows(a.trace), is_operator(a.trace), hosts)
     op_of = dict(zip(known.tolist(), op.tolist(), strict=True))
     named = np.where(frame >= 0, frame, np.where(op >= 0, op, hosts))
     layers = layer_columns(a, hosts)
@@ -380,19 +371,6 @@ def select_copies(a: Analysis, gpu: pl.Series) -> Select:
     """Select single copies, given as rows of ``trace.gpu``, up to ``MAX_CORRELATIONS``."""
     ids = a.trace.gpu["correlation"].gather(gpu).drop_nulls().unique().sort()
     return Select(on="gpu", kind=("memcpy",), correlation=tuple(ids[:MAX_CORRELATIONS]))
-
-
-def ops_around(a: Analysis, host: Rows) -> Rows:
-    """The innermost op around each of the given rows of ``trace.cpu``, or the row itself when it
-    is an op; -1: none."""
-    is_op = np.append((a.trace.cpu["kind"] == "op").to_numpy(), True)  # the last entry: no row
-    parent = np.append(row_numbers(a.trace.cpu["parent"]), -1)
-    ops = host.copy()
-    while True:  # one round a level of nesting, over all rows at once
-        climbing = ~is_op[ops]
-        if not climbing.any():
-            return ops
-        ops[climbing] = parent[ops[climbing]]
 
 
 BUSY_PERCENT = 50

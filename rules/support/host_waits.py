@@ -19,7 +19,6 @@ from advisor.rules.support.common import (
     MAX_CORRELATIONS,
     costliest_places,
     int_column,
-    is_pytorch,
     per_step,
     row_numbers,
 )
@@ -115,7 +114,7 @@ def count_causes(a: Analysis, blocking: BlockingCalls) -> str:
     recording without steps. The runtime calls' own names where the program is not written with
     PyTorch."""
     table = blocking.table.with_columns(lost=pl.Series(blocking.idle))
-    if not is_pytorch(a):
+    if not a.trace.meta.is_pytorch:
         names = a.trace.cpu["name"].gather(row_numbers(table["host"])).cast(pl.String)
         table = table.with_columns(cause=names)
     by_cause = (

@@ -16,6 +16,7 @@ from advisor.core.finding import Edit, Location, Select
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of_call
@@ -269,7 +270,7 @@ def _owner(a: Analysis, host: int, cause: str, *, in_modules: bool) -> str:
     owner, in_model = "", False
     while row is not None:  # one stack
         name = str(names[row])
-        in_model |= name.startswith("nn.Module: ")
+        in_model |= name.startswith(MODULE)
         if not owner and re.match(_RANGES_OF_TORCHREC, name):
             return TORCHREC
         if not owner and (rank := frame_rank(name)):

@@ -28,7 +28,6 @@ from advisor.measure.steps.named_intervals import measure_contents
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import (
     amount_per_step,
-    is_pytorch,
     locate_row,
     row_numbers,
     scale_edit,
@@ -292,7 +291,7 @@ def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
     unexplained = waits.total - int(calls["ns"].sum())
     stacks = bool((a.trace.cpu["kind"] == "python").any())
     if not stacks and not calls.is_empty() and unexplained >= MIN_LISTED_SHARE * waits.total:
-        hint = f" ({stacks_option(a)} shows what)" if is_pytorch(a) else ""
+        hint = f" ({stacks_option(a)} shows what)" if a.trace.meta.is_pytorch else ""
         label = f"loading: outside operators{hint}"
         evidence.append(amount_per_step(a, label, unexplained))
     return LoadingCalls(evidence, where, summary)

@@ -28,7 +28,6 @@ from advisor.rules.support.citations import (
 from advisor.rules.support.common import (
     amount_per_step,
     device_places,
-    list_names,
     of_step,
     per_step,
     row_numbers,
@@ -404,7 +403,7 @@ class PingPong(Rule):
         time = ops.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
         time = time.filter(pl.col("dur") >= MIN_NAMED * pl.col("dur").max())
         named = time.sort("dur", "name")["name"].to_list()[::-1][:MAX_NAMED]
-        return list_names(named) if named else ""
+        return t.list_names(named) if named else ""
 
     @staticmethod
     def _worked_on(a: Analysis, copies: pl.DataFrame) -> pl.DataFrame:

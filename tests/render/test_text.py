@@ -78,6 +78,13 @@ def test_a_difference_has_one_kind_of_sign(shown: str, expected: str) -> None:
     assert shown == expected
 
 
+def test_names_are_listed_in_one_way() -> None:
+    assert t.list_names(iter("abc")) == "a, b and c"
+    assert t.list_names("abc", 3) == "a, b and c"
+    assert t.list_names("abcde", 3) == "a, b, c and 2 more"
+    assert (t.list_names("a"), t.list_names([])) == ("a", "")
+
+
 def test_a_range_says_its_unit_once() -> None:
     assert t.format_range(390e6, 412e6) == "390 to 412 ms"
     assert t.format_range(0, 412e6) == "0 to 412 ms"

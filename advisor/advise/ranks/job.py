@@ -15,6 +15,7 @@ from advisor.advise.options import Options
 from advisor.advise.options import RanksDone as RanksDone  # noqa: PLC0414
 from advisor.advise.ranks.task import MeasureTask, for_workers, select_rank
 from advisor.advise.ranks.worker_pool import Cluster, iterate_results, start_processes
+from advisor.core import text as t
 from advisor.core.cgroup import count_cores
 from advisor.core.errors import AdvisorError
 from advisor.core.pool import ProcessPool
@@ -161,8 +162,7 @@ def _ranks(result: Sequence[RemoteFile]) -> int:
 
 def describe_places(places: Sequence[str]) -> str:
     """Name what is analysed, without credentials."""
-    first = redact_url(places[0]) if places else ""
-    return f"{first} and {len(places) - 1} more" if len(places) > 1 else first
+    return t.list_names(map(redact_url, places), 1) if places else ""
 
 
 def _workers(

@@ -24,8 +24,6 @@ MIN_SCALE: Final = 0.05
 like one."""
 SCALE_QUANTILE: Final = 0.98
 """Quantile of the differences at which the colour scale ends; larger ones get the last colour."""
-FEW_RANKS: Final = 16
-"""Number of ranks up to which a page needs only their table."""
 MAX_NUMBERS: Final = 60
 """Length of a line's rank numbers, characters."""
 MAX_SHOWN_SIGNIFICANCE: Final = 0.99

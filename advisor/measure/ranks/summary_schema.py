@@ -344,9 +344,8 @@ def _named(summaries: Sequence[RankSummary], notes: dict[str, str]) -> list[Rank
     numbers = dict(zip((id(s) for s in unknown), given, strict=True))
     if list(given) != missing:
         lines = [f"{rank} is {s.path}" for rank, s in zip(given, unknown, strict=True)]
-        more = "" if len(lines) <= SHOWN else f" and {len(lines) - SHOWN} more"
         notes["which ranks some files are of"] = (
-            f"neither they nor their names say it; here {', '.join(lines[:SHOWN])}{more}"
+            f"neither they nor their names say it; here {t.list_names(lines, SHOWN)}"
         )
     return [structs.replace(s, rank=numbers.get(id(s), s.rank)) for s in summaries]
 

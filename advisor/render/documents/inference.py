@@ -53,7 +53,7 @@ def sections(report: Report) -> Iterator[Block]:
 
 def build_row(phase: InferencePhase) -> list[str]:
     """Return the cells of a phase, as ``COLUMN_TITLES`` names them; ``–``: not recorded."""
-    limit = "–"
+    limit = t.EMPTY_CELL
     if phase.limit is not None:
         share = "" if phase.limit_inferred else t.format_share(phase.limit_share)
         limit = f"{phase.limit} {share}".strip()  # the line below says that it is inferred
@@ -63,16 +63,16 @@ def build_row(phase: InferencePhase) -> list[str]:
         _count(phase.requests),
         _count(phase.tokens),
         t.format_duration(phase.ns),
-        "–" if phase.ns_per_token is None else t.format_duration(phase.ns_per_token),
+        t.EMPTY_CELL if phase.ns_per_token is None else t.format_duration(phase.ns_per_token),
         _count(phase.tokens_per_s),
-        "–" if phase.busy_share is None else t.format_share(phase.busy_share),
+        t.EMPTY_CELL if phase.busy_share is None else t.format_share(phase.busy_share),
         limit,
     ]
 
 
 def _count(value: float | None) -> str:
     if value is None:
-        return "–"
+        return t.EMPTY_CELL
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 

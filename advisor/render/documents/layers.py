@@ -31,7 +31,6 @@ MAX_ROWS: Final = 30
 MAX_KINDS: Final = 10
 MAX_DEPTH: Final = 6
 """Depth of nested modules that the tree shows."""
-_UNKNOWN: Final = "–"
 
 
 def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
@@ -87,7 +86,7 @@ def _tree(layers: Layers, limit: int) -> list[Block]:
     rows = [_row(layers.layers[place], depth[place]) for place in shown]
     rows.append(_outside(layers))
     columns = range(len(_HEAD))
-    kept = [n for n in columns if n < _FIXED or any(row[n] != _UNKNOWN for row in rows)]
+    kept = [n for n in columns if n < _FIXED or any(row[n] != t.EMPTY_CELL for row in rows)]
     table = Grid(
         [_HEAD[n] for n in kept],
         [[row[n] for n in kept] for row in rows],
@@ -115,10 +114,10 @@ def _row(layer: Layer, depth: int) -> list[Inline]:
         name += f" ×{layer.modules}"
     return [
         name,
-        _UNKNOWN if layer.calls is None else t.format_count(layer.calls),
+        t.EMPTY_CELL if layer.calls is None else t.format_count(layer.calls),
         t.format_duration(layer.ns),
         t.format_share(layer.share),
-        _UNKNOWN if layer.flops is None else _scaled(layer.flops),
+        t.EMPTY_CELL if layer.flops is None else _scaled(layer.flops),
         _bytes(layer.bytes),
         _rate(layer.flops_per_s, 1e12),
         _rate(layer.bytes_per_s, 1e9),
@@ -128,20 +127,20 @@ def _row(layer: Layer, depth: int) -> list[Inline]:
 
 
 def _bytes(value: float | None) -> str:
-    return _UNKNOWN if value is None else t.format_bytes(value)
+    return t.EMPTY_CELL if value is None else t.format_bytes(value)
 
 
 def _rate(per_second: float | None, unit: float) -> str:
     if per_second is None:
-        return _UNKNOWN
+        return t.EMPTY_CELL
     return "<0.01" if per_second < 0.01 * unit else t.format_number(per_second / unit)
 
 
 def _outside(layers: Layers) -> list[Inline]:
     share = layers.outside_ns / layers.total_ns if layers.total_ns else 0.0
     cells = [t.format_duration(layers.outside_ns), t.format_share(share)]
-    rest = [_UNKNOWN] * (len(_HEAD) - 2 - len(cells))
-    return [Span("in no module", "soft"), _UNKNOWN, *cells, *rest]
+    rest = [t.EMPTY_CELL] * (len(_HEAD) - 2 - len(cells))
+    return [Span("in no module", "soft"), t.EMPTY_CELL, *cells, *rest]
 
 
 def _scaled(flops: float) -> str:
@@ -165,7 +164,7 @@ def _kinds(layers: Layers, limit: int) -> Grid:
         [
             row.kind,
             t.format_count(row.modules),
-            _UNKNOWN if row.calls is None else t.format_count(row.calls),
+            t.EMPTY_CELL if row.calls is None else t.format_count(row.calls),
             t.format_duration(row.ns),
             t.format_duration(row.own_ns),
             t.format_share(row.share),
@@ -245,9 +244,13 @@ def _cells(row: OperatorRate) -> list[Inline]:
         t.format_count(row.calls),
         reached,
         attains,
-        "–" if row.efficiency is None else t.format_share(row.efficiency),
-        "–" if row.saved_ns is None else t.format_duration(row.saved_ns) if row.saved_ns else "0",
-        "–" if row.bound == "unknown" else row.bound,
+        t.EMPTY_CELL if row.efficiency is None else t.format_share(row.efficiency),
+        t.EMPTY_CELL
+        if row.saved_ns is None
+        else t.format_duration(row.saved_ns)
+        if row.saved_ns
+        else "0",
+        t.EMPTY_CELL if row.bound == "unknown" else row.bound,
     ]
     return [row.name or row.kernel, *(Span(cell, "warn" if low else "") for cell in cells)]
 
@@ -256,13 +259,13 @@ def _rates(row: OperatorRate) -> tuple[str, str]:
     """Return the reached and the attainable rate: FLOP/s if compute-bound, else bytes/s."""
     if row.bound == "compute":
         return _short(row.flops_per_s, "T"), _short(row.attainable_flops_per_s, "T")
-    known = row.bytes_per_s is not None
-    return _short(row.bytes_per_s, "G"), _short(row.attainable_bytes_per_s, "G") if known else "–"
+    attains = None if row.bytes_per_s is None else row.attainable_bytes_per_s
+    return _short(row.bytes_per_s, "G"), _short(attains, "G")
 
 
 def _short(rate: float | None, letter: str) -> str:
     if rate is None:
-        return "–"
+        return t.EMPTY_CELL
     scale, unit = (1e12, "TFLOP/s") if letter == "T" else (1e9, "GB/s")
     return f"{t.format_number(rate / scale)} {unit}"
 

@@ -97,7 +97,7 @@ def _notes_of_each(found: tuple[TargetGpu, ...]) -> list[str]:
         for note in p.notes:
             named.setdefault(note.replace(p.gpu, GPU), []).append(p.gpu)
     return [
-        note.replace(GPU, " and ".join(of) if len(of) < MIN_EQUAL else f"{len(of)} of these GPUs")
+        note.replace(GPU, t.list_names(of) if len(of) < MIN_EQUAL else f"{len(of)} of these GPUs")
         for note, of in named.items()
     ]
 
@@ -130,7 +130,7 @@ def _choices(
     equal: dict[tuple[str, ...], list[str]] = {}
     for choice in found:
         p = choice.projection
-        times = ["–", "–", "–"]
+        times = [t.EMPTY_CELL, t.EMPTY_CELL, t.EMPTY_CELL]
         if not p.refused:
             spread = t.format_range(p.low_ns, p.high_ns)
             times = [t.format_duration(p.step_ns), spread, _times(p.speedup)]
@@ -189,7 +189,7 @@ def build_splits(
             t.format_range(row.low_ns or 0.0, row.high_ns or 0.0),
             t.format_duration(row.exposed_ns),
             f"{row.speed or 0.0:.2f}×",
-            "–" if row.cost is None else format_money(row.cost, currency),
+            t.EMPTY_CELL if row.cost is None else format_money(row.cost, currency),
         ]
         for row in able
     ]

@@ -10,7 +10,7 @@ from advisor.advise.report_text import format_longer
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.layers import MeshAxis
-from advisor.core.ranks import Ranks, format_ranks
+from advisor.core.ranks import FEW_RANKS, Ranks, format_ranks
 from advisor.core.report import Report
 from advisor.render.document import (
     DEFAULT,
@@ -70,12 +70,12 @@ def _axis(axis: MeshAxis) -> list[Inline]:
     if axis.ranks and len(members) > MAX_MEMBERS:
         stride = axis.ranks[1] - axis.ranks[0]
         members = f"{axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
-    size = "–" if axis.size is None else str(axis.size)
+    size = t.EMPTY_CELL if axis.size is None else str(axis.size)
     return [
         axis.axis if axis.named else f"{axis.axis}*",
         f"{size}: {members}" if members else size,
         ", ".join(kinds),
-        t.format_bytes(axis.bytes) if axis.bytes is not None else "–",
+        t.format_bytes(axis.bytes) if axis.bytes is not None else t.EMPTY_CELL,
         t.format_duration(axis.ns),
         _waiting(axis),
         t.format_duration(axis.exposed_ns),
@@ -87,14 +87,18 @@ def _rate(axis: MeshAxis) -> str:
     """Format the bandwidth: of the fastest messages where waits lower the others' by unknown
     times, so it is none of the mean time beside it."""
     if axis.bus_gb_per_s is None:
-        return "–"
+        return t.EMPTY_CELL
     return "best " * (axis.waiting_ns is None) + t.format_number(axis.bus_gb_per_s)
 
 
 def _waiting(axis: MeshAxis) -> str:
     if axis.waiting_ns is not None:
         return t.format_duration(axis.waiting_ns)
-    return "–" if axis.waited_here_ns is None else f"≥ {t.format_duration(axis.waited_here_ns)}"
+    return (
+        t.EMPTY_CELL
+        if axis.waited_here_ns is None
+        else f"≥ {t.format_duration(axis.waited_here_ns)}"
+    )
 
 
 def _pipelines(report: Report) -> Iterator[str]:
@@ -155,7 +159,7 @@ SLOWED = 0.25
 
 def sections(ranks: Ranks) -> Iterator[Block]:
     """Yield what a table of the ranks does not show; for a few ranks, the map and lists alone."""
-    many = len(ranks.lines) > rank_charts.FEW_RANKS
+    many = len(ranks.lines) > FEW_RANKS
     if many and (bins := rank_charts.build_histogram(ranks)):
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
         yield Section("The ranks' steps", [figure], "mean step, ranks")

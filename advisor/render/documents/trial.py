@@ -64,8 +64,10 @@ def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
 def _table(report: TrialReport) -> Grid:
     rows = []
     for trial in report.trials:
-        measured = "–" if trial.gain is None else format_interval(trial.gain_low, trial.gain_high)
-        predicted = "–"
+        measured = (
+            t.EMPTY_CELL if trial.gain is None else format_interval(trial.gain_low, trial.gain_high)
+        )
+        predicted = t.EMPTY_CELL
         if trial.predicted is not None:
             predicted = format_interval(trial.predicted_low, trial.predicted_high)
         name = labels.shorten(labels.clean(trial.name), 26)

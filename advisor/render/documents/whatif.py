@@ -171,7 +171,7 @@ def _without_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list
     ]
     if not hidden or not path:
         return []
-    names = " and ".join(f"'{line}'" for line in hidden)
+    names = t.list_names(f"'{line}'" for line in hidden)
     return [
         f"{names} {'gains' if len(hidden) == 1 else 'gain'} next to nothing: this time is not on "
         f"the step's critical path: {path}"

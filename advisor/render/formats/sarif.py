@@ -138,7 +138,7 @@ def _result(finding: Finding, index: int, mark: str, report: Report) -> dict[str
         "locations": _locations(finding, report),
     }
     if finding.priority is not None:
-        result["rank"] = round(max(0.0, min(100.0, _share(finding) * 100)), 3)
+        result["rank"] = round(max(0.0, min(100.0, finding.share_of_step * 100)), 3)
     return result
 
 
@@ -151,10 +151,6 @@ def _locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
         _location(place if place.file else msgspec.structs.replace(place, file=trace, line=1))
         for place in places
     ]
-
-
-def _share(finding: Finding) -> float:
-    return (finding.impact.share or 0.0) if finding.impact is not None else 0.0
 
 
 def _properties(finding: Finding) -> dict[str, Any]:

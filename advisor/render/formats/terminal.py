@@ -30,8 +30,6 @@ MAX_CODE: Final = 12
 """Lines of a fix's code that are shown without details."""
 MAX_ITEMS: Final = 12
 """Number of a list's items that are shown without details."""
-EMPTY_CELL: Final = "–"
-"""Cell of an unmeasured value: a column of these is left out first, where there is no room."""
 STYLES: Final = {
     "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
     "warn": "yellow", "critical": "bold red", "warning": "yellow", "info": "",
@@ -243,7 +241,7 @@ class _Screen:
             self.page.blank_line()
             self.page.wrap(labels.clean(table.title), indent=2, style="dim")
         kept = list(range(len(table.head)))
-        empty = [n for n in kept[1:] if all(d.plain_text(row[n]) == EMPTY_CELL for row in rows)]
+        empty = [n for n in kept[1:] if all(d.plain_text(row[n]) == t.EMPTY_CELL for row in rows)]
         for column in dict.fromkeys((*empty, *table.optional)):
             wide = (
                 max(cell_len(d.plain_text(row[n])) for row in (table.head, *rows)) for n in kept

@@ -14,7 +14,15 @@ from functools import cached_property
 import numpy as np
 
 from advisor.core.intervals import Floats
-from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf, StepSpread
+from advisor.core.ranks import (
+    FEW_RANKS,
+    MissingRanks,
+    Outlier,
+    RankLine,
+    Ranks,
+    RanksWhatIf,
+    StepSpread,
+)
 from advisor.core.ranks import format_ranks as rank_numbers
 from advisor.core.rule import Evidence
 from advisor.core.text import format_count, format_duration, format_share
@@ -39,8 +47,6 @@ from advisor.measure.ranks.topology import RankTopology, find_stages
 from advisor.replay.ranks.gains import estimate_gain, estimate_without_stragglers, no_transfers
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
-FEW_RANKS = 16
-"""Largest number of ranks that are shown one by one."""
 MIN_SHOWN_SHARE = 0.01
 """Least share of the ranks' steps that is shown."""
 MAX_OUTLIERS = 20

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 EMPTY_CELL: Final = "–"
-"""What a cell of a table without a value shows."""
+"""Text of a table's cell without a value."""
 NOT_MEASURED: Final = "not measured"
 
 CLASS_LABELS: Final = {

@@ -104,11 +104,11 @@ SOFTMAX, SGEMM = "softmax_warp_forward", "ampere_sgemm_128x64_nn"
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        ("scale kernel:sotfmax 0.5", f"kernels here, nearest first: {SOFTMAX}, {SGEMM}"),
-        ("scale kernel:segmm_64 0.5", f"kernels here, nearest first: {SGEMM}, {SOFTMAX}"),
-        ("scale family:matmul 0.5", "kernel families here, nearest first: gemm, softmax"),
+        ("scale kernel:sotfmax 0.5", f"kernels here, nearest first: {SOFTMAX} and {SGEMM}"),
+        ("scale kernel:segmm_64 0.5", f"kernels here, nearest first: {SGEMM} and {SOFTMAX}"),
+        ("scale family:matmul 0.5", "kernel families here, nearest first: gemm and softmax"),
         ("scale kernel:softmax under:aten::sofmax 0.5", "around it here, nearest first: aten::so"),
-        ("remove op:aten::soft_max", "operators here, nearest first: aten::softmax, aten::mm"),
+        ("remove op:aten::soft_max", "operators here, nearest first: aten::softmax and aten::mm"),
         ("remove python:train.py", "there are no Python frames"),
         ("remove sync:item", "around it here, nearest first:"),
         ("scale comm 0", "kernel families here, nearest first: "),

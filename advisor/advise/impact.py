@@ -18,10 +18,18 @@ from msgspec.structs import replace
 from advisor.advise.recording_limits import lost_records
 from advisor.advise.report_fields import MIN_APART_SHARE, step_time
 from advisor.core import text as t
-from advisor.core.finding import GUESSED_STEP_SOURCES, Finding, Impact, RangeCause, Severity
+from advisor.core.finding import (
+    GUESSED_STEP_SOURCES,
+    Finding,
+    Impact,
+    RangeCause,
+    Severity,
+    impact_without_gain,
+)
 from advisor.core.report import StepTime
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
+from advisor.measure.host.gaps import device_waits
 from advisor.measure.steps.step_records import StepRecords
 from advisor.replay.estimators import BoundEstimator, GainEstimator
 from advisor.replay.exposed_time import leaves_device_work, remaining_device_time
@@ -29,7 +37,6 @@ from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
 from advisor.replay.window_replayer import GainRange
-from advisor.rules.support.common import device_waits
 
 MIN_GAIN_SHARE = 0.01
 """Share of the step below whose gain a finding is a note: two profiled runs differ by about as
@@ -147,7 +154,7 @@ def estimate_impact(finding: Finding, a: Analysis, estimator: GainEstimator) -> 
 
 
 def _not_estimated(finding: Finding, why: str) -> Finding:
-    return replace(finding, impact=Impact(currency="unpriced", reason=why))
+    return replace(finding, impact=impact_without_gain(why))
 
 
 def _of_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> Finding:

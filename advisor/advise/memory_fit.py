@@ -24,7 +24,7 @@ from advisor.measure.memory.memory_savings import (
 )
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.replay.project.device_scaling import host_rate, memory_rate, peer_rate
-from advisor.rules.support.kernel_work import rows_launched_under
+from advisor.replay.selection import rows_launched_under
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """GPU memory of the CUDA context and libraries, bytes; the snapshot does not show it. 200 to 700

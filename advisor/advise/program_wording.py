@@ -12,7 +12,7 @@ import re
 from msgspec.structs import replace
 
 from advisor.core import labels
-from advisor.core.finding import Finding, SkippedCheck
+from advisor.core.finding import Finding, SkippedCheck, impact_without_gain
 from advisor.core.report import Report
 from advisor.core.rule import Program, Rule
 from advisor.core.trace import CUDA, JAX, PYTORCH, TENSORFLOW, TraceMeta
@@ -22,7 +22,6 @@ from advisor.measure.inference.annotations import FORWARD, TRANSFORMERS
 from advisor.measure.steps.step_records import StepRecords
 from advisor.read.reader import Tool
 from advisor.read.registry import find_tool
-from advisor.rules.support.common import impact_without_gain
 
 OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
 """Frameworks whose programs get no advice about PyTorch."""

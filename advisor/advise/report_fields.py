@@ -36,8 +36,8 @@ from advisor.measure.device.energy import step_energy
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
+from advisor.measure.memory.trace_memory import measure_held
 from advisor.measure.steps.steps import recorded_extent
-from advisor.rules.support.device_memory import measure_held
 
 if TYPE_CHECKING:
     from advisor.core.report import Report

@@ -224,6 +224,21 @@ class Impact(Struct, frozen=True, kw_only=True):
         return "step" if self.currency == "step_time" else "run"
 
 
+def impact_without_gain(reason: str) -> Impact:
+    """Return an impact without a figure, and the reason for it."""
+    return Impact(currency="unpriced", reason=reason)
+
+
+def impact_risk(reason: str) -> Impact:
+    """Return a risk, without a figure; ``reason`` says what may happen."""
+    return Impact(currency="risk", reason=reason)
+
+
+def impact_memory(size: int, method: str) -> Impact:
+    """Return GPU memory that a fix frees, bytes, as an impact."""
+    return Impact(currency="memory", freed_bytes=size, method=method)
+
+
 class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Place where it happens: a line of the user's code if there are stacks, else op and kernel."""
 

@@ -262,6 +262,13 @@ def rows_under(a: Analysis, pattern: str) -> Bools:
     return result
 
 
+def rows_launched_under(a: Analysis, pattern: str) -> Bools:
+    """Aligned with ``trace.gpu``: launched inside a host event whose name matches the pattern."""
+    under: Bools = rows_under(a, pattern)  # its last entry stands for "no launch in the window"
+    rows: Bools = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
+    return rows
+
+
 @lru_cache(maxsize=512)
 def _checked(pattern: str) -> str:
     """Return the pattern; raises AdvisorError if it is not a regular expression."""

@@ -22,6 +22,7 @@ from advisor.core.finding import (
     PassedCheck,
     Select,
     SkippedCheck,
+    impact_without_gain,
 )
 from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
@@ -45,7 +46,6 @@ from advisor.rules.support.common import (
     costliest_places,
     example_steps,
     impact_over_run,
-    impact_without_gain,
     int_column,
     of_step,
     per_step,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import FLIGHT_RECORDER, FlightCall, FlightDump
-from advisor.core.finding import Finding, Location, Outcomes, PassedCheck
+from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, impact_without_gain
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.comm.flight_recorder import UNENDED, describe_problem, of_ranks
-from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 

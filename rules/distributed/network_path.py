@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import NETWORK_LOG, NetworkLog
-from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, impact_without_gain
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import ScaledCollectives, scale_collectives
 from advisor.rules.support.citations import CHOSEN, NCCL_OVERHEAD
-from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"

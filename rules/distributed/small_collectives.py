@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select, impact_without_gain
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
@@ -22,7 +22,6 @@ from advisor.rules.support.common import (
     amount_per_step,
     device_places,
     example_steps,
-    impact_without_gain,
     int_column,
     row_numbers,
     sum_column,

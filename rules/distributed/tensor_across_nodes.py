@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck
+from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, impact_without_gain
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.comm.links import select_collectives
@@ -11,7 +11,6 @@ from advisor.rules.support.citations import MEGATRON, NCCL_OVERHEAD, SILENT_TRAC
 from advisor.rules.support.common import (
     amount_per_step,
     device_places,
-    impact_without_gain,
     of_step,
     scale_edit,
     sum_column,

@@ -6,18 +6,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from advisor.core.finding import Finding, Impact, Outcomes
+from advisor.core.finding import Finding, Impact, Outcomes, impact_risk
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import THROTTLE_BITS, GpuSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN
-from advisor.rules.support.common import (
-    impact_per_step,
-    impact_risk,
-    record_example,
-    recorded_steps,
-    under_load,
-)
+from advisor.rules.support.common import impact_per_step, record_example, recorded_steps, under_load
 from advisor.testing import Examples, TraceBuilder
 
 MIN_SAMPLES = 5

@@ -5,20 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select, impact_risk, impact_without_gain
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import GpuSample
 from advisor.measure import Analysis
+from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN
-from advisor.rules.support.common import (
-    impact_risk,
-    impact_without_gain,
-    link_speed,
-    record_example,
-    recorded_steps,
-    under_load,
-)
-from advisor.rules.support.device_memory import gpu_capacity
+from advisor.rules.support.common import link_speed, record_example, recorded_steps, under_load
 from advisor.testing import Examples, TraceBuilder
 
 XID_ERRORS = {

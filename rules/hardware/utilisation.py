@@ -6,12 +6,12 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import GpuSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, GPUPROF, TRACELENS
-from advisor.rules.support.common import impact_without_gain, record_example, recorded_steps
+from advisor.rules.support.common import record_example, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
 

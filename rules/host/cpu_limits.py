@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
-from advisor.rules.support.common import (
-    find_loader,
-    impact_without_gain,
-    local_ranks,
-    recorded_steps,
-    workers_of,
-)
+from advisor.rules.support.common import find_loader, local_ranks, recorded_steps, workers_of
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select, impact_without_gain
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import rows_around
-from advisor.rules.support.common import amount_per_step, impact_without_gain, of_step
+from advisor.rules.support.common import amount_per_step, of_step
 from advisor.testing import Examples, TraceBuilder
 
 Slows = Literal["always", "gpu", "ranks", "perhaps"]

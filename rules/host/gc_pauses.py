@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Impact, Location, Outcomes, SkippedCheck
+from advisor.core.finding import (
+    Finding,
+    Impact,
+    Location,
+    Outcomes,
+    SkippedCheck,
+    impact_without_gain,
+)
 from advisor.core.intervals import Floats
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import RecordedDevice
@@ -16,13 +23,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
-from advisor.rules.support.common import (
-    impact_per_step,
-    impact_without_gain,
-    locate_row,
-    recorded_steps,
-    steps_seen,
-)
+from advisor.rules.support.common import impact_per_step, locate_row, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 PAUSED = "steps with a pause of 1 ms or more"

@@ -11,6 +11,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.inference.annotations import FORWARD
+from advisor.replay.selection import rows_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import GPU_IDLE, OURS, XPROF, XPROF_LAUNCH, public_traces
 from advisor.rules.support.common import amount_per_step, of_step, per_step, shapes_by_step
@@ -369,7 +370,7 @@ class LaunchBound(Rule):
 def _ways(a: Analysis) -> list[str]:
     """Return what makes launches larger, without what the trace shows to be done or absent."""
     ways = ["a larger batch"]
-    updates = kernel_work.rows_launched_under(a, OPTIMIZER_STEP)
+    updates = rows_launched_under(a, OPTIMIZER_STEP)
     fused = name_matches(a.trace.gpu["name"], kernel_work.FUSED).to_numpy()
     if updates.any() and not (updates & fused).any():
         ways.append("a fused optimizer")

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import HOST_CODE, Finding, Impact, Location, Outcomes, Select
+from advisor.core.finding import (
+    HOST_CODE,
+    Finding,
+    Impact,
+    Location,
+    Outcomes,
+    Select,
+    impact_without_gain,
+)
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
@@ -32,7 +40,6 @@ from advisor.rules.support.common import (
     amount_per_step,
     impact_over_run,
     impact_per_step,
-    impact_without_gain,
     locate_row,
     of_step,
     own_phases,

@@ -9,12 +9,12 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.intervals import intersect, union
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, OURS, TRACEML, public_traces
-from advisor.rules.support.common import impact_without_gain, recorded_steps, steps_seen
+from advisor.rules.support.common import recorded_steps, steps_seen
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 

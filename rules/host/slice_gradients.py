@@ -14,6 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
+from advisor.replay.selection import rows_launched_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     Rows,
@@ -23,10 +24,7 @@ from advisor.rules.support.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.support.kernel_work import (
-    rows_launched_under,
-    summed_duration,
-)
+from advisor.rules.support.kernel_work import summed_duration
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^aten::(?:select|slice)_backward$"

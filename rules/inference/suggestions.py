@@ -8,13 +8,12 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.report import InferenceByPhase, InferencePhase
 from advisor.core.rule import Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import DECODE, MIXED, PREFILL
 from advisor.rules.support.citations import CHOSEN
-from advisor.rules.support.common import impact_without_gain
 from advisor.rules.support.framework_advice import SGLANG_ARGUMENTS, SGLANG_TUNING, VLLM_TUNING
 from advisor.testing import Examples, TraceBuilder
 

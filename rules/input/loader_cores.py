@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck, impact_without_gain
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
@@ -26,7 +26,6 @@ from advisor.rules.support.common import (
     estimate_contended_loading,
     find_loader,
     impact_per_step,
-    impact_without_gain,
     local_ranks,
     recorded_steps,
     steps_seen,

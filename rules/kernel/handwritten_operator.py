@@ -17,6 +17,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
+from advisor.replay.selection import rows_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import OURS, public_traces
 from advisor.rules.support.common import (
@@ -253,7 +254,7 @@ class HandwrittenOperator(Rule):
         table, rows = self._with_backward(a, table)
         ops = a.kernels["op_name"].gather(np.flatnonzero(rows)).cast(pl.String).unique().sort()
         under = kernel_work.exact_pattern(ops.to_list())
-        selected = kernel_work.compute_rows(a) & kernel_work.rows_launched_under(a, under)
+        selected = kernel_work.compute_rows(a) & rows_launched_under(a, under)
         ideal = pl.col("bytes") / memory.rate * 1e9 + pl.col("kernels") * KERNEL_NS
         saved = (
             float(table.select((pl.col("dur") - slower * ideal).clip(lower_bound=0).sum()).item())

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import COUNTERS
-from advisor.core.finding import Finding, Location, Outcomes
+from advisor.core.finding import Finding, Location, Outcomes, impact_without_gain
 from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_names import find_compute_capability, library_of
@@ -23,7 +23,6 @@ from advisor.measure.device.kernel_profiles import (
     shorten_kernel,
 )
 from advisor.rules.support.citations import CHOSEN, NCU
-from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5

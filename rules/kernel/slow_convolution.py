@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
@@ -18,12 +18,7 @@ from advisor.measure.host.operators import rows_of
 from advisor.rules.support import kernel_work
 from advisor.rules.support.below_rate import ON_ROCM, BelowRate, SlowCause
 from advisor.rules.support.citations import CHOSEN, OURS, RATES, TRACELENS
-from advisor.rules.support.common import (
-    example_steps,
-    impact_without_gain,
-    recorded_steps,
-    shapes_by_step,
-)
+from advisor.rules.support.common import example_steps, recorded_steps, shapes_by_step
 from advisor.testing import Examples, TraceBuilder
 
 SEARCH = "a search in the library"

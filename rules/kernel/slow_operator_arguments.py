@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from advisor.core.finding import Edit, Finding, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Outcomes, Select, impact_without_gain
 from advisor.core.intervals import union
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
@@ -28,7 +28,6 @@ from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,
-    impact_without_gain,
     of_step,
     scale_edit,
     work_launched_in,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import TRITON_CACHE
-from advisor.core.finding import Finding, Location, Outcomes
+from advisor.core.finding import Finding, Location, Outcomes, impact_without_gain
 from advisor.core.rule import ANY_FRAMEWORK, Citation, Evidence, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import MatchedKernel
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import INDUCTOR_SPILLS, OURS
-from advisor.rules.support.common import impact_without_gain
 from advisor.testing import Examples, TraceBuilder
 
 MAX_PLACES = 5

@@ -21,6 +21,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
+from advisor.replay.selection import rows_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, OURS, SAM_PAIR, SILENT_TRACES, public_traces
 from advisor.rules.support.common import amount_per_step, example_steps, runs_code_of
@@ -242,7 +243,7 @@ class UnfusedAttention(Rule):
             return 0.0
         op = a.kernels["op_name"]
         products = rows & name_matches(op, kernel_work.FORWARD).to_numpy()
-        in_backward = kernel_work.rows_launched_under(a, ENGINE_NODE)
+        in_backward = rows_launched_under(a, ENGINE_NODE)
         in_forward = kernel_work.summed_duration(a, products & ~in_backward)
         part = kernel_work.summed_duration(a, products & forward) / max(1, in_forward)
         gradients = rows & in_backward & name_matches(op, GRADIENT).to_numpy()
@@ -274,7 +275,7 @@ class UnfusedAttention(Rule):
         if kernel_work.is_fallback_kernel(a).any():
             under.append(kernel_work.MATH)
         select = Select(on="gpu", kind=("kernel",), under="|".join(under))
-        chosen = kernel_work.rows_launched_under(a, select.under) & rows
+        chosen = rows_launched_under(a, select.under) & rows
         touched = kernel_work.summed_duration(a, attention & chosen) + unnumbered
         training = unnumbered > 0 or bool((attention & ~blocks.rows).any())
         left = self._fused_time(a, blocks, fused, training=training)
@@ -288,7 +289,7 @@ class UnfusedAttention(Rule):
         if others.any():
             mixed = share.filter(pl.col("part") > 0, pl.col("part") < MIN_PART)["op"].to_list()
             select = Select(on="gpu", kind=("kernel",), under=kernel_work.exact_pattern(mixed))
-            wider = kernel_work.rows_launched_under(a, select.under) & rows & ~chosen
+            wider = rows_launched_under(a, select.under) & rows & ~chosen
             gone = float(kernel_work.summed_duration(a, others & wider))
             edits.append(kernel_work.scale_kernels(a, wider, [gone] * 3, select))
         return edits

@@ -15,6 +15,7 @@ from advisor.core.trace import JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
+from advisor.replay.selection import rows_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import (
     ARITHMETIC,
@@ -141,7 +142,7 @@ class UnfusedElementwise(Rule):
         if kernel_work.summed_duration(a, selected) < self.min_share * total:
             return
         fusible = selected & ~name_matches(a.trace.gpu["name"], ALREADY).to_numpy()
-        fusible &= ~kernel_work.rows_launched_under(a, OPTIMIZER_STEP)
+        fusible &= ~rows_launched_under(a, OPTIMIZER_STEP)
         in_chain, chains, known = self._chains(a, rows, fusible)
         share = kernel_work.summed_duration(a, in_chain) / total
         if share < self.min_share:

@@ -8,18 +8,12 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.rules.support.citations import CHOSEN, SILENT_TRACES, XPROF
-from advisor.rules.support.common import (
-    amount_per_step,
-    device_places,
-    example_steps,
-    impact_without_gain,
-    of_step,
-)
+from advisor.rules.support.common import amount_per_step, device_places, example_steps, of_step
 from advisor.rules.support.kernel_work import kernel_rows
 from advisor.testing import Examples, TraceBuilder
 

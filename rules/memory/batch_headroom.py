@@ -6,12 +6,13 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Outcomes, SkippedCheck, impact_without_gain
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
-from advisor.rules.support.common import impact_without_gain, recorded_steps, steps_seen
-from advisor.rules.support.device_memory import gpu_capacity, held_by_others, last_known
+from advisor.rules.support.common import recorded_steps, steps_seen
+from advisor.rules.support.device_memory import held_by_others, last_known
 from advisor.rules.support.launch_gaps import measure_launch_gaps
 from advisor.testing import Examples, TraceBuilder
 

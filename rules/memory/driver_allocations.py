@@ -14,6 +14,7 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
 from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.memory_changes import EXPANDABLE
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
@@ -29,12 +30,7 @@ from advisor.rules.support.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.support.device_memory import (
-    DRIVER_CALLS,
-    EXPANDABLE,
-    frees_of_empty_cache,
-    run_product,
-)
+from advisor.rules.support.device_memory import DRIVER_CALLS, frees_of_empty_cache, run_product
 from advisor.rules.support.framework_advice import STAGING_CODE, in_any_language
 from advisor.testing import Examples, TraceBuilder
 

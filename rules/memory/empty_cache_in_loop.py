@@ -5,16 +5,12 @@ from __future__ import annotations
 import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes
+from advisor.core.memory_changes import EXPANDABLE
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import OURS, SILENT_TRACES
 from advisor.rules.support.common import amount_per_step, locate_row
-from advisor.rules.support.device_memory import (
-    DRIVER_CALLS,
-    EXPANDABLE,
-    frees_of_empty_cache,
-    run_product,
-)
+from advisor.rules.support.device_memory import DRIVER_CALLS, frees_of_empty_cache, run_product
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_risk
 from advisor.core.intervals import Intervals, covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import MAX_VALUE
@@ -27,7 +27,6 @@ from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,
-    impact_risk,
     of_step,
     per_step,
     recorded_steps,

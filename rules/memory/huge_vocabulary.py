@@ -6,23 +6,20 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
-from advisor.core.finding import Finding, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Outcomes, SkippedCheck, impact_memory
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.memory.memory_savings import find_logits, find_savings
 from advisor.measure.memory.peak_memory import PeakMemory
+from advisor.measure.memory.trace_memory import measure_held, measure_peaks
 from advisor.measure.steps.steps import rows_in_steps
+from advisor.replay.selection import rows_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, LLAMA, OURS, PEAKS, SILENT_TRACES, public_traces
-from advisor.rules.support.common import amount_per_step, costliest_places, impact_memory
-from advisor.rules.support.device_memory import (
-    locate_allocation,
-    measure_held,
-    measure_peaks,
-    snapshot_example,
-)
+from advisor.rules.support.common import amount_per_step, costliest_places
+from advisor.rules.support.device_memory import locate_allocation, snapshot_example
 from advisor.testing import Examples, TraceBuilder
 
 _FORWARD = r"^aten::_log_softmax$"
@@ -149,7 +146,7 @@ class HugeVocabulary(Rule):
             return
         described = cpu["inputs"].gather(calls)
         if described.null_count() == len(calls):
-            kernels = kernel_work.rows_launched_under(a, _FORWARD) & a.in_window
+            kernels = rows_launched_under(a, _FORWARD) & a.in_window
             if (a.trace.gpu["dur"].to_numpy()[kernels] >= self.min_asking_ns).any():
                 yield SkippedCheck(
                     what="how much memory the loss over the vocabulary takes",
@@ -181,7 +178,7 @@ class HugeVocabulary(Rule):
             source = f"of the {t.format_bytes(known)} {held} at the peak"
         tensor = OpInputs(*a.trace.inputs.row(int(described[int(taken.argmax())]))).tensor(0)
         shape = " x ".join(f"{n:,}" for n in tensor.shape) if tensor else ""
-        under = kernel_work.rows_launched_under(a, _LOSS) & a.in_window
+        under = rows_launched_under(a, _LOSS) & a.in_window
         yield Finding(
             summary=(
                 f"The log-softmax of {shape} takes {t.format_bytes(largest)} "

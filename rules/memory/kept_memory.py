@@ -8,17 +8,24 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
-from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
+from advisor.core.finding import (
+    Finding,
+    Location,
+    Outcomes,
+    SkippedCheck,
+    impact_memory,
+    impact_risk,
+)
 from advisor.core.intervals import Floats, covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.peak_memory import PeakMemory, fullest_devices, growing_lines
+from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.support.citations import CHOSEN, TRACEML, public_traces
-from advisor.rules.support.common import impact_memory, impact_risk, recorded_steps
+from advisor.rules.support.common import recorded_steps
 from advisor.rules.support.device_memory import (
-    gpu_capacity,
     last_known,
     line_name,
     locate_allocation,

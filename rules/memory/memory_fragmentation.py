@@ -9,7 +9,8 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_memory
+from advisor.core.memory_changes import EXPANDABLE
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import (
@@ -20,15 +21,10 @@ from advisor.measure.memory.allocator_replay import (
     measure_repacking_at_end,
 )
 from advisor.measure.memory.peak_memory import PeakMemory
+from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN, public_traces
-from advisor.rules.support.common import impact_memory, recorded_steps
-from advisor.rules.support.device_memory import (
-    EXPANDABLE,
-    GIB,
-    gpu_capacity,
-    last_known,
-    snapshot_example,
-)
+from advisor.rules.support.common import recorded_steps
+from advisor.rules.support.device_memory import GIB, last_known, snapshot_example
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -8,22 +8,19 @@ from typing import Final
 import polars as pl
 
 from advisor.core.auxiliary_inputs import SNAPSHOT
-from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck
+from advisor.core.finding import Finding, Location, Outcomes, SkippedCheck, impact_risk
+from advisor.core.memory_changes import EXPANDABLE
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import SGLANG, TENSORRT_LLM, VLLM
 from advisor.measure.memory.peak_memory import PeakMemory
+from advisor.measure.memory.trace_memory import gpu_capacity, measure_held, measure_peaks
 from advisor.rules.support.citations import FOURNEX, GPUPROF, OURS, TENSORBOARD, TRACEML
-from advisor.rules.support.common import impact_risk
 from advisor.rules.support.device_memory import (
-    EXPANDABLE,
     GIB,
     LOWER_PEAK,
     LOWER_PEAK_INFERENCE,
-    gpu_capacity,
     locate_holders,
-    measure_held,
-    measure_peaks,
     run_product,
     skip_without_events,
     snapshot_example,

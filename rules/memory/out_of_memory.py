@@ -6,30 +6,30 @@ from statistics import median
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_risk
+from advisor.core.memory_changes import (
+    CHANGES,
+    CHANGES_OF_INFERENCE,
+    EXPANDABLE,
+    advise_change,
+)
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.snapshot import OutOfMemoryText
 from advisor.measure import Analysis
 from advisor.measure.memory.allocator_replay import explain_placement, measure_repacking
 from advisor.measure.memory.memory_savings import LOSS_CHUNKS, FreedMemory, find_savings
 from advisor.measure.memory.peak_memory import PeakMemory
+from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, public_traces
-from advisor.rules.support.common import impact_risk, recorded_steps
+from advisor.rules.support.common import recorded_steps
 from advisor.rules.support.device_memory import (
-    EXPANDABLE,
     LOWER_PEAK,
     LOWER_PEAK_INFERENCE,
     LOWER_PEAK_UNKNOWN,
-    gpu_capacity,
     line_name,
     locate_allocation,
     locate_holders,
     snapshot_example,
-)
-from advisor.rules.support.memory_changes import (
-    CHANGES,
-    CHANGES_OF_INFERENCE,
-    advise_change,
 )
 from advisor.testing import Examples, TraceBuilder
 

@@ -9,7 +9,7 @@ from advisor.core.intervals import covered_length, intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.memory.trace_memory import REENTRANT, find_recompute
+from advisor.measure.memory.trace_memory import REENTRANT, find_recompute, measure_held
 from advisor.replay.selection import rows_under
 from advisor.rules.support.citations import CHECKPOINT, OURS, public_traces
 from advisor.rules.support.common import (
@@ -20,7 +20,7 @@ from advisor.rules.support.common import (
     runs_code_of,
     scale_edit,
 )
-from advisor.rules.support.device_memory import GIB, measure_held, run_product, skip_without_events
+from advisor.rules.support.device_memory import GIB, run_product, skip_without_events
 from advisor.testing import Examples, TraceBuilder
 
 BACKWARD = r"^autograd::engine::evaluate_function|Backward"

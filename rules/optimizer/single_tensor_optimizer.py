@@ -15,7 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.embedding_tables import find_tables
 from advisor.measure.device.group_rounds import updates_few_tensors
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import rows_launched_under, rows_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import FOREACH, OURS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
@@ -138,7 +138,7 @@ class SingleTensorOptimizer(Rule):
             return
         gpu = a.trace.gpu
         under = rows_under(a, OPTIMIZER_STEP)
-        rows = kernel_work.compute_rows(a) & kernel_work.rows_launched_under(a, OPTIMIZER_STEP)
+        rows = kernel_work.compute_rows(a) & rows_launched_under(a, OPTIMIZER_STEP)
         count = int(rows.sum())
         if not count:
             return

@@ -19,6 +19,7 @@ from advisor.core.intervals import Floats, Intervals, covered_length
 from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
 from advisor.measure import Analysis
+from advisor.measure.host.gaps import device_waits
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import (
@@ -440,15 +441,6 @@ def local_ranks(a: Analysis) -> int:
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
-def device_waits(a: Analysis) -> float | None:
-    """Estimate how long a GPU idles in the run's mean step, ns: that step less the GPU's work in
-    one. ``None``: the host computes the steps, or no window shows what the GPU does."""
-    mean = recorded_steps(a).mean
-    if a.trains_on_host or a.device_id is None or mean is None:
-        return None
-    return max(0.0, mean - a.breakdown.busy.total / a.step_count)
-
-
 def impact_per_step(
     a: Analysis,
     gain: float,
@@ -506,21 +498,6 @@ def workers_needed(batch: float, rest: float) -> int:
     """Return how many workers, each loading a batch in ``batch`` ns, keep up with steps of ``rest``
     ns. One more than that also keeps up with slower batches."""
     return max(1, math.ceil(batch / max(rest, 1.0)))
-
-
-def impact_without_gain(reason: str) -> Impact:
-    """Return an impact without a figure, and the reason for it."""
-    return Impact(currency="unpriced", reason=reason)
-
-
-def impact_risk(reason: str) -> Impact:
-    """Return a risk, without a figure; ``reason`` says what may happen."""
-    return Impact(currency="risk", reason=reason)
-
-
-def impact_memory(size: int, method: str) -> Impact:
-    """Return GPU memory that a fix frees, bytes, as an impact."""
-    return Impact(currency="memory", freed_bytes=size, method=method)
 
 
 def under_load(recorded: StepRecords) -> list[GpuSample]:

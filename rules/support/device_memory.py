@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -31,13 +31,6 @@ LOWER_PEAK_UNKNOWN = (
     "Lower the peak: 16-bit weights, a smaller batch, fused attention. Where the program trains "
     "also activation checkpointing, or a sharded or 8-bit optimizer."
 )
-EXPANDABLE = (
-    "# shell; settings of the allocator in the program override it: remove them\n"
-    "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
-    "# older PyTorch: PYTORCH_CUDA_ALLOC_CONF"
-)
-"""Shell command that lets segments grow."""
-
 EMPTY_CACHE = r"\bempty_?[cC]ache\b"
 """``torch/cuda/memory.py(…): empty_cache``, ``<built-in function _cuda_emptyCache>``."""
 DRIVER_CALLS = Select(on="host", call=("malloc", "free"))
@@ -56,43 +49,6 @@ def frees_of_empty_cache(a: Analysis, min_burst: int = 2) -> tuple[pl.DataFrame,
     run = np.cumsum(np.append(True, free[1:] != free[:-1])) if len(free) else np.zeros(0, int)
     length = np.bincount(run)[run] if len(run) else run
     return calls.filter(pl.Series(free & (length >= min_burst))), False
-
-
-class MemoryPeaks(NamedTuple):
-    """Memory of the analysed GPU, bytes; ``None``: not measured."""
-
-    reserved: int | None
-    """Most that PyTorch's allocator held, cached memory included."""
-    allocated: int | None
-    """Most that tensors held."""
-    capacity: int | None
-    """Memory of the GPU."""
-
-
-def measure_peaks(a: Analysis) -> MemoryPeaks:
-    """Return the largest values of any used step."""
-    if a.device_id is None:
-        return MemoryPeaks(None, None, None)
-    rows = a.memory.filter(a.memory["device"] == a.device_id)
-
-    def largest(name: str) -> int | None:
-        return max((int(value) for value in rows[name].drop_nulls()), default=None)
-
-    return MemoryPeaks(largest("peak_reserved"), largest("peak_allocated"), largest("capacity"))
-
-
-def measure_held(a: Analysis) -> tuple[int | None, int | None]:
-    """Return the most PyTorch held and what the GPU has, bytes: from the trace, else the record."""
-    held, allocated, capacity = measure_peaks(a)
-    held = allocated if held is None else held
-    if held is None and a.recorded is not None:
-        for name in ("reserved", "peak"):
-            known = a.recorded.column(name)
-            known = known[~np.isnan(known)]
-            if held is None and len(known):
-                held = int(known.max())
-        capacity = capacity or gpu_capacity(a)
-    return held, capacity
 
 
 def skip_without_events(a: Analysis, what: str) -> SkippedCheck:
@@ -133,16 +89,6 @@ def locate_allocation(
 def held_by_others(a: Analysis) -> int:
     """Return the most that other processes held of the rank's GPU, bytes; 0: nothing recorded."""
     return max((gpu.processes_bytes or 0 for gpu in recorded_steps(a).gpus), default=0)
-
-
-def gpu_capacity(a: Analysis) -> int | None:
-    """Return the memory of the rank's GPU, bytes; ``None``: not recorded."""
-    recorded = recorded_steps(a)
-    device = next(iter(recorded.record.rank.devices), None)
-    if device is not None and device.total_bytes:
-        return device.total_bytes
-    totals = recorded.gpu("memory_total")
-    return int(totals.max()) if len(totals) else None
 
 
 def last_known(values: Floats) -> float | None:

@@ -22,7 +22,7 @@ from advisor.measure.device.shapes import OpInputs, Tensor, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
-from advisor.replay.selection import rows_under
+from advisor.replay.selection import rows_launched_under
 from advisor.rules.support.citations import FLASH_2, FLASH_3, SMALL_GRIDS_TRACES
 from advisor.rules.support.common import layer_columns, layer_fields, locate_row
 
@@ -61,13 +61,6 @@ def compute_rows(a: Analysis) -> Mask:
 def family_rows(a: Analysis, *families: str) -> Mask:
     """Aligned with ``trace.gpu``: rows of these kernel families."""
     rows: Mask = a.kernels["family"].is_in(list(families)).fill_null(False).to_numpy()
-    return rows
-
-
-def rows_launched_under(a: Analysis, pattern: str) -> Mask:
-    """Aligned with ``trace.gpu``: launched inside a host event whose name matches the pattern."""
-    under: Mask = rows_under(a, pattern)  # its last entry stands for "no launch in the window"
-    rows: Mask = under[a.trace.gpu["launch"].fill_null(-1).to_numpy()]
     return rows
 
 

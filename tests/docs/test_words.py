@@ -139,7 +139,7 @@ def counts() -> dict[str, dict[str, int]]:
 LIMITS: dict[str, dict[str, int]] = {
     "told": {},
     "worth": {"core": 2, "rules": 2},
-    "priced": {"advise": 3, "core": 2, "rules": 1},
+    "priced": {"advise": 2, "core": 3},
     "doubt": {},
     "held against": {},
     "hangs on": {},

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import advisor
+from advisor.core.memory_changes import advise_change
 from advisor.measure.memory.allocator_replay import replay_allocator
 from advisor.measure.memory.memory_savings import count_needed_bytes, find_changes, find_savings
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.render.formats import REPORTS
-from advisor.rules.support.memory_changes import advise_change
 
 FOLDER = Path(__file__).parents[1] / "corpus" / "memory"
 NAMES = sorted(path.name.split(".")[0] for path in FOLDER.glob("*.pickle.gz"))

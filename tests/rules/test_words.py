@@ -11,12 +11,11 @@ import pytest
 
 from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
-from advisor.core.finding import Finding, Outcomes
+from advisor.core.finding import Finding, Outcomes, impact_risk
 from advisor.core.rule import ANY_FRAMEWORK, Program, Rule
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.measure import Analysis
 from advisor.render.formats.terminal import MAX_CODE
-from advisor.rules.support.common import impact_risk
 from advisor.testing import TraceBuilder
 
 RULES = load_rules(config={})

@@ -349,3 +349,12 @@ def _next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
 def _frames(a: Analysis, host: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return each host row's user frame; -1 finds the last entry, which stands for no event."""
     return np.append(a.user_frame, np.int32(-1))[host]
+
+
+def device_waits(a: Analysis) -> float | None:
+    """Estimate how long a GPU idles in the run's mean step, ns: that step less the GPU's work in
+    one. ``None``: the host computes the steps, or no window shows what the GPU does."""
+    mean = None if a.recorded is None else a.recorded.mean
+    if a.trains_on_host or a.device_id is None or mean is None:
+        return None
+    return max(0.0, mean - a.breakdown.busy.total / a.step_count)

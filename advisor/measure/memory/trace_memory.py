@@ -4,7 +4,7 @@ saves it, and the allocator's events as a history."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -455,3 +455,52 @@ class _Stacks:
         if self._recorded[row]:  # autograd keeps it for the backward pass
             return SnapshotFrame(FUNCTIONAL, 1, name)
         return SnapshotFrame("", 0, name) if self._kind[row] == "op" else None
+
+
+class MemoryPeaks(NamedTuple):
+    """Memory of the analysed GPU, bytes; ``None``: not measured."""
+
+    reserved: int | None
+    """Most that PyTorch's allocator held, cached memory included."""
+    allocated: int | None
+    """Most that tensors held."""
+    capacity: int | None
+    """Memory of the GPU."""
+
+
+def measure_peaks(a: Analysis) -> MemoryPeaks:
+    """Return the largest values of any used step."""
+    if a.device_id is None:
+        return MemoryPeaks(None, None, None)
+    rows = a.memory.filter(a.memory["device"] == a.device_id)
+
+    def largest(name: str) -> int | None:
+        return max((int(value) for value in rows[name].drop_nulls()), default=None)
+
+    return MemoryPeaks(largest("peak_reserved"), largest("peak_allocated"), largest("capacity"))
+
+
+def measure_held(a: Analysis) -> tuple[int | None, int | None]:
+    """Return the most PyTorch held and what the GPU has, bytes: from the trace, else the record."""
+    held, allocated, capacity = measure_peaks(a)
+    held = allocated if held is None else held
+    if held is None and a.recorded is not None:
+        for name in ("reserved", "peak"):
+            known = a.recorded.column(name)
+            known = known[~np.isnan(known)]
+            if held is None and len(known):
+                held = int(known.max())
+        capacity = capacity or gpu_capacity(a)
+    return held, capacity
+
+
+def gpu_capacity(a: Analysis) -> int | None:
+    """Return the memory of the rank's GPU, bytes; ``None``: not recorded."""
+    recorded = a.recorded
+    if recorded is None:
+        return None
+    device = next(iter(recorded.record.rank.devices), None)
+    if device is not None and device.total_bytes:
+        return device.total_bytes
+    totals = recorded.gpu("memory_total")
+    return int(totals.max()) if len(totals) else None

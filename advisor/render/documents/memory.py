@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.memory_changes import advise_change
 from advisor.core.report import MemoryHolder, MemorySample, MemoryView, ModuleMemory, Report
 from advisor.render.document import (
     Block,
@@ -20,7 +21,6 @@ from advisor.render.document import (
     TextField,
     plain_text,
 )
-from advisor.rules.support.memory_changes import advise_change
 
 MAX_ROWS: Final = 25
 """Number of rows of a table."""

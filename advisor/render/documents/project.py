@@ -17,6 +17,7 @@ from advisor.advise.memory_fit import (
 from advisor.advise.program_wording import how_to_record
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.memory_changes import advise_change
 from advisor.core.prices import format_money
 from advisor.render.document import (
     Block,
@@ -38,7 +39,6 @@ from advisor.replay.project.project import (
     describe_cheapest,
 )
 from advisor.replay.project.splits import Split
-from advisor.rules.support.memory_changes import advise_change
 
 LIMITS: Final = {
     "compute": "bound by arithmetic",

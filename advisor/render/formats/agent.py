@@ -11,9 +11,9 @@ from typing import Final
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding
+from advisor.core.memory_changes import advise_change
 from advisor.core.report import Report
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
-from advisor.rules.support.memory_changes import advise_change
 
 MAX_FINDINGS: Final = 4
 """Number of findings with fix and code; the others are a line each."""

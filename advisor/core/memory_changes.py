@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from advisor.rules.support.device_memory import EXPANDABLE
-
+EXPANDABLE = (
+    "# shell; settings of the allocator in the program override it: remove them\n"
+    "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
+    "# older PyTorch: PYTORCH_CUDA_ALLOC_CONF"
+)
+"""Shell command that lets segments grow."""
 _SETTINGS = "lr=lr, betas=betas, weight_decay=weight_decay"
 _PARAMETERS = f"\n    model.parameters(), {_SETTINGS}"
 _OFFLOADED = f"model.parameters(), torch.optim.AdamW,\n    {_SETTINGS}"

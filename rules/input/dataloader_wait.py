@@ -307,10 +307,10 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             "in a few large files. Work on whole batches{to_gpu}."
         },
         "the training computes on the same cores": {
-            "fix": "Set num_workers={workers}, and leave cores to the workers with "
-            "torch.set_num_threads. The training itself computes on all cores, so measure that: "
-            "advisor try --only workers. Cheaper loading may save more, up to {loading}: {cheaper}"
-            "keep what repeats for every sample{images}.",
+            "fix": "Make loading cheaper, which saves up to {loading}: {cheaper}keep what repeats "
+            "for every sample{images}. Or set num_workers={workers}, and leave cores to the "
+            "workers with torch.set_num_threads. The training itself computes on all cores, so "
+            "measure that: advisor try --only workers.",
             "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
             "    return list(zip(self.x[indices], self.y[indices]))",
         },

@@ -365,11 +365,11 @@ def predict(
 
     run = advisor.open(path)
     a = Analysis(run.window(run.ranks[0]))
-    whatif = WindowReplayer(a)
-    gain = whatif.gain(edits) / 1e6
-    bands = [GainInterval(gain, *(end / 1e6 for end in whatif.gain_bounds(edits)))]
+    replayer = WindowReplayer(a)
+    gain = replayer.gain(edits) / 1e6
+    bands = [GainInterval(gain, *(end / 1e6 for end in replayer.gain_bounds(edits)))]
     with without_program(title):
-        bands.append(GainInterval(gain, *(end / 1e6 for end in whatif.gain_bounds(edits))))
+        bands.append(GainInterval(gain, *(end / 1e6 for end in replayer.gain_bounds(edits))))
     bound = BoundEstimator(a).gain_range(edits)
     return bands[1], bands[0], bound.gain / 1e6
 

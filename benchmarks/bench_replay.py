@@ -72,15 +72,15 @@ def replayed(path: Path) -> WindowReplayer | None:
     return None if a.steps.used.is_empty() else WindowReplayer(a)
 
 
-def row(name: str, whatif: WindowReplayer) -> tuple[str, ...]:
+def row(name: str, replayer: WindowReplayer) -> tuple[str, ...]:
     """Steps and starts of one trace."""
-    quality, twin = whatif.quality, naive_twin(whatif.graph)
+    quality, twin = replayer.quality, naive_twin(replayer.graph)
     parts = []
     for part in quality.hard:
         other = twin.hard[part.name]
         naive = "copied" if other is None else f"{other:.0%}"
         parts.append(f"{part.name} {part.explained:.0%} of {part.cases} ({naive})")
-    plan = whatif.plan
+    plan = replayer.plan
     cost = seconds(plan.run) * 1e3 / quality.starts * 1e4
     return (
         name,
@@ -95,10 +95,10 @@ def row(name: str, whatif: WindowReplayer) -> tuple[str, ...]:
     )
 
 
-def hard_row(name: str, whatif: WindowReplayer) -> tuple[str, ...]:
+def hard_row(name: str, replayer: WindowReplayer) -> tuple[str, ...]:
     """Waits and idle time of one trace, by brute force and as the library has them."""
-    found: HardTime = hard_time(whatif.a, whatif.plan)
-    said = [getattr(whatif.quality, f"{what}_explained", None) for what in ("waits", "idle")]
+    found: HardTime = hard_time(replayer.a, replayer.plan)
+    said = [getattr(replayer.quality, f"{what}_explained", None) for what in ("waits", "idle")]
 
     def share(value: float | None) -> str:
         return "–" if value is None else f"{value:.0%}"

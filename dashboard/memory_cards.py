@@ -53,8 +53,8 @@ POINTS = 500
 
 def warm(loaded: LoadedRun) -> None:
     """Make the tables that the figures are drawn from."""
-    for post in select_histories(loaded.main)[:MAX_DEVICES]:
-        _timeline_table(loaded, None, post)
+    for peak in select_histories(loaded.main)[:MAX_DEVICES]:
+        _timeline_table(loaded, None, peak)
 
 
 def draw_cards(view: PageView) -> list[Any]:
@@ -66,25 +66,25 @@ def draw_cards(view: PageView) -> list[Any]:
             ("memory_views", view.rank), lambda: {e.device: e for e in build_memory_views(a)}
         )
     parts: list[Any] = []
-    for post in select_histories(a)[:MAX_DEVICES]:
-        parts += _device(view, a, post, views.get(post.device))
+    for peak in select_histories(a)[:MAX_DEVICES]:
+        parts += _device(view, a, peak, views.get(peak.device))
     return parts
 
 
 def _device(
-    view: PageView, a: Analysis, post: PeakMemory, device_view: MemoryView | None
+    view: PageView, a: Analysis, peak: PeakMemory, device_view: MemoryView | None
 ) -> list[Any]:
-    named = f"GPU {post.device}: " if len(select_histories(a)) > 1 else ""
+    named = f"GPU {peak.device}: " if len(select_histories(a)) > 1 else ""
     parts = []
     if device_view is not None:
-        table_ = _timeline_table(view.loaded, view.rank, post)
-        parts.append(_picture(post, device_view, table_, named))
+        table_ = _timeline_table(view.loaded, view.rank, peak)
+        parts.append(_picture(peak, device_view, table_, named))
         parts += _tables(device_view, named)
-    if post.history.segments.height and post.snapshot.source != "trace":
+    if peak.history.segments.height and peak.snapshot.source != "trace":
         made = figure(
-            _segments(post),
-            f"memory-segments-gpu{post.device}",
-            height=_map_height(post),
+            _segments(peak),
+            f"memory-segments-gpu{peak.device}",
+            height=_map_height(peak),
             description="Blocks in each segment of the allocator, at their addresses.",
         )
         pools = (
@@ -97,11 +97,11 @@ def _device(
             ]
         )
         title = f"{named}Segments when the snapshot was taken"
-        parts.append(card(title, *pools, foldable("Show the map", made, remark(_map_note(post)))))
+        parts.append(card(title, *pools, foldable("Show the map", made, remark(_map_note(peak)))))
     return parts
 
 
-def _picture(post: PeakMemory, shown: MemoryView, table_: pl.DataFrame, named: str) -> Any:
+def _picture(peak: PeakMemory, shown: MemoryView, table_: pl.DataFrame, named: str) -> Any:
     """Draw the categories over time with the peak marked, and what they hold there."""
     moment = {"peak": "the peak", "out of memory": "the failure"}.get(shown.at, "the snapshot")
     reserved = f"of {t.format_bytes(shown.reserved)} reserved" if shown.reserved else ""
@@ -114,10 +114,10 @@ def _picture(post: PeakMemory, shown: MemoryView, table_: pl.DataFrame, named: s
         ]
     )  # fmt: skip
     body: list[Any] = [figures_]
-    if not post.history.is_too_short:
-        description = f"Bytes in tensors by category over {post.history.count:,} allocator events."
-        made = _timeline(post, table_)
-        name = f"memory-snapshot-gpu{post.device}"
+    if not peak.history.is_too_short:
+        description = f"Bytes in tensors by category over {peak.history.count:,} allocator events."
+        made = _timeline(peak, table_)
+        name = f"memory-snapshot-gpu{peak.device}"
         body.append(figure(made, name, height=340, narrow_height=510, description=description))
         hint = "Point at the picture for the largest blocks then, and a stack."
         body.append(remark(f"{hint} Double click: the whole history."))
@@ -155,18 +155,18 @@ def _tables(shown: MemoryView, named: str) -> list[Any]:
     return cards
 
 
-def _timeline_table(loaded: LoadedRun, rank: int | None, post: PeakMemory) -> pl.DataFrame:
-    key = ("memory_timeline", rank, post.device)
-    return loaded.cached(key, lambda: post.timeline(POINTS))
+def _timeline_table(loaded: LoadedRun, rank: int | None, peak: PeakMemory) -> pl.DataFrame:
+    key = ("memory_timeline", rank, peak.device)
+    return loaded.cached(key, lambda: peak.timeline(POINTS))
 
 
-def _timeline(post: PeakMemory, table_: pl.DataFrame) -> Any:
+def _timeline(peak: PeakMemory, table_: pl.DataFrame) -> Any:
     made = plotly_figures.empty_figure(320)
     timed = not table_["time_us"].is_null().any()
     x = (table_["time_us"] / 1e3).to_list() if timed else table_["event"].to_list()
     names = [name for name in CATEGORIES if name in table_.columns]
-    largest = {name: _largest_blocks(post, name, table_["event"].to_numpy()) for name in names}
-    sizes = np.append(post.history.block_lifetimes.size, 0)
+    largest = {name: _largest_blocks(peak, name, table_["event"].to_numpy()) for name in names}
+    sizes = np.append(peak.history.block_lifetimes.size, 0)
     total = table_.select(pl.sum_horizontal(*names)).to_series()
     unit, scale = (
         ("GiB", 1 << 30) if total.to_numpy().max(initial=0) >= 1 << 30 else ("MiB", 1 << 20)
@@ -181,14 +181,14 @@ def _timeline(post: PeakMemory, table_: pl.DataFrame) -> Any:
                 mode="lines",
                 line={"width": 0, "shape": "hv", "color": COLOURS[name]},
                 fillcolor=COLOURS[name],
-                text=[_block_line(post, row) for row in largest[name].tolist()],
+                text=[_block_line(peak, row) for row in largest[name].tolist()],
                 hovertemplate=f"{name} %{{y:.3g}} {unit}%{{text}}<extra></extra>",
             )
         )
     every = np.array([largest[name] for name in names] or [[-1] * len(x)])
     chosen = every[np.argmax(sizes[every], axis=0), np.arange(len(x))]
-    stacks = [_block_stack(post, row) for row in chosen.tolist()]
-    line, drawn = ("reserved", table_["reserved"]) if post.reserved else ("in tensors", total)
+    stacks = [_block_stack(peak, row) for row in chosen.tolist()]
+    line, drawn = ("reserved", table_["reserved"]) if peak.reserved else ("in tensors", total)
     made.add_trace(
         go.Scatter(
             x=x,
@@ -200,10 +200,10 @@ def _timeline(post: PeakMemory, table_: pl.DataFrame) -> Any:
             hovertemplate=f"{line} %{{y:.3g}} {unit}%{{text}}<extra></extra>",
         )
     )
-    row = int(np.searchsorted(table_["event"].to_numpy(), post.event))
-    label = "out of memory" if post.history.failed_event is not None else "peak"
+    row = int(np.searchsorted(table_["event"].to_numpy(), peak.event))
+    label = "out of memory" if peak.history.failed_event is not None else "peak"
     made.add_annotation(
-        x=x[row], y=post.allocated / scale, text=f"{label} {t.format_bytes(post.allocated)}",
+        x=x[row], y=peak.allocated / scale, text=f"{label} {t.format_bytes(peak.allocated)}",
         showarrow=True, arrowhead=0, arrowcolor=RESERVED, ax=-10, ay=-34, xanchor="right",
         font={"size": 12},
     )  # fmt: skip
@@ -228,10 +228,10 @@ def _busy_part(x: list[float], peak: int) -> list[float] | None:
     return [x[last + 1] - (x[-1] - x[last + 1]) / 20, x[-1]]
 
 
-def _largest_blocks(post: PeakMemory, category: str, events: Any) -> Any:
+def _largest_blocks(peak: PeakMemory, category: str, events: Any) -> Any:
     """Return the row of a category's largest block at each event; -1: it holds none then."""
-    lives = post.history.block_lifetimes
-    rows = np.flatnonzero(post.category_codes == CATEGORIES.index(category))
+    lives = peak.history.block_lifetimes
+    rows = np.flatnonzero(peak.category_codes == CATEGORIES.index(category))
     rows = rows[np.argsort(-lives.size[rows], kind="stable")[:MAX_BLOCKS]]
     largest = np.full(len(events), -1)
     for row in rows.tolist():  # the largest first: a few cover everything
@@ -242,61 +242,61 @@ def _largest_blocks(post: PeakMemory, category: str, events: Any) -> Any:
     return largest
 
 
-def _block_line(post: PeakMemory, row: int) -> str:
+def _block_line(peak: PeakMemory, row: int) -> str:
     """Write size and line of a category's largest block, for a tooltip."""
     if row < 0:
         return ""
-    lives = post.history.block_lifetimes
-    origin = post.history.origins[int(lives.stack[row])]
+    lives = peak.history.block_lifetimes
+    origin = peak.history.origins[int(lives.stack[row])]
     where = "" if origin.file is None else f" at {memory.shorten(origin.file)}:{origin.line}"
     shown = f" · largest {t.format_bytes(int(lives.size[row]))}{where}"
     return plotly_figures.escape_markup(shown)
 
 
-def _block_stack(post: PeakMemory, row: int) -> str:
+def _block_stack(peak: PeakMemory, row: int) -> str:
     """Show the largest block of all, with the innermost frames of its stack that have a line."""
     if row < 0:
         return ""
-    lives = post.history.block_lifetimes
+    lives = peak.history.block_lifetimes
     stack = int(lives.stack[row])
-    frames = post.snapshot.stacks[stack] if stack >= 0 else ()
+    frames = peak.snapshot.stacks[stack] if stack >= 0 else ()
     shown = [f"{f.name} at {memory.shorten(f.file)}:{f.line}" for f in frames if f.line > 0]
     first = f"largest block: {t.format_bytes(int(lives.size[row]))}"
     lines = [first, *shown[:MAX_FRAMES]] if shown else [f"{first}, no stack"]
     return "".join(f"<br>{plotly_figures.escape_markup(labels.clean(line))}" for line in lines)
 
 
-def _map_rows(post: PeakMemory) -> pl.DataFrame:
+def _map_rows(peak: PeakMemory) -> pl.DataFrame:
     """Return the segments that are drawn, the largest first."""
     return (
-        post.snapshot.segments.with_row_index("row")
-        .filter(pl.col("device") == post.device)
+        peak.snapshot.segments.with_row_index("row")
+        .filter(pl.col("device") == peak.device)
         .sort("total", descending=True)
         .head(MAX_SEGMENTS)
     )
 
 
-def _map_height(post: PeakMemory) -> int:
-    return 110 + 14 * _map_rows(post).height
+def _map_height(peak: PeakMemory) -> int:
+    return 110 + 14 * _map_rows(peak).height
 
 
-def _map_note(post: PeakMemory) -> str:
-    shown, total = _map_rows(post).height, post.history.segments.height
+def _map_note(peak: PeakMemory) -> str:
+    shown, total = _map_rows(peak).height, peak.history.segments.height
     more = f" The {shown} largest of {total:,} segments are drawn." if shown < total else ""
     return (
         f"Grey is free memory. A request needs one contiguous piece of its pool and stream.{more}"
     )
 
 
-def _segments(post: PeakMemory) -> Any:
+def _segments(peak: PeakMemory) -> Any:
     """Draw a bar per segment with its blocks; the tooltip gives size, category, line and age."""
-    h, lives = post.history, post.history.block_lifetimes
+    h, lives = peak.history, peak.history.block_lifetimes
     alive = np.flatnonzero(lives.end_event == h.count)
     live = dict(zip(lives.address[alive].tolist(), alive.tolist(), strict=True))
-    rows = _map_rows(post)
+    rows = _map_rows(peak)
     place = {row: n for n, row in enumerate(rows["row"].to_list())}
     blocks = (
-        post.history.blocks.filter(pl.col("segment").is_in(rows["row"].cast(pl.Int32).to_list()))
+        peak.history.blocks.filter(pl.col("segment").is_in(rows["row"].cast(pl.Int32).to_list()))
         .sort("size", descending=True)
         .head(MAX_BLOCKS)
     )
@@ -305,7 +305,7 @@ def _segments(post: PeakMemory) -> Any:
     names = [_segment_name(row) for row in rows.iter_rows(named=True)]
     for block in blocks.iter_rows(named=True):
         segment = block["segment"]
-        kind, said = _block_words(post, block, live.get(block["address"]))
+        kind, said = _block_words(peak, block, live.get(block["address"]))
         drawn.setdefault(kind, []).append(
             (
                 (block["address"] - start[segment]) / (1 << 20),
@@ -314,7 +314,7 @@ def _segments(post: PeakMemory) -> Any:
                 said,
             )
         )
-    made = plotly_figures.empty_figure(_map_height(post))
+    made = plotly_figures.empty_figure(_map_height(peak))
     for kind in (*CATEGORIES, "pending", "free"):
         bars = drawn.get(kind)
         if not bars:
@@ -343,14 +343,14 @@ def _segment_name(row: dict[str, Any]) -> str:
     return f"{kind}{stream}{pool} …{row['address'] & 0xFFFFFFFFFF:x}"
 
 
-def _block_words(post: PeakMemory, block: dict[str, Any], life: int | None) -> tuple[str, str]:
+def _block_words(peak: PeakMemory, block: dict[str, Any], life: int | None) -> tuple[str, str]:
     """Return the category of a block, and its tooltip: size, line, age."""
     if block["state"] == "inactive":
         return "free", f"free {t.format_bytes(block['size'])}"
     if block["state"] == "pending":
         return "pending", f"{t.format_bytes(block['size'])}, freed; another stream still uses it"
-    h = post.history
-    kind = CATEGORIES[int(post.category_codes[life])] if life is not None else "unknown"
+    h = peak.history
+    kind = CATEGORIES[int(peak.category_codes[life])] if life is not None else "unknown"
     origin = h.origins[-1 if block["stack"] is None else block["stack"]]
     where = (
         "line unknown"

@@ -26,7 +26,7 @@ Verdict = tuple[Status, str]
 
 def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
     """Return the scope of an auxiliary input: its devices, as far as it names them."""
-    devices = [post.device for post in a.peak_memories]
+    devices = [peak.device for peak in a.peak_memories]
     profiles = a.trace.meta.kernel_profiles
     kernels = () if profiles is None else profiles.kernels
     names = {k.device for k in kernels if k.device}

@@ -41,31 +41,31 @@ ROOMY_SHARE = 0.5
 
 def select_histories(a: Analysis) -> list[PeakMemory]:
     """Return the memory histories of the GPUs; the host's only if no GPU's is recorded."""
-    return [post for post in a.memory_histories if post.device >= 0] or a.memory_histories
+    return [peak for peak in a.gpu_and_host_peaks if peak.device >= 0] or a.gpu_and_host_peaks
 
 
 def build_memory_views(a: Analysis) -> list[MemoryView]:
     """Return a view of each device, the fullest first; of a series, also what grows over it."""
-    views = [_view(post) for post in select_histories(a)[:MAX_DEVICES]]
+    views = [_view(peak) for peak in select_histories(a)[:MAX_DEVICES]]
     capacity = a.memory["capacity"].max()
-    for view, post in zip(views, select_histories(a), strict=False):
-        view.trains = does_train(a, post)
+    for view, peak in zip(views, select_histories(a), strict=False):
+        view.trains = does_train(a, peak)
         if isinstance(capacity, int) and view.reserved < ROOMY_SHARE * capacity:
             view.savings = [each for each in view.savings if each.change != "half the batch"]
     if a.snapshot_series and views:
-        posts = fullest_devices(a.snapshot_series)
-        table, per = growing_lines(posts)
-        views[0].series = [sample_memory(post, PurePath(post.snapshot.path).name) for post in posts]
+        peaks = fullest_devices(a.snapshot_series)
+        table, per = growing_lines(peaks)
+        views[0].series = [sample_memory(peak, PurePath(peak.snapshot.path).name) for peak in peaks]
         views[0].grows_per = per
         views[0].grows = _holders(table, size="rate")
     return views
 
 
-def does_train(a: Analysis | None, post: PeakMemory) -> bool | None:
+def does_train(a: Analysis | None, peak: PeakMemory) -> bool | None:
     """Return whether the program of a history trains; ``None``: unknown."""
-    if post.trains is None and a is not None and a.forward_only:
+    if peak.trains is None and a is not None and a.forward_only:
         return False
-    return post.trains
+    return peak.trains
 
 
 def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
@@ -73,10 +73,10 @@ def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
     return None if a.snapshot is None else sample_memory(a.peak_memories[0], f"rank {rank}")
 
 
-def sample_memory(post: PeakMemory, name: str) -> MemorySample:
+def sample_memory(peak: PeakMemory, name: str) -> MemorySample:
     """Return what one device holds at the time of its snapshot or peak."""
     return MemorySample(
-        name=name, allocated=post.allocated, reserved=post.reserved, categories=_categories(post)
+        name=name, allocated=peak.allocated, reserved=peak.reserved, categories=_categories(peak)
     )
 
 
@@ -99,41 +99,41 @@ def _sums(held: dict[str, int]) -> list[MemoryHolder]:
     ]
 
 
-def _categories(post: PeakMemory) -> list[MemoryHolder]:
+def _categories(peak: PeakMemory) -> list[MemoryHolder]:
     return [
         MemoryHolder(category=name, file=None, line=None, function=None,
-                     blocks=_blocks(post, name), bytes=held)
-        for name, held in post.by_category.items()
+                     blocks=_blocks(peak, name), bytes=held)
+        for name, held in peak.by_category.items()
     ]  # fmt: skip
 
 
-def _view(post: PeakMemory) -> MemoryView:
-    h = post.history
-    result = measure_fragments(post)
+def _view(peak: PeakMemory) -> MemoryView:
+    h = peak.history
+    result = measure_fragments(peak)
     at = "out of memory" if h.failed_event is not None else "snapshot" if h.is_too_short else "peak"
-    placed = explain_placement(post)
+    placed = explain_placement(peak)
     return MemoryView(
-        device=post.device,
-        source=post.snapshot.source,
-        file=PurePath(post.snapshot.path).name if post.snapshot.source == "allocator" else "",
+        device=peak.device,
+        source=peak.snapshot.source,
+        file=PurePath(peak.snapshot.path).name if peak.snapshot.source == "allocator" else "",
         at=at,
-        allocated=post.allocated,
-        reserved=post.reserved,
+        allocated=peak.allocated,
+        reserved=peak.reserved,
         peak=int(h.allocated.max()),
-        request=post.request,
-        driver_free=post.device_free,
+        request=peak.request,
+        driver_free=peak.device_free,
         events=h.count,
         from_start=bool(h.count) and not h.began_before,
-        categories=_categories(post),
-        bases=_sums(post.bases),
-        lifetimes=_sums(post.lifetimes),
+        categories=_categories(peak),
+        bases=_sums(peak.bases),
+        lifetimes=_sums(peak.lifetimes),
         held=[
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
                          function=row["function"], label=row["label"], blocks=row["blocks"],
                          bytes=row["bytes"])
-            for row in post.by_line.head(MAX_LINES).iter_rows(named=True)
+            for row in peak.by_line.head(MAX_LINES).iter_rows(named=True)
         ],
-        modules=held_by_module(post)[:MAX_MODULES],
+        modules=held_by_module(peak)[:MAX_MODULES],
         pools=[] if result is None else [
             MemoryPool(
                 name=_pool_name(row), segments=row["segments"], reserved=row["reserved"],
@@ -147,21 +147,21 @@ def _view(post: PeakMemory) -> MemoryView:
         end_largest=None if result is None else result.largest,
         returnable=None if result is None else result.returnable,
         placement="" if placed is None else why_not_placed(placed),
-        step_source=post.step_source,
-        steps=max(0, len(post.whole_steps) - 1),
-        churn_bytes=post.churn_bytes,
-        churn=_holders(post.churn, blocks="times"),
-        growth=_holders(post.growth, blocks="steps", size="step_bytes"),
+        step_source=peak.step_source,
+        steps=max(0, len(peak.whole_steps) - 1),
+        churn_bytes=peak.churn_bytes,
+        churn=_holders(peak.churn, blocks="times"),
+        growth=_holders(peak.growth, blocks="steps", size="step_bytes"),
         savings=[
             MemorySaving(change=each.name, bytes=each.bytes, assumes=each.assumes,
                          cost=COSTS.get(each.name, ("none", ""))[0], file=each.file, line=each.line)
-            for each in find_savings(post)
+            for each in find_savings(peak)
         ],
     )  # fmt: skip
 
 
-def _blocks(post: PeakMemory, category: str) -> int:
-    return int(post.by_line.filter(post.by_line["category"] == category)["blocks"].sum())
+def _blocks(peak: PeakMemory, category: str) -> int:
+    return int(peak.by_line.filter(peak.by_line["category"] == category)["blocks"].sum())
 
 
 def _pool_name(row: dict[str, object]) -> str:
@@ -344,13 +344,13 @@ def memory_limits(a: Analysis) -> list[str]:
             "The memory snapshot has no history: peak, churn and growth are unknown. Switch it "
             f"on before the first allocation: {RECORD_HISTORY}."
         )
-    elif all(post.history.is_too_short for post in a.peak_memories):
+    elif all(peak.history.is_too_short for peak in a.peak_memories):
         count = a.snapshot.events.height
         result.append(
             f"The memory snapshot has a history of {t.count_noun(count, 'event')}: peak, churn and "
             "growth are unknown."
         )
-    elif any(post.history.began_before and post.history.count for post in a.peak_memories):
+    elif any(peak.history.began_before and peak.history.count for peak in a.peak_memories):
         result.append(
             "The memory history starts in the middle: blocks that were there before have no line "
             "unless they are held to the end. Switch it on earlier, or raise max_entries."
@@ -365,7 +365,7 @@ def memory_limits(a: Analysis) -> list[str]:
             "The memory snapshot has no stacks: categories and lines are unknown "
             "(context='all' in _record_memory_history)."
         )
-    unmatched = sum(post.history.unmatched for post in a.peak_memories)
+    unmatched = sum(peak.history.unmatched for peak in a.peak_memories)
     if unmatched:
         result.append(
             f"Not in the memory history's state: {t.count_noun(unmatched, 'allocation')} without "

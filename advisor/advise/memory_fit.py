@@ -132,7 +132,7 @@ class MemoryFit(NamedTuple):
 
 
 def find_fit(
-    post: PeakMemory,
+    peak: PeakMemory,
     a: Analysis | None,
     capacity: int,
     *,
@@ -150,23 +150,23 @@ def find_fit(
     margin of MARGIN_SHARE is taken before one that does not.
     """
     phases = None if a is None else phase_times(a)
-    beside = max(1.0, post.reserved / max(1, post.allocated))
+    beside = max(1.0, peak.reserved / max(1, peak.allocated))
     available = round(capacity * (1 - driver_share)) - CUDA_CONTEXT_BYTES
     safe = available / (1 + MARGIN_SHARE)
-    today = count_needed_bytes(post, scale=scale)
-    options = [*find_changes(post), *(shard_changes(post, ranks) if ranks > 1 else [])]
+    today = count_needed_bytes(peak, scale=scale)
+    options = [*find_changes(peak), *(shard_changes(peak, ranks) if ranks > 1 else [])]
     ways = []
     for each in options:
-        freed = today - count_needed_bytes(post, [each], scale)
-        ns, why = _price(each, post, phases, gpu, ranks, scale)
-        layers = _layers(each, post, a)
+        freed = today - count_needed_bytes(peak, [each], scale)
+        ns, why = _price(each, peak, phases, gpu, ranks, scale)
+        layers = _layers(each, peak, a)
         if layers and all(layer.ns is not None for layer in layers):
             ns = sum(layer.ns or 0.0 for layer in layers)
         ways.append(CostedChange(each, freed, ns, why, layers))
     ways.sort(key=lambda way: (_cost([way]), -way.bytes))
 
     def reserved(made: Sequence[CostedChange]) -> int:
-        return round(count_needed_bytes(post, [way.change for way in made], scale) * beside)
+        return round(count_needed_bytes(peak, [way.change for way in made], scale) * beside)
 
     chosen: list[CostedChange] = []
     after = reserved([])
@@ -189,9 +189,9 @@ def find_fit(
     largest = 0.0
     if after <= available:
         halved = any(way.change.name == "half the batch" for way in chosen)
-        largest = _largest(post, chosen, min(safe, available) / beside) * (0.5 if halved else 1.0)
+        largest = _largest(peak, chosen, min(safe, available) / beside) * (0.5 if halved else 1.0)
     return MemoryFit(today, round(today * beside), capacity, available, ways, chosen, after,
-                     largest, phases, does_train(a, post))  # fmt: skip
+                     largest, phases, does_train(a, peak))  # fmt: skip
 
 
 def _cost(made: Sequence[CostedChange]) -> tuple[float, int, int]:
@@ -241,14 +241,14 @@ def _checkpoint_fewest_calls(
     return partly(high)
 
 
-def _largest(post: PeakMemory, chosen: Sequence[CostedChange], room: float) -> float:
+def _largest(peak: PeakMemory, chosen: Sequence[CostedChange], room: float) -> float:
     """Return the largest batch that fits ``room`` bytes with the changes, over the recorded one."""
     made = [way.change for way in chosen]
     low, high = 0.0, LARGEST_SCALE
     for _ in range(12):
         middle = (low + high) / 2
         low, high = (
-            (middle, high) if count_needed_bytes(post, made, middle) <= room else (low, middle)
+            (middle, high) if count_needed_bytes(peak, made, middle) <= room else (low, middle)
         )
     return low
 
@@ -272,16 +272,16 @@ def phase_times(a: Analysis) -> PhaseTimes | None:
     return PhaseTimes(per[0], per[1], per[2], busiest / a.step_count, a.step_ns)
 
 
-def _layers(each: MemoryChange, post: PeakMemory, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
+def _layers(each: MemoryChange, peak: PeakMemory, a: Analysis | None) -> tuple[RepeatedLayer, ...]:
     """Return what each call of a checkpointed line holds, and how long it runs."""
     if each.forward_call is None:
         return ()
     calls = int(each.forward_call.max()) + 1
-    here = post.history.block_lifetimes.at(post.event)[each.rows]
+    here = peak.history.block_lifetimes.at(peak.event)[each.rows]
     rows, first = np.unique(each.rows[here], return_index=True)
     held = np.bincount(
         each.forward_call[here][first],
-        weights=post.history.block_lifetimes.size[rows],
+        weights=peak.history.block_lifetimes.size[rows],
         minlength=calls,
     )
     times = None if a is None else module_times(a, calls)
@@ -330,12 +330,12 @@ def module_times(a: Analysis, calls: int) -> list[float] | None:
 
 
 def _price(
-    each: MemoryChange, post: PeakMemory, phases: PhaseTimes | None, gpu: GpuSpec | None,
+    each: MemoryChange, peak: PeakMemory, phases: PhaseTimes | None, gpu: GpuSpec | None,
     ranks: int, scale: float,
 ) -> tuple[float | None, str]:  # fmt: skip
     """Return the time added per step, ns (``None``: unknown), and what it consists of."""
-    lives = post.history.block_lifetimes
-    here = each.rows[lives.at(post.event)[each.rows]]
+    lives = peak.history.block_lifetimes
+    here = each.rows[lives.at(peak.event)[each.rows]]
     held = int(lives.size[np.unique(here)].sum())
     link = None if gpu is None else host_rate(gpu)
     if each.name == "checkpointing":
@@ -349,7 +349,7 @@ def _price(
         shown = max(0.0, moved - phases.forward) + max(0.0, moved - phases.backward)
         return shown, f"{t.format_bytes(held * scale)} each way, less what compute hides"
     if each.name == "offload optimizer state":
-        moved = post.by_category.get("weights", 0) * 2
+        moved = peak.by_category.get("weights", 0) * 2
         if link is None:
             return None, "gradients to the host and weights back: needs the GPU"
         return (
@@ -361,7 +361,7 @@ def _price(
             return None, "twice the launches: needs a trace"
         more = max(0.0, 2 * phases.host - max(phases.step, phases.host))
         if gpu is not None:
-            more += 3 * post.by_category.get("gradients", 0) / memory_rate(gpu) * 1e9
+            more += 3 * peak.by_category.get("gradients", 0) / memory_rate(gpu) * 1e9
         added = ", gradients added up" if phases.backward else ""
         return more, f"two passes of half the batch: twice the launches{added}"
     if each.name == "autocast without cache":
@@ -372,6 +372,6 @@ def _price(
         rate = None if gpu is None else peer_rate(gpu)
         if rate is None:
             return None, "weights gathered once more: needs the GPU"
-        moved = post.by_category.get("weights", 0) * (ranks - 1) / ranks
+        moved = peak.by_category.get("weights", 0) * (ranks - 1) / ranks
         return moved / rate * 1e9, "weights gathered once more, if nothing hides it"
     return 0.0, CHANGE_EXPLANATIONS.get(each.name, "no work is added")

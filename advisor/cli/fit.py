@@ -60,14 +60,14 @@ def command(
 
     target = None if gpu is None else find_gpu(gpu).gpu
     size = target.memory_bytes if target is not None else parse_bytes(str(capacity))
-    post, analysis, record = _history(path, options)
+    peak, analysis, record = _history(path, options)
     scale = _scale(batch_size, recorded_batch_size, record)
     device = None
     if analysis is not None and analysis.device_id is not None:
         device = analysis.trace.working_device(analysis.device_id)
     known = target or lookup(None if device is None else device.name)
     kept = DRIVER_SHARE if target is not None and target.vendor == "nvidia" else 0.0
-    result = find_fit(post, analysis, size, gpu=known, ranks=gpus, scale=scale, driver_share=kept)
+    result = find_fit(peak, analysis, size, gpu=known, ranks=gpus, scale=scale, driver_share=kept)
     from advisor.render.documents.project import build_fit
 
     asked = "" if scale == 1 else f"batch {batch_size:g}, {scale:.3g} times the recorded one"
@@ -75,7 +75,7 @@ def command(
         result,
         gpu="" if target is None else target.name,
         batch=asked,
-        request=post.request or 0,
+        request=peak.request or 0,
     )
     wanted = out.choose_renderer(PREDICTIONS, format_name, output)
     document = replace(document, data=_plain(result, scale))
@@ -104,27 +104,27 @@ def _history(
         analysis = None if made.only_input is SNAPSHOT else made
         snapshot = made.snapshot
     if analysis is not None:
-        posts = [post for post in analysis.memory_histories if post.device >= 0]
+        peaks = [peak for peak in analysis.gpu_and_host_peaks if peak.device >= 0]
     else:
-        posts = [] if snapshot is None else peak_memories(snapshot)
-    if not posts:
+        peaks = [] if snapshot is None else peak_memories(snapshot)
+    if not peaks:
         raise AdvisorError(
             f"{path}: no memory snapshot and no memory events; give one with "
             "--memory-snapshot FILE, or record with profile_memory=True"
         )
-    post = posts[0]
-    if post.is_contradictory:
+    peak = peaks[0]
+    if peak.is_contradictory:
         raise AdvisorError(
-            f"{post.snapshot.path}: more bytes in tensors than reserved: its figures contradict "
+            f"{peak.snapshot.path}: more bytes in tensors than reserved: its figures contradict "
             "each other"
         )
-    if post.history.is_too_short:
+    if peak.history.is_too_short:
         raise AdvisorError(
-            f"{post.snapshot.path}: no history, so the peak is unknown; record one with "
+            f"{peak.snapshot.path}: no history, so the peak is unknown; record one with "
             "torch.cuda.memory._record_memory_history"
         )
     record = None if run.recording is None else run.recording.ranks.get(number)
-    return post, analysis, record
+    return peak, analysis, record
 
 
 def _scale(batch: float | None, now: float | None, record: RankRecord | None) -> float:

@@ -463,14 +463,14 @@ class Analysis:
         return [] if self.snapshot is None else peak_memories(self.snapshot)
 
     @cached_property
-    def memory_histories(self) -> list[PeakMemory]:
+    def gpu_and_host_peaks(self) -> list[PeakMemory]:
         """``peak_memories``; without a snapshot, those of the trace's own allocator events
         (``trace_memory.py``), the host's (device -1) last."""
         if self.snapshot is not None:
             return self.peak_memories
         recorded = recorded_snapshot(self)
         made = [] if recorded is None else peak_memories(recorded)
-        return sorted(made, key=lambda post: post.device < 0)
+        return sorted(made, key=lambda peak: peak.device < 0)
 
     profiled_kernels = cached_property(profiled_kernels)
     """Kernels with hardware counters, and their launches."""

@@ -76,7 +76,7 @@ def estimator_for(a: Analysis, rank: int = 0) -> GainEstimator:
     if a.steps.source == LAYER_TIMES:
         return BoundEstimator(a)  # layers follow one another: there is nothing to replay
     replay = ReplayEstimator(a, rank)
-    why = replay.whatif.unusable_reason
+    why = replay.replayer.unusable_reason
     return BoundEstimator(a, why) if why else replay
 
 
@@ -86,37 +86,37 @@ class ReplayEstimator(GainEstimator):
     method = REPLAY
 
     def __init__(self, a: Analysis, rank: int = 0) -> None:
-        self.whatif = WindowReplayer(a, rank)
+        self.replayer = WindowReplayer(a, rank)
 
     @cached_property
     def error(self) -> float:
         """Difference between the replayed and the measured step, ns."""
-        return abs(self.whatif.unedited.period - self.whatif.measured.period)
+        return abs(self.replayer.unedited.period - self.replayer.measured.period)
 
     @cached_property
     def unseen_loader(self) -> bool:
-        return self.whatif.unseen_loader
+        return self.replayer.unseen_loader
 
     def gain_range(self, edits: Sequence[Edit], applied: Sequence[Edit] = ()) -> GainRange:
-        return self.whatif.gain_range(edits, applied)
+        return self.replayer.gain_range(edits, applied)
 
     def marginal(self, edits: Sequence[Edit], applied: Sequence[Edit]) -> float:
-        return self.whatif.gain(edits, applied)
+        return self.replayer.gain(edits, applied)
 
     def critical_path(self) -> dict[str, float]:
-        return self.whatif.critical_path_parts()
+        return self.replayer.critical_path_parts()
 
     def describe_replay(self, edits: Sequence[Edit], left: float) -> Replay | None:
-        whatif, quality = self.whatif, self.whatif.quality._asdict()
+        replayer, quality = self.replayer, self.replayer.quality._asdict()
         return Replay(
-            step_ns=whatif.a.step_ns * (1 + quality.pop("total_error")),
-            measured_ns=whatif.a.step_ns,
+            step_ns=replayer.a.step_ns * (1 + quality.pop("total_error")),
+            measured_ns=replayer.a.step_ns,
             **quality,
-            critical=whatif.critical_path_parts(),
-            critical_after=whatif.critical_path_parts(edits),
-            busy_after_ns=whatif.busy_after(edits),
-            step_after_ns=whatif.a.step_ns * left,
-            unprofiled=whatif.knows_own_steps,
+            critical=replayer.critical_path_parts(),
+            critical_after=replayer.critical_path_parts(edits),
+            busy_after_ns=replayer.busy_after(edits),
+            step_after_ns=replayer.a.step_ns * left,
+            unprofiled=replayer.knows_own_steps,
         )
 
 

@@ -186,26 +186,26 @@ def what_if(
     named = {rank, *(edit.rank for edit in parsed if edit.rank is not None)}
     replayers = {number: WindowReplayer(analyses[number], number) for number in named}
     if isinstance(own, ReplayEstimator):
-        replayers[rank] = own.whatif  # with what it has replayed
-    whatif = replayers[rank]
+        replayers[rank] = own.replayer  # with what it has replayed
+    replayer = replayers[rank]
     saved = estimator.gain_range(parsed).limited
     return WhatIfResult(
-        measured_step_ns=whatif.a.step_ns,
-        replayed_step_ns=whatif.a.step_ns * (1 + whatif.quality.total_error),
-        edited_step_ns=max(0.0, whatif.a.step_ns - saved.gain),
+        measured_step_ns=replayer.a.step_ns,
+        replayed_step_ns=replayer.a.step_ns * (1 + replayer.quality.total_error),
+        edited_step_ns=max(0.0, replayer.a.step_ns - saved.gain),
         edits=tuple(_rows(estimator, replayers, rank, parsed)),
-        critical_path=whatif.critical_path_parts(parsed),
-        replay=whatif.quality,
-        reason=whatif.unusable_reason or own.reason,
+        critical_path=replayer.critical_path_parts(parsed),
+        replay=replayer.quality,
+        reason=replayer.unusable_reason or own.reason,
         ranks=here if len(here) > 1 else (),
-        marked=whatif.a.steps.source != "whole trace",
-        unseen_loader=whatif.unseen_loader,
-        families=tuple(whatif.a.families.sort("dur", descending=True)["family"].cast(pl.String))
-        if whatif.a.device_id is not None
+        marked=replayer.a.steps.source != "whole trace",
+        unseen_loader=replayer.unseen_loader,
+        families=tuple(replayer.a.families.sort("dur", descending=True)["family"].cast(pl.String))
+        if replayer.a.device_id is not None
         else (),
         notes=tuple(notes),
-        framework=whatif.a.trace.meta.framework,
-        step=_of_run(run, rank, whatif.a),
+        framework=replayer.a.trace.meta.framework,
+        step=_of_run(run, rank, replayer.a),
         low_ns=saved.low,
         high_ns=saved.high,
         ranks_error=None if of_ranks is None else of_ranks.study.replay.error,

@@ -110,20 +110,20 @@ class HugeVocabulary(Rule):
     def check(self, a: Analysis) -> Outcomes:
         outcomes = list(self._of_trace(a))
         in_trace = any(isinstance(outcome, Finding) for outcome in outcomes)
-        snapshots = [] if in_trace else [self._of_snapshot(post) for post in a.peak_memories]
+        snapshots = [] if in_trace else [self._of_snapshot(peak) for peak in a.peak_memories]
         yield from [finding for finding in snapshots if finding is not None] or outcomes
 
-    def _of_snapshot(self, post: PeakMemory) -> Finding | None:
-        held = find_logits(post)
-        saved = {each.name: each.bytes for each in find_savings(post)}.get("smaller logits")
-        if held is None or not saved or held.largest < self.min_memory * max(post.allocated, 1):
+    def _of_snapshot(self, peak: PeakMemory) -> Finding | None:
+        held = find_logits(peak)
+        saved = {each.name: each.bytes for each in find_savings(peak)}.get("smaller logits")
+        if held is None or not saved or held.largest < self.min_memory * max(peak.allocated, 1):
             return None
-        share = held.largest / max(post.allocated, 1)
-        when = "when memory ran out" if post.history.failed_event is not None else "at the peak"
+        share = held.largest / max(peak.allocated, 1)
+        when = "when memory ran out" if peak.history.failed_event is not None else "at the peak"
         return Finding(
             summary=(
                 f"{held.blocks} blocks of the loss and of the logits' size held "
-                f"{t.format_bytes(held.bytes)} of the {t.format_bytes(post.allocated)} in tensors "
+                f"{t.format_bytes(held.bytes)} of the {t.format_bytes(peak.allocated)} in tensors "
                 f"{when}."
             ),
             evidence=[

@@ -74,28 +74,28 @@ class KeptReferences(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        for post in a.peak_memories:
-            if not post.growth.is_empty():
+        for peak in a.peak_memories:
+            if not peak.growth.is_empty():
                 continue
-            for saving in find_savings(post):
+            for saving in find_savings(peak):
                 if (
                     saving.name != "references"
-                    or saving.bytes < self.min_memory_share * post.allocated
+                    or saving.bytes < self.min_memory_share * peak.allocated
                 ):
                     continue
                 yield Finding(
                     summary=(
-                        f"{t.format_bytes(saving.bytes)} of the {t.format_bytes(post.allocated)} "
+                        f"{t.format_bytes(saving.bytes)} of the {t.format_bytes(peak.allocated)} "
                         "in tensors at the peak come from the forward pass of an earlier step."
                     ),
                     evidence=[
                         Evidence("memory of earlier steps", saving.bytes, "bytes"),
                         self.compare(
                             "share of the memory in tensors",
-                            saving.bytes / max(post.allocated, 1),
+                            saving.bytes / max(peak.allocated, 1),
                             "min_memory_share",
                         ),
-                        Evidence("steps found by", post.step_source),
+                        Evidence("steps found by", peak.step_source),
                     ],
                     where=locate_allocation(saving),
                     impact=impact_memory(
@@ -112,8 +112,8 @@ class KeptReferences(Rule):
         return {
             "logits of the previous step": b,
             "nothing is kept": (snapshot_example(steps=12), "saving.name != 'references'"),
-            "a leak": (snapshot_example(steps=12, leak=8 << 20), "not post.growth.is_empty()"),
-            "no history": (no_history, "not post.growth.is_empty()"),
+            "a leak": (snapshot_example(steps=12, leak=8 << 20), "not peak.growth.is_empty()"),
+            "no history": (no_history, "not peak.growth.is_empty()"),
         }
 
 
@@ -268,17 +268,17 @@ class MemoryLeak(Rule):
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
         """Lines that leave something behind in each step, where that adds up to enough within the
         history, or memory ran out."""
-        for post in a.peak_memories:
-            table = post.growth
+        for peak in a.peak_memories:
+            table = peak.growth
             if table.is_empty():
                 continue
             each = float(table["step_bytes"].sum())
             lines = table.select("file", "line", "function").rows()
-            held = sum(post.held_at_end(*line) for line in lines)
-            then = sum(post.held_at_moment(*line) for line in lines)
+            held = sum(peak.held_at_end(*line) for line in lines)
+            then = sum(peak.held_at_moment(*line) for line in lines)
             limit = self.min_growth
-            if post.history.failed_event is not None:
-                limit = min(limit, self.min_held * post.allocated)
+            if peak.history.failed_event is not None:
+                limit = min(limit, self.min_held * peak.allocated)
             if held < limit:
                 continue
             row = table.row(0, named=True)
@@ -295,7 +295,7 @@ class MemoryLeak(Rule):
                         else ""
                     )
                     + (
-                        f" Of all steps, it held {t.format_bytes(then)} {_moment(post)}, "
+                        f" Of all steps, it held {t.format_bytes(then)} {_moment(peak)}, "
                         f"{t.format_bytes(held)} at the end of the history."
                         if then != held
                         else f" At the end of the history {t.format_bytes(held)} are held."
@@ -304,10 +304,10 @@ class MemoryLeak(Rule):
                 evidence=[
                     Evidence("left behind", each, "bytes", per="step"),
                     self.compare("held at the end of the history", held, "min_growth", "bytes"),
-                    Evidence(f"held {_moment(post)}", then, "bytes"),
+                    Evidence(f"held {_moment(peak)}", then, "bytes"),
                     Evidence("steps that left something", int(row["steps"]), "count"),
                     Evidence("steps compared: not the first and the last", steps, "count"),
-                    Evidence("steps found by", post.step_source),
+                    Evidence("steps found by", peak.step_source),
                 ],
                 where=[
                     Location(
@@ -324,8 +324,8 @@ class MemoryLeak(Rule):
         """Find lines that hold more in each of several snapshots over a run."""
         if not a.snapshot_series:
             return
-        posts = fullest_devices(a.snapshot_series)
-        table, per = growing_lines(posts)
+        peaks = fullest_devices(a.snapshot_series)
+        table, per = growing_lines(peaks)
         grown = int((table["last"] - table["first"]).sum())
         if grown < self.min_growth:
             return
@@ -335,13 +335,13 @@ class MemoryLeak(Rule):
         yield Finding(
             title="GPU memory in tensors grows over the run",
             summary=(
-                f"{place} holds more in each of {len(posts)} snapshots: {rate}, "
+                f"{place} holds more in each of {len(peaks)} snapshots: {rate}, "
                 f"{t.format_bytes(row['first'])} at first, {t.format_bytes(row['last'])} at last."
             ),
             evidence=[
                 Evidence(f"growth per {per}", float(table["rate"].sum()), "bytes"),
                 self.compare("growth over the snapshots", grown, "min_growth", "bytes"),
-                Evidence("snapshots", len(posts), "count"),
+                Evidence("snapshots", len(peaks), "count"),
             ],
             where=[
                 Location(file=r["file"], line=r["line"], function=r["function"], count=r["blocks"])
@@ -382,8 +382,8 @@ class MemoryLeak(Rule):
         }
 
 
-def _moment(post: PeakMemory) -> str:
-    return "at the peak" if post.history.failed_event is None else "when memory ran out"
+def _moment(peak: PeakMemory) -> str:
+    return "at the peak" if peak.history.failed_event is None else "when memory ran out"
 
 
 def _resident(recorded: StepRecords) -> Floats:

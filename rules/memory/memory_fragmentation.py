@@ -142,26 +142,26 @@ class MemoryFragmentation(Rule):
     def _of_snapshot(self, a: Analysis) -> Iterator[Finding]:
         """Free memory that a failed request could not use because it is in pieces; or, where none
         failed, what the peak had reserved in pieces that no request could use."""
-        for post in a.peak_memories:
+        for peak in a.peak_memories:
             pieces, placed, packed = (
-                measure_fragments(post),
-                explain_placement(post),
-                measure_repacking(post),
+                measure_fragments(peak),
+                explain_placement(peak),
+                measure_repacking(peak),
             )
             if pieces is None:
                 continue
             if packed is None:
-                yield from self._at_end(post, pieces)
+                yield from self._at_end(peak, pieces)
                 continue
             failed = placed is not None and placed.scattered and packed.helps
-            limit = max(self.min_freed * post.reserved, self.min_split * GIB)
-            if not failed and (post.history.failed_event is not None or packed.freed < limit):
-                yield from self._at_end(post, pieces)
+            limit = max(self.min_freed * peak.reserved, self.min_split * GIB)
+            if not failed and (peak.history.failed_event is not None or packed.freed < limit):
+                yield from self._at_end(peak, pieces)
                 continue
             case = self.case("of a snapshot")
             summary = (
-                f"At the peak {t.format_bytes(post.allocated)} of the "
-                f"{t.format_bytes(post.reserved)} reserved are in tensors. Expandable segments "
+                f"At the peak {t.format_bytes(peak.allocated)} of the "
+                f"{t.format_bytes(peak.reserved)} reserved are in tensors. Expandable segments "
                 f"would have reserved {t.format_bytes(packed.freed)} less."
             )
             if failed and placed is not None:
@@ -185,7 +185,7 @@ class MemoryFragmentation(Rule):
                     ),
                     self.compare(
                         "share of reserved memory",
-                        packed.freed / max(post.reserved, 1),
+                        packed.freed / max(peak.reserved, 1),
                         "min_freed",
                     ),
                     Evidence("lost to rounding", pieces.rounding, "bytes"),
@@ -198,9 +198,9 @@ class MemoryFragmentation(Rule):
                 **case,
             )
 
-    def _at_end(self, post: PeakMemory, pieces: Fragments) -> Iterator[Finding]:
+    def _at_end(self, peak: PeakMemory, pieces: Fragments) -> Iterator[Finding]:
         """Report memory that is free in pieces between tensors when the snapshot was taken."""
-        packed, reserved = measure_repacking_at_end(post), int(post.history.reserved[-1])
+        packed, reserved = measure_repacking_at_end(peak), int(peak.history.reserved[-1])
         if packed is None or packed.freed < max(self.min_freed * reserved, self.min_split * GIB):
             return
         if pieces.split < self.min_unused * reserved:

@@ -92,20 +92,20 @@ class MemoryNearCapacity(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        post = _select_snapshot(a)
-        if a.device_id is None and post is None:
+        peak = _select_snapshot(a)
+        if a.device_id is None and peak is None:
             return
         reserved, allocated, capacity = measure_peaks(a)
         reserved = allocated if reserved is None else reserved  # it is at least what tensors hold
         held: list[Location] = []
-        if post is not None:
-            if post.history.failed_event is not None:
+        if peak is not None:
+            if peak.history.failed_event is not None:
                 return
-            in_snapshot = int(post.history.reserved.max())
+            in_snapshot = int(peak.history.reserved.max())
             if reserved is None or in_snapshot > reserved:
-                reserved, allocated = in_snapshot, int(post.history.allocated.max())
-            capacity = capacity or _capacity(a, post.device)
-            held = locate_holders(post)
+                reserved, allocated = in_snapshot, int(peak.history.allocated.max())
+            capacity = capacity or _capacity(a, peak.device)
+            held = locate_holders(peak)
         if reserved is None:
             known = measure_held(a)[0] is not None  # the recorder's, of whole steps
             what = "what holds it at its peak" if known else "peak, capacity"
@@ -184,7 +184,7 @@ class MemoryNearCapacity(Rule):
             "a snapshot of less": (_snapshot(300), "max_share"),
             "a snapshot that ends out of memory": (
                 _snapshot(1340, total=1 << 33),
-                "post.history.failed_event is not None",
+                "peak.history.failed_event is not None",
             ),
             "a snapshot alone, of an unknown GPU": (_snapshot(1340, trace=False), "not capacity"),
         }
@@ -197,9 +197,9 @@ SGLang's ``mem_fraction_static``, TensorRT-LLM's ``free_gpu_memory_fraction``.""
 
 def _select_snapshot(a: Analysis) -> PeakMemory | None:
     """Return the snapshot's part of the analysed GPU, else of the fullest."""
-    posts = a.peak_memories
-    of_this_gpu = [post for post in posts if post.device == a.device_id]
-    return next(iter(of_this_gpu or posts), None)
+    peaks = a.peak_memories
+    of_this_gpu = [peak for peak in peaks if peak.device == a.device_id]
+    return next(iter(of_this_gpu or peaks), None)
 
 
 def _capacity(a: Analysis, device: int) -> int | None:

@@ -122,12 +122,12 @@ class OutOfMemory(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        post = next(
-            (post for post in a.peak_memories if post.history.failed_event is not None), None
+        peak = next(
+            (peak for peak in a.peak_memories if peak.history.failed_event is not None), None
         )
         text = None if a.snapshot is None else a.snapshot.exception
-        if text is None and post is not None and post.request is not None:
-            yield self._of_snapshot(post, post.request)
+        if text is None and peak is not None and peak.request is not None:
+            yield self._of_snapshot(peak, peak.request)
             return
         recorded = None if a.recorded is None else recorded_steps(a)
         sizes = [] if recorded is None else [size for size in recorded.column("bytes") if size > 0]
@@ -179,29 +179,29 @@ class OutOfMemory(Rule):
             ),
         )
 
-    def _of_snapshot(self, post: PeakMemory, request: int) -> Finding:
+    def _of_snapshot(self, peak: PeakMemory, request: int) -> Finding:
         """Report the request that failed, what was held then, and what would have freed enough."""
         placed, packed, ways = (
-            explain_placement(post),
-            measure_repacking(post),
-            list(find_savings(post)),
+            explain_placement(peak),
+            measure_repacking(peak),
+            list(find_savings(peak)),
         )
         scattered = placed is not None and placed.scattered and packed is not None and packed.helps
-        needed = request - (post.device_free or 0)
+        needed = request - (peak.device_free or 0)
         # the cheapest that suffices first
-        ways.sort(key=lambda way: way.bytes < needed + _needed_after(way, post))
+        ways.sort(key=lambda way: way.bytes < needed + _needed_after(way, peak))
         if scattered:  # the fix for fragments first
             ways.sort(key=lambda way: way.name != "expandable segments")
         why = (
             f"{t.format_bytes(placed.usable)} were free, but in pieces of at most "
             f"{t.format_bytes(placed.largest)}"
             if placed is not None and scattered
-            else f"tensors held {t.format_bytes(post.allocated)} of the "
-            f"{t.format_bytes(post.reserved)} reserved ({_list_holders(post)})"
+            else f"tensors held {t.format_bytes(peak.allocated)} of the "
+            f"{t.format_bytes(peak.reserved)} reserved ({_list_holders(peak)})"
         )
-        fix, grown = _name_ways(ways, post, needed), ""
-        code = advise_change(ways[0].name, post.trains)[1] if ways else ""
-        if (larger := post.larger_inputs) is not None:
+        fix, grown = _name_ways(ways, peak, needed), ""
+        code = advise_change(ways[0].name, peak.trains)[1] if ways else ""
+        if (larger := peak.larger_inputs) is not None:
             origin, *ends = larger
             first, last = map(t.format_bytes, ends)
             place = line_name(origin.file, origin.line)
@@ -212,25 +212,25 @@ class OutOfMemory(Rule):
             summary=f"A request of {t.format_bytes(request)} failed: {why}.{grown}",
             evidence=[
                 Evidence("request", request, "bytes"),
-                Evidence("in tensors", post.allocated, "bytes"),
-                Evidence("held by the allocator", post.reserved, "bytes"),
-                Evidence("free at the driver", post.device_free, "bytes"),
+                Evidence("in tensors", peak.allocated, "bytes"),
+                Evidence("held by the allocator", peak.reserved, "bytes"),
+                Evidence("free at the driver", peak.device_free, "bytes"),
                 Evidence(
                     "largest free block for it", None if placed is None else placed.largest, "bytes"
                 ),
                 *[
                     Evidence(f"held: {name}", held, "bytes")
-                    for name, held in list(post.by_category.items())[:4]
+                    for name, held in list(peak.by_category.items())[:4]
                 ],
             ],
-            where=locate_allocation(post.failed_at, op="the request that failed")
-            + locate_holders(post),
+            where=locate_allocation(peak.failed_at, op="the request that failed")
+            + locate_holders(peak),
             severity="critical",
-            impact=impact_risk(f"the run stopped with {t.format_bytes(post.reserved)} held"),
+            impact=impact_risk(f"the run stopped with {t.format_bytes(peak.reserved)} held"),
             fix=fix,
             code=code,
             confidence=0.85,
-            assumptions=[f"{_name(way, post)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
+            assumptions=[f"{_name(way, peak)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
         )
 
     def _of_text(self, text: OutOfMemoryText) -> Finding:
@@ -288,28 +288,28 @@ class OutOfMemory(Rule):
         }
 
 
-def _name(saving: FreedMemory, post: PeakMemory) -> str:
-    fix = advise_change(saving.name, post.trains)[0]
+def _name(saving: FreedMemory, peak: PeakMemory) -> str:
+    fix = advise_change(saving.name, peak.trains)[0]
     return f"{fix[0].lower()}{fix[1:]}"
 
 
-def _needed_after(way: FreedMemory, post: PeakMemory) -> int:
+def _needed_after(way: FreedMemory, peak: PeakMemory) -> int:
     """Return the bytes that the step needs after the failed request, as far as a change leaves
     them: pieces of logits need a piece, half the batch half of them."""
     left = {"smaller logits": 1 / LOSS_CHUNKS, "half the batch": 0.5}.get(way.name, 1.0)
-    return round(post.needed_after * left)
+    return round(peak.needed_after * left)
 
 
-def _name_ways(ways: list[FreedMemory], post: PeakMemory, needed: int) -> str:
+def _name_ways(ways: list[FreedMemory], peak: PeakMemory, needed: int) -> str:
     """Write what would have freed memory, one sentence each. ``needed``: bytes that suffice."""
     sentences = []
     for way in ways[:MAX_SAVINGS]:
         place = line_name(way.file, way.line)
         place = f" ({place})" if place else ""
         freed = t.format_bytes(way.bytes)
-        if post.device_free and needed <= way.bytes < (post.request or 0):
-            freed += f"; with the {t.format_bytes(post.device_free)} that the driver had, "
-            after = _needed_after(way, post)
+        if peak.device_free and needed <= way.bytes < (peak.request or 0):
+            freed += f"; with the {t.format_bytes(peak.device_free)} that the driver had, "
+            after = _needed_after(way, peak)
             short = needed + after - way.bytes
             freed += (
                 "it fits"
@@ -317,16 +317,16 @@ def _name_ways(ways: list[FreedMemory], post: PeakMemory, needed: int) -> str:
                 else f"this request fits, but of {t.format_bytes(after)} that the step needs next "
                 f"{t.format_bytes(short)} are missing"
             )
-        fix = advise_change(way.name, post.trains)[0]
+        fix = advise_change(way.name, peak.trains)[0]
         sentences.append(f"{fix}{place}: this frees {freed}.")
     if len(sentences) > 1:
         sentences.append("These savings overlap.")
     return " ".join(sentences)
 
 
-def _list_holders(post: PeakMemory) -> str:
+def _list_holders(peak: PeakMemory) -> str:
     """List categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
-    largest = list(post.by_category.items())[:3]
+    largest = list(peak.by_category.items())[:3]
     return ", ".join(f"{name} {t.format_bytes(held)}" for name, held in largest)
 
 

@@ -61,9 +61,9 @@ def skip_without_events(a: Analysis, what: str) -> SkippedCheck:
     return SkippedCheck(what=what, why=why, record="profile_memory=True")
 
 
-def locate_holders(post: PeakMemory) -> list[Location]:
+def locate_holders(peak: PeakMemory) -> list[Location]:
     """Find the user's lines that held most at the moment that the snapshot is read at."""
-    held = post.by_line.filter(post.by_line["file"].is_not_null()).head(3)
+    held = peak.by_line.filter(peak.by_line["file"].is_not_null()).head(3)
     return [
         Location(file=row["file"], line=row["line"], function=row["function"], count=row["blocks"])
         for row in held.iter_rows(named=True)

@@ -69,10 +69,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_less_room_than_fragments_take_is_no_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """11.79 GiB reserved; with the 8-bit optimizer alone 0.7% of an RTX 3080 would be left."""
-    post = measured(program(activation=MIB, logits=MIB))
-    found = find_fit(post, None, capacity_for(post.reserved) - 2 * MIB)
+    peak = measured(program(activation=MIB, logits=MIB))
+    found = find_fit(peak, None, capacity_for(peak.reserved) - 2 * MIB)
     assert found.chosen  # as it is, it fits barely
-    alone = find_fit(post, None, capacity_for(found.reserved_after) - 2 * MIB)
+    alone = find_fit(peak, None, capacity_for(found.reserved_after) - 2 * MIB)
     assert alone.reserved_after < found.reserved_after
     text = said(capsys, str(CORPUS / "memory/transformer_training_ctx512.pickle.gz"), "--gpu",
                 "rtx 3080")  # fmt: skip
@@ -85,8 +85,8 @@ def test_a_bare_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with m.at(("/home/ada/project/train.py", 12, "main")):
         for _ in range(20):
             m.alloc(100 * MIB)
-    post = measured(m)
-    found = find_fit(post, None, round(post.reserved * 1.03) + CUDA_CONTEXT_BYTES)
+    peak = measured(m)
+    found = find_fit(peak, None, round(peak.reserved * 1.03) + CUDA_CONTEXT_BYTES)
     assert found.fits and found.barely and found.chosen == []
     headline = build_fit(found, gpu="", batch="").headline
     assert headline.startswith("It fits") and ", but may run out of memory: " in headline
@@ -123,24 +123,24 @@ def test_time_is_split_by_what_launched_it() -> None:
 
 
 def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() -> None:
-    post = measured(program())
-    found = find_fit(post, None, 80 * GIB)
+    peak = measured(program())
+    found = find_fit(peak, None, 80 * GIB)
     assert found.fits and found.chosen == [] and found.reserved_after == found.reserved
     # activations grow with the batch, nothing else does
-    room = found.available / (1 + MARGIN_SHARE) * post.allocated / post.reserved
-    assert count_needed_bytes(post, scale=found.largest_batch) <= room
-    assert count_needed_bytes(post, scale=found.largest_batch * 1.01) > room
+    room = found.available / (1 + MARGIN_SHARE) * peak.allocated / peak.reserved
+    assert count_needed_bytes(peak, scale=found.largest_batch) <= room
+    assert count_needed_bytes(peak, scale=found.largest_batch * 1.01) > room
 
 
 def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
-    post, a = measured(program()), trace().analysis()
-    whole = find_fit(post, a, 80 * GIB).reserved
-    by_name = {way.change.name: way for way in find_fit(post, a, 80 * GIB).candidates}
+    peak, a = measured(program()), trace().analysis()
+    whole = find_fit(peak, a, 80 * GIB).reserved
+    by_name = {way.change.name: way for way in find_fit(peak, a, 80 * GIB).candidates}
     # what costs no time is taken before what does
     less = whole - by_name["8-bit optimizer"].bytes // 2
-    found = find_fit(post, a, capacity_for(less))
+    found = find_fit(peak, a, capacity_for(less))
     assert found.fits and [way.ns for way in found.chosen] == [0.0]
-    found = find_fit(post, a, capacity_for(whole - 2200 * MIB))
+    found = find_fit(peak, a, capacity_for(whole - 2200 * MIB))
     (checkpointed,) = [way for way in found.chosen if way.change.name == "checkpointing"]
     assert found.fits and checkpointed.ns is not None and 0 < checkpointed.ns <= 4e6
     assert "calls keep their output alone" in checkpointed.change.assumes
@@ -153,27 +153,27 @@ def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed
         way.change.for_calls(int(part.max())) if way is checkpointed else way.change
         for way in found.chosen
     ]
-    assert count_needed_bytes(post, fewer) * post.reserved / post.allocated > safe
+    assert count_needed_bytes(peak, fewer) * peak.reserved / peak.allocated > safe
 
 
 def test_offloading_costs_what_compute_does_not_hide() -> None:
-    post, a = measured(program()), trace().analysis()
+    peak, a = measured(program()), trace().analysis()
     gpu = find_gpu("a100 pcie 80gb").gpu
     (way,) = [
-        way for way in find_fit(post, a, 80 * GIB, gpu=gpu).candidates
+        way for way in find_fit(peak, a, 80 * GIB, gpu=gpu).candidates
         if way.change.name == "offload activations"
     ]  # fmt: skip
-    lives = post.history.block_lifetimes
-    held = int(lives.size[[r for r in way.change.rows if lives.at(post.event)[r]]].sum())
+    lives = peak.history.block_lifetimes
+    held = int(lives.size[[r for r in way.change.rows if lives.at(peak.event)[r]]].sum())
     assert gpu.pcie_bandwidth is not None
     each_way = held / gpu.pcie_bandwidth * 1e9
     assert way.ns == pytest.approx(max(0, each_way - 4e6) + max(0, each_way - 8e6))
 
 
 def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
-    post = measured(program(activation=MIB, logits=MIB))
+    peak = measured(program(activation=MIB, logits=MIB))
     gpu = find_gpu("a100 sxm4 80gb").gpu
-    found = find_fit(post, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
+    found = find_fit(peak, trace().analysis(), 80 * GIB, gpu=gpu, ranks=4)
     ways = {way.change.name: way for way in found.candidates}
     weights = 10 * 32 * MIB
     assert ways["ZeRO 1"].bytes == pytest.approx(2 * weights * 3 / 4, rel=0.1)
@@ -246,7 +246,7 @@ def test_impossible_figures_fit_nowhere(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
-    post = measured(program())
+    peak = measured(program())
     b = TraceBuilder("A100")
     for _ in range(2):
         with b.step(), b.python("nn.Module: Net_0"):
@@ -256,7 +256,7 @@ def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
                 with b.python(f"nn.Module: Block_{layer}"), b.python("nn.Module: Linear_0"):
                     b.launch("gemm", 100 * (layer + 1))
             b.sync()
-    (way,) = [w for w in find_fit(post, b.analysis(), 80 * GIB).candidates if w.layers]
+    (way,) = [w for w in find_fit(peak, b.analysis(), 80 * GIB).candidates if w.layers]
     assert [layer.ns for layer in way.layers] == pytest.approx(
         [1e5 * (n + 1) for n in range(len(way.layers))]
     )
@@ -264,5 +264,5 @@ def test_checkpointing_has_the_bytes_and_the_time_of_each_layer() -> None:
     # what a layer holds is what the model of the allocator made there, without its output
     assert len({layer.bytes for layer in way.layers}) == 1
     assert way.layers[0].bytes % (96 * MIB) == 0 < way.layers[0].bytes
-    (unknown,) = [w for w in find_fit(post, trace().analysis(), 80 * GIB).candidates if w.layers]
+    (unknown,) = [w for w in find_fit(peak, trace().analysis(), 80 * GIB).candidates if w.layers]
     assert {layer.ns for layer in unknown.layers} == {None}  # a trace without modules

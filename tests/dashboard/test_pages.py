@@ -391,15 +391,15 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     session = DashboardSession([str(m.write(tmp_path / "memory.pickle"))]).load()
     loaded = session.entries[0].loaded
     assert loaded is not None, session.entries[0].failure_reason
-    (post,), (told,) = loaded.main.peak_memories, loaded.report.memory
-    drawn = memory_cards._timeline(post, post.timeline(50))
-    at = int(post.timeline(50)["event"].index_of(post.event) or 0)
+    (peak,), (told,) = loaded.main.peak_memories, loaded.report.memory
+    drawn = memory_cards._timeline(peak, peak.timeline(50))
+    at = int(peak.timeline(50)["event"].index_of(peak.event) or 0)
     assert drawn.layout.yaxis.title.text == "MiB"  # less than one GiB
     stacked = {line.name: line.y[at] * MIB for line in drawn.data if line.stackgroup}
     assert {name: held for name, held in stacked.items() if held} == {
         each.category: each.bytes for each in told.categories
     }
-    bars = memory_cards._segments(post).data
+    bars = memory_cards._segments(peak).data
     assert sum(sum(bar.x) for bar in bars) * MIB == pytest.approx(
         sum(p.reserved for p in told.pools)
     )

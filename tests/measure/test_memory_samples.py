@@ -71,16 +71,16 @@ def counted_back(snapshot: dict[str, Any]) -> tuple[int, set[int]]:
 def test_peaks_and_categories_are_the_sums_of_the_events(name: str) -> None:
     # our own file: read by Python, to have a second opinion
     most, then = counted_back(pickle.loads(content(name)))
-    post = measured(name)
-    if post.request is None:
-        assert post.allocated == most and post.reserved in then
+    peak = measured(name)
+    if peak.request is None:
+        assert peak.allocated == most and peak.reserved in then
     else:  # when it ran out, which was not at the peak
-        assert (post.allocated, post.reserved) == COUNTED[name]
-        assert int(post.history.allocated.max()) == most
-        most = post.allocated
-    assert sum(post.by_category.values()) == sum(post.bases.values()) == most
-    assert int(post.by_line["bytes"].sum()) == most
-    assert count_needed_bytes(post) == most + (post.request or 0)
+        assert (peak.allocated, peak.reserved) == COUNTED[name]
+        assert int(peak.history.allocated.max()) == most
+        most = peak.allocated
+    assert sum(peak.by_category.values()) == sum(peak.bases.values()) == most
+    assert int(peak.by_line["bytes"].sum()) == most
+    assert count_needed_bytes(peak) == most + (peak.request or 0)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "synthetic" not in n])
@@ -97,8 +97,8 @@ def test_the_replayed_allocator_reserves_what_was_recorded(name: str) -> None:
 
 
 def shares(name: str) -> dict[str, float]:
-    post = measured(name)
-    return {kind: size / post.allocated for kind, size in post.by_category.items()}
+    peak = measured(name)
+    return {kind: size / peak.allocated for kind, size in peak.by_category.items()}
 
 
 def test_what_each_program_held_is_found_with_and_without_modules_and_stacks() -> None:
@@ -215,8 +215,8 @@ def test_fused_attention_saves_the_16_bit_copies_of_the_scores_too() -> None:
 def test_inference_gets_no_advice_of_training() -> None:
     """Nothing of 52.8 GiB of activations is left at the end, and there is no backward pass. At the
     peak attention holds four blocks of 256 MiB: 4 × 16 heads × 1,024² scores in fp32."""
-    post = measured("transformer_inference_ctx1024")
-    assert post.trains is False
+    peak = measured("transformer_inference_ctx1024")
+    assert peak.trains is False
     report = advisor.analyze(str(FOLDER / "transformer_inference_ctx1024.pickle.gz"))
     changes = [each.change for each in report.memory[0].savings]
     assert changes[0] == "fused attention"
@@ -229,9 +229,9 @@ def test_inference_gets_no_advice_of_training() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_changes_of_training_are_for_programs_that_train(name: str) -> None:
-    post = measured(name)
-    if post.trains is False:
-        names = {change.name for change in find_changes(post)}
+    peak = measured(name)
+    if peak.trains is False:
+        names = {change.name for change in find_changes(peak)}
         of_training = {"checkpointing", "offload activations", "set_to_none", "8-bit optimizer"}
         assert not names & of_training
         for change in names:
@@ -239,7 +239,7 @@ def test_changes_of_training_are_for_programs_that_train(name: str) -> None:
             assert "accumulat" not in text and "optimizer" not in text
     trains = {"h100_training": True, "h100_leak": True, "h100_full": True, "forward_fp32": False,
               "windows_training": True, "stable_diffusion_no_history": None}  # fmt: skip
-    assert post.trains is trains.get(name, post.trains)
+    assert peak.trains is trains.get(name, peak.trains)
 
 
 def test_impossible_figures_are_said_to_be_so() -> None:

@@ -48,10 +48,10 @@ def allocating() -> TraceBuilder:
 def test_the_peak_is_tied_to_the_operators_that_allocated() -> None:
     a = allocating().analysis()
     assert memory_devices(a) == [0]
-    (post,) = a.memory_histories
-    assert (post.allocated, post.reserved) == (150 * MIB, 200 * MIB)
+    (peak,) = a.gpu_and_host_peaks
+    assert (peak.allocated, peak.reserved) == (150 * MIB, 200 * MIB)
     assert sorted(
-        post.by_line.select("function", "bytes", "blocks").rows(), key=lambda r: -r[1]
+        peak.by_line.select("function", "bytes", "blocks").rows(), key=lambda r: -r[1]
     ) == [
         (None, 100 * MIB, 1),  # from before the recording
         ("aten::mm", 40 * MIB, 1),
@@ -62,7 +62,7 @@ def test_the_peak_is_tied_to_the_operators_that_allocated() -> None:
 def test_without_events_there_is_no_peak() -> None:
     a = Analysis(blank_trace("nothing"))
     assert memory_devices(a) == []
-    assert a.memory_histories == []
+    assert a.gpu_and_host_peaks == []
 
 
 @settings(deadline=None, max_examples=60)
@@ -83,9 +83,9 @@ def test_what_is_held_is_what_a_plain_replay_holds(events: list[tuple[int, int]]
                 best, held_then = total, sum(live.values())
             b.memory(change, address=100 + address, allocated=total, reserved=512 * MIB)
             b.host(1)
-    (post,) = b.analysis().memory_histories
-    assert post.allocated == best == int(post.history.allocated.max())
-    lives, moment = post.history.block_lifetimes, post.event
+    (peak,) = b.analysis().gpu_and_host_peaks
+    assert peak.allocated == best == int(peak.history.allocated.max())
+    lives, moment = peak.history.block_lifetimes, peak.event
     then = (lives.start_event >= 0) & (lives.start_event <= moment) & (lives.end_event > moment)
     assert lives.size[then].sum() == held_then
 
@@ -94,13 +94,13 @@ def test_the_peak_of_a_real_trace_is_the_highest_total_in_its_file(
     shared_trace: Callable[[str], str],
 ) -> None:
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
-    post = a.memory_histories[0]  # the host has a few bytes too
+    peak = a.gpu_and_host_peaks[0]  # the host has a few bytes too
     events = a.trace.memory.filter(pl.col("device") == 0)
-    assert post.allocated == events["allocated"].max() == post.by_line["bytes"].sum()
-    thin = post.timeline(40)
+    assert peak.allocated == events["allocated"].max() == peak.by_line["bytes"].sum()
+    thin = peak.timeline(40)
     assert (
         thin.select(pl.sum_horizontal(pl.exclude("event", "time_us", "reserved"))).max().item()
-        == post.allocated
+        == peak.allocated
     )
 
 
@@ -137,15 +137,15 @@ def test_a_trace_with_memory_events_has_the_tables_of_a_snapshot(
 ) -> None:
     weights = trained_on_cpu(tmp_path / "trace.json", stacks=stacks)
     a = Analysis(read_trace(str(tmp_path / "trace.json")))
-    (post,) = a.memory_histories
+    (peak,) = a.gpu_and_host_peaks
     written = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
     totals = [e["args"]["Total Allocated"] for e in written if e.get("name") == "[memory]"]
-    assert post.allocated == max(totals) == sum(post.by_category.values())
+    assert peak.allocated == max(totals) == sum(peak.by_category.values())
     # AdamW: two moments of each weight, and a counter in fp32 of each of the 12 tensors
-    assert post.by_category["optimizer state"] == 2 * weights + 12 * 4
-    assert post.by_category["activations"] >= 6 * 2 * 512 * 64 * 4
-    assert post.step_source == "annotations"
-    changes = {saving.name for saving in find_savings(post)}
+    assert peak.by_category["optimizer state"] == 2 * weights + 12 * 4
+    assert peak.by_category["activations"] >= 6 * 2 * 512 * 64 * 4
+    assert peak.step_source == "annotations"
+    changes = {saving.name for saving in find_savings(peak)}
     assert {"half the batch", "offload optimizer state"} <= changes
     assert "expandable segments" not in changes  # a trace does not show segments
     assert not a.peak_memories  # rules read snapshots
@@ -167,7 +167,7 @@ def test_memory_of_an_nsight_export_is_counted_by_device_and_pinned_memory_apart
     with sqlite3.connect(path) as db:
         db.execute(f"CREATE TABLE CUDA_GPU_MEMORY_USAGE_EVENTS ({columns})")
         db.executemany(f"INSERT INTO CUDA_GPU_MEMORY_USAGE_EVENTS VALUES ({'?, ' * 10}?)", rows)
-    gpu, host = Analysis(read_trace(str(path))).memory_histories
+    gpu, host = Analysis(read_trace(str(path))).gpu_and_host_peaks
     assert (gpu.device, gpu.allocated, gpu.reserved) == (0, 80 * MIB, 0)
     assert (host.device, host.allocated) == (-1, 8 * MIB)
     assert int(gpu.history.allocated[-1]) == 16 * MIB

@@ -44,8 +44,8 @@ def measured(m: FakeAllocator, device: int = 0) -> PeakMemory:
     return PeakMemory(read_snapshot([m.pickled()], "x"), device)
 
 
-def freed(post: PeakMemory) -> dict[str, int]:
-    return {each.name: each.bytes for each in find_savings(post)}
+def freed(peak: PeakMemory) -> dict[str, int]:
+    return {each.name: each.bytes for each in find_savings(peak)}
 
 
 # -- categories ---------------------------------------------------------------------------------
@@ -58,13 +58,13 @@ def test_each_category_holds_what_the_program_put_there() -> None:
     held = t.forward()  # the second forward pass: nothing is freed before it ends
     with m.at(*LOOP, (TRAIN, 48, "main"), (f"{TORCH}nn/functional.py", 1, "softmax")):
         m.alloc(3 * GIB)  # the peak
-    post = measured(m)
-    assert post.by_category == {
+    peak = measured(m)
+    assert peak.by_category == {
         "activations": 3 * GIB + 4 * (12 + 12 + 3) * MIB + 2 * 64 * MIB + 4,
         "optimizer state": 2 * 4 * 24 * MIB,
         "weights": 4 * 24 * MIB,
     }
-    assert sum(post.by_category.values()) == post.allocated == int(post.by_line["bytes"].sum())
+    assert sum(peak.by_category.values()) == peak.allocated == int(peak.by_line["bytes"].sum())
     assert len(held) == 4 * 3 + 3
 
 
@@ -180,16 +180,16 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
                     here.append(m.alloc(size + chance.randrange(512), stream=chance.randrange(2)))
                 except DeviceFull:
                     break
-    post = measured(m)
+    peak = measured(m)
     most, end = replayed(m.snapshot())
-    assert int(post.history.allocated.max()) == most
-    assert int(post.history.allocated[-1]) == end
-    assert int(post.history.reserved[-1]) == sum(s.total for s in m.segments)
-    assert sum(post.by_category.values()) == post.allocated
-    shown = post.timeline(5000)
+    assert int(peak.history.allocated.max()) == most
+    assert int(peak.history.allocated[-1]) == end
+    assert int(peak.history.reserved[-1]) == sum(s.total for s in m.segments)
+    assert sum(peak.by_category.values()) == peak.allocated
+    shown = peak.timeline(5000)
     summed = shown.select(pl.sum_horizontal(pl.exclude("event", "time_us", "reserved")))
-    assert summed.to_series().to_list() == post.history.allocated.tolist()
-    assert (post.history.reserved >= post.history.allocated).all() or entries is not None
+    assert summed.to_series().to_list() == peak.history.allocated.tolist()
+    assert (peak.history.reserved >= peak.history.allocated).all() or entries is not None
 
 
 def test_a_ring_that_lost_its_start_says_so_and_keeps_the_lines_of_what_is_held() -> None:
@@ -208,10 +208,10 @@ def test_a_ring_that_lost_its_start_says_so_and_keeps_the_lines_of_what_is_held(
 def test_a_snapshot_without_history_is_its_state() -> None:
     m = FakeAllocator(history=False)
     Training(m).step()
-    post = measured(m)
-    assert post.history.count == 0 and post.event == -1
-    assert post.by_category == {"not attributed": 4 * 24 * MIB + 8 * 24 * MIB}
-    assert post.churn_bytes is None and post.growth.is_empty()
+    peak = measured(m)
+    assert peak.history.count == 0 and peak.event == -1
+    assert peak.by_category == {"not attributed": 4 * 24 * MIB + 8 * 24 * MIB}
+    assert peak.churn_bytes is None and peak.growth.is_empty()
 
 
 def test_devices_do_not_mix() -> None:
@@ -234,11 +234,11 @@ def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
     t = Training(m, leak=5 * MIB)
     for _ in range(12):
         t.step()
-    post = measured(m)
-    row = post.growth.row(0, named=True)
-    assert post.growth.height == 1
+    peak = measured(m)
+    row = peak.growth.row(0, named=True)
+    assert peak.growth.height == 1
     assert (row["file"], row["line"], row["step_bytes"]) == (TRAIN, 49, 5 * MIB)
-    assert freed(post)["references"] == 11 * 5 * MIB  # the last step needs its own
+    assert freed(peak)["references"] == 11 * 5 * MIB  # the last step needs its own
 
 
 def test_a_queue_that_is_emptied_is_no_leak() -> None:
@@ -263,12 +263,12 @@ def test_churn_is_what_a_step_allocates(source: str) -> None:
         if source == "annotations":
             m.annotate(f"ProfilerStep#{n}", "START")
         t.step()
-    post = measured(m)
-    assert post.step_source == source
+    peak = measured(m)
+    assert peak.step_source == source
     forward = 4 * 27 * MIB + 2 * 64 * MIB + 4
     backward = 4 + 4 * (12 + 24) * MIB
     update = 0 if source == "backward passes" else 2 * 24 * MIB
-    assert post.churn_bytes == 2 * MIB + forward + backward + update
+    assert peak.churn_bytes == 2 * MIB + forward + backward + update
 
 
 # -- what could not be placed -------------------------------------------------------------------
@@ -292,20 +292,20 @@ def in_pieces(pieces: int, hole: int, total: int) -> FakeAllocator:
 
 def test_a_request_beside_enough_free_memory_in_pieces_is_told_as_such() -> None:
     m = in_pieces(8, 30 * MIB, 8 * 64 * MIB)
-    post = measured(m)
+    peak = measured(m)
     found, placed, packed = (
-        measure_fragments(post),
-        explain_placement(post),
-        measure_repacking(post),
+        measure_fragments(peak),
+        explain_placement(peak),
+        measure_repacking(peak),
     )
-    assert found is not None and placed is not None and post.failed_at is not None
+    assert found is not None and placed is not None and peak.failed_at is not None
     assert (placed.request, placed.usable, placed.largest) == (60 * MIB, 480 * MIB, 30 * MIB)
     assert placed.scattered and placed.driver == 0
-    assert post.failed_at.line == 77
+    assert peak.failed_at.line == 77
     assert found.split == 480 * MIB and found.free_segments == 0
     # holes of neighbours lie side by side in one segment: 60 MiB is one of them
     assert packed is not None and packed.helps
-    assert freed(post)["expandable segments"] == packed.freed
+    assert freed(peak)["expandable segments"] == packed.freed
 
 
 def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
@@ -317,11 +317,11 @@ def test_holes_below_a_page_are_not_won_by_expandable_segments() -> None:
             m.free(address)
         with pytest.raises(DeviceFull):
             m.alloc(17 * MIB)
-    post = measured(m)
-    placed, packed = explain_placement(post), measure_repacking(post)
+    peak = measured(m)
+    placed, packed = explain_placement(peak), measure_repacking(peak)
     assert placed is not None and placed.scattered
     assert packed is not None and not packed.helps
-    assert "expandable segments" not in freed(post)
+    assert "expandable segments" not in freed(peak)
 
 
 def test_free_memory_of_another_stream_or_pool_is_elsewhere() -> None:
@@ -346,9 +346,9 @@ def test_a_snapshot_that_was_taken_after_things_were_let_go_of_tells_no_placemen
         with pytest.raises(DeviceFull):
             m.alloc(400 * MIB)
         m.free(first)
-    post = measured(m)
-    assert post.allocated == 900 * MIB and post.request == 400 * MIB
-    assert explain_placement(post) is None
+    peak = measured(m)
+    assert peak.allocated == 900 * MIB and peak.request == 400 * MIB
+    assert explain_placement(peak) is None
 
 
 # -- what a fix frees ---------------------------------------------------------------------------
@@ -445,13 +445,13 @@ def test_memory_by_module_of_public_snapshots_is_counted_from_their_stacks(
 ) -> None:
     """Each module against all blocks whose frames contain its ``forward``."""
     run = advisor.open(shared_file(f"memory/{name}.pickle"))
-    post = Analysis(next(iter(run.traces.values()))).peak_memories[0]
-    found = held_by_module(post)
-    lives = post.history.block_lifetimes
+    peak = Analysis(next(iter(run.traces.values()))).peak_memories[0]
+    found = held_by_module(peak)
+    lives = peak.history.block_lifetimes
     by_file: Counter[str] = Counter()
-    for row in post.allocated_rows.tolist():
+    for row in peak.allocated_rows.tolist():
         stack = int(lives.stack[row])
-        frames = post.snapshot.stacks[stack] if stack >= 0 else ()
+        frames = peak.snapshot.stacks[stack] if stack >= 0 else ()
         for file in {frame.file for frame in frames if frame.name == "forward"}:
             by_file[file] += int(lives.size[row])
     outermost: Counter[str] = Counter()

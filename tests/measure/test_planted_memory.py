@@ -154,9 +154,9 @@ CHANGED = {
 def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
     program = plan(seed)
     m, most = run(program)
-    post = PeakMemory(read_snapshot([m.pickled()], "x"), 0)
-    assert post.allocated == most
-    said = {each.name: each.bytes for each in find_savings(post)}
+    peak = PeakMemory(read_snapshot([m.pickled()], "x"), 0)
+    assert peak.allocated == most
+    said = {each.name: each.bytes for each in find_savings(peak)}
     for change, how in CHANGED.items():
         freed = most - run(replace(program, **how))[1]  # type: ignore[arg-type]
         if change not in said:

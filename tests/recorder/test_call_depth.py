@@ -132,7 +132,7 @@ def places(ask: Callable[[], None]) -> dict[str, Callable[[], None]]:
 
     return {
         "tensor hook": in_a_hook,
-        "post accumulate": after_accumulation,
+        "peak accumulate": after_accumulation,
         "forward hook": in_a_forward_hook,
         "function": lambda: Asking.apply(leaf),
         "trace": in_a_trace,

@@ -61,8 +61,8 @@ def test_moved_work_of_a_recording_without_steps_takes_its_time_somewhere() -> N
         b.copy("HtoD", 100 << 20, 10_000)
         b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
     b.sync()
-    whatif = WindowReplayer(b.analysis())
-    uploads, every = (whatif.gain([parse_edit(f"overlap {t}")]) for t in ("copy:HtoD", "copy"))
+    replayer = WindowReplayer(b.analysis())
+    uploads, every = (replayer.gain([parse_edit(f"overlap {t}")]) for t in ("copy:HtoD", "copy"))
     assert 0 < uploads <= 4_100_000
     assert every >= uploads
 
@@ -106,8 +106,8 @@ def test_a_copy_to_the_host_still_waits_for_what_computes_it() -> None:
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 2000)
             b.copy("DtoH", 1 << 10, 10, pinned=False)
             b.host(500)
-    whatif = WindowReplayer(b.analysis())
-    assert whatif.gain([parse_edit("overlap copy:DtoH")]) < 100_000
+    replayer = WindowReplayer(b.analysis())
+    assert replayer.gain([parse_edit("overlap copy:DtoH")]) < 100_000
 
 
 def test_reads_that_no_longer_block_leave_uploads_as_they_are() -> None:
@@ -117,9 +117,9 @@ def test_reads_that_no_longer_block_leave_uploads_as_they_are() -> None:
             b.copy("HtoD", 64 << 20, 5000, pinned=False)
             b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
             b.item()
-    whatif = WindowReplayer(b.analysis())
+    replayer = WindowReplayer(b.analysis())
     reads, both = (
-        whatif.count_selected(parse_edit(e)) for e in ("async sync copy:DtoH", "async sync")
+        replayer.count_selected(parse_edit(e)) for e in ("async sync copy:DtoH", "async sync")
     )
     assert (reads, both) == (8, 16)  # each copies and waits
 
@@ -132,9 +132,9 @@ def test_removing_a_part_of_what_moves_costs_nothing() -> None:
         b.run("aten::add", "elementwise_kernel", 100)
         b.run("aten::bmm", "ampere_sgemm_64x64_nn", 900)
     b.sync()
-    whatif = WindowReplayer(b.analysis())
+    replayer = WindowReplayer(b.analysis())
     move, remove = (parse_edit(e) for e in ("overlap work", "remove family:elementwise"))
-    assert 0 < whatif.gain([move]) <= whatif.gain([move, remove])
+    assert 0 < replayer.gain([move]) <= replayer.gain([move, remove])
 
 
 def test_a_kernel_that_starts_before_the_last_one_ends_still_does_when_merged() -> None:
@@ -147,8 +147,8 @@ def test_a_kernel_that_starts_before_the_last_one_ends_still_does_when_merged() 
                 b._free[7] = b._free.get(7, 0.0) - 0.9 * (number > 0)
                 b.run("aten::mm", "nvjet_tst_64x64", 10, host_us=0.5)
             b.sync()
-    whatif = WindowReplayer(b.analysis())
-    merged, tenth = (whatif.gain([parse_edit(f"merge work {f}")]) for f in ("1", "0.1"))
+    replayer = WindowReplayer(b.analysis())
+    merged, tenth = (replayer.gain([parse_edit(f"merge work {f}")]) for f in ("1", "0.1"))
     assert -1_000 < merged < 50_000
     assert tenth - merged == pytest.approx(0.9 * 910_900, rel=0.01)
 

@@ -39,8 +39,8 @@ def test_it_is_what_a_profiled_step_takes_longer_over_its_events() -> None:
 def test_a_profiler_that_costs_nothing_adds_nothing() -> None:
     a = host_bound(median_us=310).analysis()
     assert event_cost(a) == 0.0
-    whatif = WindowReplayer(a)
-    assert whatif.period((), "unprofiled") == pytest.approx(whatif.unedited.period, rel=1e-6)
+    replayer = WindowReplayer(a)
+    assert replayer.period((), "unprofiled") == pytest.approx(replayer.unedited.period, rel=1e-6)
 
 
 def test_a_measured_cost_is_bounded() -> None:
@@ -71,7 +71,7 @@ def test_a_python_frame_costs_less_than_an_operator() -> None:
         for _ in range(25):
             with b.op("aten::add", host_us=10.0):
                 pass
-    whatif = WindowReplayer(b.analysis())
-    taken = whatif.unedited.period - whatif.period((), "unprofiled")
+    replayer = WindowReplayer(b.analysis())
+    taken = replayer.unedited.period - replayer.period((), "unprofiled")
     frames, others = 250 * EVENT_COST_NS["python"], 25 * USUAL
     assert taken == pytest.approx(frames + others, rel=0.05)

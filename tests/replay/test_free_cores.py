@@ -16,7 +16,7 @@ LOADING, STEP = 6_000.0, 10_000.0
 """Of each step, µs: the loader 6 ms, then 4 ms of the model on the host."""
 
 
-def whatif(*, computed: bool, used: float | None, cpus: int = 2) -> WindowReplayer:
+def replayer(*, computed: bool, used: float | None, cpus: int = 2) -> WindowReplayer:
     """``used``: cores that the process keeps busy, as sampled; ``None``: not recorded."""
     b = TraceBuilder()
     name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -45,21 +45,21 @@ def gain(found: WindowReplayer, workers: int = 4) -> float:
 
 def test_without_samples_of_the_cores_they_are_taken_for_granted() -> None:
     """6 of 10 ms go, but for the hand-over of a batch (1.5 ms), and a tenth that the rest loses."""
-    assert gain(whatif(computed=True, used=None)) == pytest.approx(0.39, abs=0.02)
+    assert gain(replayer(computed=True, used=None)) == pytest.approx(0.39, abs=0.02)
 
 
 def test_idle_cores_do_the_work() -> None:
-    assert gain(whatif(computed=True, used=1.0, cpus=8)) == pytest.approx(0.39, abs=0.02)
+    assert gain(replayer(computed=True, used=1.0, cpus=8)) == pytest.approx(0.39, abs=0.02)
 
 
 def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
     """Two cores, both busy: what is left is the main thread's own share while it does not load,
     0.6 of a core, so that a batch takes 7.5 / 0.6 = 12.5 ms: the worker hands it over in 1.5 ms."""
-    assert gain(whatif(computed=True, used=2.0)) == pytest.approx(-0.25, abs=0.02)
+    assert gain(replayer(computed=True, used=2.0)) == pytest.approx(-0.25, abs=0.02)
 
 
 def test_on_busy_cores_loading_that_waits_needs_none() -> None:
-    found = whatif(computed=False, used=2.0)
+    found = replayer(computed=False, used=2.0)
     assert gain(found) == pytest.approx(0.39, abs=0.02)
     low, _ = found.gain_bounds([parse_edit("parallelize loader 4")])
     assert low <= 0.02 * found.a.step_ns  # if it computes something that is not recorded
@@ -69,7 +69,7 @@ def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
     """By hand: 1.4 cores busy over 10 ms are 14 ms of CPU time, 6 of them loading, so that the
     other 4 ms keep 2 cores busy. Loading goes on to take 6 ms of the step, and 1.5 ms for a batch
     to be handed over; optimistically both cores share the 6 ms: 4 + 3 + 0.2 ms are left."""
-    found = whatif(computed=True, used=1.4)
+    found = replayer(computed=True, used=1.4)
     edit = [parse_edit("parallelize loader 1")]
     assert gain(found, 1) == pytest.approx(-0.15, abs=0.02)
     low, high = found.gain_bounds(edit)
@@ -80,14 +80,14 @@ def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
 def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() -> None:
     """10 ms of CPU time in 10 ms: the second core has 4 ms for the 6 of loading while the step
     computes; the other 2 ms are taken from it."""
-    assert gain(whatif(computed=True, used=1.0), 1) == pytest.approx(0.4 - 0.15, abs=0.03)
+    assert gain(replayer(computed=True, used=1.0), 1) == pytest.approx(0.4 - 0.15, abs=0.03)
 
 
 @pytest.mark.parametrize(("workers", "left"), [(1, 7.5), (2, 6.1), (4, 6.1)])
 def test_one_worker_pays_for_each_batch_what_two_share(workers: int, left: float) -> None:
     """A batch takes one worker 6 ms and 1.5 ms to pass on; the step needs 4 ms, 1.5 ms to take it
     over and a tenth of 6 ms more than without workers, and waits for the slower of the two."""
-    found = whatif(computed=True, used=1.0, cpus=8)
+    found = replayer(computed=True, used=1.0, cpus=8)
     assert gain(found, workers) == pytest.approx(1 - left / 10, abs=0.02)
 
 

@@ -130,8 +130,8 @@ class Case:
         self.slow = run(program, **machine)
         self.fast = run(fix.change(program), **machine)
         self.true = self.slow.period - self.fast.period
-        self.whatif = replayed(self.slow, folder)
-        self.predicted = self.whatif.gain(fix.edits) / 1e3
+        self.replayer = replayed(self.slow, folder)
+        self.predicted = self.replayer.gain(fix.edits) / 1e3
 
     def check(self) -> None:
         allowed = max(WITHIN * abs(self.true), FLOOR * self.slow.period)
@@ -340,9 +340,9 @@ def test_what_was_hidden_pays_after_the_fix_of_what_hid_it(
     alone = run(first.change(loop(shape)), **machine)
     true = alone.period - done.fast.period
     assert true > 0.05 * done.slow.period
-    predicted = done.whatif.gain(second.edits, first.edits) / 1e3
+    predicted = done.replayer.gain(second.edits, first.edits) / 1e3
     assert abs(predicted - true) <= max(WITHIN * true, FLOOR * done.slow.period)
-    assert abs(done.whatif.gain(second.edits)) / 1e3 <= FLOOR * done.slow.period
+    assert abs(done.replayer.gain(second.edits)) / 1e3 <= FLOOR * done.slow.period
 
 
 # -- limits, as docs/whatif.md states them -----------------------------------------------------
@@ -382,7 +382,7 @@ def test_steps_are_replayed_and_starts_explained(
 
 
 def test_edits_that_select_nothing_change_nothing(tmp_path: Path) -> None:
-    whatif = replayed(run(loop(Shape(comm=300, batch=400))), tmp_path)
+    replayer = replayed(run(loop(Shape(comm=300, batch=400))), tmp_path)
     nothing = [
         Edit(op="remove", select=Select(on="gpu", name="no such kernel")),
         Edit(op="scale", select=Select(on="host", name="no such frame"), factor=0.5),
@@ -395,12 +395,12 @@ def test_edits_that_select_nothing_change_nothing(tmp_path: Path) -> None:
         Edit(op="resize", select=Select(on="gpu", name="no such kernel"), factor=1.0),
     ]
     for edit in nothing:
-        assert whatif.gain([edit]) == pytest.approx(0.0, abs=1.0), edit.op
+        assert replayer.gain([edit]) == pytest.approx(0.0, abs=1.0), edit.op
 
 
 def test_edits_compose_in_any_order_where_they_touch_different_things(tmp_path: Path) -> None:
     shape = Shape(comm=900, sync="item", batch=400, python=400)
-    whatif = replayed(run(loop(shape)), tmp_path)
+    replayer = replayed(run(loop(shape)), tmp_path)
     edits = [
         e
         for f in (
@@ -411,18 +411,18 @@ def test_edits_compose_in_any_order_where_they_touch_different_things(tmp_path: 
         )
         for e in f.edits
     ]
-    forward, backward = whatif.period(edits), whatif.period(edits[::-1])
+    forward, backward = replayer.period(edits), replayer.period(edits[::-1])
     assert forward == pytest.approx(backward, rel=1e-6)
-    assert forward < whatif.period(edits[:2]) < whatif.period()
+    assert forward < replayer.period(edits[:2]) < replayer.period()
 
 
 def test_removed_host_time_is_removed_once(tmp_path: Path) -> None:
     """Frame and what it encloses, both removed, are worth what the frame is."""
-    whatif = replayed(run(loop(LATE)), tmp_path)
+    replayer = replayed(run(loop(LATE)), tmp_path)
     frame = Edit(op="remove", select=Select(on="host", kind=("python",), name="^train"))
     same = Edit(op="remove", select=Select(on="host", name=r"train\.py\(12\)"))
-    assert whatif.gain([frame, same]) == pytest.approx(whatif.gain([frame]))
-    assert whatif.gain([frame]) == pytest.approx(800e3, rel=0.05)
+    assert replayer.gain([frame, same]) == pytest.approx(replayer.gain([frame]))
+    assert replayer.gain([frame]) == pytest.approx(800e3, rel=0.05)
 
 
 def test_the_loader_selector_of_the_programs_is_that_of_the_language() -> None:

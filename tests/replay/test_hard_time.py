@@ -30,9 +30,9 @@ def replay(path: str) -> WindowReplayer:
 
 def test_a_call_waits_for_the_device_whatever_its_name(shared_trace: Find) -> None:
     """``hipMemcpyWithStream``: 94.4 ms for the attention before it, 1.7 ms for its own copy."""
-    whatif = replay(shared_trace("mi300_timesformer_inference"))
-    row, waited = waits(whatif.a, whatif.graph)
-    names = whatif.a.trace.cpu["name"].gather(row).cast(str).to_list()
+    replayer = replay(shared_trace("mi300_timesformer_inference"))
+    row, waited = waits(replayer.a, replayer.graph)
+    names = replayer.a.trace.cpu["name"].gather(row).cast(str).to_list()
     assert names == ["hipMemcpyWithStream"] * 2
     assert waited.max() / 1e6 == pytest.approx(94.4, abs=0.1)
 
@@ -54,16 +54,16 @@ def test_a_pageable_copy_waits_for_the_work_before_it(shared_trace: Find) -> Non
     ]
     uploads = [us for us in held if us > 1_000]
     assert len(uploads) == 6
-    whatif = replay(path)
-    _, waited = waits(whatif.a, whatif.graph)
+    replayer = replay(path)
+    _, waited = waits(replayer.a, replayer.graph)
     assert np.sort(waited)[-6:] / 1e3 == pytest.approx(sorted(uploads), abs=1)
 
 
 def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
     shared_trace: Find,
 ) -> None:
-    whatif = replay(shared_trace("a100_train_6steps"))
-    graph = whatif.graph
+    replayer = replay(shared_trace("a100_train_6steps"))
+    graph = replayer.graph
     released = graph.kind[graph.dst] == NodeKind.SYNC_END
     weight = graph.weight.copy()
     weight[released & (graph.edge == EdgeKind.SYNC)] = NEVER
@@ -73,8 +73,8 @@ def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
     assert plan.run()[graph.step_boundaries] == pytest.approx(
         graph.time[graph.step_boundaries], rel=0.03
     )
-    found, before = hard_time(whatif.a, plan), hard_time(whatif.a, whatif.plan)
-    assert found.waited == before.waited > 0.1 * whatif.a.step_ns
+    found, before = hard_time(replayer.a, plan), hard_time(replayer.a, replayer.plan)
+    assert found.waited == before.waited > 0.1 * replayer.a.step_ns
     assert found.waits_explained == 0
     assert before.waits_explained is not None
     assert before.waits_explained > 0.9
@@ -84,14 +84,14 @@ def test_idle_time_that_stays_when_the_host_takes_none_is_not_explained(
     shared_trace: Find,
 ) -> None:
     """Launches that are late by themselves: all host time is taken for latency."""
-    whatif = replay(shared_trace("pairs/loader_profiler_workers0"))
-    graph = whatif.graph
-    before = hard_time(whatif.a, whatif.plan)
+    replayer = replay(shared_trace("pairs/loader_profiler_workers0"))
+    graph = replayer.graph
+    before = hard_time(replayer.a, replayer.plan)
     launch = graph.edge == EdgeKind.LAUNCH
     weight = graph.weight.copy()
     weight[launch] = (graph.time - graph.dur)[graph.dst[launch]]
     source = np.where(launch, 0, graph.src)
-    found = hard_time(whatif.a, ReplayPlan(replace(graph, weight=weight, src=source)))
+    found = hard_time(replayer.a, ReplayPlan(replace(graph, weight=weight, src=source)))
     assert found.idle == before.idle
     assert before.idle_explained is not None
     assert before.idle_explained > 0.9
@@ -118,11 +118,11 @@ def test_a_wait_that_seems_to_end_before_its_work_is_a_wait(
     for event in b.events:
         if event.get("cat") in on_device:
             event["ts"] += ahead_us
-    whatif = replay(str(b.write(tmp_path / "trace.json")))
-    quality = whatif.quality
-    assert not whatif.unusable_reason
+    replayer = replay(str(b.write(tmp_path / "trace.json")))
+    quality = replayer.quality
+    assert not replayer.unusable_reason
     assert quality.step_error < 0.01
     assert quality.waits > 0.8
     assert quality.waits_explained is not None and quality.waits_explained > 0.99
     halved = Edit(op="scale", select=Select(on="gpu", name="gemm"), factor=0.5)
-    assert whatif.gain([halved]) == pytest.approx(20 * 200e3, rel=0.02)
+    assert replayer.gain([halved]) == pytest.approx(20 * 200e3, rel=0.02)

@@ -157,9 +157,9 @@ def test_only_laws_that_say_nothing_of_a_file_are_left_out(
     assert now == listed.get(name, {}), "ADVISOR_LAWS_LEFT_OUT=write writes the list anew"
 
 
-def gain(whatif: WindowReplayer, *lines: str) -> float:
+def gain(replayer: WindowReplayer, *lines: str) -> float:
     """What edits save together, as a share of the step."""
-    return whatif.gain([parse_edit(line) for line in lines]) / whatif.unedited.period
+    return replayer.gain([parse_edit(line) for line in lines]) / replayer.unedited.period
 
 
 # -- edits to draw from --------------------------------------------------------------------------
@@ -258,12 +258,12 @@ def shortening(path: str, count: int) -> Iterator[str]:
         yield (makers[number % len(makers)] if number < len(makers) else rng.choice(makers))()
 
 
-def window(whatif: WindowReplayer) -> tuple[int, int]:
+def window(replayer: WindowReplayer) -> tuple[int, int]:
     """Start and end of the replayed steps, ns of the trace."""
-    table = whatif.a.steps.table
-    first, last = whatif.quality.steps, whatif.quality.of_steps
+    table = replayer.a.steps.table
+    first, last = replayer.quality.steps, replayer.quality.of_steps
     if first != last or not table.height:
-        return whatif.graph.origin, whatif.graph.origin + int(whatif.graph.time.max())
+        return replayer.graph.origin, replayer.graph.origin + int(replayer.graph.time.max())
     return int(table["ts"].min()), int(table["end"].max())
 
 
@@ -273,13 +273,13 @@ def window(whatif: WindowReplayer) -> tuple[int, int]:
 @law()
 def test_an_edit_of_zero_changes_nothing(path: str) -> None:
     t, rng = targets(path), random.Random(f"zero {Path(path).name}")
-    whatif = replay(path)
+    replayer = replay(path)
     there = [*t.kernels, *t.work, *t.ops, *t.host, *t.syncs, *t.gaps]
     lines = [f"scale {target} 1" for target in rng.sample(there, min(EDITS, len(there)))]
     lines += [f"{verb} kernel:^none$" for verb in ("remove", "overlap", "merge", "graph")]
     lines += ["async sync:^none$", "remove op:^none$", "remove gap:none", "resize work 1"]
     wrong = {
-        line: saved for line in lines if abs(saved := whatif.gain([parse_edit(line)])) > EXACT_NS
+        line: saved for line in lines if abs(saved := replayer.gain([parse_edit(line)])) > EXACT_NS
     }
     assert not wrong
 
@@ -297,15 +297,15 @@ def rewritten(
 def test_order_in_the_file_and_names_of_streams_and_threads_change_nothing(
     path: str, tmp_path: Path
 ) -> None:
-    whatif = replay(path)
+    replayer = replay(path)
     other = rewritten(
         path, lambda d: rewriting.permuted(rewriting.renumbered(d)), tmp_path / "trace.json"
     )
-    assert other.a.step_ns == pytest.approx(whatif.a.step_ns, abs=EXACT_NS)
-    assert other.quality.explained == whatif.quality.explained
+    assert other.a.step_ns == pytest.approx(replayer.a.step_ns, abs=EXACT_NS)
+    assert other.quality.explained == replayer.quality.explained
     wrong = {}
     for line in shortening(path, EDITS):
-        saved, then = (w.gain([parse_edit(line)]) for w in (whatif, other))
+        saved, then = (w.gain([parse_edit(line)]) for w in (replayer, other))
         if abs(saved - then) > EXACT_NS:
             wrong[line] = (saved, then)
     assert not wrong
@@ -325,19 +325,19 @@ def test_the_same_recording_four_times_gives_the_same_shares(path: str, tmp_path
     long, once what the host did before and after it is left out. Fewer than three steps are
     replayed alone, from an idle device until all is done, and so each of the four ends with a wait
     for the device."""
-    whatif = replay(path)
-    alone = whatif.quality.steps < MIN_STEADY
-    marked = whatif.a.steps.source != "whole trace"
+    replayer = replay(path)
+    alone = replayer.quality.steps < MIN_STEADY
+    marked = replayer.a.steps.source != "whole trace"
     data = rewriting.load(path) if marked else rewriting.own_span(rewriting.load(path))
     repeated = rewriting.repeated(data, drained=alone)
     other = rewritten(path, lambda _: repeated, tmp_path / "trace.json")
-    if other.a.steps.source != whatif.a.steps.source:
+    if other.a.steps.source != replayer.a.steps.source:
         pytest.skip("four of them have steps that one has not")
     times = 1 if marked else 4
-    assert other.a.step_ns == pytest.approx(times * whatif.a.step_ns, rel=0.02)
+    assert other.a.step_ns == pytest.approx(times * replayer.a.step_ns, rel=0.02)
     wrong = {}
     for line in plain(path, EDITS):
-        shares = gain(whatif, line), gain(other, line)
+        shares = gain(replayer, line), gain(other, line)
         if abs(shares[0] - shares[1]) > 0.02:
             wrong[line] = shares
     assert not wrong
@@ -348,12 +348,12 @@ def test_all_times_halved_in_the_file_halve_the_step_and_keep_the_shares(
     path: str, tmp_path: Path
 ) -> None:
     """What a replay adds of its own (a call's cost, a release) has to come from the trace."""
-    whatif = replay(path)
+    replayer = replay(path)
     other = rewritten(path, lambda d: rewriting.stretched(d, 0.5), tmp_path / "trace.json")
-    assert other.a.step_ns == pytest.approx(whatif.a.step_ns / 2, rel=0.001)
+    assert other.a.step_ns == pytest.approx(replayer.a.step_ns / 2, rel=0.001)
     wrong = {}
     for line in plain(path, EDITS):
-        shares = gain(whatif, line), gain(other, line)
+        shares = gain(replayer, line), gain(other, line)
         if abs(shares[0] - shares[1]) > 0.01:
             wrong[line] = shares
     assert not wrong
@@ -366,7 +366,7 @@ def test_all_times_halved_in_the_file_halve_the_step_and_keep_the_shares(
 def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
     """Of the same kind, on kernels of different names, or one on the device and one on the host."""
     t, rng = targets(path), random.Random(f"order {Path(path).name}")
-    whatif = replay(path)
+    replayer = replay(path)
     wrong = {}
     for _ in range(EDITS):
         verb = rng.choice(["scale", "remove", "merge", "overlap"])
@@ -379,12 +379,12 @@ def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
         else:
             pytest.skip("the trace has no two different things")
         saved, then = (
-            whatif.gain([parse_edit(line) for line in lines])
+            replayer.gain([parse_edit(line) for line in lines])
             for lines in ((one, other), (other, one))
         )
         # a merge leaves what it merges at the place of the first: a stream's gap is told apart by
         # neighbours, of which an earlier edit has taken some away
-        if abs(saved - then) > max(EXACT_NS, 1e-4 * whatif.unedited.period):
+        if abs(saved - then) > max(EXACT_NS, 1e-4 * replayer.unedited.period):
             wrong[one, other] = (saved, then)
     assert not wrong
 
@@ -396,9 +396,9 @@ def test_edits_of_different_things_can_be_made_in_any_order(path: str) -> None:
 def test_shortening_does_not_lengthen(path: str) -> None:
     """But for workers, which hand each batch over: of small batches that takes longer than loading
     them, as with one worker for the 1.2 ms that ranks of dlrm_8ranks load."""
-    whatif = replay(path)
-    found = {line: gain(whatif, line) for line in shortening(path, EDITS)}
-    hand_over = ready_batch_ns(whatif.a.trace, whatif.a.step_ns, "") / whatif.unedited.period
+    replayer = replay(path)
+    found = {line: gain(replayer, line) for line in shortening(path, EDITS)}
+    hand_over = ready_batch_ns(replayer.a.trace, replayer.a.step_ns, "") / replayer.unedited.period
     most = {line: hand_over if line.startswith("parallelize") else 0.0 for line in found}
     assert not {line: saved for line, saved in found.items() if saved < -SLACK - most[line]}
 
@@ -406,11 +406,11 @@ def test_shortening_does_not_lengthen(path: str) -> None:
 @law()
 def test_merging_never_costs_time(path: str) -> None:
     t, rng = targets(path), random.Random(f"merge {Path(path).name}")
-    whatif = replay(path)
+    replayer = replay(path)
     there = [w for w in t.work if not w.startswith("copy")] + t.kernels
     lines = [f"merge {w}" for w in there[: max(EDITS, 1)]]
     lines += [f"merge {rng.choice(there)} {factor(rng)}" for _ in range(EDITS - len(lines))]
-    found = {line: gain(whatif, line) for line in lines}
+    found = {line: gain(replayer, line) for line in lines}
     assert not {line: saved for line, saved in found.items() if saved < -0.001}
 
 
@@ -419,13 +419,13 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
     """But for what nothing in the file stands for: the time of threads between their events, and
     what lies between a launch and its work. Loader workers are no threads of the file: twice as
     many of them do what they did in half the time."""
-    whatif = replay(path)
-    a = whatif.a
+    replayer = replay(path)
+    a = replayer.a
     lines = [parse_edit("scale work 0.5"), parse_edit("scale host:. 0.5")]
     if a.trace.cpu["name"].cast(pl.String).str.contains("#_MultiProcessing").any():
         lines.append(parse_edit("parallelize loader 2"))
-    left = whatif.period(lines) / whatif.unedited.period
-    begin, end = window(whatif)
+    left = replayer.period(lines) / replayer.unedited.period
+    begin, end = window(replayer)
     cpu = a.trace.cpu.filter(pl.col("kind") != "overhead")
     uncovered = 0.0
     for thread in cpu["thread"].unique().to_list():
@@ -435,24 +435,24 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
         inside = (mine["ts"].to_numpy()[1:] <= end) & (until[:-1] >= begin) & (hole > 0)
         uncovered = max(uncovered, float(hole[inside].sum()))
     # that of work launched before the window too, which the steps' own path does not have
-    time, dur, own = whatif._replay_own_step(lines)
+    time, dur, own = replayer._replay_own_step(lines)
     chain = critical_path(own.graph, time, own.weight, dur)
     host = [EdgeKind.PROGRAM, EdgeKind.HANDOFF, EdgeKind.LOADER]
     waits = (chain.edge >= 0) & ~np.isin(own.graph.edge[np.maximum(chain.edge, 0)], host)
-    latency = float(chain.ns[waits].sum()) / whatif.step_count / whatif.unedited.period
+    latency = float(chain.ns[waits].sum()) / replayer.step_count / replayer.unedited.period
     assert 0.5 - SLACK <= left <= 0.5 + SLACK + uncovered / 2 / (end - begin) + latency
 
 
 # -- no more than there is -----------------------------------------------------------------------
 
 
-def taken(whatif: WindowReplayer, edit: Edit) -> float:
+def taken(replayer: WindowReplayer, edit: Edit) -> float:
     """Time that an edit takes away, ns a step, summed over all threads and streams: what no path
     through the step can become shorter by more than. Work that is moved or removed no longer holds
     up its stream either while it waits itself."""
-    a, select = whatif.a, edit.select
+    a, select = replayer.a, edit.select
     left = edit.factor if edit.op == "scale" and edit.factor is not None else 0.0
-    steps = max(1, whatif.quality.steps)
+    steps = max(1, replayer.quality.steps)
     if select.on == "gap":
         return float(a.gaps["dur"].filter(selected_gaps(a, select)).sum()) * (1 - left) / steps
     if select.on == "gpu":
@@ -461,7 +461,7 @@ def taken(whatif: WindowReplayer, edit: Edit) -> float:
         total = float(gpu["dur"].filter(mask).sum()) * (1 - left)
         host = host_of_layer(select) if edit.op in ("scale", "remove") else None
         if host is not None:
-            total += taken(whatif, replace(edit, select=host)) * steps
+            total += taken(replayer, replace(edit, select=host)) * steps
         if edit.op == "scale":
             return total / steps
         held = 0.0
@@ -487,14 +487,14 @@ def taken(whatif: WindowReplayer, edit: Edit) -> float:
 
 @law()
 def test_no_gain_exceeds_the_time_that_was_taken_away(path: str) -> None:
-    whatif = replay(path)
+    replayer = replay(path)
     wrong = {}
     for line in shortening(path, EDITS):
         edit = parse_edit(line)
         if edit.op in ("drop_launch", "roofline"):
             continue
-        saved, most = whatif.gain([edit]), taken(whatif, edit)
-        if saved > most + max(EXACT_NS, SLACK * whatif.unedited.period):
+        saved, most = replayer.gain([edit]), taken(replayer, edit)
+        if saved > most + max(EXACT_NS, SLACK * replayer.unedited.period):
             wrong[line] = (saved, most)
     assert not wrong
 
@@ -502,15 +502,15 @@ def test_no_gain_exceeds_the_time_that_was_taken_away(path: str) -> None:
 @law(trusted)
 def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) -> None:
     """The busiest stream is what is left when the host costs nothing."""
-    whatif = replay(path)
-    begin, end = window(whatif)
-    gpu = whatif.a.trace.gpu.filter(
-        pl.col("device") == whatif.a.device_id, pl.col("ts").is_between(begin, end)
+    replayer = replay(path)
+    begin, end = window(replayer)
+    gpu = replayer.a.trace.gpu.filter(
+        pl.col("device") == replayer.a.device_id, pl.col("ts").is_between(begin, end)
     )
     launched = gpu.filter(
         pl.col("launch").is_not_null()
         & pl.Series(
-            whatif.a.trace.cpu["ts"].gather(gpu["launch"].fill_null(0)).is_between(begin, end)
+            replayer.a.trace.cpu["ts"].gather(gpu["launch"].fill_null(0)).is_between(begin, end)
         )
     )
     # kernels of a stream may overlap (programmatic dependent launch): what is busy counts once
@@ -519,14 +519,14 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
         end_ = (lane["ts"] + lane["dur"]).to_numpy()
         before = np.append(lane["ts"].to_numpy()[:1], np.maximum.accumulate(end_)[:-1])
         busy.append(float(np.maximum(end_ - np.maximum(lane["ts"].to_numpy(), before), 0).sum()))
-    busiest = max(busy) / max(1, whatif.quality.steps)
+    busiest = max(busy) / max(1, replayer.quality.steps)
     wrong = {}
     for line in shortening(path, EDITS):
         edit = parse_edit(line)
         if edit.select.on == "gpu" and edit.op != "drop_launch":
             continue
-        left = whatif.period([edit])
-        if left < busiest - SLACK * whatif.unedited.period:
+        left = replayer.period([edit])
+        if left < busiest - SLACK * replayer.unedited.period:
             wrong[line] = (left, busiest)
     assert not wrong
 

@@ -43,26 +43,28 @@ def test_a_kind_selects_all_modules_of_it_with_those_inside() -> None:
 
 
 def test_half_of_the_layers_on_a_busy_device_saves_half_of_their_kernels() -> None:
-    whatif = WindowReplayer(blocks(kernel_us=1000, host_us=5))
-    gain = whatif.gain([parse_edit("scale layer:Block 0.5")])
+    replayer = WindowReplayer(blocks(kernel_us=1000, host_us=5))
+    gain = replayer.gain([parse_edit("scale layer:Block 0.5")])
     assert gain == pytest.approx(3 * 1_000_000 / 2, rel=0.02)
-    assert whatif.gain([parse_edit("remove layer:Block_1")]) == pytest.approx(1e6, rel=0.02)
+    assert replayer.gain([parse_edit("remove layer:Block_1")]) == pytest.approx(1e6, rel=0.02)
 
 
 def test_half_of_the_layers_of_a_launch_bound_step_saves_half_of_their_host_time() -> None:
     a = blocks(kernel_us=1, host_us=400)
-    whatif = WindowReplayer(a)
-    gain = whatif.gain([parse_edit("scale layer:Block 0.5")])
+    replayer = WindowReplayer(a)
+    gain = replayer.gain([parse_edit("scale layer:Block 0.5")])
     assert gain == pytest.approx(3 * 400_000 / 2, rel=0.1)
-    assert whatif.gain([parse_edit("scale work layer:Block family:gemm 0.5")]) < 10_000
+    assert replayer.gain([parse_edit("scale work layer:Block family:gemm 0.5")]) < 10_000
 
 
 def test_both_halves_add_up_and_no_more_than_all_is_saved() -> None:
-    whatif = WindowReplayer(blocks(kernel_us=500, host_us=100))
+    replayer = WindowReplayer(blocks(kernel_us=500, host_us=100))
     edits = [parse_edit(f"scale layer:Block_{n} 0.25") for n in range(3)]
-    assert whatif.gain(edits) == pytest.approx(whatif.gain([parse_edit("scale layer:Block 0.25")]))
-    step = whatif.a.step_ns
-    assert 0 <= whatif.gain([parse_edit("remove layer:Block")]) <= step
+    assert replayer.gain(edits) == pytest.approx(
+        replayer.gain([parse_edit("scale layer:Block 0.25")])
+    )
+    step = replayer.a.step_ns
+    assert 0 <= replayer.gain([parse_edit("remove layer:Block")]) <= step
 
 
 def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
@@ -92,11 +94,11 @@ def test_a_loop_takes_its_python_with_it() -> None:
             t.host(pause)
         t.on_host("aten::a", 10)
     a = t.analysis()
-    whatif = WindowReplayer(a)
-    alone = whatif.gain([parse_edit("remove op:aten::a")])
+    replayer = WindowReplayer(a)
+    alone = replayer.gain([parse_edit("remove op:aten::a")])
     assert alone == pytest.approx(40_000, abs=2500)
-    assert whatif.gain([parse_edit("remove op:aten::a at:loop")]) == pytest.approx(
+    assert replayer.gain([parse_edit("remove op:aten::a at:loop")]) == pytest.approx(
         alone + 30_000, abs=500
     )
-    everything = whatif.gain([parse_edit("remove op:aten::. at:loop")])
+    everything = replayer.gain([parse_edit("remove op:aten::. at:loop")])
     assert everything == pytest.approx(alone + 10_000 + 85_000, abs=3000)

@@ -183,7 +183,7 @@ def test_unchanged_steps_of_every_rank_are_replayed(
     for number, a in ranks.items():
         own = estimator_for(a, number)
         assert isinstance(own, ReplayEstimator)
-        assert own.whatif.quality.step_error <= 0.02
+        assert own.replayer.quality.step_error <= 0.02
         estimator, _ = estimate_ranks(ranks, number, own)
         assert estimator is not None and len(estimator.ranks) == 2
         assert abs(estimator.study.replay.error or 0.0) <= 0.02
@@ -198,12 +198,12 @@ def test_steps_that_a_host_far_ahead_launched_begin_with_the_work_before_them(
     shape = Shape(seed=3, layers=6, host=400, device=1500, python=50, comm=comm, optimizer=10)
     alone = Cluster([loop(shape)], depth=4096)
     (a,) = opened(alone, tmp_path).values()
-    whatif = WindowReplayer(a)
-    assert whatif.graph.time[whatif.graph.step_boundaries[-1]] < 4e3 * alone.ranks[0].period
-    assert whatif.quality.step_error <= 0.01
-    assert not whatif.unusable_reason
+    replayer = WindowReplayer(a)
+    assert replayer.graph.time[replayer.graph.step_boundaries[-1]] < 4e3 * alone.ranks[0].period
+    assert replayer.quality.step_error <= 0.01
+    assert not replayer.unusable_reason
     fast = Cluster([scale_kernels("gemm", 0.5).change(loop(shape))], depth=4096)
-    gain = whatif.gain(scale_kernels("gemm", 0.5).edits) / 1e3
+    gain = replayer.gain(scale_kernels("gemm", 0.5).edits) / 1e3
     true = alone.ranks[0].period - fast.ranks[0].period
     assert gain == pytest.approx(true, rel=WITHIN)
 

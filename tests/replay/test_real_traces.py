@@ -45,9 +45,9 @@ def replayed(path: str) -> WindowReplayer:
     return WindowReplayer(Analysis(read_trace(path)))
 
 
-def impact(whatif: WindowReplayer, *lines: str) -> float:
+def impact(replayer: WindowReplayer, *lines: str) -> float:
     """What edits save, as a share of the measured step."""
-    return whatif.gain([parse_edit(line) for line in lines]) / whatif.measured.period
+    return replayer.gain([parse_edit(line) for line in lines]) / replayer.measured.period
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -134,13 +134,13 @@ def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard
     shared_trace: Find,
 ) -> None:
     """So the total alone proves nothing. Where streams wait for each other it is wrong as well."""
-    whatif = replayed(shared_trace("a100_train_6steps"))
-    twin = naive_twin(whatif.graph)
-    assert twin.step_error < whatif.quality.step_error < 0.02
+    replayer = replayed(shared_trace("a100_train_6steps"))
+    twin = naive_twin(replayer.graph)
+    assert twin.step_error < replayer.quality.step_error < 0.02
     assert twin.hard["syncs that waited"] is None
     assert twin.hard["cross-stream starts"] == 0
-    whatif = replayed(shared_trace("v100_train_copy_heavy"))
-    assert naive_twin(whatif.graph).step_error > 3 * whatif.quality.step_error
+    replayer = replayed(shared_trace("v100_train_copy_heavy"))
+    assert naive_twin(replayer.graph).step_error > 3 * replayer.quality.step_error
 
 
 # -- fixes ---------------------------------------------------------------------------------------
@@ -171,21 +171,21 @@ def test_collectives_off_the_path_of_a_host_driven_run_are_worth_less_than_they_
     assert high == pytest.approx(0.155, abs=0.01)
     assert exposed > high
 
-    whatif = replayed(path)
+    replayer = replayed(path)
     edits = [parse_edit("overlap comm")]
-    assert low - 0.01 <= impact(whatif, "overlap comm") <= high
-    steps = np.diff(whatif.step_times(edits).time[whatif.graph.step_boundaries]) / 1e3
+    assert low - 0.01 <= impact(replayer, "overlap comm") <= high
+    steps = np.diff(replayer.step_times(edits).time[replayer.graph.step_boundaries]) / 1e3
     assert steps.sum() == pytest.approx(free.sum(), rel=0.02)
     # without the profiler, which lengthens host times, the host limits less
-    assert whatif.gain_bounds(edits)[1] / whatif.measured.period >= 0.12
+    assert replayer.gain_bounds(edits)[1] / replayer.measured.period >= 0.12
 
 
 def test_pinning_host_to_device_copies_is_worth_nothing_where_they_hide(
     shared_trace: Find,
 ) -> None:
-    whatif = replayed(shared_trace("a100_train_6steps"))
+    replayer = replayed(shared_trace("a100_train_6steps"))
     for line in ("overlap copy:HtoD", "scale copy:HtoD 0.3"):
-        assert abs(impact(whatif, line)) < 0.002
+        assert abs(impact(replayer, line)) < 0.002
 
 
 def raw(path: str) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def test_launch_bound_steps_come_down_to_the_device_or_the_host_that_remains(
     device works 309 of 4,426 µs and 11.6 of 87.4 ms. The step cannot be shorter than either,
     nor longer than both and the gaps between kernels."""
     path = shared_trace(name)
-    whatif = replayed(path)
+    replayer = replayed(path)
     events = raw(path)
     device = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     busy = union_length([(e["ts"], e["ts"] + e["dur"]) for e in device])
@@ -230,9 +230,9 @@ def test_launch_bound_steps_come_down_to_the_device_or_the_host_that_remains(
     ]
     begin = min([first, *(e["ts"] for e in around)])
     end = max([last, *(e["ts"] + e["dur"] for e in around)])
-    step = whatif.measured.period / 1e3
+    step = replayer.measured.period / 1e3
     remains = step - (end - begin) + len(calls)
-    after = whatif.period([parse_edit("graph work")]) / 1e3
+    after = replayer.period([parse_edit("graph work")]) / 1e3
     limit = max(busy, remains)
     assert 0.98 * limit <= after <= busy + remains + 3 * len(device)
     assert step - after >= 0.9 * (step - limit)
@@ -245,13 +245,13 @@ def test_launch_bound_steps_come_down_to_the_device_or_the_host_that_remains(
 def test_a_replay_takes_less_than_50_ms_for_10000_device_events(
     shared_trace: Find, name: str
 ) -> None:
-    whatif = replayed(shared_trace(name))
-    plan, best = whatif.plan, float("inf")
+    replayer = replayed(shared_trace(name))
+    plan, best = replayer.plan, float("inf")
     for _ in range(5):  # the best of several: other processes share the cores
         begin = time.thread_time()
         plan.run()
         best = min(best, time.thread_time() - begin)
-    assert best <= 0.050 * whatif.quality.starts / 10_000
+    assert best <= 0.050 * replayer.quality.starts / 10_000
 
 
 # -- the critical path ---------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -
     """On every trace: a device that works nine tenths of the time leaves the host no more."""
     busy = {}
     for path in sorted(Path(shared_trace("alexnet")).parent.glob("*.json.gz")):
-        whatif = replayed(str(path))
-        a = whatif.a
-        if a.device_id is None or a.steps.used.is_empty() or whatif.unusable_reason:
+        replayer = replayed(str(path))
+        a = replayer.a
+        if a.device_id is None or a.steps.used.is_empty() or replayer.unusable_reason:
             continue
         if a.breakdown.busy.total >= 0.9 * a.span_ns:
-            parts = whatif.critical_path_parts()
+            parts = replayer.critical_path_parts()
             host = parts.get("host", 0.0) + parts.get("loader", 0.0)
             busy[path.name] = host / sum(parts.values())
     assert len(busy) >= 3
@@ -277,9 +277,9 @@ def test_work_launched_before_the_window_is_not_on_its_critical_path(shared_file
     """Both GPUs begin with a queue of earlier work, of 9.7 ms and of 315 ms."""
     for name in ("mi300x_kernels_after_steps.json.gz", "h100/vocabulary"):
         run = open_run(shared_file(name))
-        whatif = WindowReplayer(Analysis(run.traces[min(run.traces)]))
-        parts = whatif.critical_path_parts()
-        assert sum(parts.values()) == pytest.approx(whatif.period(()), rel=0.001)
+        replayer = WindowReplayer(Analysis(run.traces[min(run.traces)]))
+        parts = replayer.critical_path_parts()
+        assert sum(parts.values()) == pytest.approx(replayer.period(()), rel=0.001)
         assert parts["compute"] >= 0.99 * sum(parts.values())
 
 
@@ -300,6 +300,6 @@ def test_a_host_that_launches_just_in_time_is_not_what_a_busy_device_hangs_on() 
 
 def test_a_recording_without_steps_is_replayed_whole(shared_trace: Callable[[str], str]) -> None:
     """Its host waits beyond the device's last work: 5.98 ms, not the 1.98 ms before the wait."""
-    whatif = WindowReplayer(Analysis(read_trace(shared_trace("mi210_gpu_only"))))
-    assert whatif.measured.period == pytest.approx(whatif.a.step_ns, rel=0.01)
-    assert whatif.quality.starts == whatif.a.trace.gpu.height
+    replayer = WindowReplayer(Analysis(read_trace(shared_trace("mi210_gpu_only"))))
+    assert replayer.measured.period == pytest.approx(replayer.a.step_ns, rel=0.01)
+    assert replayer.quality.starts == replayer.a.trace.gpu.height

@@ -65,10 +65,10 @@ def eager(recorded_us: float | None) -> TraceBuilder:
 def test_launch_costs_of_a_bare_trace_are_those_of_a_step_without_the_profiler() -> None:
     """100 operators and launch calls of 0.8 µs each that only the profiler takes are no gain; the
     range still reaches what the profiled step would gain."""
-    whatif = WindowReplayer(eager(None).analysis())
-    gain, low, high, *_ = whatif.gain_range([LAUNCHES])
-    profiled = whatif.period((), "profiled") - whatif.period([LAUNCHES], "profiled")
-    real = whatif.period((), "unprofiled") - whatif.period([LAUNCHES], "unprofiled")
+    replayer = WindowReplayer(eager(None).analysis())
+    gain, low, high, *_ = replayer.gain_range([LAUNCHES])
+    profiled = replayer.period((), "profiled") - replayer.period([LAUNCHES], "profiled")
+    real = replayer.period((), "unprofiled") - replayer.period([LAUNCHES], "unprofiled")
     assert gain == pytest.approx(real)
     assert low < gain < 0.95 * profiled
     assert high >= profiled
@@ -77,12 +77,12 @@ def test_launch_costs_of_a_bare_trace_are_those_of_a_step_without_the_profiler()
 def test_what_the_profiler_lengthens_is_host_time_so_the_device_keeps_its_own() -> None:
     """A profiled step idles longer than the run's own. Without launch costs both become the
     device's 400 µs and little more, not the same share of the step."""
-    whatif = WindowReplayer(eager(1500).analysis())
-    a = whatif.a
+    replayer = WindowReplayer(eager(1500).analysis())
+    a = replayer.a
     busy = a.breakdown.busy.total / a.step_count
-    gain = whatif.gain([LAUNCHES])
-    left = whatif.period([LAUNCHES], "unprofiled")
-    idle, real = a.step_ns - busy, whatif.period((), "unprofiled") - busy
+    gain = replayer.gain([LAUNCHES])
+    left = replayer.period([LAUNCHES], "unprofiled")
+    idle, real = a.step_ns - busy, replayer.period((), "unprofiled") - busy
     assert gain == pytest.approx((real + busy - left) * idle / real, rel=0.01)
 
 

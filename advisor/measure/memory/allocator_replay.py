@@ -367,23 +367,23 @@ class Repacking(NamedTuple):
 
 
 @cached_measurement
-def measure_repacking(post: PeakMemory) -> Repacking | None:
+def measure_repacking(peak: PeakMemory) -> Repacking | None:
     """Replay the history, with expandable segments and without, up to the analysed moment. Caches
     that a request could have back are no fragments. ``None``: no history, segments that are
     expandable, figures that contradict each other, or too little beside tensors."""
-    h = post.history
-    slack = post.reserved - post.allocated
+    h = peak.history
+    slack = peak.reserved - peak.allocated
     expandable = bool(h.segments["expandable"].fill_null(False).any())
-    lost = slack < MIN_SLACK * post.reserved and h.failed_event is None
-    if post.snapshot.exception is not None or post.snapshot.source != "allocator":
+    lost = slack < MIN_SLACK * peak.reserved and h.failed_event is None
+    if peak.snapshot.exception is not None or peak.snapshot.source != "allocator":
         return None
-    if h.is_too_short or h.segments.is_empty() or expandable or post.is_contradictory or lost:
+    if h.is_too_short or h.segments.is_empty() or expandable or peak.is_contradictory or lost:
         return None
-    fixed = replay_allocator(h, expandable=False, until=post.event)
-    grown = replay_allocator(h, expandable=True, until=post.event)
+    fixed = replay_allocator(h, expandable=False, until=peak.event)
+    grown = replay_allocator(h, expandable=True, until=peak.event)
     helps = False
-    if h.failed_event is not None and post.request is not None:
-        room = post.reserved + (post.device_free or 0)
+    if h.failed_event is not None and peak.request is not None:
+        room = peak.reserved + (peak.device_free or 0)
         helps = grown.needed_bytes <= room < fixed.needed_bytes
     assumes = "the same requests, replayed in a model of the allocator"
     if h.began_before:
@@ -393,13 +393,13 @@ def measure_repacking(post: PeakMemory) -> Repacking | None:
 
 
 @cached_measurement
-def measure_repacking_at_end(post: PeakMemory) -> Repacking | None:
+def measure_repacking_at_end(peak: PeakMemory) -> Repacking | None:
     """Replay the history to its end: memory that is free in segments with tensors when the snapshot
     was taken, and that expandable segments could have given back. ``None``: as above, or steps
     recur, whose next one fills the same pieces."""
-    h, pieces = post.history, measure_fragments(post)
+    h, pieces = peak.history, measure_fragments(peak)
     expandable = bool(h.segments["expandable"].fill_null(False).any())
-    if pieces is None or h.is_too_short or expandable or post.is_contradictory or post.step_source:
+    if pieces is None or h.is_too_short or expandable or peak.is_contradictory or peak.step_source:
         return None
     if h.failed_event is not None or pieces.split < MIN_SLACK * int(h.reserved[-1]):
         return None
@@ -410,10 +410,10 @@ def measure_repacking_at_end(post: PeakMemory) -> Repacking | None:
     return Repacking(pieces.split, max(0, min(pieces.split, fixed - grown)), False, assumes)
 
 
-def measure_fragments(post: PeakMemory) -> Fragments | None:
+def measure_fragments(peak: PeakMemory) -> Fragments | None:
     """Measure free blocks when the snapshot was taken; ``None``: it has no segments."""
-    h = post.history
-    known = post.snapshot.exception is None and post.snapshot.source == "allocator"
+    h = peak.history
+    known = peak.snapshot.exception is None and peak.snapshot.source == "allocator"
     if h.segments.is_empty() or not known:
         return None
     joined = (
@@ -425,7 +425,7 @@ def measure_fragments(post: PeakMemory) -> Fragments | None:
         )
         .with_columns(busy=((pl.col("used") + pl.col("waits")) > 0).any().over("segment"))
         .join(
-            post.snapshot.segments.with_row_index("segment").with_columns(
+            peak.snapshot.segments.with_row_index("segment").with_columns(
                 pl.col("segment").cast(pl.Int32)
             ),
             on="segment",
@@ -460,16 +460,16 @@ def measure_fragments(post: PeakMemory) -> Fragments | None:
     )
 
 
-def explain_placement(post: PeakMemory) -> Placement | None:
+def explain_placement(peak: PeakMemory) -> Placement | None:
     """Explain why the failed request could not be placed; ``None``: none failed, or the snapshot
     was taken so much later that its state is another."""
-    h, result = post.history, measure_fragments(post)
-    if post.request is None or result is None or h.failed_event is None:
+    h, result = peak.history, measure_fragments(peak)
+    if peak.request is None or result is None or h.failed_event is None:
         return None
     now = int(h.allocated[-1])
-    if abs(now - post.allocated) > MAX_STATE_DIFFERENCE * max(post.allocated, 1):
+    if abs(now - peak.allocated) > MAX_STATE_DIFFERENCE * max(peak.allocated, 1):
         return None
-    request = -(-max(post.request, 1) // ROUNDING_BYTES) * ROUNDING_BYTES
+    request = -(-max(peak.request, 1) // ROUNDING_BYTES) * ROUNDING_BYTES
     event = h.events.row(h.failed_event, named=True)
     small = request <= SMALL_REQUEST
     own_part = (pl.col("large").is_null() | (pl.col("large") == (not small))) & (
@@ -480,7 +480,7 @@ def explain_placement(post: PeakMemory) -> Placement | None:
     own = result.table.filter(own_part)
     usable = _total(own["free"])
     largest = max([0, *own["largest"].to_list()])
-    driver = post.device_free
+    driver = peak.device_free
     return Placement(
         request=request,
         usable=usable,

@@ -357,10 +357,10 @@ MAX_DEPTH = 64
 """Nesting depth of module calls, at most."""
 
 
-def held_by_module(post: PeakMemory) -> list[ModuleMemory]:
+def held_by_module(peak: PeakMemory) -> list[ModuleMemory]:
     """List module calls below the ones around them, the largest first among siblings. Modules
     called from one line (blocks in a loop) are one. Empty: no stack contains a ``forward``."""
-    history, rows = post.history, post.allocated_rows
+    history, rows = peak.history, peak.allocated_rows
     stack, size = history.block_lifetimes.stack[rows], history.block_lifetimes.size[rows]
     nodes: dict[tuple[int, str, int | None], int] = {}
     parent: list[int] = []

@@ -90,19 +90,19 @@ class FreedMemory(NamedTuple):
 
 
 def count_needed_bytes(
-    post: PeakMemory, made: Sequence[MemoryChange] = (), scale: float = 1.0
+    peak: PeakMemory, made: Sequence[MemoryChange] = (), scale: float = 1.0
 ) -> int:
     """Count the most bytes in tensors at once, the failed request included, after changes.
 
     ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
     """
-    h, lives = post.history, post.history.block_lifetimes
+    h, lives = peak.history, peak.history.block_lifetimes
     share = np.ones(len(lives))
     for each in made:
         if each.begin is None:
             share[each.rows] *= each.kept_share
     if scale != 1.0:
-        share[batch_rows(post)] *= scale
+        share[batch_rows(peak)] *= scale
     curve = h.allocated.astype(np.float64)
     size = lives.size * (share - 1)
     _add(
@@ -116,9 +116,9 @@ def count_needed_bytes(
             end = np.minimum(each.end, lives.end_event[each.rows])
             real = end > begin
             _add(curve, begin[real] + 1, end[real] + 1, away[real])
-    if h.failed_event is not None and post.request is not None:
+    if h.failed_event is not None and peak.request is not None:
         asked = min([each.request_share for each in made], default=1.0)
-        curve[h.failed_event + 1] += post.request * asked
+        curve[h.failed_event + 1] += peak.request * asked
     return round(float(curve.max()))
 
 
@@ -130,19 +130,19 @@ def _add(curve: np.ndarray, begin: Ints, end: Ints, size: np.ndarray) -> None:
 
 
 @cached_measurement
-def find_savings(post: PeakMemory) -> list[FreedMemory]:
+def find_savings(peak: PeakMemory) -> list[FreedMemory]:
     """List what lowers the peak, the cheapest in time first, then the largest. Savings overlap: not
     to be added up."""
-    before = count_needed_bytes(post)
+    before = count_needed_bytes(peak)
     result = [
-        _saving(post, each, before - count_needed_bytes(post, [each]))
-        for each in find_changes(post)
+        _saving(peak, each, before - count_needed_bytes(peak, [each]))
+        for each in find_changes(peak)
     ]
     least = MIN_SAVING_SHARE * max(before, 1)
     kept = [each for each in result if each.bytes >= least]
-    repacked = measure_repacking(post)
+    repacked = measure_repacking(peak)
     if repacked is not None and (
-        repacked.helps or repacked.freed >= MIN_SAVING_SHARE * post.reserved
+        repacked.helps or repacked.freed >= MIN_SAVING_SHARE * peak.reserved
     ):
         kept.append(FreedMemory("expandable segments", repacked.freed, repacked.assumes))
     return sorted(kept, key=lambda each: (_cost(each.name), -each.bytes))
@@ -158,13 +158,13 @@ MOVED_PEAK = 0.95
 """Share of what a change frees at the peak below which another moment is the peak after it."""
 
 
-def _saving(post: PeakMemory, each: MemoryChange, freed: int) -> FreedMemory:
+def _saving(peak: PeakMemory, each: MemoryChange, freed: int) -> FreedMemory:
     where = each.where
     place = (None, None, None) if where is None else (where.file, where.line, where.function)
-    lives, assumes = post.history.block_lifetimes, each.assumes
-    here = lives.at(post.event)[each.rows]
+    lives, assumes = peak.history.block_lifetimes, each.assumes
+    here = lives.at(peak.event)[each.rows]
     if each.begin is not None and each.end is not None:
-        here &= (each.begin <= post.event) & (each.end > post.event)
+        here &= (each.begin <= peak.event) & (each.end > peak.event)
     at_peak = float((lives.size[each.rows] * (1 - each.kept_share))[here].sum())
     if freed < MOVED_PEAK * at_peak:
         moved = (
@@ -175,30 +175,30 @@ def _saving(post: PeakMemory, each: MemoryChange, freed: int) -> FreedMemory:
 
 
 @cached_measurement
-def find_changes(post: PeakMemory) -> list[MemoryChange]:
+def find_changes(peak: PeakMemory) -> list[MemoryChange]:
     """List the changes whose blocks are in the history; one without any is left out."""
-    if post.snapshot.exception is not None:
+    if peak.snapshot.exception is not None:
         return []
     made = [
-        _attention(post), _logits(post), _references(post), _batch(post), _autocast(post),
-        _graphs(post),
+        _attention(peak), _logits(peak), _references(peak), _batch(peak), _autocast(peak),
+        _graphs(peak),
     ]  # fmt: skip
-    if post.trains is not False:
-        made += [_checkpointing(post), _offload(post), _set_to_none(post), *_optimizer(post)]
+    if peak.trains is not False:
+        made += [_checkpointing(peak), _offload(peak), _set_to_none(peak), *_optimizer(peak)]
     return [
         each for each in made if each is not None and (len(each.rows) or each.request_share < 1)
     ]
 
 
-def _of(post: PeakMemory, *categories: str) -> Bools:
-    mask: Bools = np.isin(post.category_codes, [CATEGORIES.index(name) for name in categories])
+def _of(peak: PeakMemory, *categories: str) -> Bools:
+    mask: Bools = np.isin(peak.category_codes, [CATEGORIES.index(name) for name in categories])
     return mask
 
 
 # -- activations ----------------------------------------------------------------------------------
 
 
-def _checkpointing(post: PeakMemory) -> MemoryChange | None:
+def _checkpointing(peak: PeakMemory) -> MemoryChange | None:
     """Checkpoint the line that calls the same module again and again: each call keeps its output
     alone, and is whole again when its backward begins.
 
@@ -206,26 +206,26 @@ def _checkpointing(post: PeakMemory) -> MemoryChange | None:
     called. One that no backward pass of the history reaches stays away to the end, except the
     largest, which is whole while it is computed again.
     """
-    lives = post.history.block_lifetimes
-    rows = np.flatnonzero(_of(post, "activations", "autocast copies") & (lives.start_event >= 0))
+    lives = peak.history.block_lifetimes
+    rows = np.flatnonzero(_of(peak, "activations", "autocast copies") & (lives.start_event >= 0))
     rows = rows[np.argsort(lives.start_event[rows], kind="stable")]
     stacks = lives.stack[rows]
     places: dict[tuple[str, int, str], list[int]] = {}
     for stack in np.unique(stacks).tolist():
-        for place in set(_callers(post, stack)):
+        for place in set(_callers(peak, stack)):
             places.setdefault(place, []).append(stack)
     best: MemoryChange | None = None
-    least = count_needed_bytes(post)
+    least = count_needed_bytes(peak)
     for place, of_place in places.items():
-        made = _checkpointed(post, rows[np.isin(stacks, of_place)], place)
-        after = least if made is None else count_needed_bytes(post, [made])
+        made = _checkpointed(peak, rows[np.isin(stacks, of_place)], place)
+        after = least if made is None else count_needed_bytes(peak, [made])
         if after < least:
             best, least = made, after
     return best
 
 
-def _checkpointed(post: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> MemoryChange | None:
-    h, lives = post.history, post.history.block_lifetimes
+def _checkpointed(peak: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> MemoryChange | None:
+    h, lives = peak.history, peak.history.block_lifetimes
     stacks, born = lives.stack[rows], lives.start_event[rows]
     first_stack = stacks == stacks[0]
     begins = np.flatnonzero(first_stack & np.append(True, ~first_stack[:-1]))
@@ -277,9 +277,9 @@ def _checkpointed(post: PeakMemory, rows: Ints, place: tuple[str, int, str]) -> 
     )
 
 
-def _callers(post: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
+def _callers(peak: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
     """List the user's lines around a stack that call a module: those that could be checkpointed."""
-    frames = post.snapshot.stacks[stack] if stack >= 0 else ()
+    frames = peak.snapshot.stacks[stack] if stack >= 0 else ()
     frames = tuple(f for f in frames if f.line > 0)
     called = [MODULE.search(f.file.replace("\\", "/")) and f.name in CALLS for f in frames]
     if not any(called):  # of C++ and Python together some have no frame of the call itself
@@ -294,16 +294,16 @@ def _callers(post: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
     ]
 
 
-def _attention(post: PeakMemory) -> MemoryChange | None:
+def _attention(peak: PeakMemory) -> MemoryChange | None:
     """Compute attention in one fused kernel, which stores no scores: the softmax inside a function
     or file of attention made blocks of their size. Under autocast that function's next product
     keeps a copy of them in 16 bits: half as large, as no other of its blocks is, unless a head has
     as many channels as the sequence has tokens."""
-    lives, stacks = post.history.block_lifetimes, post.snapshot.stacks
+    lives, stacks = peak.history.block_lifetimes, peak.snapshot.stacks
     place = np.array([*(_find_attention(stack) for stack in stacks), None], dtype=object)
     soft = np.array([*(any(_SOFTMAX.search(f.name) for f in s) for s in stacks), False])
     inside = np.array([each is not None for each in place])
-    rows = np.flatnonzero(inside[lives.stack] & _of(post, "activations"))
+    rows = np.flatnonzero(inside[lives.stack] & _of(peak, "activations"))
     if not len(rows):
         return None
     scores = np.unique(lives.size[rows[soft[lives.stack[rows]]]])
@@ -313,7 +313,7 @@ def _attention(post: PeakMemory) -> MemoryChange | None:
     made = rows[(lives.size[rows] == largest) & soft[lives.stack[rows]]]
     first = place[lives.stack[made[0]]]
     wanted = lives.size[rows] == largest
-    if _of(post, "autocast copies").any():
+    if _of(peak, "autocast copies").any():
         same = [p is not None and (p.file, p.name) == (first.file, first.name) for p in place]
         wanted |= (lives.size[rows] * 2 == largest) & np.array(same)[lives.stack[rows]]
     rows = rows[wanted]
@@ -339,11 +339,11 @@ def _find_attention(stack: Stack) -> SnapshotFrame | None:
     return None
 
 
-def _offload(post: PeakMemory) -> MemoryChange | None:
+def _offload(peak: PeakMemory) -> MemoryChange | None:
     """Move activations to host memory while they wait for the backward pass."""
-    h, lives = post.history, post.history.block_lifetimes
+    h, lives = peak.history, peak.history.block_lifetimes
     rows = np.flatnonzero(
-        _of(post, "activations") & (lives.start_event >= 0) & (lives.size >= 1 << 20)
+        _of(peak, "activations") & (lives.start_event >= 0) & (lives.size >= 1 << 20)
     )
     phase = np.append(h.phase, PHASES.index("backward"))[lives.end_event[rows]]
     rows = rows[phase == PHASES.index("backward")]
@@ -361,22 +361,22 @@ def _offload(post: PeakMemory) -> MemoryChange | None:
     )
 
 
-def batch_rows(post: PeakMemory) -> Ints:
+def batch_rows(peak: PeakMemory) -> Ints:
     """Find blocks whose size is in proportion to the batch: activations, inputs, and the gradients
     of activations on their way. Never weights, states, copies of weights or caches."""
-    lives = post.history.block_lifetimes
-    weights = np.unique(lives.size[_of(post, "weights", "gradients")])
-    flow = _of(post, "backward temporaries") & ~np.isin(lives.size, weights)
-    rows: Ints = np.flatnonzero(_of(post, "activations", "inputs", "earlier steps") | flow)
+    lives = peak.history.block_lifetimes
+    weights = np.unique(lives.size[_of(peak, "weights", "gradients")])
+    flow = _of(peak, "backward temporaries") & ~np.isin(lives.size, weights)
+    rows: Ints = np.flatnonzero(_of(peak, "activations", "inputs", "earlier steps") | flow)
     return rows
 
 
-def _batch(post: PeakMemory) -> MemoryChange:
+def _batch(peak: PeakMemory) -> MemoryChange:
     return MemoryChange(
         "half the batch",
-        batch_rows(post),
+        batch_rows(peak),
         0.5,
-        f"activations, inputs and {'' if post.trains is False else 'backward '}temporaries are in "
+        f"activations, inputs and {'' if peak.trains is False else 'backward '}temporaries are in "
         "proportion to the batch, which is halved",
     )
 
@@ -396,13 +396,13 @@ class Logits(NamedTuple):
     """Origin of the loss's first block: the line that called the loss."""
 
 
-def find_logits(post: PeakMemory) -> Logits | None:
+def find_logits(peak: PeakMemory) -> Logits | None:
     """Find the logits; ``None``: no loss held anything large at the analysed moment."""
-    h, lives = post.history, post.history.block_lifetimes
+    h, lives = peak.history, peak.history.block_lifetimes
     loss = np.array([o.loss for o in h.origins])[lives.stack]
-    of_pass = _of(post, "activations", "earlier steps", "backward temporaries")
-    here = lives.at(post.event)
-    large = lives.size >= MIN_SAVING_SHARE * max(post.allocated, 1) / 4
+    of_pass = _of(peak, "activations", "earlier steps", "backward temporaries")
+    here = lives.at(peak.event)
+    large = lives.size >= MIN_SAVING_SHARE * max(peak.allocated, 1) / 4
     first = np.flatnonzero(loss & large & here & of_pass)
     if not len(first):
         return None
@@ -411,7 +411,7 @@ def find_logits(post: PeakMemory) -> Logits | None:
     # made once where the loss is: a line that makes more of them makes something else
     made = np.bincount(lives.stack[lives.start_event >= 0] + 1, minlength=len(h.origins) + 1)
     often = made[lives.stack + 1] > made[lives.stack[first] + 1].max()
-    flow = _of(post, "backward temporaries")
+    flow = _of(peak, "backward temporaries")
     others = np.unique(lives.size[like & often & ~loss & ~flow & of_pass])
     like &= np.where(flow, ~np.isin(lives.size, others), ~often)
     rows = np.flatnonzero(of_pass & large & (loss | like))
@@ -421,9 +421,9 @@ def find_logits(post: PeakMemory) -> Logits | None:
     return Logits(rows, int(lives.size[first].max()), len(now), total, where)
 
 
-def _logits(post: PeakMemory) -> MemoryChange | None:
-    result = find_logits(post)
-    asked = _asks_for_logits(post)
+def _logits(peak: PeakMemory) -> MemoryChange | None:
+    result = find_logits(peak)
+    asked = _asks_for_logits(peak)
     if result is None and not asked:
         return None
     pieces = f"made in {LOSS_CHUNKS} pieces, one at a time"
@@ -434,35 +434,35 @@ def _logits(post: PeakMemory) -> MemoryChange | None:
         f"the request that failed is for logits, which are {pieces}"
         if result is None
         else f"the {result.blocks} blocks of the loss and of the logits' size are {pieces}",
-        where=post.failed_at if result is None else result.where,
+        where=peak.failed_at if result is None else result.where,
         request_share=1 / LOSS_CHUNKS if asked else 1.0,
     )
 
 
-def _asks_for_logits(post: PeakMemory) -> bool:
+def _asks_for_logits(peak: PeakMemory) -> bool:
     """Tell whether the request that failed is for logits: where earlier steps made blocks of the
     same size as a loss did."""
-    h, lives = post.history, post.history.block_lifetimes
-    if h.failed_event is None or post.request is None:
+    h, lives = peak.history, peak.history.block_lifetimes
+    if h.failed_event is None or peak.request is None:
         return False
     loss = np.array([o.loss for o in h.origins])[lives.stack]
     same = lives.stack == h.event_stack[h.failed_event]
     return bool(np.isin(lives.size[same], lives.size[loss]).any())
 
 
-def _autocast(post: PeakMemory) -> MemoryChange | None:
+def _autocast(peak: PeakMemory) -> MemoryChange | None:
     """Drop the copies of weights that autocast keeps. Where nothing trains, the weights can be of
     that type themselves."""
-    lives = post.history.block_lifetimes
-    rows = np.flatnonzero(_of(post, "autocast copies"))
-    weights = np.flatnonzero(_of(post, "weights"))
+    lives = peak.history.block_lifetimes
+    rows = np.flatnonzero(_of(peak, "autocast copies"))
+    weights = np.flatnonzero(_of(peak, "weights"))
     if not len(rows):
-        if post.trains is not False or not len(weights):
+        if peak.trains is not False or not len(weights):
             return None
         return MemoryChange(
             "16-bit weights", weights, 0.5, "weights are in fp32, and 16 bits suffice"
         )
-    if not post.trains:
+    if not peak.trains:
         return MemoryChange(
             "16-bit weights",
             np.concatenate([rows, weights]),
@@ -484,13 +484,13 @@ def _autocast(post: PeakMemory) -> MemoryChange | None:
 # -- what outlives its use ------------------------------------------------------------------------
 
 
-def _references(post: PeakMemory) -> MemoryChange | None:
+def _references(peak: PeakMemory) -> MemoryChange | None:
     """Free what each step leaves behind, else blocks of earlier steps, from the end of their step
     on."""
-    h, lives = post.history, post.history.block_lifetimes
+    h, lives = peak.history, peak.history.block_lifetimes
     _, marks = h.steps
-    old = _of(post, "earlier steps")
-    lines = set(post.growth.select("file", "line", "function").rows())
+    old = _of(peak, "earlier steps")
+    lines = set(peak.growth.select("file", "line", "function").rows())
     grows = np.array([(o.file, o.line, o.function) in lines for o in h.origins])[lives.stack]
     grows &= lives.end_event == h.count
     rows = np.flatnonzero(old | grows)
@@ -498,7 +498,7 @@ def _references(post: PeakMemory) -> MemoryChange | None:
         return None
     where = h.origins[int(lives.stack[rows[np.argmax(lives.size[rows])]])]
     if lines:
-        row = post.growth.row(0, named=True)
+        row = peak.growth.row(0, named=True)
         where = AllocationOrigin("own", row["file"], row["line"], row["function"])
     assumes = (
         "nothing needs what each step leaves behind there, but the newest step's may be in use"
@@ -511,10 +511,10 @@ def _references(post: PeakMemory) -> MemoryChange | None:
                   None if where.file is None else where)  # fmt: skip
 
 
-def _set_to_none(post: PeakMemory) -> MemoryChange | None:
+def _set_to_none(peak: PeakMemory) -> MemoryChange | None:
     """Free gradients that are there during a forward pass although the optimizer has used them."""
-    h, lives = post.history, post.history.block_lifetimes
-    gradients = np.flatnonzero(_of(post, "gradients"))
+    h, lives = peak.history, peak.history.block_lifetimes
+    gradients = np.flatnonzero(_of(peak, "gradients"))
     phase = h.phase
     used = np.flatnonzero(
         (phase[:-1] == PHASES.index("optimizer")) & (phase[1:] != PHASES.index("optimizer"))
@@ -545,9 +545,9 @@ def _set_to_none(post: PeakMemory) -> MemoryChange | None:
 # -- the optimizer --------------------------------------------------------------------------------
 
 
-def _optimizer(post: PeakMemory) -> list[MemoryChange]:
-    state = np.flatnonzero(_of(post, "optimizer state"))
-    large = state[post.history.block_lifetimes.size[state] >= MIN_8_BIT]
+def _optimizer(peak: PeakMemory) -> list[MemoryChange]:
+    state = np.flatnonzero(_of(peak, "optimizer state"))
+    large = state[peak.history.block_lifetimes.size[state] >= MIN_8_BIT]
     return [
         MemoryChange("8-bit optimizer", large, STATE_8_BIT,
                "the state is in fp32 and all of it can be kept in 8 bits", group="state"),
@@ -556,17 +556,17 @@ def _optimizer(post: PeakMemory) -> list[MemoryChange]:
         MemoryChange("offload optimizer state", state, 0.0,
                "the optimizer runs on the host: gradients go there, weights come back",
                group="state"),
-        MemoryChange("fused optimizer", np.flatnonzero(_of(post, "optimizer temporaries")), 0.0,
+        MemoryChange("fused optimizer", np.flatnonzero(_of(peak, "optimizer temporaries")), 0.0,
                "a fused kernel updates in place, without temporaries"),
     ]  # fmt: skip
 
 
-def shard_changes(post: PeakMemory, ranks: int) -> list[MemoryChange]:
+def shard_changes(peak: PeakMemory, ranks: int) -> list[MemoryChange]:
     """Estimate ZeRO 1 to 3 (FSDP), over so many ranks that hold the same today. Stage 3 keeps the
     largest two weights gathered."""
-    lives = post.history.block_lifetimes
-    rows = [np.flatnonzero(_of(post, name)) for name in ("optimizer state", "gradients", "weights")]
-    here = lives.at(post.event)
+    lives = peak.history.block_lifetimes
+    rows = [np.flatnonzero(_of(peak, name)) for name in ("optimizer state", "gradients", "weights")]
+    here = lives.at(peak.event)
     total = int(lives.size[np.concatenate(rows)][here[np.concatenate(rows)]].sum())
     gathered = 2 * int(lives.size[rows[2]].max(initial=0))
     made = []
@@ -581,10 +581,10 @@ def shard_changes(post: PeakMemory, ranks: int) -> list[MemoryChange]:
     return [each for each in made if len(each.rows)]
 
 
-def _graphs(post: PeakMemory) -> MemoryChange | None:
+def _graphs(peak: PeakMemory) -> MemoryChange | None:
     """Merge private pools beyond the largest: graphs that never run at once can share one."""
-    h, lives = post.history, post.history.block_lifetimes
-    rows = np.flatnonzero(_of(post, "CUDA graph pools"))
+    h, lives = peak.history, peak.history.block_lifetimes
+    rows = np.flatnonzero(_of(peak, "CUDA graph pools"))
     pools = h.segments.filter(h.segments["pool"].is_not_null()).sort("address")
     if not len(rows) or pools["pool"].n_unique() < 2:
         return None

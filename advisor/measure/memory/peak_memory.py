@@ -435,10 +435,10 @@ def cached_measurement(measure: Callable[[PeakMemory], T]) -> Callable[[PeakMemo
     made: WeakKeyDictionary[PeakMemory, T] = WeakKeyDictionary()
 
     @wraps(measure)
-    def measured(post: PeakMemory) -> T:
-        if post not in made:
-            made[post] = measure(post)
-        return made[post]
+    def measured(peak: PeakMemory) -> T:
+        if peak not in made:
+            made[peak] = measure(peak)
+        return made[peak]
 
     return measured
 
@@ -492,27 +492,27 @@ def fullest_devices(snapshots: Sequence[MemorySnapshot]) -> list[PeakMemory]:
     return [peak_memories(each)[0] for each in snapshots]
 
 
-def growing_lines(posts: Sequence[PeakMemory]) -> tuple[pl.DataFrame, str]:
+def growing_lines(peaks: Sequence[PeakMemory]) -> tuple[pl.DataFrame, str]:
     """Find lines that hold more in every snapshot, fastest first: (GROWS_SCHEMA, ``step`` or
     ``snapshot``). Empty: none, or fewer than MIN_SNAPSHOTS."""
     blank = pl.DataFrame(schema=GROWS_SCHEMA)
-    if len(posts) < MIN_SNAPSHOTS:
+    if len(peaks) < MIN_SNAPSHOTS:
         return blank, ""
-    steps = [_STEP.search(PurePath(post.snapshot.path).name) for post in posts]
+    steps = [_STEP.search(PurePath(peak.snapshot.path).name) for peak in peaks]
     at = [int(step[1]) for step in steps if step is not None]
-    by_step = len(at) == len(posts) and all(b > a for a, b in pairwise(at))
-    span = at[-1] - at[0] if by_step else len(posts) - 1
+    by_step = len(at) == len(peaks) and all(b > a for a, b in pairwise(at))
+    span = at[-1] - at[0] if by_step else len(peaks) - 1
     key = ["category", "file", "line", "function"]
     tables = [
-        post.by_line_at_end.group_by(key).agg(pl.col("bytes").sum(), pl.col("blocks").sum())
-        for post in posts
+        peak.by_line_at_end.group_by(key).agg(pl.col("bytes").sum(), pl.col("blocks").sum())
+        for peak in peaks
     ]
     joined = tables[-1].rename({"bytes": "last"})
     for number, table in enumerate(tables[:-1]):
         held = table.select(*key, pl.col("bytes").alias(f"held{number}"))
         joined = joined.join(held, on=key, how="left", nulls_equal=True)
-    held_in = [pl.col(f"held{n}").fill_null(0) for n in range(len(posts) - 1)] + [pl.col("last")]
-    least = MIN_GROWTH * max(posts[0].allocated, 1)
+    held_in = [pl.col(f"held{n}").fill_null(0) for n in range(len(peaks) - 1)] + [pl.col("last")]
+    least = MIN_GROWTH * max(peaks[0].allocated, 1)
     rises = [b > a for a, b in pairwise(held_in)]
     table = (
         joined.filter(pl.all_horizontal(*rises) & (pl.col("last") - held_in[0] >= least))

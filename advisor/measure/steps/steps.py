@@ -469,7 +469,7 @@ def forward_only(a: Analysis) -> bool:
             return False
     cpu = a.trace.cpu
     if not name_matches(cpu["name"], r"^aten::").any():
-        return a.record_only and {post.trains for post in a.peak_memories} == {False}
+        return a.record_only and {peak.trains for peak in a.peak_memories} == {False}
     return not has_training_rows(a.trace)
 
 

@@ -194,14 +194,14 @@ class MeshProjector:
         return self.node if mesh is self.measured else self.node_there
 
     @cached_property
-    def whatif(self) -> WindowReplayer:
+    def replayer(self) -> WindowReplayer:
         """The replay, built once."""
         return WindowReplayer(self.a)
 
     @cached_property
     def replayed(self) -> bool:
         """Whether the replay is good enough to be used."""
-        return not self.whatif.unusable_reason
+        return not self.replayer.unusable_reason
 
     @cached_property
     def slots(self) -> int:
@@ -364,7 +364,7 @@ class MeshProjector:
     ) -> tuple[float, float, dict[str, float]]:
         """Return the step, the bubble in it, and what new collectives add by axis, ns."""
         factor = work.factors(bound)
-        step = scaled_step(self.whatif, factor, host=work.launches)
+        step = scaled_step(self.replayer, factor, host=work.launches)
         added = work.added(bound)
         step += sum(added.values())
         # a pipeline waits for the stages before and after: not in the optimizer and what follows
@@ -424,7 +424,7 @@ class MeshProjector:
                 "elementwise kernels and norms may or may not be split: the range has both"
             )
         if not self.replayed:
-            notes.append(f"{self.whatif.unusable_reason}: busy time is scaled and idle time kept")
+            notes.append(f"{self.replayer.unusable_reason}: busy time is scaled and idle time kept")
         if mesh.pp > 1:
             notes.append(f"a step has {self.slots} micro-batches in the recording")
         return notes

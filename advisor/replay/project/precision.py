@@ -158,11 +158,11 @@ class _Conversion:
             for call in known:
                 self._judge(call)
             self._decide(known)
-            whatif = WindowReplayer(a)
-            replayed = not whatif.unusable_reason
-            step = self._step([c for c in known if not c.why], whatif)
-            captured = self._step([c for c in known if not c.why], whatif, launching=False)[1]
-            every = self._step([c for c in known if c.estimate is not None], whatif)[1]
+            replayer = WindowReplayer(a)
+            replayed = not replayer.unusable_reason
+            step = self._step([c for c in known if not c.why], replayer)
+            captured = self._step([c for c in known if not c.why], replayer, launching=False)[1]
+            every = self._step([c for c in known if c.estimate is not None], replayer)[1]
         per = 1 / a.step_count
         layers = tuple(self._layers(known)) if not refused else ()
         weights = self._weights(known)
@@ -299,7 +299,9 @@ class _Conversion:
 
     # -- the step -----------------------------------------------------------------------------
 
-    def _step(self, calls: list[_Call], whatif: WindowReplayer, *, launching: bool = True) -> Three:
+    def _step(
+        self, calls: list[_Call], replayer: WindowReplayer, *, launching: bool = True
+    ) -> Three:
         """Return (best, central, worst) of the step, ns: each product takes its estimate. Where the
         host launches each kernel (``launching``), each that quantises adds a launch."""
         steps = []
@@ -310,16 +312,16 @@ class _Conversion:
                 assert call.estimate is not None
                 factor[call.rows] = call.estimate.total[place] / max(call.ns, 1.0)
                 launches[call.rows[0]] = call.estimate.launches[place] * launching
-            steps.append(self._replay(factor, launches, whatif))
-        miss = 0.0 if whatif.unusable_reason else whatif.quality.step_error
+            steps.append(self._replay(factor, launches, replayer))
+        miss = 0.0 if replayer.unusable_reason else replayer.quality.step_error
         best, middle, worst = steps
         return min(best, middle) * (1 - miss), middle, max(worst, middle) * (1 + miss)
 
-    def _replay(self, factor: Array, launches: Array, whatif: WindowReplayer) -> float:
+    def _replay(self, factor: Array, launches: Array, replayer: WindowReplayer) -> float:
         a = self.a
-        if whatif.unusable_reason:
-            return scaled_step(whatif, factor)
-        graph = whatif.graph
+        if replayer.unusable_reason:
+            return scaled_step(replayer, factor)
+        graph = replayer.graph
         dur, weight = graph.dur.copy(), graph.weight.copy()
         device = graph.device
         dur[device] *= factor[graph.row[device]]
@@ -328,13 +330,13 @@ class _Conversion:
             graph.src[edge], launches[graph.row[graph.dst[edge]]], minlength=len(graph)
         )
         program = (graph.edge == EdgeKind.PROGRAM) & (graph.kind[graph.dst] == NodeKind.LAUNCH)
-        weight[program] += more[graph.dst[program]] * self._launch_ns(whatif)
-        before = whatif.plan.steady_step()
-        return a.step_ns * whatif.plan.steady_step(weight, dur) / max(before, 1.0)
+        weight[program] += more[graph.dst[program]] * self._launch_ns(replayer)
+        before = replayer.plan.steady_step()
+        return a.step_ns * replayer.plan.steady_step(weight, dur) / max(before, 1.0)
 
-    def _launch_ns(self, whatif: WindowReplayer) -> float:
+    def _launch_ns(self, replayer: WindowReplayer) -> float:
         """Return host time from one launch to the next, ns: the median of these steps."""
-        graph = whatif.graph
+        graph = replayer.graph
         between = (graph.edge == EdgeKind.PROGRAM) & (graph.kind[graph.dst] == NodeKind.LAUNCH)
         between &= graph.kind[graph.src] == NodeKind.LAUNCH
         gaps = graph.weight[between]

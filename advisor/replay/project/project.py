@@ -117,14 +117,14 @@ class Projector:
         return int(other.filter(~recorded)["dur"].sum()) / total if total else 0.0
 
     @cached_property
-    def whatif(self) -> WindowReplayer:
+    def replayer(self) -> WindowReplayer:
         """The replay; built once for all targets."""
         return WindowReplayer(self.a)
 
     @cached_property
     def replayed(self) -> bool:
         """Whether the replay is good enough to be used."""
-        return not self.whatif.unusable_reason
+        return not self.replayer.unusable_reason
 
     def on(self, target: GpuSpec) -> Projection:
         """Project the step onto another GPU."""
@@ -148,7 +148,7 @@ class Projector:
         step = self._step(moved.factor, 1.0, target)
         low = self._step(moved.low * np.exp(-wide), math.exp(-host), target)
         high = self._step(moved.high * np.exp(wide), math.exp(host), target)
-        miss = self.whatif.quality.step_error if self.replayed else 0.0
+        miss = self.replayer.quality.step_error if self.replayed else 0.0
         return Projection(
             target.name,
             step,
@@ -168,7 +168,7 @@ class Projector:
 
     def _step(self, factor: Array, host: float, target: GpuSpec) -> float:
         later = START_NS[target.vendor] - START_NS[self.source.vendor]
-        return scaled_step(self.whatif, factor, host=host, later=later)
+        return scaled_step(self.replayer, factor, host=host, later=later)
 
     def _parts(self, moved: ScaledDeviceWork) -> tuple[WorkPart, ...]:
         dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
@@ -189,8 +189,8 @@ class Projector:
             )
         if not self.replayed:
             notes.append(
-                f"{self.whatif.unusable_reason}: busy time is moved and idle time kept, without a "
-                "replay"
+                f"{self.replayer.unusable_reason}: busy time is moved and idle time kept, without "
+                "a replay"
             )
         if target.vendor != self.source.vendor:
             notes.append(
@@ -198,7 +198,7 @@ class Projector:
                 "that is not modelled; the band is wider by how much kernels of one family differ "
                 "in efficiency between the vendors in public traces"
             )
-        if self.whatif.unseen_loader:
+        if self.replayer.unseen_loader:
             notes.append(
                 "the loader's workers keep up with these steps; how fast they could be is not in "
                 "the trace, and a faster step may have to wait for them"
@@ -359,23 +359,23 @@ HOST_EDGES = (EdgeKind.PROGRAM, EdgeKind.LOADER, EdgeKind.HANDOFF)
 
 
 def scaled_step(
-    whatif: WindowReplayer, factor: Array, *, host: float = 1.0, later: float = 0.0
+    replayer: WindowReplayer, factor: Array, *, host: float = 1.0, later: float = 0.0
 ) -> float:
     """Return the measured step times the ratio of two replays, ns. ``factor``: new duration of each
     row of ``trace.gpu`` over the old one; ``host``: the same of host time; ``later``: ns by which
     kernels start later after their launch. Where steps cannot be replayed, busy time is scaled by
     ``factor`` and the rest by ``host``."""
-    a = whatif.a
-    if whatif.unusable_reason:
+    a = replayer.a
+    if replayer.unusable_reason:
         busy = a.device_busy(a.in_window).total
         own = a.trace.gpu["dur"].to_numpy() * a.in_window
         mean = float((own * factor).sum() / max(own.sum(), 1))
         return (busy * mean + (a.span_ns - busy) * host) / a.step_count
-    graph = whatif.graph
+    graph = replayer.graph
     dur, weight = graph.dur.copy(), graph.weight.copy()
     device = graph.device
     dur[device] *= factor[graph.row[device]]
     weight[np.isin(graph.edge, HOST_EDGES) & (weight > 0)] *= host
     launch = (graph.edge == EdgeKind.LAUNCH) & (weight > NEVER)
     weight[launch] = np.maximum(weight[launch] + later, np.minimum(weight[launch], 0.0))
-    return a.step_ns * whatif.plan.steady_step(weight, dur) / max(whatif.steady_ns, 1.0)
+    return a.step_ns * replayer.plan.steady_step(weight, dur) / max(replayer.steady_ns, 1.0)

@@ -43,7 +43,7 @@ def source_scope(a: Analysis, kind: AuxiliaryInput) -> Scope:
     )
 
 
-def source_verdict(
+def auxiliary_verdict(
     report: Report, kind: AuxiliaryInput, roles: Mapping[str, VerdictRole]
 ) -> Verdict:
     """Return status and verdict of an auxiliary input; without an own one, the first finding."""

@@ -172,7 +172,7 @@ def _without_idle(
 
 
 def _applies(rule: Rule, a: Analysis) -> bool:
-    if any(kind in a.sources for kind in rule.auxiliary_inputs):
+    if any(kind in a.auxiliary_inputs for kind in rule.auxiliary_inputs):
         return True
     return a.record is not None if rule.reads_record else not a.record_only
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 import polars as pl
 
-from advisor.advise.auxiliary_report import flight_verdict, source_verdict
+from advisor.advise.auxiliary_report import auxiliary_verdict, flight_verdict
 from advisor.advise.priority import is_vague
 from advisor.advise.program_wording import ACTIVITIES, how_to_record, record_gpu_work, record_with
 from advisor.advise.recording_limits import (
@@ -75,7 +75,7 @@ def write_verdict(
     """Return status and verdict, a sentence or two; a crash comes before anything else."""
     roles: dict[str, VerdictRole] = {rule.id: rule.verdict_role for rule in rules}
     if a.only_input is not None:
-        return source_verdict(report, a.only_input, roles)
+        return auxiliary_verdict(report, a.only_input, roles)
     status, text = _verdict(report, a, rules)
     if (short := _shortcoming(report, a)) is not None:
         status, text = "limited", short

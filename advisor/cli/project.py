@@ -171,7 +171,7 @@ def _plain(projector: Projector, found: tuple[TargetGpu, ...], notes: list[str])
 
     return {
         "schema": 1,
-        "source": projector.source.name,
+        "source": projector.recorded_gpu.name,
         "measured_step_ns": projector.a.step_ns,
         "replayed": projector.replayed,
         "same_host": projector.same_host,

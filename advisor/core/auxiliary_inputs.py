@@ -306,9 +306,16 @@ COMPILE_LOG: Final = AuxiliaryInput(
         record=RECORD_TRACE + "and the log with --compile-log",
     ),
 )
-SOURCES: Final = (SNAPSHOT, COUNTERS, TRITON_CACHE, FLIGHT_RECORDER, NETWORK_LOG, COMPILE_LOG)
-"""Sources in order of precedence: of several in one folder the first has the verdict."""
-AUXILIARY_INPUTS_BY_NAME: Final = {kind.name: kind for kind in SOURCES}
+AUXILIARY_INPUTS: Final = (
+    SNAPSHOT,
+    COUNTERS,
+    TRITON_CACHE,
+    FLIGHT_RECORDER,
+    NETWORK_LOG,
+    COMPILE_LOG,
+)
+"""Auxiliary inputs in order of precedence: of several in one folder the first has the verdict."""
+AUXILIARY_INPUTS_BY_NAME: Final = {kind.name: kind for kind in AUXILIARY_INPUTS}
 
 
 class FlightCall(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import polars as pl
 
-from advisor.core.auxiliary_inputs import SNAPSHOT, SOURCES
+from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS, SNAPSHOT
 from advisor.core.finding import unit_of
 from advisor.core.gpus import find_gpu, lookup
 from advisor.core.intervals import Intervals, covered_length, intersect, union
@@ -164,24 +164,24 @@ class Analysis:
     """Whether the loop does not train, as far as is recorded."""
 
     @cached_property
-    def sources(self) -> tuple[AuxiliaryInput, ...]:
+    def auxiliary_inputs(self) -> tuple[AuxiliaryInput, ...]:
         """Inputs other than a trace and a record, given with one or alone."""
         meta = self.trace.meta
         given = () if self.snapshot is None else (SNAPSHOT,)
-        return tuple(kind for kind in SOURCES if kind in given or kind.is_in(meta))
+        return tuple(kind for kind in AUXILIARY_INPUTS if kind in given or kind.is_in(meta))
 
     @cached_property
     def record_only(self) -> bool:
         """Whether the trace is empty and there is a record, or another source: no window was
         profiled."""
-        known = self.record is not None or bool(self.sources)
+        known = self.record is not None or bool(self.auxiliary_inputs)
         return known and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
 
     @property
     def only_input(self) -> AuxiliaryInput | None:
         """The input that replaces a trace and a record; of several, the one with the verdict.
         ``None``: there is a trace or a record."""
-        return self.sources[0] if self.record_only and self.record is None else None
+        return self.auxiliary_inputs[0] if self.record_only and self.record is None else None
 
     @cached_property
     def flight(self) -> FlightRecord | None:

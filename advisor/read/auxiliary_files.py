@@ -28,13 +28,13 @@ MAX_FILES = 4096
 
 
 @cache
-def _source_readers() -> tuple[Reader, ...]:
+def _auxiliary_readers() -> tuple[Reader, ...]:
     return tuple(reader for reader in all_readers() if reader.meta_field)
 
 
 def is_named_log(path: str) -> bool:
     """Return whether a file is named like an auxiliary file, which is no rank's trace."""
-    return any(is_named_for(reader, Path(path).name) for reader in _source_readers())
+    return any(is_named_for(reader, Path(path).name) for reader in _auxiliary_readers())
 
 
 def logs_in(folders: Iterable[Path], options: ReadOptions | None = None) -> list[Trace | str]:
@@ -57,7 +57,9 @@ def merged_logs(traces: Iterable[Trace]) -> dict[str, Any]:
     """Return TraceMeta fields merged from all auxiliary files among traces; empty if none."""
     metas = [trace.meta for trace in traces]
     result = {}
-    for field, merge in {reader.meta_field: reader.merge for reader in _source_readers()}.items():
+    for field, merge in {
+        reader.meta_field: reader.merge for reader in _auxiliary_readers()
+    }.items():
         values = [value for meta in metas if (value := getattr(meta, field))]
         if values:
             result[field] = values[0] if len(values) == 1 else merge(values)

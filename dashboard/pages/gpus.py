@@ -103,7 +103,7 @@ def layout(**query: object) -> Any:
             "How the ranges are estimated",
             element(
                 "P",
-                f"Measured on {labels.clean(projector.source.name)}: "
+                f"Measured on {labels.clean(projector.recorded_gpu.name)}: "
                 f"{t.format_duration(projector.a.step_ns)} "
                 f"per {_step(report)}. {RESTS_ON}. Other hosts add to the range "
                 "(docs/project.md).",

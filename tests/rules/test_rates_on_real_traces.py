@@ -162,7 +162,7 @@ def test_a_buffer_that_the_loop_fills_is_no_cure_where_the_copy_is_the_cost() ->
     """aten::copy_ is 97% and more of each pin_memory()."""
     pins = found(str(H100 / "pin_each_step"))["pinned-allocation-in-loop"]
     assert "staging" not in pins.code
-    assert "97%" in pins.fix or "98%" in pins.fix or "99%" in pins.fix
+    assert "99% of pin_memory() is the copy" in pins.fix
 
 
 def test_batches_that_no_loader_makes_are_pinned_by_the_program() -> None:

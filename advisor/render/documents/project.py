@@ -64,7 +64,9 @@ def build(
     per = "of the recording" if a.per == "recording" else "per step"
     paid = any(choice.price is not None for choice in found)
     fields = [
-        TextField("measured", [f"{t.format_duration(a.step_ns)} {per}", projector.source.name])
+        TextField(
+            "measured", [f"{t.format_duration(a.step_ns)} {per}", projector.recorded_gpu.name]
+        )
     ]
     blocks: list[Block] = [_choices(found, currency, epoch, paid=paid)]
     if len(found) == 1:

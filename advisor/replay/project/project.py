@@ -100,7 +100,7 @@ class Projector:
             )
         if a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: there is no step to project")
-        self.source: GpuSpec = recorded
+        self.recorded_gpu: GpuSpec = recorded
         if self.unknown > MAX_UNKNOWN:
             raise AdvisorError(
                 f"{path}: {self.unknown:.0%} of the kernel time is in kernels of no known kind (at "
@@ -128,7 +128,7 @@ class Projector:
 
     def on(self, target: GpuSpec) -> Projection:
         """Project the step onto another GPU."""
-        moved = scale_device_work(self.a, self.source, target)
+        moved = scale_device_work(self.a, self.recorded_gpu, target)
         fitting = project_memory(self.a, target)
         parts = self._parts(moved)
         if moved.missing:
@@ -137,8 +137,8 @@ class Projector:
                 target.name, math.nan, math.nan, math.nan, self.a.step_ns, parts, fitting, (),
                 f"it has no unit for {formats}, in which the step computes",
             )  # fmt: skip
-        other = target.vendor != self.source.vendor
-        same = target.name == self.source.name
+        other = target.vendor != self.recorded_gpu.vendor
+        same = target.name == self.recorded_gpu.name
         host = 0.0 if self.same_host or same else host_error()
         off = np.array(
             [0.0 if same else device_error(kind, other_vendor=other) for kind in KINDS], dtype=float
@@ -164,10 +164,10 @@ class Projector:
     @cached_property
     def host_step(self) -> float:
         """Step on this host with a GPU that takes no time, ns."""
-        return self._step(np.zeros(self.a.trace.gpu.height), 1.0, self.source)
+        return self._step(np.zeros(self.a.trace.gpu.height), 1.0, self.recorded_gpu)
 
     def _step(self, factor: Array, host: float, target: GpuSpec) -> float:
-        later = START_NS[target.vendor] - START_NS[self.source.vendor]
+        later = START_NS[target.vendor] - START_NS[self.recorded_gpu.vendor]
         return scaled_step(self.replayer, factor, host=host, later=later)
 
     def _parts(self, moved: ScaledDeviceWork) -> tuple[WorkPart, ...]:
@@ -192,7 +192,7 @@ class Projector:
                 f"{self.replayer.unusable_reason}: busy time is moved and idle time kept, without "
                 "a replay"
             )
-        if target.vendor != self.source.vendor:
+        if target.vendor != self.recorded_gpu.vendor:
             notes.append(
                 "another vendor's libraries launch other kernels, and more or fewer of them: "
                 "that is not modelled; the band is wider by how much kernels of one family differ "

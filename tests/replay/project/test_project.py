@@ -297,7 +297,7 @@ def test_no_gpu_that_is_faster_in_every_figure_is_projected_slower(
     run = open_run(str(path if path.exists() else f"{path}.json.gz"), window="first")
     projector = Projector(Analysis(run.window(run.ranks[0])))
     factors = {
-        gpu.name: scale_device_work(projector.a, projector.source, gpu).factor
+        gpu.name: scale_device_work(projector.a, projector.recorded_gpu, gpu).factor
         for gpu in known_gpus()
     }
     figures = {gpu.name: _figures(gpu) for gpu in known_gpus()}

@@ -247,9 +247,9 @@ def _inline(text: d.Inline) -> Any:
 
 
 def scrolling(made: Any, label: str) -> Any:
-    """Wrap a table that may be wider than its place. A region that scrolls must be reachable with
-    the keyboard, and then have a name."""
-    return element("Div", made, cls="scroll", tabIndex="0", role="region", aria_label=label)
+    """Wrap a table that may be wider than its place. What scrolls must be reachable with the
+    keyboard, and then have a name; no landmark, as a page has many."""
+    return element("Div", made, cls="scroll", tabIndex="0", role="group", aria_label=label)
 
 
 def fact_list(rows: Iterable[tuple[str, Any]]) -> Any:
@@ -319,8 +319,8 @@ def code(text: str, language: str = "python", name: str = "") -> Any:
     parts: list[Any] = []
     lexer = PythonLexer if language == "python" else TextLexer
     for kind, word in lexer(stripnl=True).get_tokens(labels.clean(text, lines=True)):
-        name = str(kind).removeprefix("Token.")
-        look = next((look for start, look in _TOKENS.items() if name.startswith(start)), "")
+        token = str(kind).removeprefix("Token.")
+        look = next((look for start, look in _TOKENS.items() if token.startswith(start)), "")
         if look:
             parts.append(element("Span", word, cls=look))
         elif parts and isinstance(parts[-1], str):
@@ -335,7 +335,7 @@ def code(text: str, language: str = "python", name: str = "") -> Any:
             "Pre",
             element("Code", *parts),
             tabIndex="0",
-            role="region",
+            role="group",
             aria_label=f"Code: {name}" if name else "Code",
         ),
         element(

@@ -126,6 +126,9 @@ def grid(
             "rowHeight": 36,
             "headerHeight": 40,
             "tooltipShowDelay": 400,
+            # one stop of the Tab key for the heads and one for the cells; arrows move inside
+            "tabToNextCell": {"function": "false"},
+            "tabToNextHeader": {"function": "false"},
             "theme": {"function": f"themeQuartz.withParams({PARAMS})"},
         },
         style={"height": room, "width": "100%"},

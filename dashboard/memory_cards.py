@@ -93,11 +93,16 @@ def _device(
             else [
                 draw_grid(each)
                 for each in memory.describe_device(device_view).tables
-                if each.title == "Segments"
+                if each.title == memory.POOLS
             ]
         )
-        title = f"{named}Segments when the snapshot was taken"
-        parts.append(card(title, *pools, foldable("Show the map", made, remark(_map_note(peak)))))
+        parts.append(
+            card(
+                f"{named}{memory.POOLS}",
+                *pools,
+                foldable("Show the map", made, remark(_map_note(peak))),
+            )
+        )
     return parts
 
 
@@ -143,7 +148,7 @@ def _tables(shown: MemoryView, named: str) -> list[Any]:
     """Build the rest of a device, a card each; the assumption of a saving below it."""
     cards = []
     for section in memory.describe_device(shown, MAX_ROWS).tables:
-        if section.title == "Segments":
+        if section.title == memory.POOLS:
             continue
         rows: list[Any] = list(section.rows)
         if section.title.startswith("What a change frees"):

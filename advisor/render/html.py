@@ -61,7 +61,7 @@ def _span(span: Span) -> Markup:
 
 def scrolling_box(label: str, *children: object) -> Markup:
     """Draw a box that scrolls sideways, with the keyboard too."""
-    return tag("div", *children, cls="scroll", tabindex=0, role="region", aria_label=label)
+    return tag("div", *children, cls="scroll", tabindex=0, role="group", aria_label=label)
 
 
 def colour_class_of_segment(segment: Segment) -> str:

@@ -123,7 +123,7 @@ def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
             ),
             _block("Evidence", _evidence(finding)),
             _block("Caveats", _lines(caveats)),
-            _folded(report, finding),
+            *_folded(report, finding),
             _actions(view, finding),
             cls="body",
         ),
@@ -266,17 +266,14 @@ def _limit(item: Evidence) -> list[Any]:
     ]
 
 
-def _folded(report: Report, finding: Finding) -> Any:
-    covered = [
-        report_text.covered_line(finding, other)
-        for other in report_text.folded_findings(report, finding)
-    ]
-    if not covered:
-        return None
-    lines = [element("Li", f"{word} {text}") for word, text in covered]
-    return element(
-        "Section", element("H3", "Also fixed by this"), element("Ul", *lines, cls="folded")
-    )
+def _folded(report: Report, finding: Finding) -> list[Any]:
+    """List what the fix covers, and apart from that the fixes that could stand in its place."""
+    lines: dict[str, list[Any]] = {}
+    for other in report_text.folded_findings(report, finding):
+        word, text = report_text.covered_line(finding, other)
+        lines.setdefault(word, []).append(element("Li", text))
+    titles = {"also": "Also fixed by this", "or": "Alternatives to this fix"}
+    return [_block(titles[word], element("Ul", *own, cls="folded")) for word, own in lines.items()]
 
 
 def timeline_href(view: PageView, finding: Finding, place: Location) -> str | None:

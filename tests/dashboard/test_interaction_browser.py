@@ -228,6 +228,27 @@ def test_the_field_above_a_grid_filters_it(h100: str, show: Any, tab: Any) -> No
     assert all("flash" in text.lower() for text in rows.all_inner_texts())
 
 
+def test_the_tab_key_leaves_a_grid_at_once(h100: str, show: Any, tab: Any) -> None:
+    page = tab(show(h100)).open("/kernels")
+    page.locator("#kernel-grid .ag-row").first.wait_for()
+    page.focus(".save-csv[data-grid=kernel-grid]")
+    for key, place in (("Tab", ".ag-header"), ("ArrowDown", ".ag-row"), ("Tab", "")):
+        page.keyboard.press(key)
+        inside = f"!!document.activeElement.closest('#kernel-grid {place}')"
+        page.wait_for_function(inside if place else f"!({inside})")
+
+
+def test_in_forced_colours_data_keep_theirs(h100: str, show: Any, tab: Any) -> None:
+    page = tab(show(h100)).open("/")
+    page.emulate_media(forced_colors="active")
+    for drawn in (".bar > *", ".swatch", "nav .icon"):
+        style = f"getComputedStyle(document.querySelector('{drawn}')).backgroundColor"
+        assert page.evaluate(style) != background(page), drawn
+    width = "parseFloat(getComputedStyle(document.querySelector('.here a')).borderTopWidth)"
+    assert page.evaluate(width) > 0
+    page.emulate_media(forced_colors="none")
+
+
 def test_the_field_above_the_runs_of_a_folder_filters_them(
     tmp_path: Path, served: Any, tab: Any
 ) -> None:
@@ -355,6 +376,8 @@ def test_code_is_copied_whole(h100: str, show: Any, tab: Any) -> None:
     page = t.open("/findings")
     page.locator(".code .copy").first.click()
     page.locator(".code .copy", has_text="Copied").wait_for()
+    name = page.locator(".code pre").first.get_attribute("aria-label")
+    assert name == f"Code: {finding.title}"
     assert page.evaluate("navigator.clipboard.readText()").strip() == finding.code.strip()
 
 

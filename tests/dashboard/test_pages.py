@@ -585,3 +585,15 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     spans = [(index.start[i], index.end[i]) for i in range(lane.lo, lane.hi)]
     aside = loaded.main.steps.table.filter(~pl.col("used"))
     assert spans == list(zip(aside["ts"], aside["end"], strict=True))
+
+
+def test_an_alternative_is_no_fix_that_comes_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from advisor.advise import report_text
+    from advisor.dashboard.pages import findings
+
+    others = {"also": "a symptom", "or": "another way"}
+    monkeypatch.setattr(report_text, "folded_findings", lambda *_: list(others))
+    monkeypatch.setattr(report_text, "covered_line", lambda _, word: (word, others[word]))
+    first, second = findings._folded(Any, Any)  # type: ignore[arg-type]
+    assert "Also fixed by this" in str(first) and "another way" not in str(first)
+    assert "Also fixed by this" not in str(second) and "another way" in str(second)

@@ -167,9 +167,10 @@ def describe_devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]
     return [describe_device(view, rows, named=len(report.memory) > 1) for view in shown]
 
 
-_CHURN, _POOLS = "Allocated and freed within a step", "Segments"
+_CHURN = "Allocated and freed within a step"
+POOLS: Final = "Segments, when the snapshot was taken"
 _MODULES = "By module, those inside it included"
-_FOLDED = (_MODULES, _CHURN, _POOLS)
+_FOLDED = (_MODULES, _CHURN, POOLS)
 _BASIS = "known by"
 
 
@@ -242,7 +243,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         ),
         _table(_CHURN, ["line", "per step", "times"], _churn(view), rows),
         _table(
-            f"{_POOLS}, when the snapshot was taken",
+            POOLS,
             ["pool", "number", "reserved", "in tensors", "free", "largest piece"],
             _segments(view),
             rows,

@@ -31,7 +31,7 @@ from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import device_waits
 from advisor.measure.steps.step_records import StepRecords
-from advisor.replay.estimators import BoundEstimator, GainEstimator
+from advisor.replay.estimators import REPLAY, BoundEstimator, GainEstimator
 from advisor.replay.exposed_time import leaves_device_work, remaining_device_time
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
@@ -210,7 +210,12 @@ def with_gain(
         if finding.known_cost
         else round(max(saved.gain, min(saved.high, saved.max_gain))),
         share=share,
-        method=f"{t.LOWER_BOUND} ({method})" if finding.known_cost else method,
+        method=f"lower bound ({method})" if finding.known_cost else method,
+        kind="lower bound"
+        if finding.known_cost
+        else "replay"
+        if method == REPLAY
+        else "upper bound",
         per=a.per,
         most_ns=round(max(saved.gain, saved.max_gain)) if isfinite(saved.max_gain) else None,
         low_by=saved.low_by,

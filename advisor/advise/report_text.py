@@ -468,7 +468,7 @@ def ranked_findings(report: Report) -> list[Finding]:
 
 def _is_replayed(finding: Finding) -> bool:
     """Tell whether a finding's gain was estimated in a replay of its edits."""
-    return bool(finding.edits) or (finding.impact is not None and "replay" in finding.impact.method)
+    return bool(finding.edits) or (finding.impact is not None and finding.impact.kind == "replay")
 
 
 SMALL_SHARE: Final = 2 * MIN_GAIN_SHARE

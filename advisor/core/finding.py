@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 from msgspec import Struct, field
+from msgspec.structs import force_setattr
 
 from advisor.core.rule import Evidence, Per
 
@@ -23,6 +24,7 @@ Category = Literal[
     "hardware",
     "inference",
 ]
+GainKind = Literal["", "replay", "recorded", "upper bound", "lower bound"]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
 Validation = Literal["real traces", "recordings", "synthetic"]
 RangeCause = Literal[
@@ -200,7 +202,9 @@ class Impact(Struct, frozen=True, kw_only=True):
     freed_bytes: int | None = None
     """Device memory freed, bytes (``memory``)."""
     method: str = ""
-    """Method of the estimate: ``upper bound (exposed time)`` or ``replay``."""
+    """Words for the method of the estimate: ``upper bound (exposed time)``, ``replay``."""
+    kind: GainKind = ""
+    """Kind of the method: the gain is replayed, recorded time, or a bound. Empty: no time."""
     reason: str = ""
     """Reason why there is no figure (``unpriced`` and ``risk``)."""
     per: Per | None = None
@@ -215,6 +219,13 @@ class Impact(Struct, frozen=True, kw_only=True):
     """Whether the gain is of the run's own step, by its record, and not of a profiled one."""
     of_job: bool = False
     """Whether the gain is the job's: what other ranks save and wait is in it."""
+
+    def __post_init__(self) -> None:
+        """Set the kind where it is not given, as in reports of earlier versions."""
+        if not self.kind and self.gain_ns is not None:
+            kinds: tuple[GainKind, ...] = ("replay", "upper bound", "lower bound")
+            known = (kind for kind in kinds if self.method.startswith(kind))
+            force_setattr(self, "kind", next(known, "recorded"))
 
     @property
     def unit(self) -> Per:

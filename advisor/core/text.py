@@ -332,14 +332,10 @@ def format_gain(finding: Finding) -> str:
     return f"{missing}: {reason}" if reason else missing
 
 
-LOWER_BOUND: Final = "lower bound"
-"""Prefix of ``Impact.method`` for a gain of which a part is not recorded."""
-
-
 def format_saving(impact: Impact) -> str:
     """Return the time that a fix saves: ``up to 87.9 ms``."""
     gain = format_duration(impact.gain_ns)
-    if impact.method.startswith(LOWER_BOUND):
+    if impact.kind == "lower bound":
         known = impact.low_ns is None or format_duration(impact.low_ns) == gain
         return f"{'at least ' * known}{gain}"
     return f"{'up to ' * is_upper_bound(impact)}{gain}"
@@ -353,7 +349,7 @@ def is_upper_bound(impact: Impact) -> bool:
     if above and (impact.high_ns or 0) > gain:
         return False
     wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW * gain
-    return impact.method.startswith("upper bound") or (wide and impact.high_ns is not None)
+    return impact.kind == "upper bound" or (wide and impact.high_ns is not None)
 
 
 WIDE_LOW = 0.5
@@ -368,7 +364,7 @@ def format_gain_range(finding: Finding) -> str | None:
     high = impact.high_ns if impact.high_ns is not None else impact.gain_ns
     if high is None or format_duration(impact.low_ns) == format_duration(high):
         return None
-    if impact.high_ns is None and impact.method.startswith(LOWER_BOUND):
+    if impact.high_ns is None and impact.kind == "lower bound":
         return f"{format_duration(impact.low_ns)} or more"
     return format_range(impact.low_ns, high)
 

@@ -266,7 +266,7 @@ def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impac
     lost = share * (1 - ratio) if ratio is not None else 0.0
     gain = max(0.0, lost) * (recorded_steps(a).mean or 0.0)
     method = "upper bound (clock, share of the time it was low)"
-    return impact_per_step(a, gain, low=0.0, method=method, of_host=False)
+    return impact_per_step(a, gain, low=0.0, method=method, kind="upper bound", of_host=False)
 
 
 def _run(throttle: int | None, clock: int, *, load: int = 98, part: float = 0.9) -> TraceBuilder:

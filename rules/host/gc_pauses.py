@@ -234,7 +234,7 @@ def _lost_in_each(a: Analysis, pause: float) -> Impact | None:
     if a.device_id is None or a.is_device_bound or not a.span_ns:
         return None
     method = "upper bound (pauses, where the GPU idles)"
-    return impact_per_step(a, pause, low=0.0, method=method)
+    return impact_per_step(a, pause, low=0.0, method=method, kind="upper bound")
 
 
 def _asked_for(a: Analysis) -> tuple[list[Location], float]:
@@ -276,7 +276,7 @@ def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
     square = float(np.square(deviation).sum())
     if count < 3 or square <= count * (MIN_SPREAD * mean) ** 2:
         method = "upper bound (pauses, where the step was longer)"
-        return impact_per_step(a, lost, low=0.0, high=mean, method=method)
+        return impact_per_step(a, lost, low=0.0, high=mean, method=method, kind="upper bound")
     slope = float((deviation * (dur - dur.mean())).sum()) / square
     residual = dur - dur.mean() - slope * deviation
     error = float(np.sqrt(np.square(deviation * residual).sum() * count / (count - 2))) / square

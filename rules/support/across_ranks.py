@@ -74,6 +74,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
             high_ns=round(waited),
             share=even / job.step_ns if job.step_ns else None,
             method="mean exposed wait of the other ranks",
+            kind="recorded",
             per=per,
         )
     return Finding(

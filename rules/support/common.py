@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Impact, Instants, Location, Select
+from advisor.core.finding import Edit, GainKind, Impact, Instants, Location, Select
 from advisor.core.intervals import Floats, Intervals, covered_length
 from advisor.core.rule import Evidence
 from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
@@ -448,6 +448,7 @@ def impact_per_step(
     low: float = 0.0,
     high: float | None = None,
     method: str = METHOD,
+    kind: GainKind = "recorded",
     of_median: bool = False,
     of_host: bool = True,
     outside: float = 0.0,
@@ -463,8 +464,9 @@ def impact_per_step(
         most = min(step, waits + outside)
     if step:
         gain, high = min(gain, most), min(gain if high is None else high, most)
+    kind = "upper bound" if method == METHOD else kind
     impact = impact_over_run(gain, low=min(low, gain), high=high, method=method, total=step)
-    return replace(impact, currency="step_time", of_run=True)
+    return replace(impact, currency="step_time", of_run=True, kind=kind)
 
 
 def impact_over_run(
@@ -477,6 +479,7 @@ def impact_over_run(
         low_ns=round(low),
         high_ns=round(gain if high is None else high),
         method=method,
+        kind="recorded",
         share=gain / total if total else None,
     )
 

@@ -143,6 +143,9 @@ def test_a_gain_says_its_currency() -> None:
     assert shown(currency="step_time", **wide) == "4 ms per step"
     assert shown(currency="step_time", **wide | {"high_ns": 4_000_000}) == "up to 4 ms per step"
     assert shown(currency="step_time", gain_ns=4_000_000, method="replay") == "4 ms per step"
+    least = {"gain_ns": 4_000_000, "method": "lower bound (replay)"}
+    assert shown(currency="step_time", **least) == "at least 4 ms per step"
+    assert shown(currency="step_time", **least | {"kind": "replay"}) == "4 ms per step"
     assert shown(currency="run_time", gain_ns=20_000_000_000) == "20 s over the run"
     assert shown(currency="memory", freed_bytes=2 << 30) == "frees 2 GiB"
     assert shown(currency="risk", reason="may run out of memory") == "risk: may run out of memory"

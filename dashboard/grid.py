@@ -75,7 +75,7 @@ def grid_rows(
                 text = column.number(value)
                 row[f"{column.field}_text"] = t.EMPTY_CELL if text == t.NOT_MEASURED else text
             else:
-                row[column.field] = t.EMPTY_CELL if value is None else clean(value)
+                row[column.field] = t.format_cell(value, clean)
         rows.append(row)
     for column in columns:
         if column.names:

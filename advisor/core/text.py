@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from advisor.core.labels import clean, kernel_label, shorten
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from advisor.core.rule import Evidence, Per
 
 
+Value = TypeVar("Value")
 EMPTY_CELL: Final = "–"
 """Text of a table's cell without a value."""
 NOT_MEASURED: Final = "not measured"
@@ -146,6 +147,11 @@ def format_change(ns: float) -> str:
 def format_bytes_change(size: float) -> str:
     """Return a difference in bytes with its sign: ``+3.1 GiB``."""
     return with_sign(size, format_bytes(abs(size)))
+
+
+def format_cell(value: Value | None, write: Callable[[Value], str]) -> str:
+    """Return a table's cell: the value as ``write`` gives it, or the cell without a value."""
+    return EMPTY_CELL if value is None else write(value)
 
 
 def format_share_change(share: float | None, places: int = 1) -> str:

@@ -206,7 +206,7 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
                     element("Div", clean(outlier.reason), cls="sub"),
                 ],
                 t.format_duration(outlier.waited_ns),
-                t.EMPTY_CELL if share is None else t.format_share(share),
+                t.format_cell(share, t.format_share),
                 rank_charts.describe_gain(outlier) or t.EMPTY_CELL,
                 rank_charts.format_significance(outlier.significance),
             ]

@@ -132,7 +132,7 @@ def _findings(entries: list[OpenedPath]) -> Any:
 
 
 def _gain(ns: float | None) -> str:
-    return t.EMPTY_CELL if ns is None else t.format_duration(ns)
+    return t.format_cell(ns, t.format_duration)
 
 
 def _row(entries: list[OpenedPath], place: int) -> list[Any]:

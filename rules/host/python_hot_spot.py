@@ -14,6 +14,7 @@ from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.text import count_noun, format_duration
 from advisor.measure import Analysis
+from advisor.measure.host.gaps import HOST_CAUSES
 from advisor.measure.host.host_time import python_gaps, python_hot_spots
 from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.op_tree import MODULE
@@ -395,9 +396,6 @@ class PythonHotSpot(Rule):
         }
 
 
-CAUSES = ("dispatch", "python", "unknown")
-
-
 class CpuBeforeFirstKernel(Rule):
     """Each step begins with host work before the first GPU work is launched, and the GPU idles
     until then. This work prepares, collates, augments or tokenizes a batch, or logs.
@@ -454,7 +452,7 @@ class CpuBeforeFirstKernel(Rule):
         lead = step_starts(a)
         if not len(lead):
             return
-        gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
+        gaps = a.gaps.filter(pl.col("cause").is_in(HOST_CAUSES))
         ts, dur = int_column(gaps, "ts"), int_column(gaps, "dur")
         idle = intersect(union(ts, ts + dur), lead)
         used = a.steps.used
@@ -473,7 +471,7 @@ class CpuBeforeFirstKernel(Rule):
         cost = covered_length(ts, ts + dur, lead)
         by_cause = {
             cause: int(cost[(gaps["cause"] == cause).to_numpy()].sum()) / a.step_count
-            for cause in CAUSES
+            for cause in HOST_CAUSES
         }
         stacks = bool((a.trace.cpu["kind"] == "python").any())
         python = t.format_duration(by_cause["python"] + by_cause["unknown"])
@@ -496,7 +494,7 @@ class CpuBeforeFirstKernel(Rule):
             where=costliest_places(
                 a, row_numbers(gaps["host"]), cost, ts=ts, dur=dur, gap=int_column(gaps, "gap")
             ),
-            edits=[Edit(op="remove", select=Select(on="gap", cause=CAUSES, at="step_start"))],
+            edits=[Edit(op="remove", select=Select(on="gap", cause=HOST_CAUSES, at="step_start"))],
             moved_ns=idle.total / a.step_count,
             confidence_notes=[]
             if stacks

@@ -14,6 +14,7 @@ from advisor.core import text as t
 from advisor.core.finding import HOST_CODE, Finding, Location, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.host.gaps import HOST_CAUSES
 from advisor.measure.host.sampled_code import COMPUTING, MOST, SampledCode, code_outside
 from advisor.measure.host.stacks import (
     MIN_SAMPLES,
@@ -49,8 +50,6 @@ IMAGE_CODE = (
 )
 WHOLE_PROGRAM = ("main", "<module>")
 """Functions that hold a whole program: the line says more."""
-CAUSES = ("dispatch", "python", "unknown")
-"""Causes of idle time in which the host computes, or does what was not recorded."""
 
 
 class SampledHotSpot(Rule):
@@ -195,7 +194,7 @@ class SampledHotSpot(Rule):
         ops = row_numbers(a.trace.gpu["op"])
         launching[outermost[ops[ops >= 0]]] = True
         launching[-1] = False  # no operator
-        gaps = a.gaps.filter(pl.col("cause").is_in(CAUSES))
+        gaps = a.gaps.filter(pl.col("cause").is_in(HOST_CAUSES))
         host = row_numbers(gaps["host"])
         around = np.where(host >= 0, outermost[np.maximum(host, 0)], -1)
         gaps = gaps.filter(pl.Series(~launching[around]))

@@ -18,6 +18,8 @@ from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, HostPieces, c
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
+HOST_CAUSES = ("dispatch", "python", "unknown")
+"""Causes of idle time in which the host computes, or does what was not recorded."""
 CAUSES = (
     "loader",  # waiting for the DataLoader
     "sync",  # blocked in a synchronising call

@@ -63,9 +63,9 @@ def build_row(phase: InferencePhase) -> list[str]:
         _count(phase.requests),
         _count(phase.tokens),
         t.format_duration(phase.ns),
-        t.EMPTY_CELL if phase.ns_per_token is None else t.format_duration(phase.ns_per_token),
+        t.format_cell(phase.ns_per_token, t.format_duration),
         _count(phase.tokens_per_s),
-        t.EMPTY_CELL if phase.busy_share is None else t.format_share(phase.busy_share),
+        t.format_cell(phase.busy_share, t.format_share),
         limit,
     ]
 

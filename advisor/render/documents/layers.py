@@ -114,20 +114,16 @@ def _row(layer: Layer, depth: int) -> list[Inline]:
         name += f" ×{layer.modules}"
     return [
         name,
-        t.EMPTY_CELL if layer.calls is None else t.format_count(layer.calls),
+        t.format_cell(layer.calls, t.format_count),
         t.format_duration(layer.ns),
         t.format_share(layer.share),
-        t.EMPTY_CELL if layer.flops is None else _scaled(layer.flops),
-        _bytes(layer.bytes),
+        t.format_cell(layer.flops, _scaled),
+        t.format_cell(layer.bytes, t.format_bytes),
         _rate(layer.flops_per_s, 1e12),
         _rate(layer.bytes_per_s, 1e9),
-        _bytes(layer.kept_bytes),
-        _bytes(layer.peak_bytes),
+        t.format_cell(layer.kept_bytes, t.format_bytes),
+        t.format_cell(layer.peak_bytes, t.format_bytes),
     ]
-
-
-def _bytes(value: float | None) -> str:
-    return t.EMPTY_CELL if value is None else t.format_bytes(value)
 
 
 def _rate(per_second: float | None, unit: float) -> str:
@@ -164,12 +160,12 @@ def _kinds(layers: Layers, limit: int) -> Grid:
         [
             row.kind,
             t.format_count(row.modules),
-            t.EMPTY_CELL if row.calls is None else t.format_count(row.calls),
+            t.format_cell(row.calls, t.format_count),
             t.format_duration(row.ns),
             t.format_duration(row.own_ns),
             t.format_share(row.share),
-            _bytes(row.kept_bytes),
-            _bytes(row.peak_bytes),
+            t.format_cell(row.kept_bytes, t.format_bytes),
+            t.format_cell(row.peak_bytes, t.format_bytes),
         ]
         for row in layers.kinds[: min(limit, MAX_KINDS)]
     ]
@@ -244,12 +240,8 @@ def _cells(row: OperatorRate) -> list[Inline]:
         t.format_count(row.calls),
         reached,
         attains,
-        t.EMPTY_CELL if row.efficiency is None else t.format_share(row.efficiency),
-        t.EMPTY_CELL
-        if row.saved_ns is None
-        else t.format_duration(row.saved_ns)
-        if row.saved_ns
-        else "0",
+        t.format_cell(row.efficiency, t.format_share),
+        t.format_cell(row.saved_ns, lambda ns: t.format_duration(ns) if ns else "0"),
         t.EMPTY_CELL if row.bound == "unknown" else row.bound,
     ]
     return [row.name or row.kernel, *(Span(cell, "warn" if low else "") for cell in cells)]

@@ -70,12 +70,12 @@ def _axis(axis: MeshAxis) -> list[Inline]:
     if axis.ranks and len(members) > MAX_MEMBERS:
         stride = axis.ranks[1] - axis.ranks[0]
         members = f"{axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
-    size = t.EMPTY_CELL if axis.size is None else str(axis.size)
+    size = t.format_cell(axis.size, str)
     return [
         axis.axis if axis.named else f"{axis.axis}*",
         f"{size}: {members}" if members else size,
         ", ".join(kinds),
-        t.format_bytes(axis.bytes) if axis.bytes is not None else t.EMPTY_CELL,
+        t.format_cell(axis.bytes, t.format_bytes),
         t.format_duration(axis.ns),
         _waiting(axis),
         t.format_duration(axis.exposed_ns),
@@ -94,11 +94,7 @@ def _rate(axis: MeshAxis) -> str:
 def _waiting(axis: MeshAxis) -> str:
     if axis.waiting_ns is not None:
         return t.format_duration(axis.waiting_ns)
-    return (
-        t.EMPTY_CELL
-        if axis.waited_here_ns is None
-        else f"≥ {t.format_duration(axis.waited_here_ns)}"
-    )
+    return t.format_cell(axis.waited_here_ns, lambda ns: f"≥ {t.format_duration(ns)}")
 
 
 def _pipelines(report: Report) -> Iterator[str]:

@@ -15,6 +15,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Segment, StepBar
 from advisor.core.finding import Location
+from advisor.dashboard import theme
 from advisor.render import document as d
 
 if TYPE_CHECKING:
@@ -285,11 +286,20 @@ def swatch(colour: str) -> Any:
     return element("Span", cls="swatch", style={"background": colour}, aria_hidden="true")
 
 
-def bar_cell(share: float, colour: str) -> Any:
-    """Draw a cell with a bar as long as a share of it; nothing of nothing."""
-    style = {"width": f"{max(0.0, min(share, 1.0)) * 100:.2f}%", "background": colour}
-    bar = element("Span", cls="spark", style=style, aria_hidden="true")
-    return element("Div", bar if share else None, cls="bar-cell")
+def bar_cell(share: float, colour: str, rest: float = 0.0) -> Any:
+    """Draw a cell with a bar as long as a share of it, nothing of nothing; ``rest``: what follows
+    it in grey."""
+    bars = [
+        element(
+            "Span",
+            cls="spark",
+            style={"width": f"{max(0.0, min(part, 1.0)) * 100:.2f}%", "background": own},
+            aria_hidden="true",
+        )
+        for part, own in ((share, colour), (rest, theme.PLAIN))
+        if part
+    ]
+    return element("Div", *bars, cls="bar-cell")
 
 
 def banner(lines: Sequence[str], cls: str = "banner") -> Any:

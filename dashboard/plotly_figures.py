@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -33,6 +33,7 @@ DIVERGING = (
     (0.75, "#eda184"),
     (1.0, "#a83214"),
 )
+GREYS = ((0.0, "#f3f2ef"), (1.0, "#62626b"))
 DECADES = 1e5
 """Decades that a roofline shows below its roof: slower kernels are idle in all but name."""
 
@@ -409,30 +410,39 @@ def rank_class_heatmap(
     ranks: Sequence[str] | None,
     scale: float,
     height: int,
+    effects: Collection[int] = (),
 ) -> Any:
-    """Draw ranks × classes, in strips below each other: less than the median blue, more red.
+    """Draw ranks × classes, in strips below each other: less than the median blue, more red; rows
+    in ``effects`` in greys.
 
     ``values``: ms apart from the median, at most ``scale``. ``about``: each cell in words.
     ``ranks``: names of the columns, where there is one strip. ``keys``: of each cell, which a click
     finds as the point's text (Dash hands on no other).
     """
     made = empty_figure(height)
-    made.add_trace(
-        go.Heatmap(
-            z=values,
-            y=list(range(len(labels))),
-            customdata=about,
-            text=keys,
-            zmin=-scale,
-            zmax=scale,
-            colorscale=[list(stop) for stop in DIVERGING],
-            xgap=0.5,
-            ygap=1,
-            hoverongaps=False,
-            colorbar={"title": {"text": "ms", "side": "right"}, "thickness": 10, "outlinewidth": 0},
-            hovertemplate="%{customdata}<extra></extra>",
-        )
-    )
+    blank = [None] * max(map(len, values))
+    for colours, is_grey in ((DIVERGING, False), (GREYS, True)):
+        made.add_trace(
+            go.Heatmap(
+                z=[row if at in effects else blank for at, row in enumerate(values)]
+                if is_grey
+                else [blank if at in effects else row for at, row in enumerate(values)],
+                y=list(range(len(labels))),
+                customdata=about,
+                text=keys,
+                zmin=-scale,
+                zmax=scale,
+                colorscale=[list(stop) for stop in colours],
+                xgap=0.5,
+                ygap=1,
+                hoverongaps=False,
+                showscale=not is_grey,
+                colorbar={
+                    "title": {"text": "ms", "side": "right"}, "thickness": 10, "outlinewidth": 0
+                },
+                hovertemplate="%{customdata}<extra></extra>",
+            )
+        )  # fmt: skip
     made.update_yaxes(
         autorange="reversed",
         showgrid=False,

@@ -231,6 +231,8 @@ class Document:
     """Style of the headline, in a terminal."""
     badge: str = ""
     """The status in words."""
+    action: str = ""
+    """What to do first, of the card numbered 1: a page shows it under the headline."""
     heading: str = ""
     """Heading above the headline where the document stands among others; empty: none."""
     footer: str = ""

@@ -373,6 +373,8 @@ class RankMap(Figure):
     """Tint of a cell by (column, row), -1 to 1; ``None``: not measured."""
     words: Callable[[int, int], str]
     """Text of a cell by (column, row)."""
+    is_effect: Callable[[int], bool]
+    """Whether other ranks cause a row's time: its cells are grey."""
     scale: str
     """Difference at which the colour ends."""
     numbers: Grid
@@ -423,7 +425,10 @@ class RankMap(Figure):
 
     def _cell(self, column: int, row: int, x: float, y: int, wide: float) -> Markup:
         tint = self.tint(column, row)
+        effect = self.is_effect(row)
         cls = "hx" if tint is None else f"h{round(tint * SHADES_PER_SIDE)}"
+        shade = f"{(tint + 1) / 2:.2f}" if effect and tint is not None else None
+        cls = cls if shade is None else "effect"
         title = tag("title", self.words(column, row))
         place = {"x": f"{LABELS + x:.6g}", "y": y, "width": f"{wide - 0.5:.6g}"}
-        return tag("rect", title, cls=cls, height=HIGH - 1, **place)
+        return tag("rect", title, cls=cls, height=HIGH - 1, fill_opacity=shade, **place)

@@ -12,7 +12,7 @@ from advisor.advise import report_text as facts_of
 from advisor.advise.ranks import rank_charts
 from advisor.core import text as t
 from advisor.core.labels import clean, shorten
-from advisor.core.ranks import FEW_RANKS, Ranks
+from advisor.core.ranks import FEW_RANKS, RankLine, Ranks
 from advisor.core.report import Report
 from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.components import (
@@ -126,7 +126,9 @@ def _figures(ranks: Ranks) -> Any:
     between = (
         "" if step is None else f"eight of ten {rank_charts.format_spread(step.low, step.high)}"
     )
-    slowest = t.NOT_MEASURED if step is None else t.format_duration(step.max)
+    longest = max(ranks.lines, key=lambda row: row.step_ns, default=None)
+    waiting = None if longest is None else _waiting(ranks, longest)
+    of_it = f", {t.format_duration(waiting)} of it waiting" if waiting else ""
     return tiles(
         [
             ("Ranks read", t.format_count(read), of),
@@ -136,10 +138,19 @@ def _figures(ranks: Ranks) -> Any:
                 t.format_duration(None if step is None else step.median),
                 between,
             ),
-            ("Slowest rank", slowest, ""),
+            (
+                "Longest step",
+                t.format_duration(None if step is None else step.max),
+                f"rank {longest.rank}{of_it}" if longest is not None else "",
+            ),
             ("Clocks agree within", t.format_duration(ranks.alignment_error_ns), ""),
         ]
     )
+
+
+def _waiting(ranks: Ranks, row: RankLine) -> float | None:
+    """Return how long a rank waits for others, per step, ns; ``None``: not measured."""
+    return dict(zip(ranks.classes, row.time, strict=False)).get(rank_charts.WAITING)
 
 
 def _map(ranks: Ranks, entry: OpenedPath) -> Any:
@@ -151,6 +162,7 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
     about: list[list[str | None]] = []
     places: list[list[str | None]] = []
     labels: list[str] = []
+    effects: list[int] = []
     several = len(shown.lines) > STRIP
     for first in range(0, len(shown.lines), STRIP):
         rows = shown.lines[first : first + STRIP]
@@ -165,14 +177,15 @@ def _map(ranks: Ranks, entry: OpenedPath) -> Any:
             about.append([plotly_figures.escape_markup(shown.title(row, place)) for row in rows])
             places.append([keys[id(row)] for row in rows])
             start = f"from rank {rows[0].rank}: " if several and place == 0 else ""
+            effects += [len(labels)] if shown.is_effect(place) else []
             labels.append(start + rank_charts.class_label(name))
     height = 106 + ROW * len(labels)
-    names = None if several else [str(row.rank) for row in shown.lines]
+    names = None if several else shown.columns()
     return card(
         "Time of each rank, compared with the median rank",
         figure(
             plotly_figures.rank_class_heatmap(
-                values, about, places, labels, names, shown.scale_ns / 1e6, height
+                values, about, places, labels, names, shown.scale_ns / 1e6, height, effects
             ),
             "job",
             height=height,
@@ -211,7 +224,14 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
                 rank_charts.format_significance(outlier.significance),
             ]
         )
-    header = ("Who", "What", "Others wait per step", "Comes last", "Gain", "Significance")
+    header = (
+        "Who",
+        "What",
+        "Others wait per step, hidden or not",
+        "Comes last",
+        "Gain",
+        "Significance",
+    )
     return card(
         "Outliers",
         table(header, rows, numbers=(2, 3), names=(0, 1, 4, 5), caption="", stacked=True),
@@ -219,24 +239,34 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
 
 
 def _steps(ranks: Ranks) -> Any:
-    """Draw a bar for each of a few ranks, the slowest first; of more, how many take how long."""
+    """Draw a bar for each of a few ranks, the one that works longest first, its waiting in grey; of
+    more, how many take how long."""
     bins = rank_charts.build_histogram(ranks)
     if not bins:
         return None
-    if len(ranks.lines) <= FEW_RANKS:
-        title, header = "Step time of each rank", ("Rank", "", "Mean step")
-        slowest = sorted(ranks.lines, key=lambda row: -row.step_ns)
-        bars = [
-            (f"rank {row.rank}", row.step_ns, t.format_duration(row.step_ns))
-            for row in slowest
-            if row.step_ns > 0
+    tools = png_button("job-steps")
+    if len(ranks.lines) > FEW_RANKS:
+        most = max(item.ranks for item in bins)
+        rows = [
+            [item.label, bar_cell(item.ranks / most, theme.ACCENT), t.format_count(item.ranks)]
+            for item in bins
         ]
-    else:
-        title, header = "Ranks by step time", ("Mean step", "", "Ranks")
-        bars = [(item.label, item.ranks, t.format_count(item.ranks)) for item in bins]
-    longest = max(value for _, value, _ in bars)
-    rows = [[name, bar_cell(value / longest, theme.ACCENT), text] for name, value, text in bars]
-    return card(title, table(header, rows, numbers=(2,)), tools=png_button("job-steps"))
+        made = table(("Mean step", "", "Ranks"), rows, numbers=(2,))
+        return card("Ranks by step time", made, tools=tools)
+    waits = [(row, _waiting(ranks, row) or 0.0) for row in ranks.lines if row.step_ns > 0]
+    waits.sort(key=lambda each: each[1] - each[0].step_ns)
+    scale = max(row.step_ns for row, _ in waits)
+    rows = [
+        [
+            f"rank {row.rank}",
+            bar_cell((row.step_ns - ns) / scale, theme.ACCENT, ns / scale),
+            *map(t.format_duration, (row.step_ns - ns, ns, row.step_ns)),
+        ]
+        for row, ns in waits
+    ]
+    header = ("Rank", "", "Own time", "Waiting for others", "Mean step")
+    made = table(header, rows, numbers=(2, 3, 4), stacked=True)
+    return card("Step time of each rank", made, tools=tools)
 
 
 def _title(name: str) -> str:

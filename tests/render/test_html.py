@@ -149,6 +149,15 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
         assert wanted in text
 
 
+def test_the_first_fix_stands_above_the_figures_and_leads_to_its_card(report: Make) -> None:
+    first = report(3)
+    source = REPORTS.render("html", first)
+    assert 'Do this first: </b><a href="#f1">' in source
+    assert source.index("Do this first") < source.index('class="tiles"')
+    assert 'id="f1"' in source
+    assert "Do this first" not in REPORTS.render("html", report(0))
+
+
 def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:
     # 400 ms; finding 1 saves 40, then finding 2 saves 20 / 2, finding 3 saves 13.33 / 2
     text = Page(REPORTS.render("html", report(3))).text

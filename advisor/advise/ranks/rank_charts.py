@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from advisor.core import text as t
 from advisor.core.labels import clean, shorten
-from advisor.core.ranks import MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf
+from advisor.core.ranks import FEW_RANKS, MissingRanks, Outlier, RankLine, Ranks, RanksWhatIf
 from advisor.core.report import Report
 from advisor.core.rule import Per
 
@@ -36,6 +36,8 @@ KINDS: Final = {
     "imbalance": "has more work",
     "pipeline": "its stage takes longer",
 }
+WAITING: Final = "waiting"
+"""Class of time that other ranks cause."""
 MAX_RANKS: Final = 2048
 """Number of ranks in a heat map; of more, those whose step differs most."""
 
@@ -89,12 +91,27 @@ class HeatMap(NamedTuple):
     """Difference at which the colour scale ends, ns."""
     note: str
     """Note on what is left out; empty: nothing."""
+    late: frozenset[str] = frozenset()
+    """Ranks that the others wait for."""
+
+    def is_effect(self, place: int) -> bool:
+        """Tell whether a class is what other ranks cause: no rank is slow by it."""
+        return self.classes[place] == WAITING
+
+    def columns(self) -> list[str]:
+        """Name the columns: numbers of the ranks; of a few, with those that come late marked."""
+        mark = " late" if len(self.lines) <= FEW_RANKS else ""
+        return [f"{line.rank}{mark * (str(line.rank) in self.late)}" for line in self.lines]
 
     def tint(self, line: RankLine, place: int) -> float | None:
-        """Return -1 (``scale_ns`` or more below the median) to 1 (above); ``None``: unknown."""
+        """Return -1 (``scale_ns`` or more below the median) to 1 (above); ``None``: unknown.
+        Of a class that is an effect: -1 (none) to 1 (the longest)."""
         value = line.time[place]
         if value is None:
             return None
+        if self.is_effect(place):
+            longest = max(each.time[place] or 0.0 for each in self.lines)
+            return 2 * value / longest - 1 if longest else -1.0
         return max(-1.0, min(1.0, (value - self.medians[place]) / self.scale_ns))
 
     def title(self, line: RankLine, place: int) -> str:
@@ -119,7 +136,8 @@ def build_heat_map(ranks: Ranks, limit: int = MAX_RANKS) -> HeatMap | None:
     columns = [[v for line in lines if (v := line.time[place]) is not None] for place in places]
     medians = [median(column or [0.0]) for column in columns]
     step = median(line.step_ns for line in lines)
-    apart = sorted(abs(v - medians[place]) for place in places for v in columns[place]) or [0.0]
+    own = [place for place in places if ranks.classes[place] != WAITING] or places
+    apart = sorted(abs(v - medians[place]) for place in own for v in columns[place]) or [0.0]
     scale = max(apart[int(SCALE_QUANTILE * (len(apart) - 1))], MIN_SCALE * step, 1.0)
     note = ""
     if len(lines) > limit:
@@ -129,7 +147,10 @@ def build_heat_map(ranks: Ranks, limit: int = MAX_RANKS) -> HeatMap | None:
         )
         lines = sorted(lines, key=lambda line: -abs(line.step_ns - step))[:limit]
         lines.sort(key=lambda line: line.rank)
-    return HeatMap(ranks.classes, lines, medians, scale, note)
+    late = {each.name for each in ranks.outliers if each.unit == "rank" and each.waited_ns}
+    if WAITING in ranks.classes:
+        note = f"Grey: waiting for other ranks, darker is longer. {note}".strip()
+    return HeatMap(ranks.classes, lines, medians, scale, note, frozenset(late))
 
 
 def describe_rank(line: RankLine) -> str:

@@ -197,9 +197,10 @@ def _map(ranks: Ranks) -> Iterator[Block]:
     figure = RankMap(
         "Time per step by rank and class",
         names,
-        [str(line.rank) for line in shown.lines],
+        shown.columns(),
         lambda column, row: shown.tint(shown.lines[column], row),
         lambda column, row: shown.title(shown.lines[column], row),
+        shown.is_effect,
         t.format_duration(shown.scale_ns),
         Grid(["rank", "step", *names], rows),
         shown.note,

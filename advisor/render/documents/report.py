@@ -62,6 +62,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
         *auxiliary_sections.build_flight_record(report.flight),
         *auxiliary_sections.build_network_path(report.network),
     ]
+    ranked = report_text.ranked_findings(report)
     on_demand = [block for block in context if isinstance(block, Section) and block.folded]
     return Document(
         report.verdict,
@@ -72,14 +73,15 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             ),
             *_tiles(report),
             *_time(report),
-            *(block for block in context if block not in on_demand),
             *_findings(report, options.width),
+            *(block for block in context if block not in on_demand),
             *ranks.build_what_if(report),
             *_rest(report, on_demand),
         ],
         name="report",
         status=report_text.status_class(report),
         style=_STYLE[report_text.status_class(report)],
+        action=t.first_sentence(labels.clean(ranked[0].fix)) if ranked else "",
         badge=report_text.describe_status(report),
         footer=f"advisor {report.version} · {report.schema}",
     )

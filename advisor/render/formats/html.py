@@ -42,12 +42,15 @@ class Html(DocumentRenderer):
             tag("title", title),
             Markup(f"<style>\n{style()}</style>"),
         )
+        action = tag("b", "Do this first: "), tag("a", document.action, href="#f1")
+        first = tag("p", *action, cls="first") if document.action else ""
         badge = tag("span", document.badge, cls=f"badge {document.status}".strip())
         header = tag(
             "header",
             badge if document.badge else "",
             tag("h1", title),
             tag("p", rest, cls="verdict") if rest else "",
+            first,
             *(block(part) for part in lead),
         )
         main = tag("main", *(block(part) for part in document.blocks[len(lead) :]), id="main")

@@ -12,7 +12,7 @@ import pytest
 from advisor.advise.ranks import rank_charts
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
-from advisor.core.ranks import RankLine, Ranks
+from advisor.core.ranks import Outlier, RankLine, Ranks
 from advisor.core.report import Report, Scope
 from advisor.render.formats import REPORTS
 
@@ -150,6 +150,30 @@ def test_what_a_rank_did_not_measure_has_no_colour_and_says_so(make_job: Make) -
     assert page.shades.count("hx") == 1
     again = Report.from_json(render("json", report)).ranks
     assert again is not None and again.lines[3].time[0] is None
+
+
+def test_who_waits_is_not_drawn_as_who_is_slow(
+    make_line: Callable[..., RankLine],
+) -> None:
+    """The rank that all wait for is the one that is marked and red; those that wait are grey."""
+    late = Outlier(
+        unit="rank", name="3", ranks="3", kind="host", moves=False, excess_ns=4e6, waited_ns=9e6
+    )
+    lines = [make_line(rank, 20e6, [10e6, 10e6]) for rank in range(3)]
+    report = Ranks(
+        lines=[*lines, make_line(3, 20e6, [19e6, 1e6])],
+        classes=["host", rank_charts.WAITING],
+        aligned=True,
+        alignment_error_ns=None,
+        note="",
+        outliers=[late],
+    )
+    heat = rank_charts.build_heat_map(report)
+    assert heat is not None
+    assert heat.columns() == ["0", "1", "2", "3 late"]
+    assert heat.tint(report.lines[3], 0) == 1.0
+    assert (heat.is_effect(0), heat.is_effect(1)) == (False, True)
+    assert heat.tint(lines[0], 1) == 1.0 and "Grey" in heat.note
 
 
 def test_a_report_that_is_nested_without_end_is_one_line() -> None:

@@ -232,7 +232,7 @@ class Document:
     badge: str = ""
     """The status in words."""
     action: str = ""
-    """What to do first, of the card numbered 1: a page shows it under the headline."""
+    """First fix, that of the card numbered 1: a page shows it under the headline."""
     heading: str = ""
     """Heading above the headline where the document stands among others; empty: none."""
     footer: str = ""

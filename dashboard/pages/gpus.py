@@ -92,7 +92,8 @@ def layout(**query: object) -> Any:
     best = cheapest = describe_cheapest(choices)
     ratios = [f"{each.projection.speedup:.2f}" for each in choices if not each.projection.refused]
     if ratios.count("1.00") > 1 and max(map(float, ratios)) <= 1:  # others, as fast as this one
-        best = ". ".join(filter(None, (best, "No GPU makes this step faster: the host limits it.")))
+        none = "No GPU is expected to make this step faster: the host limits it."
+        best = ". ".join(filter(None, (best, none)))
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
     return page(
         head("Cost and GPUs", labels.clean(best[:1].upper() + best[1:])),

@@ -142,7 +142,7 @@ TFLOPS, GBPS = _per(1e12), _per(1e9)
 KERNELS = (
     Column("name", "Kernel", flex=2, names=True),
     Column("family", "Family", width=134),
-    Column("count", "Count", width=62, number=t.format_count),
+    Column("count", "Launches per step", width=84, number=t.format_count),
     duration_column("time", "Time per step", 84),
     share_column("share", "Share", 62),
     share_column("occupancy", "Occupancy", 96),
@@ -158,8 +158,8 @@ def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
     """Return rows of the kernels' grid."""
     kernels = a.hot_kernels.head(MAX_ROWS).select(
         pl.col("name", "family").cast(pl.String),
-        "count",
         "roofline",
+        count=pl.col("count") / a.step_count,
         time=pl.col("dur") / a.step_count,
         share=pl.col("dur") / _device_work(a),
         occupancy=pl.col("occupancy") / 100,

@@ -289,6 +289,10 @@ def finding_line(view: PageView, finding: Finding) -> Any:
         amount,
         element("Span", t.first_sentence(finding.fix), cls="fix"),
         element("Span", places, cls="where") if places else None,
+        *(
+            element("Span", labels.clean(why[:1].upper() + why[1:]), cls="where")
+            for why in report_text.order_parts(finding, view.loaded.report)
+        ),
     )
 
 

@@ -78,13 +78,15 @@ def _figures(view: PageView) -> Any:
         return None
     overhead = recorded.profiler_overhead
     rate = recorded.samples_per_second
+    step = view.loaded.report.step
+    used = "analysed" if step is None else f"in the {step.statistic}"
     ended = labels.clean(recorded.ended) if recorded.ended else "killed or still running"
     return tiles(
         [
             (
                 "Steps",
                 t.format_count(recorded.steps),
-                f"{t.format_count(recorded.used)} analysed · {labels.clean(ended)}",
+                f"{t.format_count(recorded.used)} {used} · {labels.clean(ended)}",
             ),
             _step(view),
             (

@@ -553,6 +553,7 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     from advisor.dashboard.app import create_app
     from advisor.dashboard.loaded_runs import DashboardSession
     from advisor.dashboard.pages import findings, overview, run
+    from advisor.dashboard.pages.kernels import kernel_rows
     from advisor.dashboard.server import Access
     from advisor.dashboard.timeline.index_builder import build_index
     from benchmarks.public_traces import path_of
@@ -565,6 +566,10 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
         shown = list(_texts(run.layout()))
         first = list(_texts(overview.layout()))
         finding = list(_texts(findings.layout()))
+    # the reason stands beside the gains that are in another order
+    assert any(text.startswith("Ranked above") for text in first)
+    launches, steps = kernel_rows(loaded.main)[0]["count"], loaded.main.step_count
+    assert launches * steps == loaded.main.hot_kernels["count"][0]
     recorded = loaded.main.recorded
     assert recorded is not None
     timed = sum(not math.isnan(ns) for ns in recorded.durations)

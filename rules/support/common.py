@@ -242,10 +242,12 @@ def costliest_places(
                 "instance": known if instance is None else instance[known],
             }
         )
+        .with_columns(of_gap=pl.col("cost").sum().over("key", "layer", "instance"))
         .sort("cost", descending=True)
         .group_by("key", "layer", maintain_order=True)
         .agg(
             pl.col("cost").sum(),
+            pl.col("of_gap").max(),
             pl.col("row").first(),
             pl.col("instance").filter(*same).n_unique().alias("count"),
             pl.col("node").unique(),
@@ -269,7 +271,13 @@ def costliest_places(
                 if kernel is None or kernel[row] < 0
                 else str(a.trace.gpu["name"][int(kernel[row])]),
                 ts_ns=int(cpu["ts"][at_row] if ts is None else ts[row]),
-                dur_ns=int(cpu["dur"][at_row] if dur is None else dur[row]),
+                dur_ns=int(
+                    place["of_gap"]
+                    if gap is not None
+                    else cpu["dur"][at_row]
+                    if dur is None
+                    else dur[row]
+                ),
                 count=count,
                 counted="" if gap is None else "gap",
             )

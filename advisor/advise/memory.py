@@ -309,8 +309,8 @@ def _memory_action(view: MemoryView, report: Report) -> str:
         held = max(view.categories, key=lambda each: each.bytes, default=None)
         if held is not None and held.category == "activations" and view.trains is not False:
             more = (
-                " A snapshot shows what autocast and checkpointing free "
-                "(torch.cuda.memory._dump_snapshot)."
+                " A snapshot with a history shows what autocast and checkpointing free "
+                f"({RECORD_HISTORY}, then torch.cuda.memory._dump_snapshot)."
             )
     large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
     if large:

@@ -574,7 +574,7 @@ def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool
         others = [] if report is None else report.findings
         before = next((f.priority for f in others if f.rule == finding.pays_after), None)
         after = "another fix" if before is None else f"fix {before}"
-        return f"0 alone, about {describe_marginal_gain(finding)} after {after}"
+        return f"none alone, about {describe_marginal_gain(finding)} after {after}"
     amount = t.format_saving(impact)
     if not amount.startswith(("up to ", "at least ")):
         amount = f"about {amount}"

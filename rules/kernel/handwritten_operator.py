@@ -289,7 +289,7 @@ class HandwrittenOperator(Rule):
         liger = _liger(a, patterns)
         uses = f"Use {t.list_names([one.use for one in patterns])}."
         if liger:
-            uses = "Use Liger Kernel's operators or compile the model, which is transformers' own."
+            uses = "The model is transformers' own: use Liger Kernel's operators, or compile it."
         yield Finding(
             title=_title(patterns),
             summary=(

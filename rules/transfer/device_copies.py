@@ -23,6 +23,7 @@ from advisor.rules.support.common import (
     of_step,
     per_step,
     row_numbers,
+    scale_edit,
 )
 from advisor.rules.support.framework_advice import BATCHES_AHEAD, in_any_language
 from advisor.rules.support.host_waits import (
@@ -85,6 +86,7 @@ class DeviceCopies(Rule):
             "code": "# buffer: each input that is copied into a graph, and never moves\n"
             "torch._dynamo.mark_static_address(buffer)\n"
             'step = torch.compile(train_step, mode="reduce-overhead")   # copies at its ends only',
+            "assumptions": ("the tensors that are copied stay at one address",),
             "confidence": 0.75,
         },
         "at the border of CUDA graphs, with collectives": {
@@ -94,6 +96,7 @@ class DeviceCopies(Rule):
             "regions keep them apart: one graph of the whole step is not possible.",
             "code": "# buffer: each input that is copied into a graph, and never moves\n"
             "torch._dynamo.mark_static_address(buffer)",
+            "assumptions": ("the tensors that are copied stay at one address",),
             "confidence": 0.75,
         },
     }
@@ -123,6 +126,7 @@ class DeviceCopies(Rule):
         of_graphs = border > 0.5 * int(copies["exposed"].sum())
         apart = ", with collectives" * (not a.collectives.is_empty())
         moved = int(copies["bytes"].sum())
+        select = Select(on="gpu", kind=("memcpy",), copy=("DtoD",))
         copies_per_step = max(1, round(copies.height / a.step_count))
         yield Finding(
             title=f"Copies within GPU memory take {t.format_share(share)} of the {a.per}",
@@ -141,7 +145,9 @@ class DeviceCopies(Rule):
                 amount_per_step(a, "graph launches", graphs, "count"),
             ],
             where=device_places(a, copies),
-            edits=[Edit(op="remove", select=Select(on="gpu", kind=("memcpy",), copy=("DtoD",)))],
+            edits=[
+                scale_edit(select, 0.0, 0.0, 1.0) if of_graphs else Edit(op="remove", select=select)
+            ],
             **(self.case(f"at the border of CUDA graphs{apart}") if of_graphs else {}),
         )
 

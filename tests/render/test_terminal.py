@@ -299,7 +299,7 @@ def test_a_finding_that_pays_only_after_another_says_so(
         REPORTS.render("terminal", report(findings=[finding(1), late]), details=True).split()
     )
     assert "gains only after 'Finding number 1 of the step'" in shown
-    assert "0 alone, about 9 ms after fix 1" in shown
+    assert "none alone, about 9 ms after fix 1" in shown
 
 
 def test_a_finding_of_another_rank_says_whose(

@@ -608,13 +608,14 @@ def gain_conditions(finding: Finding, report: Report) -> list[str]:
 
 def _with_stacks(finding: Finding, report: Report) -> list[str]:
     """Say that the gain is smaller without the Python stacks, where they are in a trace of unknown
-    other steps, and the fix ends the GPU's waits for the host."""
+    other steps, and the fix ends the GPU's waits for launches or for Python code."""
     traced = report.inputs[0] if report.inputs else None
     if traced is None or not traced.with_stack or report.recorded is not None:
         return []
-    if not {edit.op for edit in finding.edits} & {"drop_launch"}:
+    python = any("python" in (*edit.select.cause, *edit.select.kind) for edit in finding.edits)
+    if not python and not any(edit.op == "drop_launch" for edit in finding.edits):
         return []
-    return ["recorded with Python stacks, which slow the host: without them it is smaller"]
+    return ["without Python stacks the gain is smaller: recording them slows the host"]
 
 
 def range_reasons(finding: Finding) -> list[str]:

@@ -36,8 +36,7 @@ _ALL_TO_ALL = (
     "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
 )
 _TORCHREC = "https://docs.pytorch.org/torchrec/"
-_OF_NEXT_BATCH = ", or the next batch's inputs"
-_PIPELINE_LINE = "\n# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile"
+PIPELINED = "all_to_all of embeddings in torchrec's pipeline"
 _PIPELINE = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
 """Ranges of torchrec's TrainPipelineSparseDist."""
 MIN_BLOCKED_SHARE = 0.01
@@ -147,14 +146,26 @@ class ExposedCommunication(Rule):
         },
         EMBEDDINGS: {
             "fix": "Start each all-to-all before compute that does not need it, and wait late. "
-            f"Such compute is the dense layers or the next part of the batch{_OF_NEXT_BATCH}. "
-            "Balance what ranks send, because the fullest one decides: shard "
+            "Such compute is the dense layers or the next part of the batch, or the next batch's "
+            "inputs. Balance what ranks send, because the fullest one decides: shard "
             "tables by load. Then send fewer bytes: BF16 or FP8 on the wire, pooling before "
             "sending, hot rows kept on each rank.",
             "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
-            f"work.wait(){_PIPELINE_LINE}",
+            "work.wait()\n"
+            "# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile",
             "references": (_ALL_TO_ALL, _TORCHREC),
+        },
+        PIPELINED: {
+            "fix": "TrainPipelineSparseDist is on already: balance what ranks send, because the "
+            "fullest one decides. Shard tables by load. Then send fewer bytes: BF16 or FP8 on the "
+            "wire, pooling before sending, hot rows kept on each rank.",
+            "code": "from torchrec.distributed.planner import EmbeddingShardingPlanner\n"
+            "from torchrec.distributed.planner.types import ParameterConstraints\n"
+            "constraints = {table: ParameterConstraints(pooling_factors=[ids])\n"
+            "               for table, ids in ids_per_row.items()}   # as measured\n"
+            "planner = EmbeddingShardingPlanner(constraints=constraints)\n"
+            "plan = planner.collective_plan(model, sharders, dist.group.WORLD)",
         },
         "all_to_all of experts": {
             "fix": "Send tokens to their experts while other work computes: a shared expert, or "
@@ -405,11 +416,13 @@ class ExposedCommunication(Rule):
         if not names or names[0] is None:
             return {}
         result = self._of_small_messages(self.case(names[0]), by_kind, table)
-        if names[0] == EMBEDDINGS and (blocked := _in_pipeline(a)) is not None:
-            result["fix"] = f"{result['fix'].replace(_OF_NEXT_BATCH, '')} {blocked}"
-            result["code"] = result["code"].replace(_PIPELINE_LINE, "")
+        blocked = _in_pipeline(a) if names[0] == EMBEDDINGS else None
+        if blocked is not None:
+            result |= self.case(PIPELINED)
+            result["fix"] += blocked
         longest = table.sort("exposed").row(-1, named=True)
-        if names[0] == EMBEDDINGS and re.search(BACKWARD, longest["annotation"] or ""):
+        backward = re.search(BACKWARD, longest["annotation"] or "")
+        if names[0] == EMBEDDINGS and blocked is None and backward:
             result["code"] = BACKWARD_CODE
         if width_of(longest["dtype"] or "") == 1:  # fewer bytes are sent already
             result["fix"] = re.sub(f"{FEWER_BYTES}[^.]*[.]", "", result["fix"])
@@ -533,13 +546,12 @@ def _time_beyond_fastest(table: pl.DataFrame) -> float:
 
 
 def _in_pipeline(a: Analysis) -> str | None:
-    """Say that torchrec's pipeline is on, and where the host waits in it most. ``None``: none of
-    its ranges is recorded."""
+    """Say where the host waits most in torchrec's pipeline, empty if nowhere for long. ``None``:
+    none of the pipeline's ranges is recorded."""
     names, parent = a.trace.cpu["name"], parent_rows(a.trace)
     pipeline = name_matches(names, _PIPELINE).to_numpy()
     if not pipeline.any():
         return None
-    text = "TrainPipelineSparseDist is on already and overlaps what it can."
     host = a.syncs["host"].to_numpy()
     inside = innermost_ancestor(parent, pipeline)[host] >= 0
     around = innermost_ancestor(parent, name_matches(names, r"^## .* ##$").to_numpy())[host]
@@ -550,8 +562,8 @@ def _in_pipeline(a: Analysis) -> str | None:
     for name, ns in waits.sort("ns", "name").tail(1).iter_rows():
         if ns >= MIN_BLOCKED_SHARE * a.span_ns:
             place = str(name).strip("# ")
-            text += f" In it the host still waits for the GPU, most in {place}: {of_step(a, ns)}."
-    return text
+            return f" The pipeline still waits for the GPU, most in {place}: {of_step(a, ns)}."
+    return ""
 
 
 ALSO = {

@@ -150,7 +150,7 @@ class CudaGraphsUnused(Rule):
             fix = self.case("something waits for the GPU", waits=count, names=waits.names)["fix"]
         fix = f"{fix} {waits.others}".rstrip()
         if is_compiled(a):
-            fix += " The model is compiled already: change only the mode."
+            fix = f"The model is compiled already: change only the mode. {fix}"
         edits = capture_edits(static, waits)
         yield Finding(
             fix=fix,

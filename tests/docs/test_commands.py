@@ -60,6 +60,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     for name in ("pairs", "dlrm_8ranks", "ncu", "serving", "memory"):
         (folder / name).symlink_to(CORPUS / name)
+    (folder / "tests").symlink_to(CORPUS.parent)
     for name in ("second_forward.slow", "second_forward.cured"):  # copies: a comparison keeps notes
         shutil.copytree(CORPUS.parent / "data" / "recorded" / name, folder / name)
     return folder
@@ -100,6 +101,41 @@ def test_the_commands_of_a_page_run_as_written(
             code, out, err = done.returncode, done.stdout, done.stderr
         assert code == 0, f"{command}\n{out[-500:]}\n{err[-2000:]}"
         assert [line for line in shown if line not in out.splitlines()] == [], f"{command}\n{out}"
+
+
+OTHERS = [
+    page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"docs/{page.name}" not in PAGES
+]
+
+
+def test_what_the_other_pages_show_of_files_at_hand_is_printed(
+    place: Path, here: Callable[[list[str]], tuple[int, str, str]]
+) -> None:
+    """Their other commands need a server, a cluster or a file that nobody has."""
+    seen = set()
+    for page in OTHERS:
+        for command, shown in commands(f"docs/{page}").items():
+            words = shlex.split(command)
+            files = [word for word in words if word.endswith((".gz", ".sqlite", ".pickle"))]
+            if not shown or not files or not all((place / name).exists() for name in files):
+                continue
+            code, out, err = here(words[1:])
+            assert code == 0, f"{command}\n{err[-2000:]}"
+            assert [line for line in shown if line not in out.splitlines()] == [], f"{page}\n{out}"
+            seen.add(page)
+    assert {"comparing.md", "whatif.md", "inference-servers.md"} <= seen
+
+
+def test_the_python_of_pages_on_files_at_hand_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    for page in ("comparing.md",):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        names: dict[str, object] = {}
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(compile(code, page, "exec"), names)
+        assert names, page
 
 
 @pytest.fixture

@@ -440,7 +440,7 @@ class _Conversion:
                 "MI300"
             )
         if step[1] >= self.a.step_ns * 0.99:
-            notes.append("it does not pay here: the step is less than 1% shorter")
+            notes.append("it does not pay here: the step does not become 1% shorter")
         elif step[2] > self.a.step_ns:
             notes.append("it may not pay: at the end of the range the step is longer")
         if captured < 0.99 * min(step[1], self.a.step_ns):

@@ -117,7 +117,9 @@ def test_what_the_other_pages_show_of_files_at_hand_is_printed(
         for command, shown in commands(f"docs/{page}").items():
             words = shlex.split(command)
             files = [word for word in words if word.endswith((".gz", ".sqlite", ".pickle"))]
-            if not shown or not files or not all((place / name).exists() for name in files):
+            if not shown or not files or "trace.json.gz" in files:  # the reader's own
+                continue
+            if not all((place / name).exists() for name in files):
                 continue
             code, out, err = here(words[1:])
             assert code == 0, f"{command}\n{err[-2000:]}"

@@ -125,7 +125,7 @@ def test_what_the_other_pages_show_of_files_at_hand_is_printed(
             assert code == 0, f"{command}\n{err[-2000:]}"
             assert [line for line in shown if line not in out.splitlines()] == [], f"{page}\n{out}"
             seen.add(page)
-    assert {"comparing.md", "whatif.md", "inference-servers.md"} <= seen
+    assert {"whatif.md", "inference-servers.md"} <= seen
 
 
 def test_the_python_of_pages_on_files_at_hand_runs(

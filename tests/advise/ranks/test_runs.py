@@ -81,4 +81,4 @@ def test_the_only_rank_that_is_not_told_is_the_one_that_is_missing() -> None:
 def test_several_that_are_not_told_get_numbers_that_no_rank_has_and_their_files_are_named() -> None:
     found = select_main_run([rank(0), rank(3), rank(-1, path="b"), rank(-1, path="a")])
     assert [(s.rank, s.path) for s in found.summaries][2:] == [(4, "a"), (5, "b")]
-    assert "4 is a, 5 is b" in found.notes["which ranks some files are of"]
+    assert "4 is a and 5 is b" in found.notes["which ranks some files are of"]

@@ -57,7 +57,8 @@ class EvalWithoutNoGrad(Rule):
     recurrence). Elementwise operators alone are no model: distributions check their arguments and
     metrics are computed this way, and nothing of it is kept.
 
-    A trace without any backward pass says nothing, because it may lie outside.
+    A trace without any backward pass says nothing, because it may lie outside. Neither does a file
+    whose end is missing.
     """
 
     id = "eval-without-no-grad"
@@ -102,6 +103,8 @@ class EvalWithoutNoGrad(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
+        if a.trace.meta.truncated:
+            return  # the backward passes may be in the part that is lost
         cpu = a.trace.cpu
         number = row_numbers(cpu["sequence"])
         nodes = name_matches(cpu["name"], NODE).to_numpy() & (number >= 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from advisor.core.run_directory import (
 )
 from advisor.core.trace import blank_trace
 from advisor.measure import Analysis
+from advisor.rules.memory.eval_without_no_grad import EvalWithoutNoGrad
 
 RULES = [rule for rule in load_rules(config={}) if rule.reads_record]
 WHOLE = st.integers(-3, 1 << 66) | st.integers(0, 10**9)
@@ -164,3 +166,10 @@ def test_a_line_with_numbers_beyond_all_bounds_costs_only_itself(tmp_path: Path)
     record = rundir.read_recording(tmp_path).ranks[0]
     recorded = Analysis(blank_trace("<record>", 0), None, record).recorded
     assert recorded is not None and recorded.dur.tolist() == [1000]
+
+
+def test_a_file_whose_end_is_missing_says_nothing_of_backward_passes_that_are_not_there() -> None:
+    rule = EvalWithoutNoGrad()
+    trace = EvalWithoutNoGrad.examples()["validation"].trace()  # type: ignore[union-attr]
+    cut = replace(trace, meta=replace(trace.meta, truncated=True))
+    assert list(rule.check(Analysis(trace))) and not list(rule.check(Analysis(cut)))

@@ -10,8 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, Select
-from advisor.core.intervals import union
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
@@ -25,11 +24,8 @@ from advisor.rules.support.common import (
     impact_per_step,
     of_step,
     outermost_in_steps,
-    scale_edit,
-    sum_column,
-    work_launched_in,
 )
-from advisor.rules.support.kernel_work import exact_pattern
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -88,9 +84,7 @@ class GrowingInputs(Rule):
         if not found:
             return
         rows = np.sort(np.concatenate([each.rows for each in found]))
-        ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
-        on_gpu = a.device_id is not None
-        ns = work_launched_in(a, union(ts, ts + dur)) if on_gpu else int(dur.sum())
+        ns = time_of_operators(a, rows)
         if ns < self.min_share * a.span_ns:
             return
         costliest = max(found, key=lambda each: each.ns)
@@ -107,7 +101,7 @@ class GrowingInputs(Rule):
                 amount_per_step(a, "time in them", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, rows, dur.astype(int), top=1),
+            where=costliest_places(a, rows, a.trace.cpu["dur"].to_numpy()[rows], top=1),
             **self._effect(a, rows, ns, costliest),
         )
 
@@ -116,10 +110,9 @@ class GrowingInputs(Rule):
         return bool(len(more) and more.min() > 0 and more.max() <= self.max_uneven * more.min())
 
     def _effect(self, a: Analysis, rows: Rows, ns: int, costliest: _Calls) -> dict[str, Any]:
-        """Scale the operators of these names that mostly grow; others among them keep their time.
-        Of a run on a CPU: their time in its steps, in proportion to what was collected by then."""
-        on_gpu = a.device_id is not None
-        if a.recorded is not None and not on_gpu:
+        """Take these operators out of the steps. Of a run on a CPU: their time in its steps, in
+        proportion to what was collected by then."""
+        if a.recorded is not None and a.device_id is None:
             inside = a.recorded.kept_by_window(a.trace.meta.window)
             steps, window = (np.flatnonzero(each) for each in (a.recorded.used, inside))
             if len(steps) and len(window):
@@ -136,20 +129,8 @@ class GrowingInputs(Rule):
                     method="time of these operators, as it grows from step to step",
                 )
                 return {"impact": impact}
-        ops = outermost_in_steps(a).with_columns(grows=pl.col("row").is_in(rows))
-        names = ops.group_by("name").agg(
-            pl.col("ns").sum(), own=(pl.col("ns") * pl.col("grows")).sum()
-        )
-        names = names.filter(2 * pl.col("own") >= pl.col("ns"))
-        pattern = exact_pattern(names["name"].sort())
-        share = sum_column(names["own"]) / max(sum_column(names["ns"]), 1)
-        select = (
-            Select(on="gpu", under=pattern)
-            if on_gpu
-            else Select(on="host", kind=("op",), name=pattern)
-        )
-        edit = scale_edit(select, 1 - share, 1 - share, 1 - share * (1 - self.worst_factor))
-        return {"edits": [edit]}
+        saved = (ns, ns, (1 - self.worst_factor) * ns)
+        return {"edits": [scale_operators(a, rows, saved)]}
 
     @staticmethod
     def examples() -> Examples:

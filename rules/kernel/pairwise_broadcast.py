@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Edit, Finding, Outcomes, Select
-from advisor.core.intervals import union
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import calls_by_inputs, readers_behind
 from advisor.measure.device.shapes import OpInputs, Tensor
-from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import parent_rows
-from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import (
     CHOSEN,
     CURED_RECORDINGS,
@@ -31,10 +28,8 @@ from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     of_step,
-    scale_edit,
-    work_launched_in,
 )
-from advisor.rules.support.kernel_work import exact_pattern
+from advisor.rules.support.kernel_work import exact_pattern, scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
 Shape = tuple[int, ...]
@@ -180,7 +175,7 @@ class PairwiseBroadcast(Rule):
             return
         by_case: dict[str, list[tuple[list[Pairs], Rows, int]]] = {}
         for pairs, rows in self._all_pairs(a):
-            by_case.setdefault(pairs[0].case, []).append((pairs, rows, _time_of(a, rows)))
+            by_case.setdefault(pairs[0].case, []).append((pairs, rows, time_of_operators(a, rows)))
         for case, found in by_case.items():
             ns = sum(spent for _, _, spent in found)
             if ns < self.min_share * a.span_ns:
@@ -208,7 +203,7 @@ class PairwiseBroadcast(Rule):
                     self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 ],
                 where=costliest_places(a, made, a.trace.cpu["dur"].to_numpy()[made]),
-                edits=[_edit(a, rows, saved)],
+                edits=[scale_operators(a, rows, saved)],
                 alternatives="fuse" if a.device_id is not None else "loss",
                 **self.case(case, code=_einsum(most)),
             )
@@ -297,25 +292,6 @@ def _stored(tensor: Tensor) -> tuple[int, ...]:
         return tensor.shape
     pairs = zip(tensor.shape, tensor.strides, strict=True)
     return tuple(1 if stride == 0 else size for size, stride in pairs)
-
-
-def _time_of(a: Analysis, rows: Rows) -> int:
-    """Return the time of operators, ns: on the device what they launch, else their own."""
-    ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
-    whole = union(ts, ts + dur)
-    return int(whole.total) if a.device_id is None else work_launched_in(a, whole)
-
-
-def _edit(a: Analysis, rows: Rows, saved: Sequence[float]) -> Edit:
-    """Scale the operators of these names: an edit names all of their calls, and the others stay.
-    ``saved``: expected, at best, at worst, ns."""
-    names = exact_pattern(a.trace.cpu["name"].gather(rows).cast(str).unique().to_list())
-    named = np.flatnonzero(name_matches(a.trace.cpu["name"], names).to_numpy())
-    every = max(_time_of(a, rows_in_steps(a, named)), 1)
-    select = Select(on="host", kind=("op",), name=names)
-    if a.device_id is not None:
-        select = Select(on="gpu", kind=("kernel",), under=names)
-    return scale_edit(select, *(float(1 - ns / every) for ns in saved))
 
 
 def _reduced(a: Analysis, name: str, x: OpInputs, row: int, pair: Broadcast) -> Pairs | None:

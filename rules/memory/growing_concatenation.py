@@ -10,24 +10,20 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.replay.selection import rows_launched_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     Rows,
     amount_per_step,
     costliest_places,
     of_step,
-    scale_edit,
-    sum_column,
 )
-from advisor.rules.support.kernel_work import summed_duration
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
 CAT = r"^aten::cat$"
@@ -83,8 +79,7 @@ class GrowingConcatenation(Rule):
         if not found:
             return
         calls = rows_in_steps(a, np.sort(np.concatenate([one.calls for one in found])))
-        on_gpu = a.device_id is not None
-        ns, of_all = _device_time(a, calls) if on_gpu else _host_time(a, calls)
+        ns = time_of_operators(a, calls)
         if ns < self.min_share * a.span_ns:
             return
         most = max(found, key=lambda one: len(one.calls))
@@ -102,13 +97,8 @@ class GrowingConcatenation(Rule):
             ],
             where=costliest_places(a, calls, a.trace.cpu["dur"].to_numpy()[calls].astype(int)),
             edits=[
-                scale_edit(
-                    Select(on="gpu", under=CAT)
-                    if on_gpu
-                    else Select(on="host", kind=("op",), name=CAT),
-                    1 - of_all * (1 - self.factor),
-                    1 - of_all,
-                    1 - of_all * (1 - self.worst_factor),
+                scale_operators(
+                    a, calls, ((1 - self.factor) * ns, ns, (1 - self.worst_factor) * ns)
                 )
             ],
         )
@@ -123,27 +113,6 @@ class GrowingConcatenation(Rule):
             "two passes": (_cache([100, 101]), "not found"),
             "hardly any time": (_cache(range(100, 105), us=4), "min_share"),
         }
-
-
-def _device_time(a: Analysis, calls: Rows) -> tuple[int, float]:
-    """Return device time of these calls, ns, and its share of all concatenations'."""
-    chosen = np.zeros(len(a.trace.cpu), dtype=bool)
-    chosen[calls] = True
-    parent = stacks.parent_rows(a.trace)
-    inside = np.append(stacks.innermost_ancestor(parent, chosen) >= 0, False)
-    own = inside[a.trace.gpu["launch"].fill_null(-1).to_numpy()] & a.in_window
-    ns, whole = (
-        summed_duration(a, rows) for rows in (own, rows_launched_under(a, CAT) & a.in_window)
-    )
-    return ns, ns / max(whole, 1)
-
-
-def _host_time(a: Analysis, calls: Rows) -> tuple[int, float]:
-    """Return host time of these calls, ns, and its share of all concatenations'."""
-    cpu = a.trace.cpu
-    cats = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy()))
-    ns, whole = (sum_column(cpu["dur"].gather(rows)) for rows in (calls, cats))
-    return ns, ns / max(whole, 1)
 
 
 class _Kind(NamedTuple):

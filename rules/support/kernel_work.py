@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select, SkippedCheck
+from advisor.core.intervals import union
 from advisor.core.rule import Factor, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_product
@@ -22,9 +23,17 @@ from advisor.measure.device.shapes import OpInputs, Tensor, width_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.measure.host.stacks import innermost_ancestor, parent_rows
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.replay.selection import rows_launched_under
 from advisor.rules.support.citations import FLASH_2, FLASH_3, SMALL_GRIDS_TRACES
-from advisor.rules.support.common import layer_columns, layer_fields, locate_row
+from advisor.rules.support.common import (
+    Rows,
+    layer_columns,
+    layer_fields,
+    locate_row,
+    scale_edit,
+    work_launched_in,
+)
 
 Mask = NDArray[np.bool_]
 
@@ -265,6 +274,26 @@ def select_kernels(names: Iterable[str]) -> Select:
 def exact_pattern(names: Iterable[str]) -> str:
     """Regular expression for exactly these names, the same in whatever order they come."""
     return "^(?:" + "|".join(re.escape(name) for name in sorted(names)) + ")$"
+
+
+def time_of_operators(a: Analysis, rows: Rows) -> int:
+    """Return the time of operators, rows of ``trace.cpu``, ns: on the device what they launch, else
+    their own."""
+    ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
+    whole = union(ts, ts + dur)
+    return int(whole.total) if a.device_id is None else work_launched_in(a, whole)
+
+
+def scale_operators(a: Analysis, rows: Rows, saved: Sequence[float]) -> Edit:
+    """Scale the operators of these names: an edit names all of their calls, and the others stay.
+    ``saved``: expected, at best, at worst, ns."""
+    names = exact_pattern(a.trace.cpu["name"].gather(rows).cast(str).unique().to_list())
+    named = np.flatnonzero(name_matches(a.trace.cpu["name"], names).to_numpy())
+    every = max(time_of_operators(a, rows_in_steps(a, named)), 1)
+    select = Select(on="host", kind=("op",), name=names)
+    if a.device_id is not None:
+        select = Select(on="gpu", under=names)
+    return scale_edit(select, *(float(1 - ns / every) for ns in saved))
 
 
 def kernel_locations(a: Analysis, rows: Mask) -> list[Location]:

@@ -26,7 +26,7 @@ from advisor.advise.recording_limits import (
 from advisor.advise.report_fields import (
     MIN_APART_SHARE,
 )
-from advisor.advise.report_text import has_large_gain
+from advisor.advise.report_text import fixes_of_step, format_speedup, has_large_gain
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
@@ -64,6 +64,8 @@ MIN_IDLE_SHARE = 0.2
 """Share of the step from which a second cause of idle time is named."""
 MOST_OF_STEP = 0.5
 """Share of the step from which one operator's device work is named though no rule has a fix."""
+FAR_LARGER = 1.5
+"""Ratio of a later fix's gain to the first's from which the verdict says what all fixes gain."""
 MIN_STEPS = 3
 MAX_HEALTHY_STEP_RATIO = 2.0
 """Ratio of longest to shortest or median step above which a mean step is not called healthy."""
@@ -88,6 +90,7 @@ def write_verdict(
         after = status == "bottlenecks" and not vague
         text = f"{text} {leak}" if after else f"{leak} {text}"
         status = "limited" if status == "healthy" else status
+    text += _with_all_fixes(report, status)
     if part := part_of_step(a):
         status, text = "limited", f"{part} {text}"
     if between := _time_between_steps(report, roles):
@@ -96,6 +99,17 @@ def write_verdict(
     if not crash:
         return status, text
     return "limited" if status == "healthy" else status, f"{crash} {text}"
+
+
+def _with_all_fixes(report: Report, status: str) -> str:
+    """Say how much faster all fixes make the step, where a later one gains far more than the first;
+    empty: none does."""
+    gains = [f.impact for f in fixes_of_step(report) if f.impact is not None]
+    first, *later = [i.gain_ns or 0 for i in gains if i.currency == "step_time"] or [0]
+    faster = format_speedup(report)
+    if status != "bottlenecks" or max(later, default=0) < FAR_LARGER * first or not faster:
+        return ""
+    return f" With all fixes: {faster}."
 
 
 def _memory_runs_out(report: Report, roles: Mapping[str, VerdictRole]) -> str:

@@ -12,7 +12,12 @@ import pytest
 
 from advisor.advise.engine import AnalysisResult
 from advisor.advise.report_charts import build_chosen_fix_sequence, build_fix_sequence
-from advisor.advise.report_text import LATE_CAUSES, ranked_findings, step_after_fixes
+from advisor.advise.report_text import (
+    LATE_CAUSES,
+    describe_all_fixes,
+    ranked_findings,
+    step_after_fixes,
+)
 from advisor.core import text as t
 from advisor.core.charts import StepAfterFix
 from advisor.core.errors import AdvisorError
@@ -194,6 +199,18 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
     busy = a.device_busy(a.in_window).total / max(1, a.step_count)
     if a.device_id is not None and not selected and not of_job and busy <= report.step_ns:
         assert after >= 0.999 * busy
+
+
+def test_a_verdict_that_leads_with_a_far_smaller_gain_says_what_all_fixes_gain(
+    report: Report,
+) -> None:
+    found = [f.impact for f in ranked_findings(report) if f.impact is not None]
+    gains = [i.gain_ns or 0 for i in found if i.currency == "step_time" and i.unit == "step"]
+    if report.status != "bottlenecks" or len(gains) < 2 or max(gains) < 2 * gains[0]:
+        return
+    faster = re.search(r"\(((?:up to )?[\d.]+× faster)\)", describe_all_fixes(report))
+    assert faster and report.verdict.endswith(f" With all fixes: {faster[1]}.")
+    assert len(textwrap.wrap(report.verdict, 80)) <= 4
 
 
 @pytest.mark.parametrize("name", ["h100/host_metric", "h100/gpt2_eager_attention", "dlrm_8ranks"])

@@ -165,7 +165,8 @@ def _steps(report: Report) -> list[str]:
         shown = (labels.shorten(labels.clean(item), 30) for item in scope_.outliers)
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
     if scope_.behind_ns > scope_.step_ns:
-        parts.append(f"the GPU runs {t.format_duration(scope_.behind_ns)} behind the host's marks")
+        ahead = f"the host is {t.format_duration(scope_.behind_ns)} ahead of the GPU"
+        parts.append(f"{ahead}, whose steps these are")
     return parts
 
 
@@ -263,7 +264,8 @@ def describe_recorded_steps(report: Report) -> list[str]:
         )
     if view.phases and report.scope.step_source != "record":
         shown = ", ".join(
-            f"{t.host_label(phase.name, report.scope.framework)} {t.format_share(phase.share)}"
+            f"{PHASES.get(phase.name) or t.host_label(phase.name, report.scope.framework)} "
+            f"{t.format_share(phase.share)}"
             for phase in view.phases[:MAX_NAMES]
             if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
         )
@@ -275,6 +277,10 @@ def describe_recorded_steps(report: Report) -> list[str]:
     elif view.ended != "finished":
         parts.append(f"ended by {labels.clean(view.ended)}")
     return parts
+
+
+PHASES: Final = {"data": "loading data", "h2d": "uploads", "other": "code outside these phases"}
+"""Names of recorded phases in a list of them."""
 
 
 def headline_numbers(report: Report) -> list[Line]:
@@ -642,6 +648,8 @@ def _reasons(
     assumed = ranged[0] if ranged else _parts_removed(finding)
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         if low < NO_GAIN * gain:
+            if ranged and ranged[0].startswith("at worst"):
+                return [f"the range begins at 0: {ranged[0]}"]
             return [f"no gain unless {labels.clean((ranged or finding.assumptions)[0])}"]
         if assumed:
             return [f"range: {assumed}"]
@@ -745,7 +753,7 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     scale = max(1.0, report.gain_scale or 1.0)
     of_run = impact.gain_ns <= MAX_BEYOND_EVIDENCE * scale * float(shown.value or 0)
     if of_run or (report.scope.device is None and not impact.of_job):
-        return [f"the gain is more than {time}: a step of the run is longer than a profiled one"]
+        return [f"the gain is more than {time}: {_two_steps(report)}"]
     why = "the launches of this work, and the gaps in it, are saved too"
     if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
         why = "other kernels become faster too"
@@ -795,7 +803,7 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
         return "the GPU works during the rest of these waits"
     if not operations <= {"remove", "scale", "merge"}:
         return ""
-    reasons = ["a step of the run is shorter than a profiled one"] if scale < 1 else []
+    reasons = [_two_steps(report)] if scale < 1 else []
     if impact.gain_ns < MIN_OF_EVIDENCE * scale * removed:
         if places == {"host"}:
             reasons.append("the GPU works during the rest of it")
@@ -806,6 +814,15 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
                 else "the host then limits the step"
             )
     return ", and ".join(reasons)
+
+
+def _two_steps(report: Report) -> str:
+    """Say that a finding's time is of the profiled step, and its gain of the run's."""
+    step = report.step
+    if step is None or step.window_ns is None:
+        return "a step of the run is not as long as a profiled one"
+    profiled, own = t.format_duration(step.window_ns), t.format_duration(step.reference_ns)
+    return f"that time is of the profiled step ({profiled}), the gain is of the run's ({own})"
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:

@@ -192,8 +192,9 @@ def _verdict(
     if busy_share >= HEALTHY_BUSY_SHARE:
         rates, near = _rates(report)
         if not near:
-            profile = " Profile them with hardware counters." * bool(report.profile_kernels)
-            left = "Its time is in the kernels, not in waits."
+            profile = " Profile kernels with hardware counters."
+            profile *= bool(report.profile_kernels)
+            left = "Its time is in kernels, not in waits."
             return "limited", f"{text}. {left}{rates}{profile}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
     once, longest = one_off_costs(a)
@@ -479,7 +480,7 @@ def _not_shown(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}; for {t.format_share(queued)}, launched kernels do not start. "
+        f"{idle}; for {t.format_share(queued)}, although kernels are queued. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in how else UNFILTERED}"
     )
 

@@ -269,13 +269,9 @@ def step_notes(steps: StepTimeChange) -> list[str]:
     if steps.difference_ns:
         how = "shorter" if steps.difference_ns < 0 else "longer"
         became = f"became {t.format_duration(abs(steps.difference_ns))} {how}"
-    shares = ""
-    if steps.share_low is not None and steps.share_high is not None:
-        low, high = map(t.format_share_change, (steps.share_low, steps.share_high))
-        shares = f" ({low} to {high})"
     result = [
         f"The {steps.statistic} step {became}. With {steps.level:.0%} confidence the change is "
-        f"between {low} and {high}{shares}."
+        f"between {low} and {high}."
     ]
     return [*result, *steps.notes]
 

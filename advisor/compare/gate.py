@@ -122,7 +122,9 @@ def decide(c: Comparison, bounds: Bounds) -> Decision:
 
 
 def _step_reason(answer: GateAnswer, low: float, high: float, bounds: Bounds) -> str:
-    if low < 0 < high:
+    if max(abs(low), abs(high)) < 0.0005:  # 0.0% on both sides
+        change = "no difference"
+    elif low < 0 < high:
         change = f"between {-low:.1%} faster and {high:.1%} slower"
     else:
         ends = sorted((abs(low), abs(high)))

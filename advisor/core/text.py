@@ -117,7 +117,7 @@ def _time(ns: float) -> tuple[str, str]:
 
 def _digits(value: float) -> str:
     """Return a number with three significant digits, or all of them before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}").replace("-", "−")
 
 
 def format_range(low: float, high: float) -> str:

@@ -44,8 +44,7 @@ MIN_BLOCKED_SHARE = 0.01
 POINT_TO_POINT = ("send", "recv", "send_recv")
 """Kinds with which a stage of a pipeline waits for work, whatever the network does."""
 MESSAGES_DIFFER = (
-    "the network, not a late rank, makes messages slower than the fastest of their size (at worst "
-    "{:.0%} of this time is waits)"
+    "at worst {:.0%} of this time is waiting for a late rank, which this fix does not shorten"
 )
 SLOWEST_GB_PER_S = 0.125
 """Rate of 1 Gbit/s, the slowest network between GPUs, GB/s."""

@@ -292,7 +292,7 @@ class LaunchBound(Rule):
             graphs = f"{graphs}; {remove[0].lower()}{remove[1:]}"
             code = f"{waits.cures}{code}"
         elif DDP_TIMERS in others:
-            later = "first profile later steps, as DDP's own timers wait in these"
+            later = "first profile later steps: in its first ones DDP waits to time itself"
             graphs = f"{graphs.removesuffix('.')}; {later}"
         if self._may_grow(a, gaps):
             double, code = self.case("a larger batch fits", code=code).values()

@@ -23,6 +23,12 @@ SEARCH, UNKNOWN, ATTENTION, OTHER = (
     "cuDNN's attention",
     "another operator",
 )
+_TITLES = {
+    SEARCH: "cuDNN times its algorithms again for each new input shape",
+    UNKNOWN: "Convolutions are prepared again for each new input shape",
+    ATTENTION: "cuDNN attention plans again for each new input shape",
+    OTHER: "{operator} is prepared again for each new input shape",
+}
 _CONVOLUTION, _ATTENTION = "convolution", "_cudnn_attention"
 _PAD = "Pad each dimension that varies to a few sizes, so that shapes repeat."
 _PAD_CODE = (
@@ -163,6 +169,7 @@ class NewInputShapes(Rule):
             evidence=evidence,
             where=costliest_places(a, calls["host"].to_numpy(), calls["dur"].to_numpy()),
             edits=edits,
+            title=_TITLES[first["cause"]].format(operator=first["name"]),
             **self.case(first["cause"]),
         )
 

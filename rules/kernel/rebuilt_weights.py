@@ -144,12 +144,17 @@ class RebuiltWeights(Rule):
         else:
             done = "cast to another type" if kind == CAST else "normalised"
             what = f"{t.count_noun(count, 'weight')} are {done} {where}, and none is trained."
+        title = {
+            CAST: f"Autocast casts frozen weights again {where}",
+            NORM: "weight_norm is computed again in each forward pass",
+        }
         fix, code, verify, link = {
             CAST: (self.fix, self.code.format(dtype=_autocast_type(a)), self.verify, "amp"),
             NORM: (_NORM_FIX, _NORM_CODE, _NORM_VERIFY, "parametrize"),
             OPERAND: (_OPERAND_FIX, _OPERAND_CODE, _OPERAND_VERIFY, "normalize"),
         }[kind]
         yield Finding(
+            title=title.get(kind, self.title),
             summary=f"{what} This takes {of_step(a, ns)}.",
             evidence=[
                 amount_per_step(a, "operators that make them", len(rows), "count"),

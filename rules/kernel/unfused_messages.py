@@ -52,7 +52,7 @@ class UnfusedMessages(Rule):
     """
 
     id = "unfused-messages"
-    title = "Messages along edges are written to memory one by one"
+    title = "Gather and scatter-add in place of a sparse product"
     found_in: ClassVar[tuple[str, ...]] = ("traces/h100/citation_gcn",)
     silent_in: ClassVar[tuple[str, ...]] = (
         *SILENT_TRACES,

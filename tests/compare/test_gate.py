@@ -271,6 +271,7 @@ def test_a_real_trace_does_not_differ_from_itself(
     assert steps["before"]["count"] >= 5
     assert (comparison["decision"]["answer"], steps["share"]) == ("passed", 0.0)
     assert steps["share_high"] - steps["share_low"] < 0.05
+    assert comparison["decision"]["reasons"][0].startswith("no difference; up to 0.0%")
 
 
 def test_repetitions_that_nothing_marks_pass_no_gate(

@@ -505,7 +505,7 @@ def test_what_was_served_has_its_command_its_gpus_and_no_option_of_the_terminal(
     report = session.entries[0].report
     assert report is not None and report.profile_kernels, session.entries[0].failure_reason
     assert (
-        "Profile them with hardware counters" in report.verdict
+        "Profile kernels with hardware counters" in report.verdict
         and "--details" not in report.verdict
     )
     app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))

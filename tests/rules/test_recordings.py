@@ -160,6 +160,19 @@ def text_of(name: str, rule: str) -> Finding:
 
 
 @pytest.mark.parametrize(
+    ("name", "rule", "title"),
+    [
+        ("asr_beam", "new-input-shapes", "cuDNN attention plans again for each new input shape"),
+        ("latent_sampler", "rebuilt-weights", "Autocast casts frozen weights again in each step"),
+        ("voice_stream", "rebuilt-weights", "weight_norm is computed again in each forward pass"),
+        ("citation_gcn", "unfused-messages", "Gather and scatter-add in place of a sparse product"),
+    ],
+)
+def test_titles_name_what_works_in_vain(name: str, rule: str, title: str) -> None:
+    assert text_of(name, rule).title == title
+
+
+@pytest.mark.parametrize(
     ("name", "gone"),
     [
         ("latent_sampler", "the casts are gone"),
@@ -314,7 +327,7 @@ def test_nobody_is_told_to_remove_waits_of_a_library_or_of_what_measures(
     finding = next(f for f in report.findings if f.rule == "launch-bound")
     assert says in finding.fix
     assert "remove" not in finding.fix and "profile.py" not in finding.fix
-    early = "first profile later steps" in finding.fix.partition(". ")[0]
+    early = "first profile later steps: in its first ones DDP" in finding.fix.partition(". ")[0]
     assert early == ("DDP" in says)
 
 

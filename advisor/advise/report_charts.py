@@ -81,6 +81,7 @@ def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
     if part is None or part.share < MIN_SHOWN_SHARE:
         return [], None
     label = t.CLASS_LABELS["idle"] if report.idle else "idle or not recorded"
+    label += " while profiled" * (report.step is not None and report.step.window_is_other)
     total = Segment("idle", "idle", label, charts.CLASSES["idle"], part.ns, part.share)
     if not report.idle:
         return [total] if part.ns > 0 else [], total

@@ -470,6 +470,7 @@ def step_time(a: Analysis) -> StepTime | None:
     if a.steps.source == "whole trace" or not a.step_ns:
         return None
     result.window_ns = a.step_ns
+    result.busy_share = None if result.varies else a.own_busy_share
     result.window_slowdown = a.step_ns / run - 1
     kept = recorded.kept_by_window(a.trace.meta.window)
     result.in_warm_up = bool(kept.any()) and not recorded.after_warmup[kept].any()

@@ -224,14 +224,16 @@ def time_heading(report: Report) -> tuple[str, str]:
     """Return the title of the step's bar, and the step that its figures add up to. That step is
     empty if the report leads with it."""
     where = "on the GPU" if report.time else "on the host's main thread"
-    title = f"Where the {report.per}'s time goes {where}"
     step = report.step
+    other = step is not None and step.window_is_other
+    title = f"Where {'a profiled' if other else 'the'} {report.per}'s time goes {where}"
     if any(each.truncated for each in report.inputs):
         return title, "of what is left of the file"
     if step is None:
         return title, ""
     if step.window_differs:
-        return title, f"profiled {report.per}, {t.format_duration(step.window_ns)}"
+        window = t.format_duration(step.window_ns)
+        return title, window if other else f"profiled {report.per}, {window}"
     if step.window_ns is None and abs(step.mean_ns / step.ns - 1) >= EQUAL_STEP_SHARE:
         return title, f"mean step, {t.format_duration(step.mean_ns)}"
     return title, ""
@@ -287,7 +289,8 @@ def headline_numbers(report: Report) -> list[Line]:
     """Return the lines of figures next to the step's bar."""
     lines: list[Line] = []
     if report.time:
-        busy = [f"busy {t.format_share(report.busy_share)}"]
+        other = report.step is not None and report.step.window_is_other
+        busy = [f"busy {t.format_share(report.busy_share)}{' while profiled' * other}"]
         if report.communication_ns is not None:
             hidden = t.format_share(report.communication_overlap)
             busy.append(
@@ -316,8 +319,11 @@ def headline_numbers(report: Report) -> list[Line]:
         unknown = sum(part.share for part in report.idle if part.cause == "unknown")
         if unknown >= MOSTLY_UNKNOWN:  # what the host does then is not recorded
             path = []
-        if path and _has_hidden_work(critical, report.busy_share):
-            path.append(f"the GPU works beside the host: {t.format_share(report.busy_share)} busy")
+        share = report.busy_share
+        if report.replay.unprofiled and report.step is not None:
+            share = report.step.busy_share or share
+        if path and _has_hidden_work(critical, share):
+            path.append(f"the GPU works beside the host: {t.format_share(share)} busy")
         named = "critical path" + ", unprofiled" * report.replay.unprofiled
         lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:
@@ -347,9 +353,12 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
         spread = f"{step.statistic} of the run, outside the profiler"
         if step.window_differs:
             of = f"of the profiled {unit}"
+    own = None if step is None or not step.window_is_other else step.busy_share
+    if own is not None:
+        of = f"of the run's {unit}; {t.format_share(report.busy_share)} while profiled"
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     busy = "" if report.busy_share is None else of
-    tiles.append(("GPU busy", t.format_share(report.busy_share), busy))
+    tiles.append(("GPU busy", t.format_share(own or report.busy_share), busy))
     tiles.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
     capacity, peak = report.memory_capacity_bytes, report.memory_peak_bytes
     note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"

@@ -94,7 +94,8 @@ class StepBar(Struct, frozen=True):
         total = self.idle_total
         if total is None or [segment.key for segment in self.idle] == ["idle"]:
             return "idle"
-        return f"idle {total.time}, {total.share_text}, by cause"
+        causes = ", by cause" * (total.label == "idle")
+        return f"{total.label} {total.time}, {total.share_text}{causes}"
 
     @property
     def alt_text(self) -> str:

@@ -164,6 +164,8 @@ class StepDurations(Struct, frozen=True, kw_only=True):
             raise ValueError("steps and their numbers differ in count")
 
 
+OTHER_STEP_SHARE = 0.20
+"""Relative difference from which a profiled step's shares say little of the run's own step."""
 EQUAL_STEP_SHARE = 0.03
 """Relative difference below which two step times are called equal."""
 VARYING_STEPS_SHARE = 0.10
@@ -182,6 +184,9 @@ class StepTime(Struct, kw_only=True):
     window was profiled."""
     window_slowdown: float | None = None
     """Excess of the window's mean step over ``ns``, as a share of ``ns``; ``null``: no window."""
+    busy_share: float | None = None
+    """Share of the run's own step in which the device works; ``null``: no window, no
+    device, or the steps vary."""
     profiler_overhead: float | None = None
     """Overhead of the profiler, as a share: the median of the window's steps over that of the
     unprofiled steps within 20 of it, less 1. ``null``: too few of either, or those vary as
@@ -223,6 +228,11 @@ class StepTime(Struct, kw_only=True):
     def window_differs(self) -> bool:
         """Whether the window's mean step is another than the one that a report leads with."""
         return abs(self.window_excess or 0.0) >= EQUAL_STEP_SHARE
+
+    @property
+    def window_is_other(self) -> bool:
+        """Whether the two differ so much that the shares of one say little of the other."""
+        return abs(self.window_excess or 0.0) >= OTHER_STEP_SHARE
 
     @property
     def gain_scale(self) -> float | None:
@@ -826,10 +836,11 @@ class InferencePhase(Struct, frozen=True, kw_only=True):
     """Share of the steps' time in which the device works; ``null``: no device work, or its records
     are incomplete."""
     limit: str | None
-    """Limit that takes most of the steps' time: ``host`` (the device waits), ``memory``,
-    ``compute``, ``communication``; ``null``: unknown."""
+    """Limit that takes most of the steps' time, without the host time that the profiler adds where
+    that is known: ``host`` (the device waits), ``memory``, ``compute``, ``communication``;
+    ``null``: unknown."""
     limit_share: float | None
-    """Share of the steps' time that the limit takes; ``null``: unknown."""
+    """Share of this time that the limit takes; ``null``: unknown."""
     limit_inferred: bool = False
     """Whether the limit is inferred from the number of tokens and the kinds of kernels. Then FLOPs
     and bytes of most of the kernel time are unknown."""

@@ -201,6 +201,17 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
         assert after >= 0.999 * busy
 
 
+def test_the_limit_of_a_phase_is_no_host_time_that_only_the_profiler_adds(report: Report) -> None:
+    """The share of the host in the run's own step is what leaves the device idle there."""
+    if report.step is None or report.step.busy_share is None or report.inference is None:
+        return
+    phases = report.inference.phases
+    if len(phases) == 1 and phases[0].limit == "host":
+        assert phases[0].limit_share == pytest.approx(1 - report.step.busy_share, abs=0.05)
+    if len(phases) == 1 and report.step.busy_share > 0.6:
+        assert phases[0].limit != "host"
+
+
 def test_a_verdict_that_leads_with_a_far_smaller_gain_says_what_all_fixes_gain(
     report: Report,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,6 +133,25 @@ def test_a_report_names_one_step_time_first_and_each_other_once(
     assert " · ".join(profiled).count(f"{window} per step") == 1
     tiles = {name: value for name, value, _ in figures_of_merit(report)}
     assert tiles["Step"] == leads and not others & set(tiles.values())
+
+
+@pytest.mark.parametrize("run_ms", [7.0, 8.5])
+def test_shares_of_a_far_longer_profiled_step_are_said_to_be_of_it(
+    tmp_path: Path, run_ms: float
+) -> None:
+    report = report_of(tmp_path, run_of((60, run_ms), profiled=9.0, rest=(30, run_ms)))
+    assert report.step is not None and report.step.window_ns is not None
+    far = report.step.window_ns >= 1.2 * run_ms * MS
+    text = REPORTS.render("terminal", report)
+    assert ("Where a profiled step's time goes on the GPU" in text) == far
+    assert ("idle while profiled" in text) == far
+    assert ("while profiled · MFU" in text) == far
+    agent = REPORTS.render("agent", report)
+    busy = {key: float(value) for key, value in re.findall(r"(\w*busy_share): ([\d.]+)", agent)}
+    assert busy["profiled_gpu_busy_share"] == pytest.approx(report.busy_share, abs=1e-3)
+    both = report.step.window_ns / report.step.ns
+    assert busy["gpu_busy_share"] == pytest.approx((report.busy_share or 0) * both, abs=1e-3)
+    assert "profiled_time_shares: " in agent
 
 
 def test_a_verdict_leads_with_the_mean_where_steps_vary(

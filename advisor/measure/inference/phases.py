@@ -49,7 +49,11 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
     labels = [_label(passes, index) for index in used.tolist()]
     kernels = None if a.device_id is None else _Kernels(a, passes)
     named = {label: used[[each == label for each in labels]] for label in labels}
-    phases = [_phase(label, rows, passes, kernels, whole=whole) for label, rows in named.items()]
+    host = _host_unprofiled(a)
+    phases = [
+        _phase(label, rows, passes, kernels, whole=whole, host=host)
+        for label, rows in named.items()
+    ]
     phases.sort(key=lambda phase: -phase.ns * phase.steps)
     order = used[np.argsort(start[used], kind="stable")]
     gaps = np.maximum(start[order][1:] - end[order][:-1], 0)
@@ -67,6 +71,14 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
         else None,
         graphs=_graphs(a, passes, used),
     )
+
+
+def _host_unprofiled(a: Analysis) -> float:
+    """Return the part of the profiled steps' idle time that the run's own steps have."""
+    own, idle = a.own_busy_share, a.span_ns - a.breakdown.busy.total
+    if not own or idle <= 0:
+        return 1.0
+    return min(1.0, (1.0 / own - 1.0) * a.breakdown.busy.total / idle)
 
 
 def _label(passes: ForwardPasses, index: int) -> str:
@@ -91,16 +103,23 @@ def _mean(values: list[int | None]) -> float | None:
 
 
 def _phase(
-    label: str, rows: Ints, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool
+    label: str,
+    rows: Ints,
+    passes: ForwardPasses,
+    kernels: _Kernels | None,
+    *,
+    whole: bool,
+    host: float,
 ) -> InferencePhase:
-    """Summarise one phase. ``whole``: the records of the device are complete."""
+    """Summarise one phase. ``whole``: the records of the device are complete. ``host``: part of the
+    host's time that the run's own steps have."""
     start, end = (times[rows] for times in passes.pass_intervals)
     dur = end - start
     total = float(dur.sum())
     marks = [passes.marks[index] for index in rows.tolist()]
     tokens = _mean([mark.tokens for mark in marks])
     sums = None if kernels is None or not whole else kernels.sums(rows, start, end)
-    limits = {} if sums is None else sums.limits
+    limits = {} if sums is None else {**sums.limits, "host": host * sums.limits["host"]}
     limit = max(limits, key=lambda name: limits[name]) if any(limits.values()) else None
     count = len(rows)
     judged = sums is not None and sums.known is not None and sums.known >= MIN_KNOWN
@@ -115,7 +134,7 @@ def _phase(
         tokens_per_s=tokens * count / total * 1e9 if tokens and total else None,
         busy_share=None if sums is None or not total else sums.busy / total,
         limit=None if limit == "unknown" else limit,
-        limit_share=None if limit in (None, "unknown") else limits[limit] / total,
+        limit_share=None if limit in (None, "unknown") else limits[limit] / sum(limits.values()),
         limit_inferred=limit in ("memory", "compute") and not judged,
         attainable_ns=sums.attainable / count if judged and sums is not None else None,
         known_share=None if sums is None else sums.known,

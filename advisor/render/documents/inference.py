@@ -46,7 +46,10 @@ def sections(report: Report) -> Iterator[Block]:
     ]
     engine = ENGINE_NAMES.get(inference.engine or "", inference.engine or "")
     source = "its own marks" if inference.source == "engine" else inference.source
-    profiled = "profiled steps" * (report.step is not None and report.step.window_differs)
+    step = report.step
+    profiled = "profiled steps" * (step is not None and step.window_differs)
+    if step is not None and step.window_is_other:
+        profiled += ", the limit that of the run's"
     aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
     yield Section("Inference by phase", [table, FieldList(rows)], aside, short=True)
 

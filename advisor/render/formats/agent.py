@@ -48,14 +48,20 @@ def _lines(report: Report) -> list[str]:
     ]
     if report.step_ns > 0:
         lines.append(f"step_ns: {report.step_ns:.0f} (per {report.per})")
+    busy, profiled, step = report.busy_share, "", report.step
+    if step is not None and step.window_differs:
+        busy, profiled = step.busy_share, "profiled_"
+        lines.append(f"profiled_step_ns: {step.window_ns:.0f}")
+    figures = [("gpu_busy_share", busy), ("mfu", report.mfu)]
+    if profiled:
+        figures.insert(1, ("profiled_gpu_busy_share", report.busy_share))
     lines += [
-        f"{name}: {'not measured' if value is None else f'{value:.3f}'}"
-        for name, value in (("gpu_busy_share", report.busy_share), ("mfu", report.mfu))
+        f"{name}: {'not measured' if value is None else f'{value:.3f}'}" for name, value in figures
     ]
     parts = [f"{part.name} {part.share:.3f}" for part in report.time]
     parts += [f"idle by {cause.cause} {cause.share:.3f}" for cause in report.idle]
     if parts:
-        lines.append(f"time_shares: {', '.join(parts)}")
+        lines.append(f"{profiled}time_shares: {', '.join(parts)}")
     shown = ranked[:MAX_FINDINGS]
     if scope.has_no_step_time:  # without a step nothing is ranked
         shown, rest = rest[:MAX_FINDINGS], rest[MAX_FINDINGS:]

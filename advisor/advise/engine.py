@@ -333,9 +333,15 @@ def explain_unrelated(run: Run) -> list[str]:
         why.append("they have no file of a program in common")
     if len(traces) < 2:
         return why
-    names = sorted({name for trace in traces if (name := _model(trace))})
-    if len(names) > 1:
-        shown = [labels.shorten(labels.clean(name), 40) for name in names]
+    files: dict[str, list[str]] = {}
+    for trace in traces:
+        if name := _model(trace):
+            files.setdefault(name, []).append(Path(trace.meta.path).name)
+    if len(files) > 1:
+        shown = [
+            labels.clean(f"{labels.shorten(name, 40)} ({t.list_names(files[name], 2)})")
+            for name in sorted(files)
+        ]
         why.append(f"they ran on {t.list_names(shown, 4)}")
     firsts = [run.window(number).meta for number in run.ranks]
     if (

@@ -106,6 +106,9 @@ def run(arguments: list[str]) -> int:
     command = arguments[0] if arguments else ""
     arguments = [_renamed(command, each) for each in arguments]
     try:
+        if command == "explain":
+            rule = shlex.join(arguments[1:]) or "ID"
+            raise AdvisorError(f"no command 'explain'; of a rule: advisor rules show {rule}")
         if command and command not in COMMANDS and Path(command).exists():
             raise AdvisorError(f"{command} is no command: advisor analyze {shlex.quote(command)}")
         code = _command(command).main(args=arguments, prog_name="advisor", standalone_mode=False)
@@ -275,7 +278,7 @@ FORMER: Final[dict[str, dict[str, str]]] = {
         "--kernels": "--kernel-profile",
         "--operators": "--by=operator",
     },
-    "project": {"--from": "--recorded-gpu", **_NODES, **_MESH},
+    "project": {"--from": "--recorded-gpu", "--to": "--gpu", **_NODES, **_MESH},
     "fit": {
         **_SNAPSHOT,
         "--ranks": "--gpus",

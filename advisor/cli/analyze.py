@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -57,7 +58,7 @@ TableBy = Annotated[
 ]
 Top = Annotated[
     int | None,
-    typer.Option(metavar="N", min=0, help="Show N findings in full (JSON has all)."),
+    typer.Option(metavar="N", min=1, help="Show N findings in full (JSON has all)."),
 ]
 FailOnSeverity = Annotated[
     FailOn | None,
@@ -66,6 +67,18 @@ FailOnSeverity = Annotated[
         "(warning) or 20% (critical)."
     ),
 ]
+
+
+MAX_LEFT_OUT = 4
+"""Number of files without a trace that are named."""
+
+
+def _left_out(run: Run, paths: list[str]) -> list[str]:
+    """Return what is wrong with each file that is no trace: of those given, and in folders of
+    traces."""
+    files = [(line, line.partition(": ")[0]) for line in run.problems]
+    folder = run.recording is None
+    return [line for line, file in files if file in paths or (folder and os.access(file, os.F_OK))]
 
 
 @o.with_options(*o.ANALYSIS)
@@ -103,10 +116,12 @@ def command(
     examined = examine_paths(paths, options, progress, names)
     report = examined.report
     redaction = names.collect(examined.run)
-    for problem in examined.run.problems:
-        if problem.partition(": ")[0] in paths:
-            shown = labels.clean(problem) if redaction is None else "a file"
-            print(f"advisor: left out: {shown}", file=sys.stderr)
+    left_out = _left_out(examined.run, paths)
+    for problem in left_out[:MAX_LEFT_OUT]:
+        shown = labels.clean(problem) if redaction is None else "a file"
+        print(f"advisor: left out: {shown}", file=sys.stderr)
+    if more := len(left_out[MAX_LEFT_OUT:]):
+        print(f"advisor: left out: {more} more (see --details)", file=sys.stderr)
     if csv is not None:
         write_tables(csv, examined, redact=redaction)
     if by is not None:

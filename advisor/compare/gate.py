@@ -80,7 +80,7 @@ def refuse_incomparable(baseline: Report, run: Report) -> None:
     before, after = describe_side(baseline), describe_side(run)
     again = "save the baseline again"
     if why := find_other_programs(baseline, run, strict=True):
-        raise AdvisorError(f"{why}: these may be different programs; {again}")
+        raise AdvisorError(f"{why[0].lower()}{why[1:]}: these may be different programs; {again}")
     devices = {before.device_name, after.device_name} - {None}
     if len(devices) > 1:
         raise AdvisorError(

@@ -32,7 +32,6 @@ from advisor.read.formats.kernel_profiles.triton_cache import (
 )
 from advisor.read.reader import ReadOptions
 from advisor.read.registry import (
-    SEE_FORMATS,
     begins_like_trace,
     is_named_for,
     is_trace_name,
@@ -50,7 +49,7 @@ from advisor.read.runs import (
     wanted_traces,
     without_copies,
 )
-from advisor.read.source import ByteSource, kind_of
+from advisor.read.source import SEE_FORMATS, ByteSource, kind_of
 
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 ARCHIVES = {".zip": "zip", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar", ".tar.xz": "tar"}

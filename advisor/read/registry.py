@@ -17,10 +17,9 @@ from advisor.core.errors import AdvisorError
 from advisor.core.gpus import find_gpu
 from advisor.core.trace import KINETO, Trace
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool
-from advisor.read.source import PACKINGS, ByteSource, kind_of
+from advisor.read.source import PACKINGS, SEE_FORMATS, ByteSource, kind_of
 
 ENTRY_POINTS = "advisor.readers"
-SEE_FORMATS = "'advisor analyze --help' lists the formats"
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -80,8 +79,7 @@ def reader_of(source: ByteSource) -> Reader:
         and other[1] is not None  # a cure: it is another tool's file, and no reader's after all
         and max(claim for claim, _ in result) is not ReaderClaim.SURE
     ):
-        seen = ascii(head.lstrip()[:24].decode(errors="replace").split("\n")[0].strip())
-        what, cure = other or (f"unknown format (it begins with {seen})", None)
+        what, cure = other or (f"unknown format ({source.beginning()})", None)
         raise AdvisorError(f"{source.path}: {what}; {cure or SEE_FORMATS}")
     return max(result, key=lambda claim: claim[0])[1]
 

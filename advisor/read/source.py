@@ -47,6 +47,7 @@ _OTHER_PACKINGS = (
 )
 
 
+SEE_FORMATS = "'advisor analyze --help' lists the formats"
 MAX_NEIGHBOURS = 1000
 """Most files of a folder among which a mistyped name is looked for."""
 
@@ -92,6 +93,11 @@ class ByteSource:
             blocks = self._blocks()
             self._begun = next(blocks, b""), blocks
         return self._begun[0]
+
+    def beginning(self) -> str:
+        """Return how the file begins, for a message."""
+        text = self.head().lstrip()[:24].decode(errors="replace").split("\n")[0].strip()
+        return f"it begins with {text!a}"
 
     def blocks(self) -> Iterator[bytes]:
         """Yield uncompressed blocks. Raises AdvisorError: unreadable file, or over the limit."""

@@ -100,11 +100,13 @@ def parse_edit(line: str) -> Edit:
         words = shlex.split(line)
     except ValueError as error:
         raise wrong(f"{error}".lower()) from None
-    if len(words) < 2:
+    verb, rest = "", words[1:]
+    if words:
+        verb = FORMER_VERBS.get(words[0].lower(), words[0].lower())
+        if verb not in VERBS:
+            raise wrong(f"no verb {words[0]!r}; {_suggest(words[0], VERBS)}")
+    if not rest:
         raise wrong("write VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER]")
-    verb, rest = FORMER_VERBS.get(words[0].lower(), words[0].lower()), words[1:]
-    if verb not in VERBS:
-        raise wrong(f"no verb {words[0]!r}; {_suggest(words[0], VERBS)}")
     factors: tuple[float | None, float | None, float | None] = (None, None, None)
     numbers = [w for w in rest[1:] if _NUMBER.fullmatch(w)]
     if len(numbers) == 1:

@@ -450,16 +450,47 @@ def test_where_no_layers_are_recorded_one_line_says_how_to_record_them(
         ("record", "no PROGRAM is given: advisor record train.py"),
         ("analyze setup.toml", "setup.toml: unknown format (it begins with '[build-system]');"),
         ("analyze slow.json other.json", "different processes wrote them ('advisor compare'"),
+        ("analyze notes.txt", "notes.txt: unknown format (it begins with 'Monday'), and no log"),
+        ("analyze slow.json --top 0", "0 is not in the range x>=1"),
+        ("analyze slow.json --steps foo", "no range is named like 'foo'; there"),
+        ("whatif slow.json foo", "no verb 'foo'; there are remove, scale,"),
+        ("whatif slow.json remove", "write VERB TARGET[:PATTERN]"),
+        ("explain launch-bound", "of a rule: advisor rules show launch-bound"),
     ],
 )
 def test_what_is_wrong_is_named(advisor: Run, slow_trace: Path, typed: str, said: str) -> None:
     shutil.copy(slow_trace, "slow.json")
+    Path("notes.txt").write_text("Monday\nit was slow\n")
     Path("notes.md").write_text("# A heading\n\nand text")
     Path("setup.toml").write_text('[build-system]\nrequires = ["setuptools"]\n')
     Path("other.json").write_text(re.sub(r'"pid": ?1000', '"pid":77', slow_trace.read_text()))
     code, out, err = advisor(*typed.split())
     assert (code, out) == (2, "")
     assert said in one_line(err)
+
+
+def test_files_of_a_folder_that_are_no_traces_are_named(advisor: Run, slow_trace: Path) -> None:
+    folder = Path("mixed")
+    folder.mkdir()
+    shutil.copy(slow_trace, folder / "slow.json")
+    for number in range(6):
+        (folder / f"junk{number}.json").write_text('{"a": 1}')
+    for given in (["mixed"], [slow_trace, "mixed/junk0.json"]):
+        code, _, err = advisor("analyze", *given)
+        assert code == 0
+        assert "left out: mixed/junk0.json: JSON without traceEvents (its keys: a);" in err
+    assert advisor("analyze", "mixed")[2].splitlines()[-1].endswith("2 more (see --details)")
+
+
+def test_files_of_other_gpus_are_named(advisor: Run) -> None:
+    for gpu in ("A100", "H100"):
+        b = TraceBuilder(gpu=gpu)
+        for _ in b.steps():
+            b.run("aten::mm", "gemm", 900)
+            b.sync()
+        b.write(Path(f"{gpu}.json"))
+    code, _, err = advisor("analyze", "A100.json", "H100.json")
+    assert code == 2 and "(A100.json) and" in err and "(H100.json)" in err
 
 
 def test_export_takes_output_and_demo_brief(advisor: Run, slow_trace: Path) -> None:

@@ -119,7 +119,7 @@ def test_steps_all_over_the_place_are_not_shown_to_be_slower_and_strict_refuses_
     ("change", "told"),
     [
         ({"samples": 64}, "save the baseline again"),
-        ({"program": "other/eval.py"}, "The programs are train.py and eval.py"),
+        ({"program": "other/eval.py"}, "the programs are train.py and eval.py"),
         (
             {"milliseconds": [10.0] * 5},
             "4 steps cannot tell slower from noise",
@@ -140,8 +140,8 @@ def test_what_cannot_be_held_against_each_other_is_bad_input(
 @pytest.mark.parametrize(
     ("name", "other", "told"),
     [
-        ("slices", "hooks", "Only 14% of the time is in operators that both have"),
-        ("training_mode", "leak", "One of the two trains, the other does not"),
+        ("slices", "hooks", "only 14% of the time is in operators that both have"),
+        ("training_mode", "leak", "one of the two trains, the other does not"),
     ],
 )
 def test_another_program_on_the_cpu_gets_no_verdict_and_passes_no_gate(

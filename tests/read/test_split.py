@@ -282,12 +282,12 @@ GIVE = "give a PyTorch profiler trace"
         (b'{"a": 1, "b"}}', "not valid JSON; copy or record it again"),
         (
             b"{}",
-            "JSON without traceEvents (it has no keys); give a trace written by "
+            "JSON without traceEvents (its keys: none); give a trace written by "
             "export_chrome_trace or tensorboard_trace_handler",
         ),
         (
             b'{"b": 1, "a\\u001b[2J": 2}',
-            "JSON without traceEvents (it has a\\x1b[2J, b); give a "
+            "JSON without traceEvents (its keys: a\\x1b[2J, b); give a "
             "trace written by export_chrome_trace or tensorboard_trace_handler",
         ),
         (

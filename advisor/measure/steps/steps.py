@@ -11,7 +11,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.errors import AdvisorError
+from advisor.core import labels
+from advisor.core import text as t
+from advisor.core.errors import AdvisorError, suggest
 from advisor.core.finding import GUESSED_STEP_SOURCES, LAYER_TIMES
 from advisor.core.intervals import Intervals, covered_length, union
 from advisor.core.trace import KINETO, LOADER, STEP_MARKS, Run, Trace
@@ -264,6 +266,10 @@ def find_device_span(trace: Trace) -> tuple[int, int]:
     return int(ts[first]), int(until[-1])
 
 
+MAX_SUGGESTED = 1000
+"""Number of names of ranges that an unknown one is compared with."""
+
+
 def _named_steps(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
     """Find the ranges of that name on the thread that has the first of them, without those inside
     others, and what to call them."""
@@ -275,7 +281,11 @@ def _named_steps(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
         before = (marks["ts"] + marks["dur"]).cum_max().shift(1).fill_null(marks["ts"][0])
         marks = marks.filter(marks["ts"] >= before)
     if not marks.height or not marks["dur"].sum():
-        raise AdvisorError(f"{trace.meta.path}: no range is named like {pattern!r}")
+        ranges = trace.cpu.filter(pl.col("kind") == "annotation")["name"].value_counts(sort=True)
+        known = [labels.clean(name) for name in ranges["name"].cast(pl.String)]
+        there = f"there are {t.list_names(known, 8)}" if known else "there is none at all"
+        near = suggest(pattern, known[:MAX_SUGGESTED], there)
+        raise AdvisorError(f"{trace.meta.path}: no range is named like {pattern!r}; {near}")
     return marks, "ranges"
 
 

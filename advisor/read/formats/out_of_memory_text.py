@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.core.errors import AdvisorError
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions
-from advisor.read.source import ByteSource
+from advisor.read.source import SEE_FORMATS, ByteSource
 
 if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot, OutOfMemoryText
@@ -50,7 +50,7 @@ class OutOfMemoryTextReader(Reader):
         """Return a blank trace with the exception's figures. Raises AdvisorError without one."""
         from advisor.core.trace import blank_trace
 
-        seen, text = 0, ""
+        seen, text, beginning = 0, "", source.beginning()
         for block in source.blocks():
             seen += len(block)
             if seen > min(options.max_bytes, MAX_BYTES):
@@ -59,7 +59,8 @@ class OutOfMemoryTextReader(Reader):
         made = of_exception(text, source.path)
         if made is None:
             raise AdvisorError(
-                f"{source.path}: no trace, and a log without an out-of-memory exception of PyTorch"
+                f"{source.path}: unknown format ({beginning}), and no log with an out-of-memory "
+                f"exception of PyTorch; {SEE_FORMATS}"
             )
         read = source.bytes_read
         return blank_trace(source.path, bytes_read=read, events_read=1, snapshot=made)

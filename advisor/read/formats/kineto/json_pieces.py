@@ -196,9 +196,9 @@ class Splitter:
                 "a file of Triton's cache of compiled kernels, no trace; give the cache's folder, "
                 "alone or beside a trace with --kernel-profile"
             )
-        keys = ", ".join(_shown(key) for key in sorted(whole)[:4]) or "no keys"
+        keys = ", ".join(_shown(key) for key in sorted(whole)[:4]) or "none"
         return (
-            f"JSON without traceEvents (it has {keys}); give a trace written by "
+            f"JSON without traceEvents (its keys: {keys}); give a trace written by "
             "export_chrome_trace or tensorboard_trace_handler"
         )
 

@@ -222,9 +222,9 @@ def _of_all_ranks(
     findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
     seen = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
     findings = note_rank_counts(findings, seen, len(study.numbers))
-    citing = {rule.id for rule in rules if rule.cites_all_ranks}
+    citing = {rule.id: rule for rule in rules if rule.cites_all_ranks}
     findings = [
-        structs.replace(f, evidence=[*f.evidence, *study.exposed()]) if f.rule in citing else f
+        citing[f.rule].cite_ranks(f, study.exposed(), study.late) if f.rule in citing else f
         for f in findings
     ]
     used: GainEstimator = own if study.replay.reason else estimator

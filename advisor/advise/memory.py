@@ -298,7 +298,7 @@ def _returned(view: MemoryView) -> str:
 
 
 NEARLY_MOST = 0.9
-"""Share of the most that a change frees, from which a cheaper one is named in its place."""
+"""Share of the most that a change frees, from which a cheaper one is named beside it."""
 
 
 def _memory_action(view: MemoryView, report: Report) -> str:
@@ -314,10 +314,12 @@ def _memory_action(view: MemoryView, report: Report) -> str:
             )
     large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
     if large:
-        most_bytes = max(each.bytes for each in large)
-        first, most = large[0], next(e for e in large if e.bytes >= NEARLY_MOST * most_bytes)
+        first, most = large[0], max(large, key=lambda each: each.bytes)
+        cheaper = next(each for each in large if each.bytes >= NEARLY_MOST * most.bytes)
         cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
-        rest = "" if most is first else f" Most is freed by: {_freed(most, view)}."
+        rest = "" if cheaper is first else f" Most is freed by: {_freed(most, view)}."
+        if cheaper not in (first, most):
+            rest = f"{rest[:-1]}, or in less time {_freed(cheaper, view)}."
         short = view.request is None and report.memory_capacity_bytes is None
         when = "If memory is short, first" if short else "First"
         return f"{when}: {_freed(first, view)}; {cost}.{rest}{more}"

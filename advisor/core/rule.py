@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from advisor.core.auxiliary_inputs import AuxiliaryInput
     from advisor.core.finding import Category, Finding, Outcomes, Validation
@@ -261,6 +261,12 @@ class Rule:
         """Yield findings for a job of several ranks, from the outliers that the shared search
         found; called only when ``across_ranks`` is set."""
         raise NotImplementedError
+
+    def cite_ranks(self, finding: Finding, exposed: Sequence[Evidence], late: str) -> Finding:
+        """Return a finding of this rule with what the job's ranks show: the exposed communication
+        of each as evidence. ``late``: those that the others wait for; empty: none is known."""
+        del late
+        return replace(finding, evidence=[*finding.evidence, *exposed])
 
     @staticmethod
     def examples() -> Examples:

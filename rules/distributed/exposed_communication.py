@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
@@ -245,6 +247,11 @@ class ExposedCommunication(Rule):
             "falsified_by": "traces of all ranks in which all enter these collectives together: "
             "the network is then slower than any that is known",
         },
+        "a late rank of this report": {
+            "fix": "Let {ranks} enter with the others: its own finding says what it does longer. "
+            "Neither overlap nor fewer bytes shorten this wait.",
+            "code": "",
+        },
         "tensor": {
             "fix": "Merge the tensor-parallel collectives with the products beside them (async "
             "tensor parallelism), so that pieces are sent while others are computed. Shard "
@@ -478,6 +485,13 @@ class ExposedCommunication(Rule):
                 )
             )
         return locations
+
+    def cite_ranks(self, finding: Finding, exposed: Sequence[Evidence], late: str) -> Finding:
+        """Return the finding with what the ranks show; the one that enters late is then known."""
+        finding = super().cite_ranks(finding, exposed, late)
+        if not late or finding.title != self.cases["a late rank"]["title"]:
+            return finding
+        return replace(finding, **self.case("a late rank of this report", ranks=late))
 
     @staticmethod
     def examples() -> Examples:

@@ -25,7 +25,7 @@ from advisor.core.ranks import (
 )
 from advisor.core.ranks import format_ranks as rank_numbers
 from advisor.core.rule import Evidence
-from advisor.core.text import format_count, format_duration, format_share
+from advisor.core.text import format_count, format_duration, format_share, list_names
 from advisor.measure.ranks.collectives import slow_links
 from advisor.measure.ranks.join import match_collectives, measure_waits
 from advisor.measure.ranks.outliers import (
@@ -33,6 +33,7 @@ from advisor.measure.ranks.outliers import (
     JobMeasurements,
     describe_change,
     describe_reason,
+    describe_subject,
     find_outliers,
     merge_outliers,
 )
@@ -170,6 +171,12 @@ class Study:
             result.append(Evidence("exposed in waiting for the last rank", late, "share"))
         return result
 
+    @property
+    def late(self) -> str:
+        """Name the ranks that the others wait for: ``rank 7``; empty: none is known."""
+        late = [each for each, _ in self.outliers if each.arrives_late and not each.rank_varies]
+        return list_names([describe_subject(self.job, each) for each in late], 3) if late else ""
+
     @cached_property
     def ranks(self) -> Ranks:
         """Section of the report on the ranks."""
@@ -227,7 +234,8 @@ class Study:
             f"The ranks are put on one clock by the ends of {format_count(clocks.matched)} matched "
             f"collectives, accurate to {format_duration(clocks.error_ns)}. 'Comes last': share of "
             "the collectives that the rank enters last. 'Others wait': how long each of them waits "
-            "for it, whether compute hides that or not."
+            "for it, whether compute hides that or not; it is no gain, as other ranks may be late "
+            "then. A late rank's own step is short: it waits for nobody."
         )
 
     def _outlier(self, deviation: Deviation, gain: JobGain | None) -> Outlier:
@@ -261,6 +269,8 @@ class Study:
                 if ns >= MIN_HELD_UP_SHARE * self.job.step_ns
             ]
             names = f" (ranks {rank_numbers(late)} are late)" if len(late) > 1 else ""
+            if len(late) == len(self.numbers):
+                names = " (each of them is late at times)"
             changes.append((f"every rank as fast as the median{names}", every))
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")

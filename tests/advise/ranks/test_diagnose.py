@@ -533,6 +533,9 @@ def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[st
     assert "exposed wait of the others" in labels and len(labels) == len(set(labels))
     assert "more host time" in late.summary
     assert "time.perf_counter" in late.code and "a @ a" not in late.code, "the host is to test"
+    (waits,) = [note for note in report.notes if note.rule == "exposed-communication"]
+    assert waits.fix.startswith("Let rank 7 enter with the others") and not waits.code
+    assert "traces of all ranks" not in waits.fix, "this report is of all ranks"
 
 
 def test_what_a_finding_cures_is_not_said_again_below_the_fixes(

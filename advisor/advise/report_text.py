@@ -490,6 +490,17 @@ SMALL_SHARE: Final = 2 * MIN_GAIN_SHARE
 """Share of the step below which a gain is not the first to fix: twice what two runs differ by."""
 
 
+POSSIBLE: Final = "a possibility (confidence {})"
+"""Words for a cause that is not sure, in a verdict, a finding and a note."""
+MIN_SURE: Final = 0.5
+"""Confidence below which a cause is called a possibility wherever it stands."""
+
+
+def is_unsure(finding: Finding) -> bool:
+    """Tell whether a finding's cause is more likely to be another."""
+    return finding.confidence < MIN_SURE
+
+
 def is_small(finding: Finding) -> bool:
     """Tell whether a finding gains too little to be fixed first."""
     impact = finding.impact
@@ -963,7 +974,7 @@ def explain_note(finding: Finding) -> str:
     if finding.validation == "synthetic":
         return "not proven on real traces, and may gain nothing"
     # a rule may say so itself of what it sees: a chance, and nothing that is wrong
-    return f"a possibility, not a bottleneck: confidence {t.format_share(finding.confidence)}"
+    return POSSIBLE.format(t.format_share(finding.confidence))
 
 
 def note_gain(finding: Finding) -> str:

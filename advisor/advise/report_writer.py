@@ -73,7 +73,11 @@ def write_report(
     findings = ranked.findings
     if part_of_step(a):  # a share of a part says nothing of the step
         findings = [
-            f if f.impact is None else replace(f, impact=replace(f.impact, share=None))
+            replace(
+                f,
+                severity="info" if f.severity == "info" else "warning",
+                impact=f.impact and replace(f.impact, share=None),
+            )
             for f in findings
         ]
     memory_ranks = [each for _, each in sorted(samples.items()) if each is not None]

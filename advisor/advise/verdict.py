@@ -26,7 +26,13 @@ from advisor.advise.recording_limits import (
 from advisor.advise.report_fields import (
     MIN_APART_SHARE,
 )
-from advisor.advise.report_text import fixes_of_step, format_speedup, has_large_gain
+from advisor.advise.report_text import (
+    POSSIBLE,
+    fixes_of_step,
+    format_speedup,
+    has_large_gain,
+    is_unsure,
+)
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
@@ -156,7 +162,7 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
     if why := lost_records(a):
         return f"{why[0].upper()}{why[1:]}: GPU busy at least {busy}."
     if a.trace.meta.truncated:
-        lead = f". {_lead(report)}" if report.findings else ""
+        lead = f". {_lead(report, part=True)}" if report.findings else ""
         return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
     if is_too_small(a):
         schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
@@ -185,7 +191,8 @@ def _verdict(
         busy_of = f"busy {t.format_share(report.busy_share)} of the {span} {between}"
     text = f"GPU {busy_of}{_alone(report)}"
     if has_large_gain(report):
-        return "bottlenecks", f"{text}. {_lead(report)}.{_unexplained(report, a)}"
+        lead = _lead(report, part=bool(part_of_step(a)))
+        return "bottlenecks", f"{text}. {lead}.{_unexplained(report, a)}"
     small = _largest_of_small(report)
     if busy_share >= HEALTHY_BUSY_SHARE and (reason := _caveat(report, a)):
         return "limited", f"{text}. No fix is sure to help, but {reason}.{small}"
@@ -721,16 +728,20 @@ def _below_rate(report: Report) -> str:
     return ""
 
 
-def _lead(report: Report) -> str:
-    """Name the first finding and its gain, with the range if that is wide."""
+def _lead(report: Report, *, part: bool = False) -> str:
+    """Name the first finding and its gain, with the range if that is wide. ``part``: only a part of
+    a step is recorded, and says little of the whole."""
     first = report.findings[0]
+    opening = "In this part" if part else "First"
+    if is_unsure(first):
+        opening += f", {POSSIBLE.format(t.format_share(first.confidence))}"
     impact = first.impact
     word = first.title.split(" ", 1)[0]
     named = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
     title = first.title if named else first.title[0].lower() + first.title[1:]
     if impact is None or impact.gain_ns is None:
         unknown = ". It slows each step, by how much is not recorded"
-        return f"First: {title}{unknown if first.known_cost else ''}"
+        return f"{opening}: {title}{unknown if first.known_cost else ''}"
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
@@ -738,12 +749,13 @@ def _lead(report: Report) -> str:
     if not impact.low_ns and not first.where:
         deep = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
         share = f" ({share})" * bool(share)
-        return f"First: {title}, at most {saving.removeprefix('up to ')}{share}{deep}"
+        return f"{opening}: {title}, at most {saving.removeprefix('up to ')}{share}{deep}"
     high_ns = max(impact.gain_ns, impact.high_ns or 0)
     if impact.low_ns is not None and (
         impact.low_ns < WIDE_LOW_END * impact.gain_ns or high_ns > WIDE_HIGH_END * impact.gain_ns
     ):
         share += f"{'; ' * bool(share)}range {t.format_gain_range(first)}"
     # what decides whether it does is beside the finding
-    saves = "may save" if about and impact.low_ns == 0 else "saves"
-    return f"First: {title}. A fix {saves} {about}{saving}" + f" ({share})" * bool(share)
+    unsure = part or is_unsure(first) or (about and impact.low_ns == 0)
+    saves = "may save" if unsure else "saves"
+    return f"{opening}: {title}. A fix {saves} {about}{saving}" + f" ({share})" * bool(share)

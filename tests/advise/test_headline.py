@@ -612,7 +612,11 @@ def test_a_step_without_its_matrix_products_is_told_as_a_part(
     # a share of a part says nothing of the step, nor does what is left of it
     assert all(f.impact is None or f.impact.share is None for f in report.findings)
     assert report_text.describe_all_fixes(report) == ""
-    assert "A fix saves up to 15.5 ms (range 6.36 to 15.5 ms)." in report.verdict
+    lead = "In this part, a possibility (confidence 42%): pointwise kernels are not fused."
+    assert f"{lead} A fix may save up to 15.5 ms (range 6.36 to 15.5 ms)." in report.verdict
+    assert report.findings[0].severity == "warning" and "First:" not in report.verdict
+    possible = "cause a possibility (confidence 42%) · warning"
+    assert possible in " ".join(REPORTS.render("terminal", report, details=True).split())
     # its one kernel of 24 equal layers is an example, and no count
     assert location_figures(report.findings[0].where[0]) == ["one takes 55.3 µs"]
     assert any(each.startswith("Only a part of a step") for each in report.limits)

@@ -188,7 +188,10 @@ def _card(
         TextField("fix", [finding.fix], "strong", prose=True),
     ]
     code: list[Block] = [Code(finding.code)] if finding.code else []
-    confidence = [f"confidence in the cause {t.format_share(finding.confidence)}", finding.severity]
+    share = t.format_share(finding.confidence)
+    unsure = report_text.is_unsure(finding)
+    sure = report_text.POSSIBLE.format(share) if unsure else f"confidence in the cause {share}"
+    confidence = [sure, finding.severity]
     if finding.validation == "synthetic":
         confidence.append("not proven on real traces")
     covered = [

@@ -24,9 +24,12 @@ from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
     estimate_contended_loading,
+    find_loader,
+    local_ranks,
     of_step,
     scale_edit,
     workers_needed,
+    workers_of,
 )
 from advisor.rules.support.framework_advice import JAX_AHEAD, TF_PREFETCH
 from advisor.rules.support.loader_waits import (
@@ -145,6 +148,18 @@ class DataLoaderWait(LoaderWaitRule):
         "to see the fastest step that this loader allows."
     )
     assumptions = ("cores and storage bandwidth are free for more workers",)
+    cases = {
+        "no core is left for another worker": {
+            "fix": "Make a batch cheaper. The training and its workers have {cores} in all, where "
+            "one more worker only takes turns with them. Keep what several samples read or "
+            "compute again: a file that holds many, decoded data, tables. Prepare the rest once, "
+            "ahead of the training.",
+            "code": "@functools.lru_cache(maxsize=64)    # in each worker\n"
+            "def read_file(path):                # what samples share\n"
+            "    ...",
+            "assumptions": ("a batch can be made in half the time",),
+        }
+    }
 
     framework_advice = {
         TENSORFLOW: FrameworkAdvice(
@@ -210,14 +225,37 @@ class DataLoaderWait(LoaderWaitRule):
                     workers=self.worker_ratio,
                 )
             ],
+            **self._without_free_cores(a),
+        )
+
+    def _without_free_cores(self, a: Analysis) -> dict[str, Any]:
+        """Return the texts where each core of this process has a worker or the training; empty:
+        there are more, or their number is not recorded."""
+        feed = None if a.recorded is None else find_loader(a)
+        cpus = None if a.record is None else a.record.rank.cpus
+        workers = None if feed is None else workers_of(feed)
+        if cpus is None or workers is None:
+            return {}
+        cores = max(1, cpus // local_ranks(a))
+        if workers < cores - 1:
+            return {}
+        return self.case(
+            "no core is left for another worker",
+            cores=t.count_noun(cores, "core"),
         )
 
     @staticmethod
     def examples() -> Examples:
         slow, host_only = TraceBuilder(), TraceBuilder(gpu=None)
-        for _ in slow.steps():
-            slow.loader_wait(4000)
-            slow.product(3000, wait=True)
+        full = TraceBuilder(gpu=None)
+        for b in (slow, full):
+            for _ in b.steps():
+                b.loader_wait(4000)
+                b.product(3000, wait=True)
+        r = full.record_of_run(cpus=2)
+        r.event("loader", id=1, workers=1)
+        r.event("loader_iter", id=1)
+        r.steps(60, 8, data=4, forward=3)
         for _ in host_only.steps():
             host_only.loader_wait(4000)
             host_only.on_host("aten::mm", 3000)
@@ -233,6 +271,7 @@ class DataLoaderWait(LoaderWaitRule):
             first.product(30000, wait=True)
         return {
             "slow workers": slow,
+            "a worker on the only free core": full,
             "training on the CPU": host_only,
             "hidden behind GPU work": (hidden, "share < self.min_share"),
             "no workers": (single, "waits is None"),

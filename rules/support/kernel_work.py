@@ -286,11 +286,12 @@ def time_of_operators(a: Analysis, rows: Rows) -> int:
 
 def scale_operators(a: Analysis, rows: Rows, saved: Sequence[float]) -> Edit:
     """Scale the operators of these names: an edit names all of their calls, and the others stay.
+    On the host the time between two of them goes with them, in which large results are freed.
     ``saved``: expected, at best, at worst, ns."""
     names = exact_pattern(a.trace.cpu["name"].gather(rows).cast(str).unique().to_list())
     named = np.flatnonzero(name_matches(a.trace.cpu["name"], names).to_numpy())
     every = max(time_of_operators(a, rows_in_steps(a, named)), 1)
-    select = Select(on="host", kind=("op",), name=names)
+    select = Select(on="host", kind=("op",), name=names, at="loop")
     if a.device_id is not None:
         select = Select(on="gpu", under=names)
     return scale_edit(select, *(float(1 - ns / every) for ns in saved))

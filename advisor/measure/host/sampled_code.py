@@ -21,6 +21,7 @@ from advisor.measure.host.stacks import (
     HottestLine,
     SampledStack,
     frame_rank,
+    hottest_line,
     line_of_function,
     line_of_share,
     normalize_operator_name,
@@ -36,6 +37,8 @@ MAX_INSIDE = 0.1
 """Share of a line's samples in those parts up to which it counts as outside of them."""
 MOST = 0.8
 """Share of a line's samples from which a line that it leads to is named in its place."""
+SYMBOLS = frozenset(f"aten::{name}" for name in "add div index matmul mul neg pow sub".split())
+"""Operators that Python writes as symbols: they have no function in a stack."""
 _TRANSFORM = re.compile(r"^torchvision/transforms/")
 _MODULE = re.compile(r"^torch/nn/modules/module\.py\(")
 
@@ -131,10 +134,26 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     # others may run the same operator: nearly all of its time is in one of them
     if len(times) and times["dur"][-1] > MIN_OF_LOOP * int(own["dur"].sum()):
         line = line_of_function(recorded.stacks, normalize_operator_name(times["called"][-1]))
+        if line is None and times["called"][-1] in SYMBOLS:
+            line = _line_of_symbol(a, int(times["dur"][-1]))
         if line is not None:
             return line
     spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
     return line_of_share(recorded.stacks, intersect(spans, a.spans).total / a.span_ns)
+
+
+def _line_of_symbol(a: Analysis, ns: int) -> HottestLine | None:
+    """Find the line of an operator that is written as a symbol (``a @ b``), so that samples end in
+    the line itself. ``ns``: time of its calls; most of that of all such operators."""
+    recorded, main = a.recorded, a.trace.main_thread
+    rows = np.unique(outermost_aten(a))
+    own = a.trace.cpu[rows[rows >= 0]].filter(pl.col("thread") == main)
+    every = own.filter(pl.col("name").cast(pl.String).is_in(SYMBOLS))["dur"].sum()
+    if recorded is None or ns < MOST * int(every):
+        return None
+    return hottest_line(
+        [stack for stack in recorded.stacks if stack.frames and frame_rank(stack.frames[-1]) == 2]
+    )
 
 
 def find_step_part(stack: SampledStack) -> str:

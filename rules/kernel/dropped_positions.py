@@ -1,0 +1,264 @@
+"""A layer computes all positions, and only some of its results are used."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.shapes import OpInputs
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    outermost_in_steps,
+)
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.testing import Examples, TraceBuilder
+
+Shape = tuple[int, ...]
+_NODE = "autograd::engine::evaluate_function: "
+PRODUCTS = {"aten::linear": -2, "aten::matmul": -1, "aten::addmm": -1, "aten::mm": -1}
+"""Products -> the dimension of the last operand that is the width of the result."""
+BETWEEN = ("aten::_unsafe_view", "aten::add", "aten::add_", "aten::div", "aten::mul", "aten::to")
+"""Operators between a product and the part that is taken of it; they keep its shape."""
+MAX_BETWEEN = 6
+TAKERS = "aten::select", "aten::slice", "aten::narrow"
+
+
+class Dropped(NamedTuple):
+    """Calls of a layer of which one part is used."""
+
+    shape: Shape
+    """Shape of the result."""
+    kept: float
+    """Share of the result that is used."""
+    part: str
+    """The part, as Python writes it."""
+    made: list[int]
+    """Rows of ``trace.cpu`` that compute the whole result …"""
+    learnt: list[int]
+    """… and its gradients."""
+
+
+class DroppedPositions(Rule):
+    """A layer computes its result at every position, and the next line takes a part of it:
+    ``model.head(hidden)[:, -1]``. Recommenders and classifiers of sequences do so, and
+    generation that computes logits of the whole prompt. The product runs forward for nothing at the
+    other positions. Backward it multiplies their zeros.
+
+    Found is a product whose result has one reader in the step, which takes half of the rows or
+    less. Features are no rows. Nodes of the backward pass belong to it by their sequence numbers. A
+    result with another reader is needed, and nothing is reported.
+
+    The gain is the dropped share of this work. A smaller product runs at a lower rate, which the
+    range allows for. Layers before it that work on each position alone may be skipped too; that is
+    not counted.
+    """
+
+    id = "dropped-positions"
+    title = "A layer computes positions that are then dropped"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/last_position.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/last_position.cured",
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+    )
+    validation_note = (
+        "a CPU recording, torch 2.13, and its cure: 10.1 ms predicted, 9.4 ms measured. Another, "
+        "in no test: 24.1 ms predicted, 22.6 ms measured"
+    )
+    references = ("https://docs.pytorch.org/docs/stable/tensor_view.html",)
+
+    min_share = Threshold(0.05, "of the step in work on what is dropped", XPROF)
+    max_kept = Threshold(0.5, "of the result is used: with more, little is dropped", CHOSEN)
+
+    fix = (
+        "Take the positions before the layer, not after it. It works on each position alone, so "
+        "the results stay the same. Layers before it that do so too come after the selection."
+    )
+    code = "result = layer(hidden[{part}])     # not layer(hidden)[{part}]"
+    verify = "Record again: the product has fewer rows. Compare the results."
+    falsified_by = "other code that reads the whole result, in steps that are not recorded"
+    assumptions = ("only this part of the result is used",)
+    confidence = 0.9
+
+    def check(self, a: Analysis) -> Outcomes:
+        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+            return
+        for found in self._find(a):
+            rows = np.array([*found.made, *found.learnt])
+            ns = time_of_operators(a, rows)
+            saved = [ns * (1 - left * found.kept) for left in (1, 0.5)]
+            saved.append(ns * max(0.0, 0.8 - 2 * found.kept))
+            if saved[0] < self.min_share * a.span_ns:
+                continue
+            sizes = " × ".join(f"{size:,}" for size in found.shape)
+            backward = " With its backward pass this" if found.learnt else " This"
+            yield Finding(
+                summary=(
+                    f"A layer computes {sizes} results, and {found.kept:.0%} of them are used: "
+                    f"[{found.part}].{backward} takes {of_step(a, ns)}."
+                ),
+                evidence=[
+                    amount_per_step(a, "time of the layer", ns),
+                    amount_per_step(a, "calls", len(found.made), "count"),
+                    self.compare("part that is used", found.kept, "max_kept"),
+                    self.compare("dropped", saved[0] / a.span_ns, "min_share", per=a.per),
+                ],
+                where=costliest_places(
+                    a, np.array(found.made), a.trace.cpu["dur"].to_numpy()[found.made]
+                ),
+                edits=[scale_operators(a, rows, saved)],
+                code=self.code.format(part=found.part),
+            )
+
+    def _find(self, a: Analysis) -> list[Dropped]:
+        """Return layers whose result is dropped in part, by its shape and that part."""
+        table = outermost_in_steps(a)
+        taken = table.filter(pl.col("name").is_in(TAKERS))["inputs"].drop_nulls().unique()
+        parts = {at: part for at in taken if (part := self._part(inputs_at(a, at))) is not None}
+        if not parts:
+            return []
+        shapes = {
+            at: {tensor.shape for tensor in inputs_at(a, at).tensors}
+            for at in table["inputs"].drop_nulls().unique()
+        }
+        rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
+        nodes = table.filter(pl.col("name").str.starts_with(_NODE))["row"]
+        numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
+        found: dict[tuple[Shape, str], Dropped] = {}
+        needed: set[Shape] = set()
+        for at in [n for n, each in enumerate(inputs) if each in parts and names[n] in TAKERS]:
+            shape, kept, index = parts[inputs[at]]
+            first = _product_before(a, names, inputs, at, shape)
+            if first is None:
+                continue
+            again = (
+                n
+                for n in range(at, len(rows))
+                if inputs[n] == inputs[first] and names[n] == names[first]
+            )
+            readers = [
+                n
+                for n in range(first + 1, next(again, len(rows)))
+                if inputs[n] is not None
+                and shape in shapes[inputs[n]]
+                and not (n < at and names[n] in BETWEEN)
+            ]
+            if readers != [at]:
+                needed.add(shape)
+                continue
+            one = found.setdefault((shape, index), Dropped(shape, kept, index, [], []))
+            one.made.append(rows[first])
+            begin, end = (a.trace.cpu["sequence"][rows[n]] for n in (first, at))
+            if begin is not None and end is not None:
+                own = (numbers >= begin) & (numbers <= end)
+                one.learnt.extend(nodes.filter(pl.Series(own)).to_list())
+        return [one for one in found.values() if one.shape not in needed]
+
+    def _part(self, x: OpInputs) -> tuple[Shape, float, str] | None:
+        """Return the shape that a part is taken of, its share and its index; ``None``: it is most
+        of it, or of the features."""
+        tensor, dim, start = x.tensor(0), x.argument(1), x.argument(2)
+        if tensor is None or not isinstance(dim, int) or not isinstance(start, int):
+            return None
+        shape = tensor.shape
+        if not -len(shape) <= dim < len(shape) or not prod(shape):
+            return None
+        dim %= len(shape)
+        size, lead = shape[dim], ":, " * dim
+        index, kept = f"{lead}{start}", 1
+        if len(x) > 3:  # slice and narrow: an end or a length, and a step
+            begin = start + size if start < 0 else start
+            end, by = x.argument(3), x.argument(4) if len(x) > 4 else 1
+            if not isinstance(end, int) or not isinstance(by, int) or by < 1:
+                return None
+            begin, end, by = slice(begin, end if len(x) > 4 else begin + end, by).indices(size)
+            kept = len(range(begin, end, by))
+            index = f"{lead}{begin}:{end}" + f":{by}" * (by > 1)
+        if dim == len(shape) - 1 or not 0 < kept <= self.max_kept * size:
+            return None
+        return shape, kept / size, index
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "logits of the last position": _model(),
+            "on a GPU": _model(gpu="A100"),
+            "in inference": _model(trains=False),
+            "the first four positions": _model(taker="aten::slice", args=["1", "0", "4", "1"]),
+            "all but the last": (
+                _model(taker="aten::slice", args=["1", "0", "31", "1"]),
+                "not parts",
+            ),
+            "some features": (_model(args=["2", "0"]), "not parts"),
+            "read again": (_model(also="aten::mean"), "readers != [at]"),
+            "a part of something else": (_model(product="aten::tanh"), "first is None"),
+            "hardly any time": (_model(us=20), "min_share"),
+        }
+
+
+def _product_before(
+    a: Analysis, names: list[str], inputs: list[Any], at: int, shape: Shape
+) -> int | None:
+    """Return the product right before an operator that makes a tensor of this shape."""
+    for n in range(at - 1, max(-1, at - 1 - MAX_BETWEEN), -1):
+        if (width := PRODUCTS.get(names[n])) is None:
+            if names[n] in BETWEEN:
+                continue
+            return None
+        if inputs[n] is None:
+            return None
+        factors = [tensor.shape for tensor in inputs_at(a, inputs[n]).tensors]
+        if names[n] == "aten::addmm":
+            factors = factors[1:]
+        if len(factors) < 2 or min(map(len, factors[:2])) < 2:
+            return None
+        return n if (*factors[0][:-1], factors[1][width]) == shape else None
+    return None
+
+
+def _model(
+    *,
+    gpu: str | None = None,
+    product: str = "aten::linear",
+    taker: str = "aten::select",
+    args: list[str] | None = None,
+    also: str = "",
+    trains: bool = True,
+    us: float = 3000,
+) -> TraceBuilder:
+    """Sequences of 32 positions, and logits over 6,000 classes."""
+    b = TraceBuilder(gpu=gpu)
+    whole, hidden = [16, 32, 6000], [16, 32, 96]
+    args = ["1", "-1"] if args is None else args
+
+    def run(name: str, shapes: list[list[int]], time: float, **more: Any) -> None:
+        with b.op(name, shapes, host_us=9 if gpu else time, **more):
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", time)
+
+    for number in b.steps():
+        sequence = 10 * number if trains else None
+        run("aten::tanh", [hidden], 5000)
+        run(product, [hidden, [6000, 96], [6000]], us, sequence=sequence)
+        part: dict[str, Any] = {} if sequence is None else {"sequence": sequence + 1}
+        with b.op(taker, [whole, *([[]] * len(args))], concrete=["", *args], host_us=5, **part):
+            pass
+        if also:
+            run(also, [whole], 100)
+        for at, node in enumerate(("SelectBackward0", "AddmmBackward0") if trains else ()):
+            name = f"{_NODE}{node}"
+            run(name, [], (us / 8, 2 * us)[at], sequence=10 * number + 1 - at)
+        b.on_host("aten::gelu", 300)
+        if gpu:
+            b.sync()
+    return b

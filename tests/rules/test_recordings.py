@@ -42,6 +42,7 @@ CASES = {
     "grown_cache": "growing-concatenation",
     "growing_metric": "growing-inputs",
     "last_position": "dropped-positions",
+    "micro_batches": "small-micro-batches",
     "hooks": "module-hooks",
     "one_by_one": "unbatched-calls",
     "float64": "double-precision",
@@ -74,7 +75,15 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
     "name",
     [
         *("dense_embedding", "embedded_prefix", "float64", "gloo_accumulation", "growing_metric"),
-        *("hooks", "last_position", "one_by_one", "pairs", "picture_answers", "second_forward"),
+        *(
+            "hooks",
+            "last_position",
+            "micro_batches",
+            "one_by_one",
+            "pairs",
+            "picture_answers",
+            "second_forward",
+        ),
         *("single_tensor", "slices", "table_in_forward", "unfrozen"),
     ],
 )

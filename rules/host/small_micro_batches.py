@@ -1,0 +1,238 @@
+"""Gradients are accumulated over micro-batches that are too small to keep the device busy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.intervals import intersect, union
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
+from advisor.measure.steps.steps import rows_in_steps
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES
+from advisor.rules.support.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    outermost_in_steps,
+    scale_edit,
+)
+from advisor.rules.support.kernel_work import exact_pattern
+from advisor.testing import Examples, TraceBuilder
+
+_NODE = "autograd::engine::evaluate_function: "
+_LAYER = r"^aten::(?:linear|addmm|mm|bmm|conv[123]d|convolution|lstm|gru|embedding)$"
+
+
+class Passes(NamedTuple):
+    """Equal passes forward and backward of each step."""
+
+    number: int
+    """Passes per optimizer step."""
+    operators: pl.DataFrame
+    """Their outermost operators: ``row, name, ts, ns, inputs``."""
+    starts: list[int]
+    """Begin of the first pass of each step, ns …"""
+    ends: list[int]
+    """… and end of the last."""
+
+
+class SmallMicroBatches(Rule):
+    """The step runs several passes forward and backward before the optimizer, and each consists of
+    short calls. A call costs the host as much for one sample as for a few: Python, the dispatch,
+    waking threads or launching a kernel. One pass over a larger micro-batch pays it once. The sum
+    of the gradients stays the same.
+
+    Passes are equal by the shapes of their layers, and one optimizer step follows them. Operators
+    of 0.3 ms or more count as work of their own, which grows with the batch. On a GPU the host's
+    time is what shrinks: nothing is saved where the device sets the pace.
+    """
+
+    id = "small-micro-batches"
+    title = "Gradients are accumulated over small micro-batches"
+    training_only = True
+    sampled_part = "backward"
+    found_in: ClassVar[tuple[str, ...]] = (
+        "recorded/micro_batches.slow",
+        "recorded/gloo_accumulation.slow",
+    )
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/micro_batches.cured",
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+    )
+    validation_note = (
+        "a CPU recording, torch 2.13, and its cure: 3.31 ms predicted, 4.04 ms measured. A "
+        "classifier of sentences one by one, in no test: 124 ms predicted, 120 ms measured"
+    )
+    references = (
+        "https://huggingface.co/docs/transformers/perf_train_gpu_one#gradient-accumulation",
+    )
+
+    min_passes = Threshold(4, "equal passes for one optimizer step", CHOSEN)
+    max_call_us = Threshold(
+        300, "µs, the median of an operator: else it is work of its own", CHOSEN
+    )
+    min_share = Threshold(0.3, "of the step in short calls of these passes", CHOSEN)
+    saved = Factor(0.9, "of what a larger micro-batch can save at most", CHOSEN)
+    worst_saved = Factor(0.4, "of it, where the calls are half work", CHOSEN)
+
+    fix = (
+        "Use a larger micro-batch and as many times fewer accumulation steps, as far as memory "
+        "allows. The gradients are the same; batch norm and dropout see other samples."
+    )
+    code = (
+        "micro_batch = {count} * micro_batch        # as far as memory allows\n"
+        "accumulation_steps = accumulation_steps // {count}"
+    )
+    verify = "Record again: fewer passes per step, and more samples per second."
+    falsified_by = "a larger micro-batch that does not fit, or that takes as many times longer"
+    assumptions = ("memory for a larger micro-batch is free",)
+    confidence = 0.75
+
+    def check(self, a: Analysis) -> Outcomes:
+        if not a.span_ns or a.trace.inputs.is_empty() or a.is_device_bound:
+            return
+        passes = _find_passes(a)
+        if passes is None:
+            return
+        if passes.number < self.min_passes:
+            return
+        usual = pl.col("ns").median().over("name") <= self.max_call_us * 1000
+        short, long = passes.operators.filter(usual), passes.operators.filter(~usual)
+        whole = union(np.array(passes.starts), np.array(passes.ends))
+        ts, dur = (long[name].to_numpy() for name in ("ts", "ns"))
+        ns = whole.total - intersect(whole, union(ts, ts + dur)).total
+        if ns < self.min_share * a.span_ns:
+            return
+        once = 1 - 1 / passes.number
+        layers = passes.operators.filter(pl.col("name").str.contains(_LAYER))
+        select = Select(
+            on="host",
+            kind=("op",),
+            name=exact_pattern(sorted(short["name"].unique().to_list())),
+            at="loop",
+        )
+        yield Finding(
+            summary=(
+                f"{passes.number} equal passes run for each optimizer step. Short calls and the "
+                f"time between them take {of_step(a, ns)}."
+            ),
+            evidence=[
+                self.compare("passes", passes.number, "min_passes", "count"),
+                amount_per_step(a, "short calls and time between them", ns),
+                self.compare("share", ns / a.span_ns, "min_share", per=a.per),
+                Evidence("calls per pass", len(short) / len(whole) / passes.number, "count"),
+            ],
+            where=costliest_places(a, layers["row"].to_numpy(), layers["ns"].to_numpy(), top=1),
+            edits=[
+                scale_edit(select, 1 - self.saved * once, 1 - once, 1 - self.worst_saved * once)
+            ],
+            code=self.code.format(count=passes.number),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "eight passes of a few samples": _training(),
+            "on a GPU that waits": _training(gpu="A100"),
+            "one pass": (_training(passes=1), "min_passes"),
+            "three models": (_training(passes=6, models=3), "passes is None"),
+            "an update after each pass": (_training(updates=True), "passes is None"),
+            "long calls": (_training(backward_us=400), "min_share"),
+            "the GPU sets the pace": (_training(gpu="A100", us=900), "a.is_device_bound"),
+        }
+
+
+def _find_passes(a: Analysis) -> Passes | None:
+    """Find the equal passes of all analysed steps; ``None``: they differ, or there are others."""
+    table = outermost_in_steps(a).sort("ts")
+    cpu = a.trace.cpu
+    updates = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], OPTIMIZER_STEP).to_numpy()))
+    if len(updates) != a.step_count:
+        return None
+    step = np.searchsorted(cpu["ts"].to_numpy()[updates], table["ts"].to_numpy())
+    node = table["name"].str.starts_with(_NODE).to_numpy()
+    layer = table["name"].str.contains(_LAYER).to_numpy()
+    begins, ends, kinds = _runs(step, node, layer, table["inputs"].to_list())
+    counts = Counter(each for each, _ in begins)
+    if len(set(counts.values())) != 1 or len(counts) != a.step_count or len(set(kinds)) != 1:
+        return None
+    inside = np.zeros(len(table), dtype=bool)
+    for (_, begin), end in zip(begins, ends, strict=True):
+        inside[begin : end + 1] = True
+    at, until = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
+    count = counts[begins[0][0]]
+    return Passes(
+        count,
+        table.filter(pl.Series(inside)),
+        [int(at[begin]) for _, begin in begins[::count]],
+        [int(until[end]) for end in ends[count - 1 :: count]],
+    )
+
+
+def _runs(
+    step: np.ndarray, node: np.ndarray, layer: np.ndarray, inputs: list[int | None]
+) -> tuple[list[tuple[int, int]], list[int], list[tuple[int | None, ...]]]:
+    """Return passes from a first layer to the last backward node: (step, first row), last row, and
+    the inputs of their layers."""
+    begins: list[tuple[int, int]] = []
+    ends: list[int] = []
+    kinds: list[tuple[int | None, ...]] = []
+    own: list[int] = []
+    last = -1
+    for at in np.flatnonzero(node | layer).tolist():
+        if own and last >= 0 and (layer[at] or step[at] != step[own[0]]):
+            begins.append((int(step[own[0]]), own[0]))
+            ends.append(last)
+            kinds.append(tuple(inputs[n] for n in own))
+            own, last = [], -1
+        if layer[at]:
+            own.append(at)
+        elif own:
+            last = at
+    if own and last >= 0:
+        begins.append((int(step[own[0]]), own[0]))
+        ends.append(last)
+        kinds.append(tuple(inputs[n] for n in own))
+    return begins, ends, kinds
+
+
+def _training(
+    *,
+    gpu: str | None = None,
+    passes: int = 8,
+    models: int = 1,
+    updates: bool = False,
+    us: float = 60,
+    backward_us: float = 60,
+) -> TraceBuilder:
+    """Passes of one model, or of ``models`` in turn, with 20 layers each."""
+    b = TraceBuilder(gpu=gpu)
+
+    def run(name: str, shapes: list[list[int]] | None, host_us: float) -> None:
+        with b.op(name, shapes, host_us=60 if gpu else host_us):
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", us / 10 if us < 100 else us)
+
+    for _ in b.steps():
+        for number in range(passes):
+            width = 64 + 8 * (number % models)
+            for _ in range(20):
+                run("aten::linear", [[8, width], [width, width], [width]], us)
+            for _ in range(20):
+                run(f"{_NODE}AddmmBackward0", None, backward_us)
+            if updates:
+                with b.range("Optimizer.step#SGD.step"):
+                    b.on_host("aten::_foreach_add_", 30)
+        if not updates:
+            with b.range("Optimizer.step#SGD.step"):
+                b.on_host("aten::_foreach_add_", 30)
+        if gpu:
+            b.sync()
+    return b

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from advisor.cli import output as out
+from advisor.core.text import count_noun
 
 if TYPE_CHECKING:
     from advisor.replay.predictions import Prediction
@@ -37,14 +38,22 @@ def command(
     if format_name == "json":
         out.show_json(rows)
         return
-    out.show(_render(rows, skipped, out.find_report_width(sys.stdout)))
+    width = out.find_report_width(sys.stdout)
+    out.show(_render(rows, skipped, width, shipped=not files))
 
 
-def _render(rows: list[Prediction], skipped: int, width: int) -> str:
+def _render(rows: list[Prediction], skipped: int, width: int, *, shipped: bool) -> str:
     from advisor.render.formats.terminal import Page
     from advisor.replay import predictions
 
     page = Page(width, colour=False)
+    if shipped:
+        own = len(rows) - len(predictions.shipped_trials())
+        yours = f"yours: {count_noun(own, 'trial')}" if own else "yours: none yet"
+        page.wrap(
+            "A trial is a fix whose gain was predicted, and measured afterwards. Shipped with "
+            f"advisor: {len(rows) - own}; {yours} (`advisor try --remember train.py` adds them)."
+        )
     if not rows:
         page.wrap(
             "No trials yet: `advisor try --remember train.py` adds to your ledger, "

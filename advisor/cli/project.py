@@ -71,7 +71,8 @@ def command(
 ) -> None:
     """Predict the step time on another GPU, and its cost there.
 
-    docs/project.md explains the method and the range.
+    A range is as wide as the largest error of such a projection. More: docs/project.md of a
+    checkout.
     """
     if not gpu and not all_gpus and not gpus:
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")

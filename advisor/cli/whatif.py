@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 EDITS = "As --edit. If none is given, the error lists those of the trace's findings, to paste."
 EXAMPLE, LONGEST_EDITS = "'remove sync'", 400
 """An edit, and the most characters of a finding's edits that are offered."""
+MAX_TARGETS = 6
+"""Number of targets of the trace that are offered."""
 MAX_NAMES, LONGEST_NAME = 8, 60
 """Number of names listed in place of an unknown one, and the length of each, characters."""
 
@@ -136,20 +138,29 @@ def command(
 
 
 def _no_edit(path: str, run: Run, options: o.Options) -> AdvisorError:
-    """Return the error where no edit is given: with those of the trace's findings, to paste."""
-    from advisor.advise.engine import analyze
+    """Return the error where no edit is given: with the longest targets of the trace, and the edits
+    of its findings, to paste."""
+    from advisor.advise.engine import examine
     from advisor.advise.report_text import ranked_findings
     from advisor.core.labels import clean
+    from advisor.core.text import format_duration
     from advisor.replay.edit_language import write_edit
+    from advisor.replay.selection import largest_targets
 
-    error = AdvisorError(f"no edit is given, such as advisor whatif {shlex.quote(path)} {EXAMPLE}")
-    for finding in ranked_findings(analyze(run, options)):
+    examined = examine(run, options)
+    targets, steps = largest_targets(examined.main, MAX_TARGETS), examined.main.step_count
+    made: list[str] = []
+    for finding in ranked_findings(examined.report):
         edits = " ".join(_quoted(write_edit(edit)) for edit in finding.edits)
         if edits and len(edits) <= LONGEST_EDITS:
-            if not hasattr(error, "__notes__"):
-                error.add_note("What this trace's fixes change, to paste in its place:")
-            error.add_note(clean(f"{finding.priority:>2}  {finding.title}"))
-            error.add_note(clean(f"    {edits}"))
+            made += [f"{finding.priority:>2}  {finding.title}", f"    {edits}"]
+    lines = [f"    {name:<28} {format_duration(ns / steps)}" for name, ns in targets]
+    example = f"'remove {targets[0][0]}'" if targets else EXAMPLE
+    error = AdvisorError(f"no edit is given, such as advisor whatif {shlex.quote(path)} {example}")
+    titles = ("Targets of this trace, per step:", "What this trace's fixes change, to paste:")
+    for title, each in zip(titles, (lines, made), strict=True):
+        for line in [title, *each] if each else []:
+            error.add_note(clean(line))
     return error
 
 

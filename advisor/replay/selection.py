@@ -513,6 +513,14 @@ def find_near_matches(a: Analysis, select: Select) -> NearMatches:
     )
 
 
+def largest_targets(a: Analysis, most: int) -> list[tuple[str, float]]:
+    """Return targets of edits with their time in all steps, ns, the longest first: families of
+    kernels, copies, and causes of idle time."""
+    found = {"family": _families(a), "copy": _copies(a), "gap": _causes(a)}
+    every = [(f"{kind}:{name}", float(ns)) for kind, of in found.items() for name, ns in of.items()]
+    return sorted(every, key=lambda pair: -pair[1])[:most]
+
+
 def _kinds(layers: LayerTable) -> dict[str, float]:
     return dict(layers.nodes.group_by("kind").agg(pl.col("ns").sum().cast(pl.Float64)).iter_rows())
 

@@ -514,7 +514,10 @@ def test_whatif_without_an_edit_offers_those_of_the_findings(
 ) -> None:
     code, out, err = advisor("whatif", slow_trace)
     assert (code, out) == (2, "") and "no edit is given, such as advisor whatif" in err
-    *_, title, edits = err.splitlines()
+    _, heading, target, *_, title, edits = err.splitlines()
+    assert heading == "Targets of this trace, per step:"
+    assert target.split() == ["gap:loader", "10", "ms"]  # by hand: each step waits 10 ms
+    assert "'remove gap:loader'" in err.splitlines()[0]
     assert re.match(r" ?\d+  [A-Z]", title)
     pasted = shlex.split(edits)
     assert advisor("whatif", slow_trace, *pasted)[0] == 0

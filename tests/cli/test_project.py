@@ -209,6 +209,8 @@ def test_an_epoch_costs_its_steps(advisor: Run, trace: Path, tmp_path: Path) -> 
     assert gpu["cost_per_epoch"] == pytest.approx(gpu["cost_per_million_steps"] * 5000 / 1e6)
     out = words(advisor(*asked).out)
     assert "USD an epoch" in out and "An epoch has 5,000 recorded steps" in out
+    unpaid = advisor("project", trace, "--all", "--epoch-steps", "5000")
+    assert "An epoch has" not in words(unpaid.out)
     refused = advisor("project", trace, "--gpu", "h200", "--epoch-samples", "10")
     assert refused.code == 2 and "samples per step were not recorded" in refused.err
 

@@ -47,6 +47,9 @@ def test_the_list_has_every_rule_and_fits(advisor: Run) -> None:
     assert "exposed-communication" in ids
     assert [name for name in ids if f"  {name} " not in shown] == []
     assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("not proven") == 1  # the mark's meaning
+    unproven = [rule for rule in load_rules(config={}) if rule.validation == "synthetic"]
+    assert len(re.findall(r" \*$", shown, re.MULTILINE)) == len(unproven)
     assert advisor("rules") == (code, shown, err)
 
 

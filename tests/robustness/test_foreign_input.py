@@ -121,6 +121,21 @@ def test_a_ratio_of_the_ledger_is_a_number(
     assert json.loads(shown)[0]["rule"] == "a\u202egnp.exe\u2066"
 
 
+def test_the_ledger_says_whose_trials_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    monkeypatch.setenv(predictions.VARIABLE, str(file))
+    shipped = len(predictions.shipped_trials())
+    for count, yours in ((0, "none yet"), (2, "2 trials")):
+        predictions.append_predictions(
+            file, [predictions.Prediction(rule="a", predicted=0.4, measured=0.3)] * count
+        )
+        assert cli.run(["ledger"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"Shipped with advisor: {shipped}; yours: {yours} (" in said
+
+
 @pytest.mark.parametrize("first", ["=", " =", "\u3000=", "\u00a0+", *"＝＋－＠﹦", "\t="])
 def test_no_cell_is_a_formula(first: str) -> None:
     text = CsvTable(["name"], [[f"{first}HYPERLINK(1)"], [""], ["a=b"], [-3]]).text()

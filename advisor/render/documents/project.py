@@ -74,7 +74,7 @@ def build(
         fields.append(TextField("memory", _memory(p.fit, record)))
         blocks += _parts(p)
     remarks = [*remarks]
-    if epoch is not None:
+    if epoch is not None and paid:
         remarks.append(f"an epoch has {epoch:,.0f} recorded steps")
     if paid:
         small = [c for c in found if c.projection.fit.verdict == "too small"]
@@ -87,7 +87,7 @@ def build(
     host = "hosts of other machines lie in it too (--same-host: this one)"
     if projector.same_host:
         host = "host time is taken as measured (--same-host)"
-    remarks += [f"{RESTS_ON}; {host}. See docs/project.md"]
+    remarks += [f"{RESTS_ON}; {host}"]
     blocks = [FieldList(fields, indent=0), *blocks, notes(remarks)]
     return Document(_headline(found, per), blocks, name="project")
 

@@ -57,6 +57,10 @@ VALIDATION = {
 }
 
 
+NOT_PROVEN = " *"
+"""Mark in the list of rules."""
+
+
 class Option(NamedTuple):
     """Option of a rule: its name, built-in value, meaning and sources."""
 
@@ -357,17 +361,14 @@ def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
     for category in order:
         lines: list[Block] = []
         for rule in sorted(by_category[category], key=lambda rule: rule.id):
-            remark = (
-                "switched off"
-                if rule.id in disabled
-                else ("not proven on real traces" if rule.validation == "synthetic" else "")
-            )
-            title: Inline = (rule.title, Span(f" ({remark})" if remark else "", "soft"))
+            mark = NOT_PROVEN * (rule.validation == "synthetic")
+            remark = " (switched off)" if rule.id in disabled else mark
+            title: Inline = (rule.title, Span(remark, "soft"))
             lines.append(Paragraph(title, mark=f" {rule.id}", indent=longest + 4))
         sections.append(Section(CATEGORIES.get(category, category), lines))
     note = (
         f"{count_noun(len(rules), 'rule')}; 'advisor rules show ID' says what one looks for and "
-        "how to change its thresholds. Not proven on real traces: its findings have less "
-        "confidence."
+        f"how to change its thresholds.{NOT_PROVEN}: not proven on real traces, so its findings "
+        "have less confidence."
     )
     return Document("", sections, name="rules", notes=[note])

@@ -331,6 +331,10 @@ def _nothing_on_host(report: Report, a: Analysis, of_step: str, rules: Sequence[
     label = t.host_label(top.name, report.scope.framework)
     its = of_step.split(" ", 1)[-1]
     text = f"The program {_does(report)} on the CPU, and no finding explains its {its}."
+    slow_steps = {rule.id for rule in rules if rule.host_check == "slow steps"}
+    lost = [risk for risk in report.risks if risk.rule in slow_steps]
+    if lost and report.step is not None and report.step.varies:
+        text = f"The program {_does(report)} on the CPU. {lost[0].title}."
     computes = _only_computes(report)
     if computes:
         text = (

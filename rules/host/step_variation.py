@@ -210,7 +210,9 @@ class StepJitter(Rule):
     mean step is well above the median. In a job of several ranks every rank waits for the slowest
     of each step, so the jitter of one costs all.
 
-    The rule reports it where the 99th percentile is at least twice the median (gpuprof) and steps
+    Where steps become at least twice as long at once and stay so, it names the first of them.
+
+    Jitter is reported where the 99th percentile is at least twice the median (gpuprof) and steps
     beyond that lose 3% of the time. It needs a hundred steps or more. Where other programs use a
     quarter of the machine's CPUs, in all or during the long steps, they are the likelier cause. The
     rule then abstains. Steps with an
@@ -252,6 +254,11 @@ class StepJitter(Rule):
             "DataLoader: they are the phase 'between steps'."
         },
         "garbage collection": {"fix": "Move garbage collection to fixed steps."},
+        "slower from one step on": {
+            "fix": "Look for what began at that step: another program on the machine, swapping, a "
+            "full disk, a throttled CPU or GPU. The machine lengthens all phases, the program one.",
+            "verify": "Record again: late steps take as long as early ones.",
+        },
     }
     verify = "Record again: the 99th percentile comes closer to the median."
     falsified_by = "a longer run with steps of equal length"
@@ -259,10 +266,15 @@ class StepJitter(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
-        if recorded.count < self.min_steps or not recorded.median:
+        if not recorded.median:
             return
         used, dur = recorded.timed, recorded.timed_durations
         expected = _expect(dur, recorded.column("shapes")[used], recorded.column("samples")[used])
+        if (first := find_jump(dur / expected, self.min_ratio)) is not None:
+            yield self._slower(recorded, first)
+            return
+        if recorded.count < self.min_steps:
+            return
         ratio = float(np.quantile(dur / expected, 0.99))
         is_long = dur > self.min_ratio * expected
         lost = float((dur - expected)[is_long].sum())
@@ -291,7 +303,8 @@ class StepJitter(Rule):
                 f"One step in a hundred takes {ratio:.1f} times the median of "
                 f"{t.format_duration(recorded.median)} or more. The long steps lose "
                 f"{t.format_duration(lost)} together. {compiling}"
-                f"Longer phases: {_list_causes(causes) or 'not recorded'}."
+                f"Longer phases: {_list_causes(causes) or 'not recorded'}. The longest: "
+                f"{_name_longest(recorded, stalls)}."
             ),
             evidence=[
                 self.compare("99th percentile over the usual step", ratio, "min_ratio", ""),
@@ -303,6 +316,30 @@ class StepJitter(Rule):
             ],
             impact=impact_over_run(lost, method="time of the long steps beyond the usual step"),
             **self._advice(case, [name for name, _ in causes]),
+        )
+
+    def _slower(self, recorded: StepRecords, first: int) -> Finding:
+        """Return the finding on steps that are long from one step on."""
+        steps, dur = np.flatnonzero(recorded.timed), recorded.timed_durations
+        before, after = (float(np.median(part)) for part in (dur[:first], dur[first:]))
+        late = LongSteps(steps[first:], np.maximum(dur[first:] - before, 0.0), None)
+        number, times = recorded.steps[steps[first]].n, f"{after / before:.2g}"
+        lost = float(late.excess.sum())
+        return Finding(
+            title=f"From step {number} on, steps take {times} times as long",
+            summary=(
+                f"The median grows from {t.format_duration(before)} to {t.format_duration(after)} "
+                f"at once, and {t.count_noun(len(late.rows), 'step')} lose "
+                f"{t.format_duration(lost)} together. Longer phases: "
+                f"{_list_causes(find_causes(recorded, late)) or 'not recorded'}."
+            ),
+            evidence=[
+                self.compare("late over early median", after / before, "min_ratio", ""),
+                Evidence("long steps", len(late.rows), "count"),
+                steps_seen(recorded),
+            ],
+            impact=impact_over_run(lost, method="time of the late steps beyond the early median"),
+            **self.case("slower from one step on"),
         )
 
     def _advice(self, case: str, causes: Sequence[str]) -> dict[str, Any]:
@@ -317,6 +354,7 @@ class StepJitter(Rule):
     def examples() -> Examples:
         return {
             "irregular long steps": _irregular(lambda n: 50 if n in _LONG else 10),
+            "slower from one step on": _irregular(lambda n: 20 if n < 31 else 180, steps=60),
             "steps that compile": _irregular(lambda n: 50 if n in _LONG else 10, compiles=True),
             "even steps": (_irregular(lambda n: 10 + n % 3), "ratio < self.min_ratio"),
             "at regular distances": (
@@ -334,6 +372,30 @@ class StepJitter(Rule):
             ),
             "a short run": (_irregular(lambda n: 50 if n in _LONG else 10, steps=80), "min_steps"),
         }
+
+
+MIN_SIDE = 5
+"""Number of steps on either side of a jump."""
+
+
+def find_jump(ratio: Floats, times: float) -> int | None:
+    """Return the first step from which on steps are ``times`` as long at once, and stay so.
+    ``ratio``: durations over the usual one of their batch shape."""
+    for first in range(MIN_SIDE, len(ratio) - MIN_SIDE + 1):
+        before, after = ratio[:first], ratio[first:]
+        if min(after[0], np.median(after[:MIN_SIDE])) < times * before[-MIN_SIDE:].max():
+            continue
+        stays = np.quantile(after, 0.1) > np.quantile(before, 0.9)
+        if stays and np.median(after) >= times * np.median(before):
+            return first
+    return None
+
+
+def _name_longest(recorded: StepRecords, long_steps: LongSteps) -> str:
+    """Name the longest steps by their numbers: ``steps 44, 31 and 90``."""
+    rows = long_steps.rows[np.argsort(-long_steps.excess)][:3]
+    named = t.list_names(str(recorded.steps[row].n) for row in rows)
+    return f"{'step' if len(rows) == 1 else 'steps'} {named}"
 
 
 def _regular(

@@ -560,6 +560,30 @@ def test_the_call_of_the_model_is_no_place_in_it(tmp_path: Path) -> None:
     assert "Of forward" not in analyze(tmp_path / "run", OPTIONS).verdict
 
 
+@pytest.mark.parametrize("late_ms", [20, 180])
+def test_a_run_whose_steps_become_far_longer_says_from_which_step_on(
+    tmp_path: Path, late_ms: float
+) -> None:
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps():
+        b.on_host("aten::mm", 9900)
+    r = RecordBuilder()
+    for n in range(48):
+        ms = 12.0 + n % 3 if n < 31 else late_ms
+        r.step(ms, forward=0.9 * ms)
+    r.event("end", steps=48, reason="finished")
+    write_run(tmp_path / "run", {0: r.build()})
+    (tmp_path / "run" / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    report = analyze(tmp_path / "run", OPTIONS)
+    slower = [risk for risk in report.risks if risk.rule == "step-jitter"]
+    assert bool(slower) == (late_ms == 180)
+    if slower:
+        assert slower[0].title == "From step 31 on, steps take 14 times as long"
+        assert f"on the CPU. {slower[0].title}." in report.verdict
+        assert "no finding explains" not in report.verdict
+        assert "Longer phases: forward 2.5" in slower[0].summary
+
+
 def test_small_gains_do_not_lead(tmp_path: Path) -> None:
     report = of_host(tmp_path / "run", loading=0.1, gc=0.12)
     assert "gc-pauses" in [f.rule for f in report.findings]

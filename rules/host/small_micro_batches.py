@@ -18,6 +18,7 @@ from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRA
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
+    has_trainer,
     of_step,
     outermost_in_steps,
     scale_edit,
@@ -90,6 +91,12 @@ class SmallMicroBatches(Rule):
         "micro_batch = {count} * micro_batch        # as far as memory allows\n"
         "accumulation_steps = accumulation_steps // {count}"
     )
+    cases = {
+        "Hugging Face's Trainer": {
+            "code": "TrainingArguments(..., per_device_train_batch_size={count} * batch,\n"
+            "                  gradient_accumulation_steps=accumulation // {count})"
+        }
+    }
     verify = "Record again: fewer passes per step, and more samples per second."
     falsified_by = "a larger micro-batch that does not fit, or that takes as many times longer"
     assumptions = ("memory for a larger micro-batch is free",)
@@ -118,6 +125,7 @@ class SmallMicroBatches(Rule):
             name=exact_pattern(sorted(short["name"].unique().to_list())),
             at="loop",
         )
+        code = self.case("Hugging Face's Trainer")["code"] if has_trainer(a) else self.code
         yield Finding(
             summary=(
                 f"{passes.number} equal passes run for each optimizer step. Short calls and the "
@@ -133,7 +141,7 @@ class SmallMicroBatches(Rule):
             edits=[
                 scale_edit(select, 1 - self.saved * once, 1 - once, 1 - self.worst_saved * once)
             ],
-            code=self.code.format(count=passes.number),
+            code=code.format(count=passes.number),
         )
 
     @staticmethod
@@ -141,6 +149,7 @@ class SmallMicroBatches(Rule):
         return {
             "eight passes of a few samples": _training(),
             "on a GPU that waits": _training(gpu="A100"),
+            "in Hugging Face's Trainer": _training(trainer="transformers"),
             "one pass": (_training(passes=1), "min_passes"),
             "three models": (_training(passes=6, models=3), "passes is None"),
             "an update after each pass": (_training(updates=True), "passes is None"),
@@ -211,6 +220,7 @@ def _training(
     updates: bool = False,
     us: float = 60,
     backward_us: float = 60,
+    trainer: str = "",
 ) -> TraceBuilder:
     """Passes of one model, or of ``models`` in turn, with 20 layers each."""
     b = TraceBuilder(gpu=gpu)
@@ -235,4 +245,8 @@ def _training(
                 b.on_host("aten::_foreach_add_", 30)
         if gpu:
             b.sync()
+    if trainer:
+        r = b.record_of_run()
+        r.event("loader", id=1, workers=0, trainer=trainer)
+        r.steps(60, 20, forward=9, backward=9)
     return b

@@ -25,6 +25,7 @@ from advisor.rules.support.common import (
     costliest_places,
     estimate_contended_loading,
     find_loader,
+    has_trainer,
     local_ranks,
     of_step,
     scale_edit,
@@ -395,13 +396,13 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         fix, code = self.fix, self.code
         if needed > workers:
             fix = self.case("a batch that takes more workers than there are cores")["fix"]
-        loaders = [] if a.recorded is None else a.recorded.loaders
-        if any(loader.get("trainer") == "transformers" for loader in loaders):
+        if has_trainer(a):
             code = self.case("Hugging Face's Trainer")["code"]
         taken = estimate_contended_loading(a, share)
         own = estimate_contended_loading(a, share, alone=True)
         if own is not None and own > self.max_taken:
             fix, code = self.case("the training computes on the same cores").values()
+        loaders = [] if a.recorded is None else a.recorded.loaders
         whole = bool(loaders) and all(each.get("batch_size", 0) is None for each in loaders)
         if whole:
             code = self.case("batches made by the Dataset")["code"]

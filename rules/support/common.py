@@ -561,6 +561,12 @@ def find_loader(a: Analysis) -> dict[str, Any] | None:
     return max(recorded.loaders, key=lambda event: iterations.count(event.get("id")))
 
 
+def has_trainer(a: Analysis) -> bool:
+    """Return whether Hugging Face's Trainer made a loader of the run."""
+    loaders = [] if a.recorded is None else a.recorded.loaders
+    return any(loader.get("trainer") == "transformers" for loader in loaders)
+
+
 def find_iterator_start(event: Event) -> int:
     """Return when a loader's iterator was asked for, ns. The event is written once its purpose is
     known, perhaps steps later; records of older versions have only the event's time."""

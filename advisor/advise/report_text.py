@@ -966,6 +966,21 @@ def covered_line(finding: Finding, other: Finding) -> tuple[str, str]:
     return ("or" if alternative else "also"), ". ".join(filter(None, (gain, fix)))
 
 
+LARGE_NOTE: Final = 0.2
+"""Share of the step that a note is about from which it is not left to the details."""
+
+
+def is_large_note(note: Finding, report: Report) -> bool:
+    """Tell whether a note is about much of the step, and its fix may gain: where a replay showed
+    that it gains little, it stays a detail."""
+    impact, time = note.impact, note.shown_time
+    if report.step_ns <= 0 or (impact is not None and impact.gain_ns is None and note.edits):
+        return False
+    share = 0.0 if impact is None else impact.share or 0.0
+    about = 0.0 if time is None else float(time.value or 0.0) / max(report.scope.step_ns, 1.0)
+    return max(share, about) >= LARGE_NOTE
+
+
 def explain_note(finding: Finding) -> str:
     """Say why a finding is a note and not ranked."""
     impact = finding.impact

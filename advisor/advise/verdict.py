@@ -679,7 +679,7 @@ def _largest_operator(report: Report, a: Analysis) -> str:
     at = f", at {t.format_share(rate)} of {which}" if rate else ""
     share = t.format_share(ns / a.span_ns)
     noted = (n for n in report.notes if any(place.op == name for place in n.where))
-    fixes = [f"{t.first_clause(note.fix)} (a note: --details)" for note in noted]
+    fixes = [f"{t.first_clause(note.fix)} (a note)" for note in noted]
     known_fix = [*fixes, "No fix is known for it"][0]
     return (
         f" {labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "

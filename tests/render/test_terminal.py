@@ -18,7 +18,7 @@ from advisor.advise import report_text
 from advisor.advise.engine import analyze
 from advisor.advise.rule_loading import load_rules
 from advisor.core import text as t
-from advisor.core.finding import Finding, Impact, Location
+from advisor.core.finding import Edit, Evidence, Finding, Impact, Location, Select
 from advisor.core.ranks import Ranks
 from advisor.core.report import Family, Replay, Report
 from advisor.core.text import first_clause
@@ -581,6 +581,26 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
         assert why in page
         assert "too little" not in page
         assert t.format_duration(big.impact.gain_ns) in page[page.index(why) :]
+
+
+@pytest.mark.parametrize(("ms", "replayed"), [(120, False), (60, False), (120, True)])
+def test_a_note_about_much_of_the_step_is_no_detail(
+    report: Make, finding: Make, ms: int, replayed: bool
+) -> None:
+    note = finding(
+        2,
+        title="Messages are stored",
+        informational=True,
+        priority=None,
+        evidence=[Evidence("time in them", ms * 1_000_000, "ns", per="step")],
+        impact=Impact(currency="unpriced", reason="not in the trace"),
+        edits=[Edit(op="remove", select=Select(on="gpu"))] if replayed else [],
+    )
+    shown = REPORTS.render("terminal", report(1, notes=[note]))
+    on_page = "Not sure · about much of the time" in shown
+    assert on_page == (ms == 120 and not replayed)
+    assert on_page == ("note     not in the trace" in shown)
+    assert ("1 note" in shown) != on_page
 
 
 def test_shares_of_device_work_add_up_and_say_what_they_are_of(report: Make) -> None:

@@ -260,9 +260,11 @@ def _fact(item: Evidence) -> EvidenceRow:
 
 def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.notes:
-        notes = [_note(note) for note in report.notes[:MAX_NOTES]]
-        counted = t.count_noun(len(report.notes), "note")
-        gains = [(n.impact.share or 0.0, n.title) for n in report.notes if n.impact is not None]
+        large = [note for note in report.notes if report_text.is_large_note(note, report)]
+        others = [note for note in report.notes if note not in large]
+        notes = [_note(note) for note in others[:MAX_NOTES]]
+        counted = t.count_noun(len(others), "note")
+        gains = [(n.impact.share or 0.0, n.title) for n in others if n.impact is not None]
         most, title = max(gains, default=(0.0, ""))
         if most >= MIN_POSSIBLE:
             counted += f" with a possible gain of up to {t.format_share(most)} ('{title}')"
@@ -274,7 +276,11 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
             title = "What the counters show" if counters else "What to change"
             yield Section(title, [Items(shown)], "the largest first" if len(shown) > 1 else "")
         else:
-            yield Section("Notes", notes, folded=True, summary=counted)
+            if large:
+                cards = [_note(note, large=True) for note in large]
+                yield Section("Not sure", cards, "about much of the time")
+            if notes:
+                yield Section("Notes", notes, folded=True, summary=counted)
     yield from on_demand
     yield from auxiliary_sections.build_profiler_advice(report)
     if report.hot_lines:
@@ -314,7 +320,7 @@ def _counted(title: str, items: Sequence[Inline], mark: str, noun: str) -> Secti
     return Section(title, [Items(items, mark)], folded=True, summary=summary)
 
 
-def _note(finding: Finding) -> Card:
+def _note(finding: Finding, *, large: bool = False) -> Card:
     """Describe a possible finding: why it is not ranked, and what it could gain."""
     fields = [
         TextField("note", [report_text.explain_note(finding)]),
@@ -322,4 +328,5 @@ def _note(finding: Finding) -> Card:
         TextField("gain", [report_text.note_gain(finding)]),
         TextField("fix", [finding.fix]),
     ]
-    return Card(finding.title, [FieldList([f for f in fields if f.parts[0]], indent=4)], fix=False)
+    shown = FieldList([f for f in fields if f.parts[0]], indent=4)
+    return Card(finding.title, [shown], fix=False, always_full=large)

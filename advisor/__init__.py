@@ -37,6 +37,7 @@ _HOME = {
     "Trace": ("advisor.core.trace", "Trace"),
     "Impact": ("advisor.core.finding", "Impact"),
     "analyze": ("advisor.advise.engine", "analyze"),
+    "compare": ("advisor.compare", "compare"),
     "open": ("advisor.read", "open_run"),
     "phase": ("advisor.recorder.api", "phase"),
     "profile": ("advisor.recorder.api", "profile"),
@@ -59,6 +60,7 @@ __all__ = [
     "Trace",
     "__version__",
     "analyze",
+    "compare",
     "open",
     "phase",
     "profile",
@@ -75,7 +77,7 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module 'advisor' has no attribute {name!r}") from None
     home = import_module(module)
-    value = getattr(home, attribute)
+    value = home if callable(home) else getattr(home, attribute)
     globals()[name] = value
     return value
 

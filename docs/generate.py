@@ -354,7 +354,6 @@ def commands_text() -> str:
 
 
 PYTHON_USE = """import advisor
-from advisor.compare import compare
 
 report = advisor.analyze("trace.json.gz")  # what advisor analyze shows, as data
 for finding in report.findings:
@@ -365,7 +364,7 @@ run = advisor.open("trace.json.gz")
 result = advisor.whatif(run, ["parallelize loader 2"])  # a change of your own
 print(result.measured_step_ns / 1e6, "→", result.edited_step_ns / 1e6, "ms")
 
-print(compare("trace.json.gz", "after.json.gz").verdict)
+print(advisor.compare("trace.json.gz", "after.json.gz").verdict)
 """
 
 
@@ -416,11 +415,11 @@ def python_text() -> str:
         fenced_block(PYTHON_USE, "python"),
         "`print(report)` writes the report as in a terminal; `report.to_dict()` is "
         "[its JSON](report-schema.md). To record from Python: [recording](recording.md).",
-        "These are all public names, functions first. `compare` is imported from "
-        "`advisor.compare`; `record` is `profile` under a name for `with`.",
+        "These are all public names, functions first. `record` is `profile` under a name for "
+        "`with`. For a type checker, import `compare` from `advisor.compare`.",
     ]
     names = [each for each in advisor.__all__ if each not in ("__version__", "record")]
-    public = {name: getattr(advisor, name) for name in names} | {"compare.compare": compare}
+    public = {name: getattr(advisor, name) for name in names} | {"compare": compare}
     for name, item in sorted(public.items(), key=lambda each: (inspect.isclass(each[1]), each[0])):
         parts.append(f"## advisor.{name}")
         if not inspect.isclass(item):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -511,3 +513,17 @@ def test_a_trace_and_a_snapshot_are_not_compared(shared_file: Shared) -> None:
     for pair in (paths, paths[::-1]):
         with pytest.raises(AdvisorError, match=r"\(snapshot\).* cannot be compared: give two tra"):
             compare(*pair)
+
+
+def test_the_package_is_called_like_its_function_and_stays_a_package(
+    tmp_path: Path, training: Make
+) -> None:
+    path = training().write(tmp_path / "one.json")
+    program = (
+        f"import advisor; print(advisor.compare({str(path)!r}, {str(path)!r}).verdict)\n"
+        "import advisor.compare.gate; print(advisor.compare.gate.decide.__name__)\n"
+        "from advisor.compare import compare; print(compare is advisor.compare.compare)\n"
+    )
+    command = [sys.executable, "-c", program]
+    verdict, *rest = subprocess.check_output(command, text=True).splitlines()
+    assert verdict == compare(path, path).verdict and rest == ["decide", "True"]

@@ -179,8 +179,8 @@ def page(rows: list[Row], theirs: dict[str, float | None]) -> str:
     head = ["file", "right is", "known", "first advice", "", "GPU busy"]
     head += ["HTA: busy, whole trace"] if theirs else []
     lines = [
-        f"A regression test: first advice right on {right} of these {len(rows)} files, its rule and "
-        "what its fix says.",
+        f"A regression test: first advice right on {right} of these {len(rows)} files, its rule "
+        "and what its fix says.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),

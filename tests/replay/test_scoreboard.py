@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def size(name: str) -> int:
     path = Path(scoreboard.file_of(name))
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
+
+
+def test_the_page_begins_with_the_sum_of_the_programs_that_were_new() -> None:
+    text = " ".join(scoreboard.PAGE.read_text().split())
+    groups = re.search(r"By group these are (.*?);", text)[1]
+    pairs = [(int(right), int(of)) for right, of in re.findall(r"(\d+) of (\d+)", groups)]
+    right, of = map(sum, zip(*pairs, strict=True))
+    assert (
+        f"**On {of} programs that were new to the rules, the first advice was right on {right}"
+        in text
+    )
+    told = re.findall(r"wrote (\d+) programs with a fault.*?right on (\d+)", text)
+    assert pairs[-2:] == [(int(right), int(of)) for of, right in told]
 
 
 def test_every_known_file_has_its_row() -> None:

@@ -28,6 +28,7 @@ from advisor.rules.support.common import (
     has_trainer,
     local_ranks,
     of_step,
+    recorded_steps,
     scale_edit,
     workers_needed,
     workers_of,
@@ -104,6 +105,9 @@ class DataLoaderWait(LoaderWaitRule):
     A ready batch is not free. Taking it over (queue, shared memory, wake-up) took 1.5 ms for 8 KiB
     and 4 ms for 2 MiB. It did so with 2 workers and with 6 (torch 2.13, two busy cores). Waits that
     short say nothing about the workers, and more workers would not help.
+
+    Where workers and training share all cores of the process, the advice is a cheaper batch. The
+    high end is then a training that has these cores for itself.
 
     Traps: the first batch of an epoch, for which workers are started, says nothing about the
     others. When one step of three or more has nearly all the wait, the rule abstains. A custom
@@ -219,31 +223,32 @@ class DataLoaderWait(LoaderWaitRule):
                 *calls.evidence,
             ],
             where=[*calls.where, *costliest_places(a, waits.host, waits.exposed_ns)],
-            edits=[
-                Edit(
-                    op="parallelize",
-                    select=Select(on="host", name=WORKERS),
-                    workers=self.worker_ratio,
-                )
-            ],
-            **self._without_free_cores(a),
+            **self._texts(a),
         )
 
-    def _without_free_cores(self, a: Analysis) -> dict[str, Any]:
-        """Return the texts where each core of this process has a worker or the training; empty:
-        there are more, or their number is not recorded."""
+    def _texts(self, a: Analysis) -> dict[str, Any]:
+        """Return the edits and, where each core of this process has a worker or the training, the
+        texts of that. Not recorded: there are more cores."""
+        edit = Edit(
+            op="parallelize", select=Select(on="host", name=WORKERS), workers=self.worker_ratio
+        )
         feed = None if a.recorded is None else find_loader(a)
         cpus = None if a.record is None else a.record.rank.cpus
         workers = None if feed is None else workers_of(feed)
         if cpus is None or workers is None:
-            return {}
+            return {"edits": [edit]}
         cores = max(1, cpus // local_ranks(a))
         if workers < cores - 1:
-            return {}
-        return self.case(
-            "no core is left for another worker",
-            cores=t.count_noun(cores, "core"),
-        )
+            return {"edits": [edit]}
+        threads = recorded_steps(a).flag("num_threads")
+        edits = [edit]
+        if a.trains_on_host and isinstance(threads, int) and threads + workers > cores:
+            shared = cores / (min(threads, cores) + workers)  # what the training has of the cores
+            edits.append(scale_edit(Select(on="host", kind=("op",)), 1.0, min(1.0, shared), 1.0))
+        return {
+            **self.case("no core is left for another worker", cores=t.count_noun(cores, "core")),
+            "edits": edits,
+        }
 
     @staticmethod
     def examples() -> Examples:
@@ -253,7 +258,7 @@ class DataLoaderWait(LoaderWaitRule):
             for _ in b.steps():
                 b.loader_wait(4000)
                 b.product(3000, wait=True)
-        r = full.record_of_run(cpus=2)
+        r = full.record_of_run(cpus=2, flags={"num_threads": 2})
         r.event("loader", id=1, workers=1)
         r.event("loader_iter", id=1)
         r.steps(60, 8, data=4, forward=3)

@@ -30,6 +30,8 @@ PRODUCTS = {"aten::linear": -2, "aten::matmul": -1, "aten::addmm": -1, "aten::mm
 BETWEEN = ("aten::_unsafe_view", "aten::add", "aten::add_", "aten::div", "aten::mul", "aten::to")
 """Operators between a product and the part that is taken of it; they keep its shape."""
 MAX_BETWEEN = 6
+END = str(2**63 - 1)
+"""End of a slice without one."""
 TAKERS = "aten::select", "aten::slice", "aten::narrow"
 
 
@@ -124,7 +126,8 @@ class DroppedPositions(Rule):
         """Return layers whose result is dropped in part, by its shape and that part."""
         table = outermost_in_steps(a)
         taken = table.filter(pl.col("name").is_in(TAKERS))["inputs"].drop_nulls().unique()
-        parts = {at: part for at in taken if (part := self._part(inputs_at(a, at))) is not None}
+        known = {at: part for at in taken if (part := _part(inputs_at(a, at))) is not None}
+        parts = {at: part for at, part in known.items() if part[1] <= self.max_kept}
         if not parts:
             return []
         shapes = {
@@ -134,12 +137,16 @@ class DroppedPositions(Rule):
         rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
         nodes = table.filter(pl.col("name").str.starts_with(_NODE))["row"]
         numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
+        keeps = [
+            name in BETWEEN or (at in known and known[at][1] == 1 and name in TAKERS)
+            for name, at in zip(names, inputs, strict=True)
+        ]
         found: dict[tuple[Shape, str], Dropped] = {}
         needed: set[Shape] = set()
         for at in [n for n, each in enumerate(inputs) if each in parts and names[n] in TAKERS]:
             shape, kept, index = parts[inputs[at]]
-            first = _product_before(a, names, inputs, at, shape)
-            if first is None:
+            first = _product_before(names, keeps, at)
+            if first is None or _shape_of_product(a, names[first], inputs[first]) != shape:
                 continue
             again = (
                 n
@@ -151,7 +158,7 @@ class DroppedPositions(Rule):
                 for n in range(first + 1, next(again, len(rows)))
                 if inputs[n] is not None
                 and shape in shapes[inputs[n]]
-                and not (n < at and names[n] in BETWEEN)
+                and not (n < at and keeps[n])
             ]
             if readers != [at]:
                 needed.add(shape)
@@ -164,30 +171,6 @@ class DroppedPositions(Rule):
                 one.learnt.extend(nodes.filter(pl.Series(own)).to_list())
         return [one for one in found.values() if one.shape not in needed]
 
-    def _part(self, x: OpInputs) -> tuple[Shape, float, str] | None:
-        """Return the shape that a part is taken of, its share and its index; ``None``: it is most
-        of it, or of the features."""
-        tensor, dim, start = x.tensor(0), x.argument(1), x.argument(2)
-        if tensor is None or not isinstance(dim, int) or not isinstance(start, int):
-            return None
-        shape = tensor.shape
-        if not -len(shape) <= dim < len(shape) or not prod(shape):
-            return None
-        dim %= len(shape)
-        size, lead = shape[dim], ":, " * dim
-        index, kept = f"{lead}{start}", 1
-        if len(x) > 3:  # slice and narrow: an end or a length, and a step
-            begin = start + size if start < 0 else start
-            end, by = x.argument(3), x.argument(4) if len(x) > 4 else 1
-            if not isinstance(end, int) or not isinstance(by, int) or by < 1:
-                return None
-            begin, end, by = slice(begin, end if len(x) > 4 else begin + end, by).indices(size)
-            kept = len(range(begin, end, by))
-            index = f"{lead}{begin}:{end}" + f":{by}" * (by > 1)
-        if dim == len(shape) - 1 or not 0 < kept <= self.max_kept * size:
-            return None
-        return shape, kept / size, index
-
     @staticmethod
     def examples() -> Examples:
         return {
@@ -195,6 +178,7 @@ class DroppedPositions(Rule):
             "on a GPU": _model(gpu="A100"),
             "in inference": _model(trains=False),
             "the first four positions": _model(taker="aten::slice", args=["1", "0", "4", "1"]),
+            "after slices of everything": _model(whole=True),
             "all but the last": (
                 _model(taker="aten::slice", args=["1", "0", "31", "1"]),
                 "not parts",
@@ -206,24 +190,49 @@ class DroppedPositions(Rule):
         }
 
 
-def _product_before(
-    a: Analysis, names: list[str], inputs: list[Any], at: int, shape: Shape
-) -> int | None:
-    """Return the product right before an operator that makes a tensor of this shape."""
+def _part(x: OpInputs) -> tuple[Shape, float, str] | None:
+    """Return the shape that a part is taken of, its share and its index; ``None``: it is not
+    recorded, or of the features."""
+    tensor, dim, start = x.tensor(0), x.argument(1), x.argument(2)
+    if tensor is None or not isinstance(dim, int) or not isinstance(start, int):
+        return None
+    shape = tensor.shape
+    if not -len(shape) <= dim < len(shape) or not prod(shape):
+        return None
+    dim %= len(shape)
+    size, lead = shape[dim], ":, " * dim
+    index, kept = f"{lead}{start}", 1
+    if len(x) > 3:  # slice and narrow: an end or a length, and a step
+        begin = start + size if start < 0 else start
+        end, by = x.argument(3), x.argument(4) if len(x) > 4 else 1
+        if not isinstance(end, int) or not isinstance(by, int) or by < 1:
+            return None
+        begin, end, by = slice(begin, end if len(x) > 4 else begin + end, by).indices(size)
+        kept = len(range(begin, end, by))
+        index = f"{lead}{begin}:{end}" + f":{by}" * (by > 1)
+    if not kept or (dim == len(shape) - 1 and kept < size):
+        return None
+    return shape, kept / size, index
+
+
+def _product_before(names: list[str], keeps: list[bool], at: int) -> int | None:
+    """Return the product right before an operator; those between them keep its shape."""
     for n in range(at - 1, max(-1, at - 1 - MAX_BETWEEN), -1):
-        if (width := PRODUCTS.get(names[n])) is None:
-            if names[n] in BETWEEN:
-                continue
+        if names[n] in PRODUCTS:
+            return n
+        if not keeps[n]:
             return None
-        if inputs[n] is None:
-            return None
-        factors = [tensor.shape for tensor in inputs_at(a, inputs[n]).tensors]
-        if names[n] == "aten::addmm":
-            factors = factors[1:]
-        if len(factors) < 2 or min(map(len, factors[:2])) < 2:
-            return None
-        return n if (*factors[0][:-1], factors[1][width]) == shape else None
     return None
+
+
+def _shape_of_product(a: Analysis, name: str, index: int | None) -> Shape | None:
+    """Return the shape of a product's result; ``None``: not recorded, or of vectors."""
+    factors = [] if index is None else [tensor.shape for tensor in inputs_at(a, index).tensors]
+    if name == "aten::addmm":
+        factors = factors[1:]
+    if len(factors) < 2 or min(map(len, factors[:2])) < 2:
+        return None
+    return (*factors[0][:-1], factors[1][PRODUCTS[name]])
 
 
 def _model(
@@ -233,12 +242,13 @@ def _model(
     taker: str = "aten::select",
     args: list[str] | None = None,
     also: str = "",
+    whole: bool = False,
     trains: bool = True,
     us: float = 3000,
 ) -> TraceBuilder:
     """Sequences of 32 positions, and logits over 6,000 classes."""
     b = TraceBuilder(gpu=gpu)
-    whole, hidden = [16, 32, 6000], [16, 32, 96]
+    logits, hidden = [16, 32, 6000], [16, 32, 96]
     args = ["1", "-1"] if args is None else args
 
     def run(name: str, shapes: list[list[int]], time: float, **more: Any) -> None:
@@ -251,10 +261,13 @@ def _model(
         run("aten::tanh", [hidden], 5000)
         run(product, [hidden, [6000, 96], [6000]], us, sequence=sequence)
         part: dict[str, Any] = {} if sequence is None else {"sequence": sequence + 1}
-        with b.op(taker, [whole, *([[]] * len(args))], concrete=["", *args], host_us=5, **part):
+        if whole:
+            with b.op("aten::slice", [logits, [], [], [], []], concrete=["", "0", "0", END, "1"]):
+                pass
+        with b.op(taker, [logits, *([[]] * len(args))], concrete=["", *args], host_us=5, **part):
             pass
         if also:
-            run(also, [whole], 100)
+            run(also, [logits], 100)
         for at, node in enumerate(("SelectBackward0", "AddmmBackward0") if trains else ()):
             name = f"{_NODE}{node}"
             run(name, [], (us / 8, 2 * us)[at], sequence=10 * number + 1 - at)

@@ -266,8 +266,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
         )
     if view.phases and report.scope.step_source != "record":
         shown = ", ".join(
-            f"{PHASES.get(phase.name) or t.host_label(phase.name, report.scope.framework)} "
-            f"{t.format_share(phase.share)}"
+            f"{t.host_label(phase.name, report.scope.framework)} {t.format_share(phase.share)}"
             for phase in view.phases[:MAX_NAMES]
             if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
         )
@@ -279,10 +278,6 @@ def describe_recorded_steps(report: Report) -> list[str]:
     elif view.ended != "finished":
         parts.append(f"ended by {labels.clean(view.ended)}")
     return parts
-
-
-PHASES: Final = {"data": "loading data", "h2d": "uploads", "other": "code outside these phases"}
-"""Names of recorded phases in a list of them."""
 
 
 def headline_numbers(report: Report) -> list[Line]:

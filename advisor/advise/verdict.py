@@ -564,7 +564,6 @@ def _phase_says_more(report: Report) -> bool:
 
 
 _PHASES = {
-    "data": "loading data",
     "other": "code outside loading, forward, backward and optimizer",
     "between steps": "code between the steps",
 }

@@ -61,8 +61,11 @@ HOST_LABELS: Final = {
     "unknown": "outside operators",
     "unrecorded": "nothing recorded",
     "autograd": "waiting for backward",
+    "data": "loading data",
+    "h2d": "uploads",
+    "other": "code outside these phases",
 }
-"""Names of classes of host time (``measure.steps.timeline.CLASSES``)."""
+"""Names of classes of host time (``measure.steps.timeline.CLASSES``), and of recorded phases."""
 
 PATH_LABELS: Final = {
     "host": "the host",

@@ -411,6 +411,14 @@ def test_unexplained_idle_time_with_queued_work_is_said_apart(
     assert "(32%)" in queued.what
 
 
+def test_recorded_phases_have_names_of_their_work(shared_file: Callable[[str], str]) -> None:
+    report = analyze(shared_file("h100/healthy_lm"))
+    lines = report_text.describe_recorded_steps(report)
+    (shown,) = [part for part in lines if part.startswith("host time: ")]
+    assert "code outside these phases 31%" in shown and "uploads <1%" in shown
+    assert not re.search(r"\b(?:h2d|other|data) [<\d]", shown.replace("loading data", ""))
+
+
 def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
     shared_trace: Callable[[str], str],
 ) -> None:

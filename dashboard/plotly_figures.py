@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import cycle
 from typing import Any
 
 import plotly.graph_objects as go
@@ -124,7 +125,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
     by_family: dict[str, list[Any]] = {}
     for row in rows:
         by_family.setdefault(row[3], []).append(row)
-    for family, points in by_family.items():
+    for symbol, (family, points) in zip(cycle(SYMBOLS), by_family.items(), strict=False):
         made.add_trace(
             go.Scatter(
                 x=[p[0] for p in points],
@@ -134,6 +135,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
                 marker={
                     "size": [6 + 30 * math.sqrt(p[4] / largest) for p in points],
                     "color": theme.colour_of("kernels", family),
+                    "symbol": symbol,  # neighbouring families have like colours
                     "opacity": 0.78,
                     "line": {"width": 1, "color": "#ffffff"},
                 },
@@ -208,11 +210,12 @@ def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
             x=math.log10(high),
             y=math.log10(highest / 1e12),
             xanchor="right",
-            text=f"{' · '.join(texts)} TFLOP/s",
+            text=" · ".join(texts),
         )
 
 
-ROOM = 0.45
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "pentagon", "star")
+ROOM = 0.27
 """Decades between two roofs up to which they share a label: two would collide."""
 _LABEL: dict[str, Any] = {"yanchor": "bottom", "showarrow": False, "font": {"size": 11.5}}
 

@@ -354,7 +354,8 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     busy = "" if report.busy_share is None else of
     tiles.append(("GPU busy", t.format_share(own or report.busy_share), busy))
-    tiles.append(("MFU", t.format_share(report.mfu), "of the device's peak" if report.mfu else ""))
+    peak = f"of the {report.mfu_format or 'device'} peak" if report.mfu else ""
+    tiles.append(("MFU", t.format_share(report.mfu), peak))
     capacity, peak = report.memory_capacity_bytes, report.memory_peak_bytes
     note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
     if peak is None:

@@ -12,6 +12,7 @@ from advisor.compare.amounts import memory_verdict, phase_verdict
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES
+from advisor.core.report import EQUAL_STEP_SHARE
 
 if TYPE_CHECKING:
     from advisor.compare.comparison import (
@@ -97,7 +98,7 @@ def write_verdict(comparison: Comparison) -> str:
         if is_unjudged(comparison):
             return " ".join([*_crashes(comparison), f"{text}."])
     else:
-        pair = " → ".join(format_step_times(steps))
+        pair = _pair(steps)
         if steps.verdict == "no difference":
             text = f"No difference in step time can be shown: {pair} ({format_interval(steps)})"
         else:
@@ -124,9 +125,10 @@ def is_unjudged(comparison: Comparison) -> bool:
 def _other_programs(comparison: Comparison) -> str:
     """Write the sentence that replaces the verdict if the two look like different programs."""
     text = "These look like different programs, so neither is called faster"
-    if comparison.steps.difference_ns is None:
+    steps = comparison.steps
+    if steps.difference_ns is None:
         return f"{text}."
-    return f"{text}: a step takes {' and '.join(format_step_times(comparison.steps))}."
+    return f"{text}: a step takes {_pair(steps, between=' and ')}."
 
 
 def _without_steps(comparison: Comparison) -> str:
@@ -499,15 +501,24 @@ def write_headline(c: Comparison) -> str:
     """Write ``Not slower: 12.1 ms → 12.2 ms per step (+0.8%, −0.2% to +1.8% with 95%
     confidence)``."""
     assert c.decision is not None
-    pair = " → ".join(format_step_times(c.steps))
+    pair = _pair(c.steps, " per step")
     title = HEADLINES[c.decision.answer]
     change = t.format_share_change(c.steps.share)
-    return f"{title}: {pair} per step ({change}, {format_interval(c.steps)})"
+    return f"{title}: {pair} ({change}, {format_interval(c.steps)})"
 
 
 def format_step_times(steps: StepTimeChange) -> list[str]:
     """Format the step times before and after, in the compared statistic."""
     return [t.format_duration(_center(steps, side)) for side in ("before", "after")]
+
+
+def _pair(steps: StepTimeChange, per: str = "", between: str = " → ") -> str:
+    """Write both step times, and of what they are where mean and median differ: a run's own report
+    may lead with the other one."""
+    sides = [side for side in (steps.before, steps.after) if side is not None]
+    differ = any(abs(s.mean_ns / s.median_ns - 1) >= EQUAL_STEP_SHARE for s in sides if s.median_ns)
+    of = {"mean": " on average", "median": " in the median"}[steps.statistic] if differ else ""
+    return f"{between.join(format_step_times(steps))}{per}{of}"
 
 
 def gate_sensitivity(c: Comparison) -> str:

@@ -141,14 +141,14 @@ def _per(scale: float) -> Formatter:
 TFLOPS, GBPS = _per(1e12), _per(1e9)
 KERNELS = (
     Column("name", "Kernel", flex=2, names=True),
-    Column("family", "Family", width=134),
-    Column("count", "Launches per step", width=84, number=t.format_count),
-    duration_column("time", "Time per step", 84),
-    share_column("share", "Share", 62),
-    share_column("occupancy", "Occupancy", 96),
+    Column("family", "Family", width=126),
+    duration_column("time", "Time per step", 78),
+    share_column("share", "Share", 58),
+    Column("count", "Launches per step", width=82, number=t.format_count),
+    share_column("occupancy", "Occupancy", 92),
     Column("flops", "TFLOP/s", width=74, number=TFLOPS, csv="FLOP/s"),
-    Column("bytes", "GB/s", width=78, number=GBPS, csv="Bytes/s"),
-    share_column("roofline", "Of roofline", 78),
+    Column("bytes", "GB/s", width=66, number=GBPS, csv="Bytes/s"),
+    share_column("roofline", "Of roofline", 70),
     Column("tensor", "Tensor", width=66),
     Column("op", "Launched by", flex=1, names=True),
 )

@@ -158,7 +158,7 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
         name,
         element("Span", started, cls="nowrap"),
         labels.clean(summary.commit) or t.EMPTY_CELL,
-        t.format_duration(entry.step.reference_ns) if entry.step else _unmeasured(entry),
+        _step(entry),
         _change(entry, entries[place + 1 :]),
         t.format_count(summary.steps),
         t.format_count(summary.ranks),
@@ -166,8 +166,12 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     ]
 
 
-def _unmeasured(entry: OpenedPath) -> Any:
-    """Say why a step time is missing: only a run that was read may be called not measured."""
+def _step(entry: OpenedPath) -> Any:
+    """Show the step time, named where it is the mean. Where it is missing, say why: only a run that
+    was read may be called not measured."""
+    if (step := entry.step) is not None:
+        text = t.format_duration(step.reference_ns)
+        return [text, element("Small", " mean", cls="dim")] if step.varies else text
     return element("Span", t.NOT_MEASURED if entry.verdict else "not read yet", cls="dim")
 
 

@@ -223,7 +223,7 @@ def _step(a: Analysis, row: int, details: dict[str, Any]) -> None:
     why = "yes" if step["used"] else "no: outlier" if step["outlier"] else "no"
     details["facts"] += [
         ("counted", why, ""),
-        ("median step", int(used.median() or 0) or None, "ns"),  # type: ignore[arg-type]
+        ("median of the profiled steps", int(used.median() or 0) or None, "ns"),  # type: ignore[arg-type]
     ]
     per_step = a.breakdown.per_step.filter(pl.col("step") == step["index"])
     if per_step.height:
@@ -238,7 +238,7 @@ def _recorded(a: Analysis, row: int, details: dict[str, Any]) -> None:
     step = a.recorded.steps[row]
     details["facts"] += [
         ("counted", _yes(bool(a.recorded.used[row])), ""),
-        ("median step", a.recorded.median, "ns"),
+        ("median of unprofiled steps", a.recorded.median, "ns"),
         *((f"{name} (host)", ns, "ns") for name, ns in step.phases.items()),
         *((f"{name} (device)", ns, "ns") for name, ns in (step.gpu or {}).items()),
         ("garbage collector", step.gc or None, "ns"),

@@ -293,6 +293,16 @@ def test_recorded_runs_are_compared_by_their_unprofiled_steps(
     assert c.steps.verdict == "slower"
 
 
+@pytest.mark.parametrize(("longest", "named"), [(1000.0, False), (4000.0, True)])
+def test_the_verdict_names_the_mean_where_the_median_is_another(
+    longest: float, named: bool, recorded: Record, training: Make
+) -> None:
+    steps = [60_000.0] * 5 + [1000.0] * 24 + [longest] * 2
+    c = compare(recorded("a", steps, training()), recorded("b", steps, training()))
+    assert c.steps.statistic == "mean"
+    assert (" on average (" in c.verdict) == named
+
+
 def test_profiled_steps_and_those_after_them_do_not_count(
     recorded: Record, training: Make, tmp_path: Path
 ) -> None:

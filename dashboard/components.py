@@ -442,23 +442,23 @@ def editor_href(template: str, place: Location) -> str | None:
 
 def draw_bar(shown: StepBar, links: Mapping[str, str] | None = None) -> Any:
     """Draw the bar and its legend. ``links``: where a part leads, by its key."""
-    working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work)]
+    working = [bar_legend(f"Working, share {t.format_of(shown.per)}", shown.work, links)]
     return element(
         "Div",
         draw_strip(shown.segments, f"Where the {shown.per}'s time goes", links=links),
         element(
             "Div",
-            *(working if shown.idle_total is not None else two_columns(shown.work)),
-            bar_legend(shown.idle_title.capitalize(), shown.idle) if shown.idle else None,
+            *(working if shown.idle_total is not None else two_columns(shown.work, links)),
+            bar_legend(shown.idle_title.capitalize(), shown.idle, links) if shown.idle else None,
             cls="legend",
         ),
     )
 
 
-def two_columns(parts: Sequence[Segment]) -> list[Any]:
+def two_columns(parts: Sequence[Segment], links: Mapping[str, str] | None = None) -> list[Any]:
     """Draw the legend of parts of one kind, in two columns."""
     middle = (len(parts) + 1) // 2
-    return [bar_legend("", half) for half in (parts[:middle], parts[middle:]) if half]
+    return [bar_legend("", half, links) for half in (parts[:middle], parts[middle:]) if half]
 
 
 def draw_strip(
@@ -495,12 +495,17 @@ def draw_strip(
     )
 
 
-def bar_legend(title: str, parts: Sequence[Segment]) -> Any:
-    """Draw the parts with their figures."""
+def bar_legend(title: str, parts: Sequence[Segment], links: Mapping[str, str] | None = None) -> Any:
+    """Draw the parts with their figures; a name leads where its part of the bar does."""
+
+    def named(part: Segment) -> Any:
+        href = (links or {}).get(part.key)
+        return link(part.label, href=href) if href else part.label
+
     rows = [
         element(
             "Tr",
-            element("Th", swatch(part.look.colour), part.label, scope="row"),
+            element("Th", swatch(part.look.colour), named(part), scope="row"),
             element("Td", part.time, cls="num"),
             element("Td", part.share_text, cls="num share"),
             cls=f"part-{part.key}",

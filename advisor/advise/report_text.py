@@ -354,8 +354,8 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     busy = "" if report.busy_share is None else of
     tiles.append(("GPU busy", t.format_share(own or report.busy_share), busy))
-    peak = f"of the {report.mfu_format or 'device'} peak" if report.mfu else ""
-    tiles.append(("MFU", t.format_share(report.mfu), peak))
+    whose = report.mfu_format or "device's"
+    tiles.append(("MFU", t.format_share(report.mfu), f"of the {whose} peak" if report.mfu else ""))
     capacity, peak = report.memory_capacity_bytes, report.memory_peak_bytes
     note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
     if peak is None:
@@ -1089,7 +1089,7 @@ def describe_chosen_fixes(fix_sequence: FixSequence) -> str:
 
 
 def _explained(replay: Replay) -> str:
-    """Say how much of the waiting the replay explains by what was waited for; may be empty."""
+    """Say how much of the waiting the replay reproduces by what was waited for; may be empty."""
     parts = [
         f"{t.format_share(share)} of the time that {who}"
         for share, of, who in (
@@ -1098,7 +1098,7 @@ def _explained(replay: Replay) -> str:
         )
         if share is not None and of >= 0.01
     ]
-    return f" It explains {' and '.join(parts)}." * bool(parts)
+    return f" It reproduces {' and '.join(parts)}." * bool(parts)
 
 
 def replay_error(replay: Replay) -> str:

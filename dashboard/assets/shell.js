@@ -235,7 +235,8 @@
             return one.key === key;
           })[0];
           if (!entry || entry.state !== "loading") {
-            location.reload();
+            page.id = "progress-done"; // asked once: what follows is another page
+            window.dash_clientside.set_props("_pages_location", { search: location.search });
             return;
           }
           document.getElementById("progress-doing").textContent = entry.doing;

@@ -339,16 +339,37 @@ class Histogram(Figure):
         ]
 
     def html(self, *, small: bool = False) -> Markup:
-        rows = []
-        for name, count in self.bins:
-            length = max(count / self._most() * 100, 0.5) if count else 0
-            track = tag(
-                "svg", _rect("c-saved", 0, length), viewBox="0 0 100 10",
-                preserveAspectRatio="none", aria_hidden="true",
-            )  # fmt: skip
-            cells_ = tag("td", t.format_count(count)), tag("td", track, cls="track")
-            rows.append(tag("tr", tag("th", name, scope="row"), *cells_))
-        return tag("table", table_head([*self.head, ""]), tag("tbody", *rows), cls="stairs")
+        return _tracks(self.head, self.bins, t.format_count)
+
+
+@dataclass(frozen=True)
+class Sizes(Figure):
+    """Bytes of each kind as bars."""
+
+    head: str
+    parts: Sequence[tuple[str, int]]
+
+    def table(self) -> None:
+        """Return ``None``: only a page shows it; a line beside it has the numbers."""
+
+    def html(self, *, small: bool = False) -> Markup:
+        return _tracks((self.head, "bytes"), self.parts, t.format_bytes)
+
+
+def _tracks(
+    head: tuple[str, str], parts: Sequence[tuple[str, int]], write: Callable[[int], str]
+) -> Markup:
+    """Draw a row a part, with a bar as long as its share of the largest."""
+    most, rows = max((size for _, size in parts), default=1) or 1, []
+    for name, size in parts:
+        length = max(size / most * 100, 0.5) if size else 0
+        track = tag(
+            "svg", _rect("c-saved", 0, length), viewBox="0 0 100 10",
+            preserveAspectRatio="none", aria_hidden="true",
+        )  # fmt: skip
+        cells_ = tag("td", write(size)), tag("td", track, cls="track")
+        rows.append(tag("tr", tag("th", name, scope="row"), *cells_))
+    return tag("table", table_head([*head, ""]), tag("tbody", *rows), cls="stairs")
 
 
 SHADES_PER_SIDE: Final = 4

@@ -296,7 +296,7 @@ def _work(c: Comparison) -> Any:
     if not lines:
         return None
     return card(
-        "Operators that differ",
+        "Device work",
         _table("GPU work", lines, bars=True, caption=f"GPU time and launches{per_suffix(c)}"),
         aside="matched by operator and shape, also across GPUs",
         cls="compared",

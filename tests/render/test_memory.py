@@ -71,6 +71,14 @@ def test_the_cheapest_saving_of_a_snapshot_has_its_code() -> None:
     assert "scaled_dot_product_attention(q, k, v, attn_mask=mask)" in shown
 
 
+def test_a_page_draws_what_was_held(report: Report) -> None:
+    bars = REPORTS.render("html", report).split('class="stairs"')[1].split("</table>")[0]
+    listed = {each.category: each.bytes for each in report.memory[0].categories}
+    largest = max(listed, key=lambda name: listed[name])
+    assert f">{largest}</th><td>{t.format_bytes(listed[largest])}</td>" in bars
+    assert 'width="100.00"' in bars
+
+
 def test_markdown_has_the_tables(report: Report) -> None:
     source = REPORTS.render("markdown", report)
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(source)

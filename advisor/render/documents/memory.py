@@ -21,6 +21,7 @@ from advisor.render.document import (
     TextField,
     plain_text,
 )
+from advisor.render.figures import Sizes
 
 MAX_ROWS: Final = 25
 """Number of rows of a table."""
@@ -53,7 +54,8 @@ def sections(report: Report) -> list[Block]:
         fields = FieldList(
             [TextField(label, parts, detail=label == _BASIS) for label, parts in device.lines]
         )
-        first: list[Block] = [each for each in device.tables if not _is_folded(each)]
+        first: list[Block] = [_sizes(view)]
+        first += [each for each in device.tables if not _is_folded(each)]
         rest: list[Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
             first += _first_saving(view, report)
@@ -73,6 +75,19 @@ def sections(report: Report) -> list[Block]:
             title = f"{device.title}: details"
             blocks.append(Section(title, rest, folded=True, summary=counted))
     return blocks
+
+
+def _sizes(view: MemoryView) -> Sizes:
+    """Draw what was held by category; where it is known, what was held and free in the end too."""
+    bins = [(each.category, each.bytes) for each in _listed(view)]
+    if view.at == "peak" and view.end_free:
+        bins.append(("in the end: in tensors", view.end_allocated or 0))
+        bins.append(("in the end: reserved but free", view.end_free))
+    return Sizes("memory", bins)
+
+
+def _listed(view: MemoryView) -> list[MemoryHolder]:
+    return [each for each in view.categories if each.bytes >= MIN_LISTED * max(view.allocated, 1)]
 
 
 MIN_OF_CAPACITY: Final = 0.1
@@ -192,8 +207,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     whole = max(view.allocated, 1)
     by = [
         f"{each.category} {t.format_bytes(each.bytes)} {t.format_share(each.bytes / whole)}"
-        for each in view.categories
-        if each.bytes >= MIN_LISTED * whole
+        for each in _listed(view)
     ]
     held = [
         f"{t.format_bytes(view.allocated)} in tensors",

@@ -632,9 +632,10 @@ def _with_stacks(finding: Finding, report: Report) -> list[str]:
     """Say that the gain is smaller without the Python stacks, where they are in a trace of unknown
     other steps, and the fix ends the GPU's waits for launches or for Python code."""
     traced = report.inputs[0] if report.inputs else None
-    if traced is None or not traced.with_stack or report.recorded is not None:
-        return []
     python = any("python" in (*edit.select.cause, *edit.select.kind) for edit in finding.edits)
+    known = traced is not None and (traced.with_stack or python)  # without stacks none is seen
+    if not known or report.recorded is not None:
+        return []
     if not python and not any(edit.op == "drop_launch" for edit in finding.edits):
         return []
     return ["without Python stacks the gain is smaller: recording them slows the host"]

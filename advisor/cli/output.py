@@ -309,8 +309,9 @@ def newest_run(paths: list[str]) -> list[str]:
         chosen = next((n for n, line in enumerate(lines) if not _why_skipped(line)), None)
         if chosen is not None and len(lines) > 1:
             run, *older = lines[chosen:]
+            total = len(error.found) if isinstance(error, SeveralRuns) else len(found)
             print(
-                f"{clean(run.path)}, the newest of {len(found)} runs"
+                f"{clean(run.path)}, the newest of {total} runs"
                 f"{' that can be analysed' * bool(chosen)}: {_about(run)}",
                 *(f"skipped: {clean(new.path)}, {_why_skipped(new)}" for new in lines[:chosen]),
                 f"another: {clean(_typed(['analyze', str((older or lines)[0].path)]))}",

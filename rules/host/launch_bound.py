@@ -178,7 +178,7 @@ class LaunchBound(Rule):
             "a larger batch fits": {
                 "fix": "Double the batch, then measure: that raises throughput.",
                 "code": "{code}\n\n# or twice the batch, for throughput\n"
-                "loader = DataLoader(..., batch_size=2 * batch_size)",
+                "model(torch.cat([batch, next_batch]))",
             }
         }
     }

@@ -280,8 +280,10 @@ class PythonHotSpot(Rule):
 
     @staticmethod
     def _title(spots: list[dict[str, Any]]) -> str:
-        """Name all functions that the gain is of."""
+        """Name all functions that the gain is of; the library, where they are its inner ones."""
         names = _names(spots)
+        if all(spot["kind"] == LIBRARY for spot in spots) and _name(spots[0])[0] == "_":
+            return f"Python code of {library_of(spots[0]['name'])} leaves the GPU idle"
         if len(names) == 1:
             return f"The function {names[0]} leaves the GPU idle"
         return f"The functions {t.list_names(names)} leave the GPU idle"

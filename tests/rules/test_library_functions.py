@@ -404,3 +404,19 @@ def test_so_has_a_function_in_a_window_with_a_gpu() -> None:
     found = finding_of(PythonHotSpot(), b)
     assert found.fix.startswith("Tokenize the texts once")
     assert "100% of this time is in findall (re/__init__.py), called by words" in found.summary
+
+
+@pytest.mark.parametrize(("name", "private"), [("_set_context", True), ("compile_plan", False)])
+def test_inner_functions_of_a_library_are_named_by_the_library(name: str, private: bool) -> None:
+    b = TraceBuilder()
+    for _ in b.steps():
+        with b.python("/venv/site-packages/diffusers/hooks.py(5): " + name):
+            b.host(3000)
+        b.product(9000, wait=True)
+    (found,) = (each for each in PythonHotSpot().check(b.analysis()) if isinstance(each, Finding))
+    assert found.title == (
+        "Python code of diffusers leaves the GPU idle"
+        if private
+        else f"The function {name} leaves the GPU idle"
+    )
+    assert f"the call around {name}" in found.fix

@@ -125,6 +125,7 @@ def _device(report: Report) -> list[str]:
     parts = [f"GPU {scope_.device}: {labels.shorten(name, 50)}"]
     if scope_.devices_seen > 1:
         parts.append(f"of {scope_.devices_seen} in the trace, the one with most work")
+    parts += [scope_.device_shared] * bool(scope_.device_shared)
     return parts
 
 

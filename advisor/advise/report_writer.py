@@ -129,6 +129,10 @@ def write_report(
     left = step_after_fixes(report) / report.step_ns if report.step_ns else 1.0
     edits = [edit for finding in ranked.advice for edit in finding.edits]
     report = replace(report, replay=estimator.describe_replay(edits, left))
+    sharing = {rule.id for rule in rules if rule.verdict_role == "shared GPU"}
+    for note in (each for each in report.notes if each.rule in sharing):
+        others = note.summary[0].lower() + note.summary[1:].rstrip(".")
+        report = replace(report, scope=replace(report.scope, device_shared=others))
     status, text = write_verdict(report, a, rules)
     report = replace(report, status=status, verdict=text)
     return replace(report, charts=build_charts(report))

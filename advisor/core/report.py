@@ -119,6 +119,8 @@ class Scope(Struct, kw_only=True):
     """Whether advisor/core/gpus has the GPU: only then are rooflines computed."""
     devices_seen: int = 0
     """Number of GPUs with work in the trace."""
+    device_shared: str = ""
+    """Description of other processes on the device; empty: none is known."""
     framework: str | None = None
     """Framework of the program: ``pytorch``, ``tensorflow``, ``jax``, ``cuda`` (C++ with CUDA or
     HIP and none of these); ``null``: unknown."""

@@ -36,9 +36,12 @@ R = TypeVar("R", bound="Rule")
 
 Per = Literal["step", "repetition", "inference", "recording", "window", "run"]
 """Unit that an amount of time, or a number of things, is of."""
-VerdictRole = Literal["", "memory growth", "memory state", "out of memory", "time between steps"]
-"""Part of a finding in the verdict though no gain ranks it: that memory grows, what explains the
-memory in a snapshot, why a request failed, or how much of the run no step takes."""
+VerdictRole = Literal[
+    "", "memory growth", "memory state", "out of memory", "time between steps", "shared GPU"
+]
+"""Part of a finding at the top of a report though no gain ranks it: that memory grows, what
+explains the memory in a snapshot, why a request failed, how much of the run no step takes, who else
+uses the GPU."""
 HostCheck = Literal[
     "",
     "loading data",

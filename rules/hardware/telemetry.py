@@ -132,6 +132,7 @@ class GpuShared(Rule):
 
     id = "gpu-shared"
     title = "Other processes use the GPU"
+    verdict_role = "shared GPU"
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/mps/index.html",)
 

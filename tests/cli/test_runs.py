@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import advisor
+from advisor.cli.output import MAX_RUNS
 from advisor.core.run_directory import EVENTS, MANIFEST, STEPS, Event, Manifest, StepRow
 from advisor.testing import TraceBuilder
 from advisor.tune.report import FILE
@@ -101,6 +102,10 @@ def test_analyze_takes_the_newest_run_that_can_be_analysed_and_says_why_not_a_ne
         "skipped: runs/2026-11-23_d, no steps recorded",
         "skipped: runs/2026-11-22_c, a trial of advisor try",
     ]
+    for n in range(MAX_RUNS):
+        record(runs / f"2024-01-{n:02}_e", 19_000 + n, 12, "train.py")
+    all_runs = f"the newest of {MAX_RUNS + 4} runs that can be analysed:"
+    assert all_runs in advisor("analyze", "runs/", "--format", "json").err
     typed = shlex.split(another.removeprefix("another: advisor "))
     assert typed[0] == "analyze" and (project / typed[1]).is_dir() and "11-21" not in typed[1]
 

@@ -40,7 +40,7 @@ def sections(report: Report) -> Iterator[Block]:
     inference = report.inference
     if inference is None:
         return
-    table = Grid(COLUMN_TITLES, [build_row(phase) for phase in inference.phases], optional=(3, 6))
+    table = Grid(COLUMN_TITLES, [build_row(phase) for phase in inference.phases], optional=(6, 3))
     rows = [
         TextField(label, parts, detail=detail) for label, parts, detail in describe_lines(inference)
     ]

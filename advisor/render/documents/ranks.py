@@ -66,14 +66,14 @@ def _axis(axis: MeshAxis) -> list[Inline]:
         f"{t.format_number(axis.calls * count / total)} {name.replace('_', '-')}"
         for name, count in axis.collectives.items()
     ]
-    members = format_ranks(axis.ranks)
+    size = t.format_cell(axis.size, lambda size: t.count_noun(size, "rank"))
+    members = format_ranks(axis.ranks) or size
     if axis.ranks and len(members) > MAX_MEMBERS:
         stride = axis.ranks[1] - axis.ranks[0]
-        members = f"{axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
-    size = t.format_cell(axis.size, str)
+        members = f"{axis.size}: {axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
     return [
         axis.axis if axis.named else f"{axis.axis}*",
-        f"{size}: {members}" if members else size,
+        members,
         ", ".join(kinds),
         t.format_cell(axis.bytes, t.format_bytes),
         t.format_duration(axis.ns),

@@ -27,6 +27,7 @@ from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 _NODE = "autograd::engine::evaluate_function: "
+_ACCUMULATES = f"{_NODE}torch::autograd::AccumulateGrad"
 _LAYER = r"^aten::(?:linear|addmm|mm|bmm|conv[123]d|convolution|lstm|gru|embedding)$"
 
 
@@ -42,6 +43,12 @@ class Passes(NamedTuple):
     ends: list[int]
     """… and end of the last."""
 
+    @property
+    def accumulate(self) -> bool:
+        """Whether each adds to gradients of weights."""
+        added = self.operators["name"] == _ACCUMULATES
+        return int(added.sum()) >= self.number * len(self.starts)
+
 
 class SmallMicroBatches(Rule):
     """The step runs several passes forward and backward before the optimizer, and each consists of
@@ -52,6 +59,10 @@ class SmallMicroBatches(Rule):
     Passes are equal by the shapes of their layers, and one optimizer step follows them. Operators
     of 0.3 ms or more count as work of their own, which grows with the batch. On a GPU the host's
     time is what shrinks: nothing is saved where the device sets the pace.
+
+    Passes that add nothing to gradients of weights are not meant, nor those with a sign of
+    gradients between them. In meta-learning and in attacks on the input a pass needs the result of
+    the one before.
     """
 
     id = "small-micro-batches"
@@ -98,7 +109,7 @@ class SmallMicroBatches(Rule):
         }
     }
     verify = "Record again: fewer passes per step, and more samples per second."
-    falsified_by = "a larger micro-batch that does not fit, or that takes as many times longer"
+    falsified_by = "passes that need the result of the one before, or a batch that does not fit"
     assumptions = ("memory for a larger micro-batch is free",)
     confidence = 0.75
 
@@ -108,7 +119,7 @@ class SmallMicroBatches(Rule):
         passes = _find_passes(a)
         if passes is None:
             return
-        if passes.number < self.min_passes:
+        if passes.number < self.min_passes or not passes.accumulate:
             return
         usual = pl.col("ns").median().over("name") <= self.max_call_us * 1000
         short, long = passes.operators.filter(usual), passes.operators.filter(~usual)
@@ -151,6 +162,8 @@ class SmallMicroBatches(Rule):
             "on a GPU that waits": _training(gpu="A100"),
             "in Hugging Face's Trainer": _training(trainer="transformers"),
             "one pass": (_training(passes=1), "min_passes"),
+            "gradients of the input": (_training(weights=False), "passes.accumulate"),
+            "an attack on the input": (_training(between="aten::sign"), "passes is None"),
             "three models": (_training(passes=6, models=3), "passes is None"),
             "an update after each pass": (_training(updates=True), "passes is None"),
             "long calls": (_training(backward_us=400), "min_share"),
@@ -175,6 +188,10 @@ def _find_passes(a: Analysis) -> Passes | None:
     inside = np.zeros(len(table), dtype=bool)
     for (_, begin), end in zip(begins, ends, strict=True):
         inside[begin : end + 1] = True
+    signs = np.flatnonzero((table["name"] == "aten::sign").to_numpy())
+    own = np.searchsorted([begin for _, begin in begins], signs) % counts[begins[0][0]]
+    if own.any():
+        return None  # between two passes of a step
     at, until = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
     count = counts[begins[0][0]]
     return Passes(
@@ -221,6 +238,8 @@ def _training(
     us: float = 60,
     backward_us: float = 60,
     trainer: str = "",
+    weights: bool = True,
+    between: str = "",
 ) -> TraceBuilder:
     """Passes of one model, or of ``models`` in turn, with 20 layers each."""
     b = TraceBuilder(gpu=gpu)
@@ -237,6 +256,10 @@ def _training(
                 run("aten::linear", [[8, width], [width, width], [width]], us)
             for _ in range(20):
                 run(f"{_NODE}AddmmBackward0", None, backward_us)
+                if weights:
+                    b.on_host(_ACCUMULATES, 5)
+            if between:
+                b.on_host(between, 5)
             if updates:
                 with b.range("Optimizer.step#SGD.step"):
                     b.on_host("aten::_foreach_add_", 30)

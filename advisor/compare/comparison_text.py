@@ -114,6 +114,13 @@ def write_verdict(comparison: Comparison) -> str:
     return " ".join([*_crashes(comparison), text])
 
 
+def write_badge(comparison: Comparison) -> str:
+    """Write the verdict in two or three words."""
+    words = {"no difference": "No significant difference"}
+    verdict = comparison.steps.verdict
+    return "Not comparable" if is_unjudged(comparison) else words.get(verdict, verdict.capitalize())
+
+
 def is_unjudged(comparison: Comparison) -> bool:
     """Tell whether there is no verdict: different programs or, without steps, other input shapes,
     and no server's phases to compare."""

@@ -39,13 +39,7 @@ BEFORE, AFTER = "#9a9aa5", theme.ACCENT
 MAX_WORK = 20
 WORK_WIDTH = 44
 """Length of an operator with its shapes, characters."""
-STATUS = {
-    "slower": ("failed", "Slower"),
-    "faster": ("healthy", "Faster"),
-    "no difference": ("", "No significant difference"),
-    "not measured": ("", "Not measured"),
-    "other programs": ("", "Not comparable"),
-}
+LOOKS = {"Slower": "failed", "Faster": "healthy"}
 MARKS = {"fixed": "healthy", "new": "failed", "remaining": "bottlenecks"}
 
 
@@ -109,14 +103,14 @@ def _chooser(view: PageView, keys: list[str], chosen: str) -> Any:
 
 
 def _head(c: Comparison, chooser: Any) -> Any:
-    look, word = STATUS["other programs" if words.is_unjudged(c) else c.steps.verdict]
+    word = words.write_badge(c)
     sides = [
         element("Span", element("B", label), " ", labels.clean(" · ".join(parts)))
         for label, parts in words.describe_sides(c)
     ]
     return element(
         "Div",
-        element("Span", word, cls=f"pill {look}"),
+        element("Span", word, cls=f"pill {LOOKS.get(word, '')}"),
         *verdict_head(c.verdict),
         element("Div", *sides, cls="scope"),
         chooser,
@@ -252,7 +246,7 @@ def _breakdown(c: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
     ]
     figures_ = [li for li in lines if li.group == "figures"]
     return card(
-        "Where the time goes",
+        "Breakdown",
         element("Div", *strips, cls="strips") if strips else None,
         *(
             _table(title, part, bars=True, caption=f"{title}, {unit}, all bars on one scale")

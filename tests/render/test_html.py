@@ -25,7 +25,7 @@ Make = Callable[..., Report]
 VOID = {"meta", "br", "hr", "link", "img", "input"}
 OURS = set(
     """
-        html head meta title style body a header main section footer h1 h2 h3 h4 p span b
+        html head meta title style body a header main nav section footer h1 h2 h3 h4 p span b
         small div dl dt dd ul li table thead tbody tr th td svg rect path article pre code
         details summary
         """.split()
@@ -156,6 +156,14 @@ def test_the_first_fix_stands_above_the_figures_and_leads_to_its_card(report: Ma
     assert source.index("Do this first") < source.index('class="tiles"')
     assert 'id="f1"' in source
     assert "Do this first" not in REPORTS.render("html", report(0))
+
+
+def test_links_of_the_contents_lead_to_sections(report: Make) -> None:
+    page = Page(REPORTS.render("html", report(3)))
+    ids = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
+    links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
+    assert "#what-to-change" in links and len(set(ids)) == len(ids)
+    assert {str(href)[1:] for href in links if str(href).startswith("#")} <= set(ids)
 
 
 def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:

@@ -31,7 +31,7 @@ from advisor.render.figures import ComparedBars
 
 MAX_LINES: Final = 12
 """Number of source lines listed in the table of memory, and of layers."""
-_STYLE: Final = {"slower": ("bold red", "Slower"), "faster": ("bold green", "Faster")}
+_STYLE: Final = {"slower": "bold red", "faster": "bold green"}
 
 
 def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
@@ -40,7 +40,6 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     if c.decision is not None:
         return _gate(c, c.decision)
     verdict = "not measured" if comparison_text.is_unjudged(c) else c.steps.verdict
-    style, badge = _STYLE.get(verdict, ("bold", ""))
     # step times of recorded runs are those of all steps, what they consist of is the window's
     window = "of the profiled window" if c.steps.source == "recorder" else ""
     notes = [Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
@@ -91,8 +90,8 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
         ],
         name="comparison",
         status={"slower": "critical", "faster": "healthy"}.get(verdict, "limited"),
-        style=style,
-        badge=badge,
+        style=_STYLE.get(verdict, "bold"),
+        badge=comparison_text.write_badge(c),
     )
 
 

@@ -23,6 +23,10 @@ MAX_ITEMS: Final = 200
 """Number of items of one list, or of cards of one section."""
 
 
+MIN_CONTENTS: Final = 4
+"""Number of sections from which a page begins with a list of them."""
+
+
 class Html(DocumentRenderer):
     """Renderer of a page below 1 MB."""
 
@@ -53,6 +57,14 @@ class Html(DocumentRenderer):
             first,
             *(block(part) for part in lead),
         )
+        contents = [
+            tag("li", tag("a", part.title, href=f"#{_anchor(part.title)}"))
+            for part in document.blocks
+            if isinstance(part, d.Section)
+        ]
+        if len(contents) >= MIN_CONTENTS:
+            listed = tag("nav", tag("ul", *contents), cls="contents", aria_label="Contents")
+            header = join(header, listed)
         main = tag("main", *(block(part) for part in document.blocks[len(lead) :]), id="main")
         notes = [tag("p", note, cls="soft") for note in document.notes]
         body = tag(
@@ -81,8 +93,10 @@ def block(part: d.Block, level: int = 2) -> Markup:
             inner = [block(each, level + 1) for each in part.blocks[:MAX_ITEMS]]
             if part.folded:
                 summary = tag("summary", tag(f"h{level}", title))
-                return tag("section", tag("details", summary, *inner))
-            return tag("section", tag(f"h{level}", title), *inner)
+                inner = [tag("details", summary, *inner)]
+            else:
+                inner = [tag(f"h{level}", title), *inner]
+            return tag("section", *inner, id=_anchor(part.title) if level == 2 else None)
         case d.Card():
             return card(part, level)
         case d.Paragraph():
@@ -125,6 +139,11 @@ def block(part: d.Block, level: int = 2) -> Markup:
         case d.Figure():
             return part.html()
     return Markup()
+
+
+def _anchor(title: str) -> str:
+    """Return the address of a section: its title's letters and digits."""
+    return "".join(each if each.isalnum() else "-" for each in title.lower())
 
 
 def card(part: d.Card, level: int) -> Markup:

@@ -105,7 +105,7 @@ class SmallMicroBatches(Rule):
     cases = {
         "Hugging Face's Trainer": {
             "code": "TrainingArguments(..., per_device_train_batch_size={count} * batch,\n"
-            "                  gradient_accumulation_steps=accumulation // {count})"
+            "    gradient_accumulation_steps=steps // {count})"
         }
     }
     verify = "Record again: fewer passes per step, and more samples per second."

@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 
 from advisor import cli
+from advisor.core.text import host_label
 from advisor.dashboard.app import PAGES
 from advisor.dashboard.pages.distributed import _folded as folded
 from advisor.testing import TraceBuilder
@@ -299,7 +300,7 @@ def _what_the_recorder_measured_is_shown(t: Any, report: dict[str, Any]) -> None
     shown = {row[0]: row[1] for row in rows}
     assert {phase["name"] for phase in recorded["phases"]} >= {"data", "forward", "backward"}
     for phase in recorded["phases"]:
-        assert agrees(shown[phase["name"]], phase["ns"]), (phase, shown)
+        assert agrees(shown[host_label(phase["name"])], phase["ns"]), (phase, shown)
 
 
 def _it_is_told_that_the_file_is_cut(t: Any, report: dict[str, Any]) -> None:

@@ -44,14 +44,25 @@ MARKS = {"fixed": "healthy", "new": "failed", "remaining": "bottlenecks"}
 
 
 def has_content(view: PageView) -> bool:
-    """Return whether two runs are open."""
-    return bool(view.session.pairs)
+    """Return whether two runs are open, or a folder with runs that can be."""
+    entries = view.session.entries
+    others = bool(view.session.folder) and len(entries) > 1 and entries[0].job is None
+    return bool(view.session.pairs) or others
 
 
 def layout(other: object = None, **query: object) -> Any:
     """Build the page; ``other`` is the run that the first is compared with."""
     view = page_view.view(**query)
     pairs = view.session.pairs
+    if not pairs and has_content(view):
+        return page(
+            head("Compare"),
+            empty_state(
+                "No run is compared yet",
+                "A run that is read is compared with the newest one.",
+                "Open a second one on the page Runs.",
+            ),
+        )
     if not pairs:
         return page(
             head("Compare"),

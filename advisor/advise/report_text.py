@@ -634,8 +634,8 @@ def _with_stacks(finding: Finding, report: Report) -> list[str]:
     other steps, and the fix ends the GPU's waits for launches or for Python code."""
     traced = report.inputs[0] if report.inputs else None
     python = any("python" in (*edit.select.cause, *edit.select.kind) for edit in finding.edits)
-    known = traced is not None and (traced.with_stack or python)  # without stacks none is seen
-    if not known or report.recorded is not None:
+    lines = any(place.file for place in finding.where)
+    if traced is None or not (traced.with_stack or lines) or report.recorded is not None:
         return []
     if not python and not any(edit.op == "drop_launch" for edit in finding.edits):
         return []

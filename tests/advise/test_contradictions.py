@@ -276,6 +276,11 @@ def test_shapes_are_missed_only_where_none_are_recorded(report: Report, text: st
     assert "no input shapes" not in text or "GEMM shapes" not in text
 
 
+def test_stacks_slow_no_host_that_recorded_none(text: str) -> None:
+    if "without Python stacks" in text:
+        assert "with_stack=True shows it" not in text
+
+
 def test_without_steps_nothing_is_said_of_each_step(report: Report) -> None:
     """Summaries and fixes of a recording without steps are of the recording."""
     if report.scope.step_source != "whole trace":

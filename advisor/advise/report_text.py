@@ -167,7 +167,7 @@ def _steps(report: Report) -> list[str]:
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
     if scope_.behind_ns > scope_.step_ns:
         ahead = f"the host is {t.format_duration(scope_.behind_ns)} ahead of the GPU"
-        parts.append(f"{ahead}, whose steps these are")
+        parts.append(f"{ahead}: these steps are the GPU's")
     return parts
 
 

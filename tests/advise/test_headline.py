@@ -426,7 +426,9 @@ def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
     for name, behind in (("mi300x_kernels_after_steps", True), ("b200_eager", False)):
         report = analyze(shared_trace(name))
         (shown,) = [parts for label, parts in describe_scope(report) if label == "steps"]
-        assert ("the host is 17.2 ms ahead of the GPU, whose steps these are" in shown) == behind
+        assert (
+            "the host is 17.2 ms ahead of the GPU: these steps are the GPU's" in shown
+        ) == behind
 
 
 @pytest.mark.parametrize("name", ["loader_autograd_workers4", "loader_profiler_workers4"])

@@ -49,7 +49,7 @@ def sections(report: Report) -> Iterator[Block]:
     step = report.step
     profiled = "profiled steps" * (step is not None and step.window_differs)
     if step is not None and step.window_is_other:
-        profiled += ", the limit that of the run's"
+        profiled += "; limit: of the run's own steps"
     aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
     yield Section("Inference by phase", [table, FieldList(rows)], aside, short=True)
 

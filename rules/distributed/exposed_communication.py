@@ -34,6 +34,7 @@ FEWER_BYTES = " Then send fewer bytes"
 """Begin of the last sentence of a text."""
 
 EMBEDDINGS = "all_to_all of embeddings"
+NO_GRADIENT = "# has no gradient: in training, in an autograd.Function\n"
 _ALL_TO_ALL = (
     "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
 )
@@ -112,7 +113,7 @@ class ExposedCommunication(Rule):
         "# FSDP2: fully_shard(block) for each block, then\n"
         "block.set_modules_to_forward_prefetch([next_block])\n\n"
         "# your own collectives\n"
-        "work = dist.all_to_all_single(received, sent, async_op=True)\n"
+        f"{NO_GRADIENT}work = dist.all_to_all_single(received, sent, async_op=True)\n"
         "...  # independent compute\n"
         "work.wait()"
     )
@@ -140,7 +141,7 @@ class ExposedCommunication(Rule):
             "next layer needs all of it, exchange it in parts, so that one part computes while "
             "another is sent. The fullest rank decides, so balance what ranks send. Then send "
             "fewer bytes: BF16 or FP8 on the wire.",
-            "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
+            "code": f"{NO_GRADIENT}work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "...  # independent compute\n"
             "work.wait()",
             "references": (_ALL_TO_ALL,),
@@ -151,7 +152,7 @@ class ExposedCommunication(Rule):
             "inputs. Balance what ranks send, because the fullest one decides: shard "
             "tables by load. Then send fewer bytes: BF16 or FP8 on the wire, pooling before "
             "sending, hot rows kept on each rank.",
-            "code": "work = dist.all_to_all_single(received, sent, async_op=True)\n"
+            "code": f"{NO_GRADIENT}work = dist.all_to_all_single(received, sent, async_op=True)\n"
             "dense = bottom_mlp(dense_features)      # needs none of it\n"
             "work.wait()\n"
             "# torchrec: TrainPipelineSparseDist sends the next batch's meanwhile",
@@ -173,7 +174,7 @@ class ExposedCommunication(Rule):
             "the other half of the batch. The fullest rank decides, so balance the experts' load "
             "and bound an expert's capacity. Then send fewer bytes: dispatch in FP8, combine in "
             "BF16.",
-            "code": "work = dist.all_to_all_single(received, tokens, async_op=True)\n"
+            "code": f"{NO_GRADIENT}work = dist.all_to_all_single(received, tokens, async_op=True)\n"
             "shared = shared_expert(hidden)      # needs none of it\n"
             "work.wait()",
             "references": (_ALL_TO_ALL,),
@@ -182,7 +183,8 @@ class ExposedCommunication(Rule):
             "fix": "Exchange the heads of a sequence-parallel attention in groups: one group is "
             "sent while the attention of another computes. Send queries while keys and values are "
             "projected. Keep the group within NVLink, or use fewer sequence-parallel ranks.",
-            "code": "work = dist.all_to_all_single(queries, own_queries, async_op=True)\n"
+            "code": f"{NO_GRADIENT}"
+            "work = dist.all_to_all_single(queries, own_queries, async_op=True)\n"
             "key, value = project_key(x), project_value(x)   # while queries are sent\n"
             "work.wait()",
             "references": (_ALL_TO_ALL, "https://arxiv.org/abs/2309.14509"),

@@ -76,6 +76,7 @@ class PoorOverlap(Rule):
         "other communicates."
     )
     code = (
+        "# has no gradient: in training, in an autograd.Function\n"
         "work = dist.all_to_all_single(out, inp, async_op=True)\n"
         "y = independent_part(x)      # launched before the wait: overlaps\n"
         "work.wait()                  # only the stream waits, not the host\n"

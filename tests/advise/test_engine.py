@@ -219,7 +219,7 @@ def test_a_busy_device_whose_rates_are_unknown_is_not_called_healthy(
 ) -> None:
     made = report(two_kernels(), [], monkeypatch)
     assert made.status == "limited"  # type: ignore[attr-defined]
-    assert "the kernels, not in waits. How close most kernels come to the limits" in made.verdict  # type: ignore[attr-defined]
+    assert "in kernels, not in waits. How close most kernels come to the limits" in made.verdict  # type: ignore[attr-defined]
 
 
 def test_a_user_can_switch_a_rule_off_and_move_its_threshold(tmp_path: Path) -> None:

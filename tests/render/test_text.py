@@ -29,7 +29,7 @@ from advisor.core.finding import Finding, Impact
         (1_223_000_000, "1.22 s"),
         (12_300_000_000, "12.3 s"),
         (4_000_000_000_000, "4,000 s"),
-        (-87_900_000, "-87.9 ms"),
+        (-87_900_000, "−87.9 ms"),
     ],
 )
 def test_a_duration_has_the_unit_it_is_read_best_in(ns: float | None, shown: str) -> None:
@@ -54,7 +54,7 @@ def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
         ((1 << 30) - 1, "1 GiB"),
         (12.34 * (1 << 30), "12.3 GiB"),
         (1234 * (1 << 30), "1,234 GiB"),
-        (-(5 << 20), "-5 MiB"),
+        (-(5 << 20), "−5 MiB"),
     ],
 )
 def test_a_size_has_three_digits_in_the_unit_it_is_read_in(size: float | None, shown: str) -> None:
@@ -89,7 +89,7 @@ def test_a_range_says_its_unit_once() -> None:
     assert t.format_range(390e6, 412e6) == "390 to 412 ms"
     assert t.format_range(0, 412e6) == "0 to 412 ms"
     assert t.format_range(900e3, 1.2e6) == "900 µs to 1.2 ms"
-    assert t.format_range(-3e6, 2e6) == "-3 to 2 ms"
+    assert t.format_range(-3e6, 2e6) == "−3 to 2 ms"
 
 
 @pytest.mark.parametrize(

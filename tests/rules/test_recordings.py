@@ -273,7 +273,9 @@ def test_a_larger_batch_is_a_choice_where_the_gpu_idles_and_has_memory(batch: in
     assert finding.fix.startswith("If shapes repeat, replay the kernels as CUDA graphs; first")
     assert ". Or double the batch, then measure: that raises throughput." in finding.fix
     assert "first remove 5 waits for the GPU: aten::item" in first_sentence(finding.fix)
-    assert "torch.where(ok, x, y)" in finding.code and "batch_size=2 * batch_size" in finding.code
+    assert (
+        "torch.where(ok, x, y)" in finding.code and "torch.cat([batch, next_batch])" in finding.code
+    )
 
 
 def test_waits_stay_outside_of_captured_dense_layers() -> None:

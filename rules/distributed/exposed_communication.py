@@ -27,14 +27,18 @@ from advisor.measure.host.stacks import (
 )
 from advisor.rules.support.citations import NCCL_TESTS, OURS, TRACELENS, public_traces
 from advisor.rules.support.common import amount_per_step, example_steps, of_step, without_bf16
-from advisor.rules.support.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
+from advisor.rules.support.framework_advice import (
+    FLAGS,
+    NO_GRADIENT,
+    OVERLAP_FLAGS,
+    in_any_language,
+)
 from advisor.testing import Examples, TraceBuilder
 
 FEWER_BYTES = " Then send fewer bytes"
 """Begin of the last sentence of a text."""
 
 EMBEDDINGS = "all_to_all of embeddings"
-NO_GRADIENT = "# has no gradient: in training, in an autograd.Function\n"
 _ALL_TO_ALL = (
     "https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.all_to_all_single"
 )

@@ -23,7 +23,12 @@ from advisor.rules.support.common import (
     of_step,
     row_numbers,
 )
-from advisor.rules.support.framework_advice import FLAGS, OVERLAP_FLAGS, in_any_language
+from advisor.rules.support.framework_advice import (
+    FLAGS,
+    NO_GRADIENT,
+    OVERLAP_FLAGS,
+    in_any_language,
+)
 from advisor.testing import Examples, TraceBuilder
 
 READY_NS = 20_000
@@ -76,8 +81,7 @@ class PoorOverlap(Rule):
         "other communicates."
     )
     code = (
-        "# has no gradient: in training, in an autograd.Function\n"
-        "work = dist.all_to_all_single(out, inp, async_op=True)\n"
+        f"{NO_GRADIENT}work = dist.all_to_all_single(out, inp, async_op=True)\n"
         "y = independent_part(x)      # launched before the wait: overlaps\n"
         "work.wait()                  # only the stream waits, not the host\n"
         "z = needs(out, y)"

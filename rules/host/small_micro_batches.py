@@ -212,20 +212,16 @@ def _runs(
     kinds: list[tuple[int | None, ...]] = []
     own: list[int] = []
     last = -1
-    for at in np.flatnonzero(node | layer).tolist():
-        if own and last >= 0 and (layer[at] or step[at] != step[own[0]]):
+    for at in [*np.flatnonzero(node | layer).tolist(), None]:  # None: the end
+        if own and last >= 0 and (at is None or layer[at] or step[at] != step[own[0]]):
             begins.append((int(step[own[0]]), own[0]))
             ends.append(last)
             kinds.append(tuple(inputs[n] for n in own))
             own, last = [], -1
-        if layer[at]:
+        if at is not None and layer[at]:
             own.append(at)
-        elif own:
+        elif at is not None and own:
             last = at
-    if own and last >= 0:
-        begins.append((int(step[own[0]]), own[0]))
-        ends.append(last)
-        kinds.append(tuple(inputs[n] for n in own))
     return begins, ends, kinds
 
 

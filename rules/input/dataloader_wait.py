@@ -26,8 +26,8 @@ from advisor.rules.support.common import (
     estimate_contended_loading,
     find_loader,
     has_trainer,
-    local_ranks,
     of_step,
+    own_cores,
     recorded_steps,
     scale_edit,
     workers_needed,
@@ -237,7 +237,7 @@ class DataLoaderWait(LoaderWaitRule):
         workers = None if feed is None else workers_of(feed)
         if cpus is None or workers is None:
             return {"edits": [edit]}
-        cores = max(1, cpus // local_ranks(a))
+        cores = int(own_cores(a, cpus))
         if workers < cores - 1:
             return {"edits": [edit]}
         threads = recorded_steps(a).flag("num_threads")

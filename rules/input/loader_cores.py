@@ -26,7 +26,7 @@ from advisor.rules.support.common import (
     estimate_contended_loading,
     find_loader,
     impact_per_step,
-    local_ranks,
+    own_cores,
     recorded_steps,
     steps_seen,
     workers_needed,
@@ -136,7 +136,7 @@ class LoaderWorkers(LoadingRule):
                 why="the cores, the workers or the wait for data are not recorded",
             )
             return
-        cores = max(1.0, cpus / local_ranks(a))
+        cores = own_cores(a, cpus)
         share = recorded.share("data") or 0.0
         moves = sample_loading(a).moves
         share *= moves
@@ -364,7 +364,7 @@ class CpuBoundTransforms(Rule):
                 record="a longer run, with psutil installed",
             )
             return
-        cores = max(1.0, cpus / local_ranks(a))
+        cores = own_cores(a, cpus)
         busy = float(usage.mean()) / 100 / cores
         disk = _disk(recorded.hosts)
         if busy < self.min_cpu or (disk or 0.0) >= self.max_disk or a.is_device_bound:
@@ -472,7 +472,7 @@ def _taken_by_workers(a: Analysis) -> TakenCores | None:
         return None
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         return None
-    cores = max(1.0, cpus / local_ranks(a))
+    cores = own_cores(a, cpus)
     by_workers = float(workers.mean()) / 100
     others = recorded.other_programs_cores or 0.0
     training, wanted = max(0.0, used - by_workers), min(float(threads), cores)

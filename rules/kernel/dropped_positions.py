@@ -11,7 +11,7 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
@@ -32,7 +32,6 @@ BETWEEN = ("aten::_unsafe_view", "aten::add", "aten::add_", "aten::div", "aten::
 MAX_BETWEEN = 6
 END = str(2**63 - 1)
 """End of a slice without one."""
-TAKERS = "aten::select", "aten::slice", "aten::narrow"
 
 
 class Dropped(NamedTuple):
@@ -125,29 +124,39 @@ class DroppedPositions(Rule):
     def _find(self, a: Analysis) -> list[Dropped]:
         """Return layers whose result is dropped in part, by its shape and that part."""
         table = outermost_in_steps(a)
-        taken = table.filter(pl.col("name").is_in(TAKERS))["inputs"].drop_nulls().unique()
-        known = {at: part for at in taken if (part := _part(inputs_at(a, at))) is not None}
+        taken = table.filter(pl.col("name").is_in(TAKES)).drop_nulls("inputs")
+        known = {
+            at: part
+            for name, at in taken.select("name", "inputs").unique().iter_rows()
+            if (part := _part(name, inputs_at(a, at))) is not None
+        }
         parts = {at: part for at, part in known.items() if part[1] <= self.max_kept}
         if not parts:
+            return []
+        rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
+        nodes = table.filter(pl.col("name").str.starts_with(_NODE))["row"]
+        numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
+        keeps = [
+            name in BETWEEN or (at in known and known[at][1] == 1 and name in TAKES)
+            for name, at in zip(names, inputs, strict=True)
+        ]
+        found: dict[tuple[Shape, str], Dropped] = {}
+        needed: set[Shape] = set()
+        made = [
+            (first, at)
+            for at, (name, each) in enumerate(zip(names, inputs, strict=True))
+            if each in parts and name in TAKES
+            if (first := _product_before(names, keeps, at)) is not None
+            if _shape_of_product(a, names[first], inputs[first]) == parts[each][0]
+        ]
+        if not made:
             return []
         shapes = {
             at: {tensor.shape for tensor in inputs_at(a, at).tensors}
             for at in table["inputs"].drop_nulls().unique()
         }
-        rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
-        nodes = table.filter(pl.col("name").str.starts_with(_NODE))["row"]
-        numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
-        keeps = [
-            name in BETWEEN or (at in known and known[at][1] == 1 and name in TAKERS)
-            for name, at in zip(names, inputs, strict=True)
-        ]
-        found: dict[tuple[Shape, str], Dropped] = {}
-        needed: set[Shape] = set()
-        for at in [n for n, each in enumerate(inputs) if each in parts and names[n] in TAKERS]:
+        for first, at in made:
             shape, kept, index = parts[inputs[at]]
-            first = _product_before(names, keeps, at)
-            if first is None or _shape_of_product(a, names[first], inputs[first]) != shape:
-                continue
             again = (
                 n
                 for n in range(at, len(rows))
@@ -185,34 +194,32 @@ class DroppedPositions(Rule):
             ),
             "some features": (_model(args=["2", "0"]), "not parts"),
             "read again": (_model(also="aten::mean"), "readers != [at]"),
-            "a part of something else": (_model(product="aten::tanh"), "first is None"),
+            "a part of something else": (_model(product="aten::tanh"), "not made"),
             "hardly any time": (_model(us=20), "min_share"),
         }
 
 
-def _part(x: OpInputs) -> tuple[Shape, float, str] | None:
+def _part(name: str, x: OpInputs) -> tuple[Shape, float, str] | None:
     """Return the shape that a part is taken of, its share and its index; ``None``: it is not
     recorded, or of the features."""
-    tensor, dim, start = x.tensor(0), x.argument(1), x.argument(2)
-    if tensor is None or not isinstance(dim, int) or not isinstance(start, int):
+    tensor, dim = x.tensor(0), x.argument(1)
+    if tensor is None or not isinstance(dim, int):
         return None
     shape = tensor.shape
     if not -len(shape) <= dim < len(shape) or not prod(shape):
         return None
-    dim %= len(shape)
-    size, lead = shape[dim], ":, " * dim
-    index, kept = f"{lead}{start}", 1
-    if len(x) > 3:  # slice and narrow: an end or a length, and a step
-        begin = start + size if start < 0 else start
-        end, by = x.argument(3), x.argument(4) if len(x) > 4 else 1
-        if not isinstance(end, int) or not isinstance(by, int) or by < 1:
-            return None
-        begin, end, by = slice(begin, end if len(x) > 4 else begin + end, by).indices(size)
-        kept = len(range(begin, end, by))
-        index = f"{lead}{begin}:{end}" + f":{by}" * (by > 1)
-    if not kept or (dim == len(shape) - 1 and kept < size):
+    size, before = shape[dim], dim % len(shape)
+    taken = range_taken(name, x, dim, size)
+    by = x.argument(4) if name == "aten::slice" else 1
+    if taken is None or not isinstance(by, int) or by < 1:
         return None
-    return shape, kept / size, index
+    begin, end = max(0, taken[0]), taken[1]
+    kept = len(range(begin, end, by))
+    if not kept or (before == len(shape) - 1 and kept < size):
+        return None
+    one = name == "aten::select"
+    index = f"{x.argument(2)}" if one else f"{begin}:{end}" + f":{by}" * (by > 1)
+    return shape, kept / size, ":, " * before + index
 
 
 def _product_before(names: list[str], keeps: list[bool], at: int) -> int | None:

@@ -449,6 +449,11 @@ def local_ranks(a: Analysis) -> int:
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
+def own_cores(a: Analysis, cpus: int) -> float:
+    """Return the cores of each training process that shares these, one at least."""
+    return max(1.0, cpus / local_ranks(a))
+
+
 def impact_per_step(
     a: Analysis,
     gain: float,

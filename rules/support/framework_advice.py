@@ -56,6 +56,8 @@ JIT_STEP = (
     "Take several steps in one call where the data allows. Let XLA put launches into CUDA graphs "
     "(--xla_gpu_enable_command_buffer)."
 )
+NO_GRADIENT = "# has no gradient: in training, in an autograd.Function\n"
+"""First line of code with a collective of torch.distributed."""
 OVERLAP_FLAGS = (
     "Let XLA overlap collectives with compute: its latency-hiding scheduler starts them early and "
     "waits late."

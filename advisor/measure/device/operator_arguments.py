@@ -195,7 +195,7 @@ def _taken(
     size = data.shape[dim]
     begin, end = size, 0
     for _, name, x in readers_behind(a, row, data.shape, types):
-        part = _part(name, x, dim % len(data.shape), size)
+        part = range_taken(name, x, dim % len(data.shape), size)
         if part is None:
             if not end:
                 return None
@@ -204,7 +204,7 @@ def _taken(
     return (begin, end) if end else None
 
 
-def _part(name: str, x: OpInputs, dim: int, size: int) -> tuple[int, int] | None:
+def range_taken(name: str, x: OpInputs, dim: int, size: int) -> tuple[int, int] | None:
     """Return the range that an operator takes of a dimension; ``None``: it does something else."""
     first, start, stop = (x.argument(at) for at in (1, 2, 3))
     if name not in TAKES or first != dim or not isinstance(start, int | None):

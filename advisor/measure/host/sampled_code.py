@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from advisor.core.finding import Location
 from advisor.core.intervals import intersect, union
@@ -129,24 +130,26 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     cpu, main = a.trace.cpu, a.trace.main_thread
     rows = np.flatnonzero(((cpu["name"] == op) & (cpu["thread"] == main)).to_numpy())
     own = cpu.select("ts", "dur")[rows]
-    called = cpu["name"].gather(nullable_rows(outermost_aten(a)[rows])).cast(pl.String)
+    outermost = outermost_aten(a)
+    called = cpu["name"].gather(nullable_rows(outermost[rows])).cast(pl.String)
     times = own.group_by(called.alias("called")).agg(pl.col("dur").sum()).sort("dur").drop_nulls()
     # others may run the same operator: nearly all of its time is in one of them
     if len(times) and times["dur"][-1] > MIN_OF_LOOP * int(own["dur"].sum()):
         line = line_of_function(recorded.stacks, normalize_operator_name(times["called"][-1]))
         if line is None and times["called"][-1] in SYMBOLS:
-            line = _line_of_symbol(a, int(times["dur"][-1]))
+            line = _line_of_symbol(a, outermost, int(times["dur"][-1]))
         if line is not None:
             return line
     spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
     return line_of_share(recorded.stacks, intersect(spans, a.spans).total / a.span_ns)
 
 
-def _line_of_symbol(a: Analysis, ns: int) -> HottestLine | None:
+def _line_of_symbol(a: Analysis, outermost: NDArray[np.int64], ns: int) -> HottestLine | None:
     """Find the line of an operator that is written as a symbol (``a @ b``), so that samples end in
-    the line itself. ``ns``: time of its calls; most of that of all such operators."""
+    the line itself. ``outermost``: of ``outermost_aten``; ``ns``: time of its calls; most of that
+    of all such operators."""
     recorded, main = a.recorded, a.trace.main_thread
-    rows = np.unique(outermost_aten(a))
+    rows = np.unique(outermost)
     own = a.trace.cpu[rows[rows >= 0]].filter(pl.col("thread") == main)
     every = own.filter(pl.col("name").cast(pl.String).is_in(SYMBOLS))["dur"].sum()
     if recorded is None or ns < MOST * int(every):

@@ -10,7 +10,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select, impact_without
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import rows_around
+from advisor.measure.host.stacks import NODE_PREFIX, rows_around
 from advisor.rules.support.common import amount_per_step, of_step
 from advisor.testing import Examples, TraceBuilder
 
@@ -114,7 +114,7 @@ class AnomalyDetection(Rule):
         by_hand = TraceBuilder(gpu=None)
         for _ in by_hand.steps():
             by_hand.on_host("aten::isnan", 400)
-            with by_hand.op(f"{NODE}MmBackward0"):
+            with by_hand.op(f"{NODE_PREFIX}MmBackward0"):
                 by_hand.on_host("aten::mm", 2000)
         return {
             "without stacks": _anomalous(),
@@ -124,7 +124,6 @@ class AnomalyDetection(Rule):
         }
 
 
-NODE = "autograd::engine::evaluate_function: "
 _CHECKS = r"^aten::(?:isnan|_is_any_true|item)$"
 _FORMATS = r"(?:^|/)traceback\.py\(\d+\): format_stack$"
 
@@ -136,7 +135,7 @@ class AnomalyCost:
         names = a.trace.cpu["name"]
         checked = name_matches(names, r"^aten::isnan$").to_numpy().nonzero()[0]
         node = rows_around(a.trace.cpu["parent"].fill_null(-1).to_numpy(), checked)
-        nodes = name_matches(names, f"^{NODE}").to_numpy()
+        nodes = name_matches(names, f"^{NODE_PREFIX}").to_numpy()
         self.checks = int((nodes[node] & (node >= 0)).sum()) if len(checked) else 0
         """Number of checks of gradients, in the whole trace."""
         self.runs_backward = bool(nodes.any())
@@ -148,7 +147,7 @@ class AnomalyCost:
     @property
     def edits(self) -> list[Edit]:
         """Edits that remove checks and formatting; recording Python stacks lengthens that."""
-        checks = Select(on="host", kind=("op",), name=_CHECKS, under=f"^{NODE}")
+        checks = Select(on="host", kind=("op",), name=_CHECKS, under=f"^{NODE_PREFIX}")
         result = [Edit(op="remove", select=checks)]
         if self._a.device_id is not None:
             kernels = Select(on="gpu", under=r"^aten::(?:isnan|_is_any_true)$")
@@ -318,7 +317,7 @@ def _anomalous(*, stacks: bool = False) -> TraceBuilder:
                 with b.python("torch/fx/traceback.py(497): format_stack"):
                     b.host(700)
             b.host(700)
-        with b.op(f"{NODE}MmBackward0", sequence=1):
+        with b.op(f"{NODE_PREFIX}MmBackward0", sequence=1):
             b.on_host("MmBackward0", 1400)
             b.on_host("aten::isnan", 300)
             b.on_host("aten::_is_any_true", 200)

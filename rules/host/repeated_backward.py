@@ -15,7 +15,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.repeated_passes import differentiated_nodes
-from advisor.measure.host.stacks import ENGINE_NODE
+from advisor.measure.host.stacks import ENGINE_NODE, NODE_PREFIX
 from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
     Rows,
@@ -205,20 +205,19 @@ def _training(
         for sequence in graphs[-1]:
             run("aten::linear", sequence)
         number += 6
-        node = "autograd::engine::evaluate_function: "
         for done in range(passes):
             for graph in reversed(graphs):
                 for sequence in reversed(graph):
                     inner = number if twice or (differentiated and not done) else None
                     number += inner is not None
-                    run(f"{node}AddmmBackward0", sequence, inner)
-                    with b.op(f"{node}torch::autograd::AccumulateGrad"):
+                    run(f"{NODE_PREFIX}AddmmBackward0", sequence, inner)
+                    with b.op(f"{NODE_PREFIX}torch::autograd::AccumulateGrad"):
                         pass
             if updates:
                 with b.range("Optimizer.step#Adam.step"):
                     b.on_host("aten::add_", 20)
         if differentiated or twice:
             for sequence in reversed(range(number - 6 * (passes if twice else 1), number)):
-                run(f"{node}MulBackward0", sequence)
+                run(f"{NODE_PREFIX}MulBackward0", sequence)
         b.on_host("aten::add_", rest)
     return b

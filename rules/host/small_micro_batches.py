@@ -13,6 +13,7 @@ from advisor.core.intervals import intersect, union
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
+from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES
 from advisor.rules.support.common import (
@@ -26,8 +27,7 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
-_NODE = "autograd::engine::evaluate_function: "
-_ACCUMULATES = f"{_NODE}torch::autograd::AccumulateGrad"
+_ACCUMULATES = f"{NODE_PREFIX}torch::autograd::AccumulateGrad"
 _LAYER = r"^aten::(?:linear|addmm|mm|bmm|conv[123]d|convolution|lstm|gru|embedding)$"
 
 
@@ -179,7 +179,7 @@ def _find_passes(a: Analysis) -> Passes | None:
     if len(updates) != a.step_count:
         return None
     step = np.searchsorted(cpu["ts"].to_numpy()[updates], table["ts"].to_numpy())
-    node = table["name"].str.starts_with(_NODE).to_numpy()
+    node = table["name"].str.starts_with(NODE_PREFIX).to_numpy()
     layer = table["name"].str.contains(_LAYER).to_numpy()
     begins, ends, kinds = _runs(step, node, layer, table["inputs"].to_list())
     counts = Counter(each for each, _ in begins)
@@ -251,7 +251,7 @@ def _training(
             for _ in range(20):
                 run("aten::linear", [[8, width], [width, width], [width]], us)
             for _ in range(20):
-                run(f"{_NODE}AddmmBackward0", None, backward_us)
+                run(f"{NODE_PREFIX}AddmmBackward0", None, backward_us)
                 if weights:
                     b.on_host(_ACCUMULATES, 5)
             if between:

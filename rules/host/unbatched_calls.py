@@ -15,6 +15,7 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.replay.selection import rows_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
@@ -41,7 +42,6 @@ activations, recurrent cells, keys and values; or updates of the weights."""
 _COLLECTS = ("aten::stack", "aten::cat")
 _SUPPLIES = ("aten::select", "aten::slice", "aten::index", "aten::narrow")
 _TAKES_APART = ("aten::unbind", "aten::split", "aten::chunk")
-_NODE = "autograd::engine::evaluate_function: "
 _JOIN = r"^aten::(?:stack|cat)$"
 _APART = r"^enumerate\(DataLoader\)|^Optimizer\."
 """Loops over samples that become a batch, and over parameters."""
@@ -134,7 +134,9 @@ class UnbatchedCalls(Rule):
             .agg(pl.len())
             .filter(pl.col("len") >= self.min_calls_share * count)
         )
-        nodes = table.filter(pl.col("name").str.starts_with(_NODE)).group_by("name").agg(pl.len())
+        nodes = (
+            table.filter(pl.col("name").str.starts_with(NODE_PREFIX)).group_by("name").agg(pl.len())
+        )
         nodes = nodes.filter(pl.col("len") >= self.min_calls_share * count)
         chosen = [*names["name"].to_list(), *nodes["name"].to_list()]
         work = table.filter(pl.col("name").is_in(chosen))
@@ -232,7 +234,7 @@ class LoopedOperators(Rule):
         counts = table.group_by("name").agg(pl.len(), pl.col("ns").sum(), pl.col("inputs").first())
         counts = counts.filter(pl.col("len") >= self.min_calls * joins)
         chosen = counts["name"].to_list()
-        forward = [name for name in chosen if not name.startswith(_NODE)]
+        forward = [name for name in chosen if not name.startswith(NODE_PREFIX)]
         if not forward or any(_CALLS.match(name) for name in forward):
             return
         if _carries_results(a, counts):
@@ -345,7 +347,7 @@ def _calls(
             with b.op("aten::stack", [[[256]] * count], host_us=20):
                 pass
         for _ in range(count):
-            b.on_host(f"{_NODE}AddmmBackward0", 80)
+            b.on_host(f"{NODE_PREFIX}AddmmBackward0", 80)
         b.on_host("aten::lerp_", rest)
     return b
 

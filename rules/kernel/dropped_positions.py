@@ -13,6 +13,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
@@ -24,7 +25,6 @@ from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
 Shape = tuple[int, ...]
-_NODE = "autograd::engine::evaluate_function: "
 PRODUCTS = {"aten::linear": -2, "aten::matmul": -1, "aten::addmm": -1, "aten::mm": -1}
 """Products -> the dimension of the last operand that is the width of the result."""
 BETWEEN = ("aten::_unsafe_view", "aten::add", "aten::add_", "aten::div", "aten::mul", "aten::to")
@@ -134,7 +134,7 @@ class DroppedPositions(Rule):
         if not parts:
             return []
         rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
-        nodes = table.filter(pl.col("name").str.starts_with(_NODE))["row"]
+        nodes = table.filter(pl.col("name").str.starts_with(NODE_PREFIX))["row"]
         numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
         keeps = [
             name in BETWEEN or (at in known and known[at][1] == 1 and name in TAKES)
@@ -276,7 +276,7 @@ def _model(
         if also:
             run(also, [logits], 100)
         for at, node in enumerate(("SelectBackward0", "AddmmBackward0") if trains else ()):
-            name = f"{_NODE}{node}"
+            name = f"{NODE_PREFIX}{node}"
             run(name, [], (us / 8, 2 * us)[at], sequence=10 * number + 1 - at)
         b.on_host("aten::gelu", 300)
         if gpu:

@@ -9,6 +9,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.rules.support.citations import CHOSEN, XPROF
 from advisor.rules.support.common import measure_time_in, of_step, remove_at, scale_edit
 from advisor.testing import Examples, TraceBuilder
@@ -194,7 +195,6 @@ def _training(
     """Four layers [256, 512], of which an optimizer holds the last one's adapter [8, 512].
     ``dropped``: another optimizer holds the layers, and drops these gradients."""
     b = TraceBuilder(gpu=gpu)
-    node = "autograd::engine::evaluate_function: "
 
     def product(left: list[int], right: list[int], time: float) -> None:
         with b.op("aten::mm", [left, right]):
@@ -208,12 +208,12 @@ def _training(
         with b.range("advisor::backward"):
             for layer in range(4):
                 shapes = [[8, 512]] if layer == 3 else []
-                with b.op(f"{node}AddmmBackward0", sequence=layer):
+                with b.op(f"{NODE_PREFIX}AddmmBackward0", sequence=layer):
                     product([1024, 512], [512, 256], 600)
                     product([256, 1024], [1024, 512], us)
                 for shape in [[256, 512], *shapes]:
                     accumulate = "torch::autograd::AccumulateGrad"
-                    with b.op(f"{node}{accumulate}"), b.op(accumulate, [shape]):
+                    with b.op(f"{NODE_PREFIX}{accumulate}"), b.op(accumulate, [shape]):
                         pass
         if dropped:
             with b.range("Optimizer.step#Adam.step"):

@@ -267,6 +267,8 @@ def locate_row(a: Analysis, row: int | None) -> tuple[str | None, int | None, st
 
 # -- the backward pass -------------------------------------------------------------------------
 
+NODE_PREFIX = "autograd::engine::evaluate_function: "
+"""Beginning of the names of events in which the autograd engine runs a node."""
 ENGINE_NODE = r"^autograd::engine::evaluate_function"
 """Names of events in which the autograd engine runs a node."""
 BACKWARD = rf"{ENGINE_NODE}|Backward\d*$"

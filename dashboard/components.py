@@ -474,10 +474,7 @@ def draw_strip(
     made = []
     for part in parts:
         words = f"{part.name}: {part.time}, {part.share_text}"
-        style = {
-            "flex": f"{max(part.share, 0.0):.6f} 1 0",
-            "backgroundColor": part.look.colour,
-        }
+        style = {"flex": f"{max(part.share, 0.0):.6f} 1 0", "backgroundColor": part.look.colour}
         cls = f"part-{part.key}{' idle' * (part.kind == 'idle')}"
         href = (links or {}).get(part.key)
         if href is None:

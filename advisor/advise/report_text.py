@@ -15,14 +15,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
 from advisor.core.charts import FixSequence
-from advisor.core.finding import (
-    HOST_CODE,
-    LAYER_TIMES,
-    Finding,
-    Impact,
-    Location,
-    are_alternatives,
-)
+from advisor.core.finding import HOST_CODE, LAYER_TIMES, Finding, Impact, Location, are_alternatives
 from advisor.core.prices import format_money
 from advisor.core.report import EQUAL_STEP_SHARE, Replay, Report
 from advisor.core.rule import Per

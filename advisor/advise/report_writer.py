@@ -91,11 +91,7 @@ def write_report(
         risks=ranked.risks,
         passed=checked.passed,
         not_checked=_merged(checked.skipped),
-        limits=[
-            *list_limits(a, run),
-            *_why_bounds(estimator, ranked.findings),
-            *problems,
-        ],
+        limits=[*list_limits(a, run), *_why_bounds(estimator, ranked.findings), *problems],
         ranks=build_ranks_view(analyses, ranks),
         step=step_time(a),
         step_durations=step_durations(a),

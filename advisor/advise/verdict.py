@@ -23,9 +23,7 @@ from advisor.advise.recording_limits import (
     part_of_step,
     schedule_of,
 )
-from advisor.advise.report_fields import (
-    MIN_APART_SHARE,
-)
+from advisor.advise.report_fields import MIN_APART_SHARE
 from advisor.advise.report_text import (
     POSSIBLE,
     fixes_of_step,

@@ -14,9 +14,7 @@ from advisor.measure.steps.steps import require_used_steps, require_window
 
 
 def choose_windows(
-    run: Run,
-    window: int | None,
-    steps: tuple[int | None, int | None] | None,
+    run: Run, window: int | None, steps: tuple[int | None, int | None] | None
 ) -> dict[int, Analysis]:
     """Return the analysis of each rank, those with a trace first, for the given window (default:
     each rank's first) and steps.
@@ -25,10 +23,7 @@ def choose_windows(
     """
     analyses = {
         number: Analysis(
-            run.traces[number, chosen],
-            steps,
-            _record(run, number),
-            run.snapshots.get(number),
+            run.traces[number, chosen], steps, _record(run, number), run.snapshots.get(number)
         )
         for number, chosen in _windows(run, window).items()
     }

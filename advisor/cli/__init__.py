@@ -35,8 +35,7 @@ def _version(wanted: bool) -> None:
 def _advisor(
     ctx: typer.Context,
     _show: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Why a PyTorch training step is slow, what to change, and how much time each fix saves.

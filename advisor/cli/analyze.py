@@ -57,8 +57,7 @@ TableBy = Annotated[
     ),
 ]
 Top = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Show N findings in full (JSON has all)."),
+    int | None, typer.Option(metavar="N", min=1, help="Show N findings in full (JSON has all).")
 ]
 FailOnSeverity = Annotated[
     FailOn | None,

@@ -86,11 +86,7 @@ def _append_prediction(comparison: Comparison) -> None:
 
 
 def _compare(
-    before: str,
-    after: str,
-    options: Options,
-    progress: bool,
-    redaction: RedactionNames,
+    before: str, after: str, options: Options, progress: bool, redaction: RedactionNames
 ) -> tuple[Comparison, set[str] | None]:
     """Return the comparison, and the users and hosts to remove from it (``None``: not redacted)."""
     from advisor.advise.engine import examine, open_ranks

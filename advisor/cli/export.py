@@ -34,8 +34,7 @@ def command(
         ),
     ],
     redact: Annotated[
-        bool,
-        typer.Option(help="Leave out credentials, users, hosts, folders and the environment."),
+        bool, typer.Option(help="Leave out credentials, users, hosts, folders and the environment.")
     ] = False,
     tracks: Annotated[
         bool, typer.Option("--tracks/--no-tracks", help="Add steps, idle gaps and findings.")

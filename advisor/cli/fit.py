@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 @o.with_options("rank", "steps", "memory_snapshot")
 def command(
     path: Annotated[
-        str,
-        typer.Argument(metavar="TRACE", help="A trace or run of the program, or its snapshot."),
+        str, typer.Argument(metavar="TRACE", help="A trace or run of the program, or its snapshot.")
     ],
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="Where it is to run, as 'rtx 4090'.")
@@ -33,16 +32,11 @@ def command(
         str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, as 24GiB or 24G.")
     ] = None,
     batch_size: Annotated[
-        float | None,
-        typer.Option(metavar="N", min=0, help="Target samples per step."),
+        float | None, typer.Option(metavar="N", min=0, help="Target samples per step.")
     ] = None,
     recorded_batch_size: Annotated[
         float | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Samples per step of the snapshot, if not recorded.",
-        ),
+        typer.Option(metavar="N", min=0, help="Samples per step of the snapshot, if not recorded."),
     ] = None,
     gpus: Annotated[
         int, typer.Option(metavar="N", min=1, help="GPUs that can share the states (ZeRO, FSDP).")
@@ -72,10 +66,7 @@ def command(
 
     asked = "" if scale == 1 else f"batch {batch_size:g}, {scale:.3g} times the recorded one"
     document = build_fit(
-        result,
-        gpu="" if target is None else target.name,
-        batch=asked,
-        request=peak.request or 0,
+        result, gpu="" if target is None else target.name, batch=asked, request=peak.request or 0
     )
     wanted = out.choose_renderer(PREDICTIONS, format_name, output)
     document = replace(document, data=_plain(result, scale))

@@ -32,16 +32,13 @@ Paths = Annotated[
     ),
 ]
 Save = Annotated[
-    Path | None,
-    typer.Option("--save", metavar="FILE", help="Save the runs as a baseline in FILE."),
+    Path | None, typer.Option("--save", metavar="FILE", help="Save the runs as a baseline in FILE.")
 ]
 MaxSlower = Annotated[
-    str,
-    typer.Option(metavar="SHARE", help="Steps may be slower by this, such as 5%."),
+    str, typer.Option(metavar="SHARE", help="Steps may be slower by this, such as 5%.")
 ]
 MaxMemory = Annotated[
-    str | None,
-    typer.Option(metavar="SHARE", help="The memory peak may be higher by this."),
+    str | None, typer.Option(metavar="SHARE", help="The memory peak may be higher by this.")
 ]
 Strict = Annotated[
     bool,

@@ -27,16 +27,13 @@ Output = Annotated[
 ]
 Rank = Annotated[int | None, typer.Option(metavar="N", min=0, help="Show this rank of the run.")]
 Window = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=0, help="Which window of a rank that has several."),
+    int | None, typer.Option(metavar="N", min=0, help="Which window of a rank that has several.")
 ]
 Rules = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="More rules: every *.py in this folder."),
+    Path | None, typer.Option(metavar="DIR", help="More rules: every *.py in this folder.")
 ]
 MaxSize = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Read at most this much, unpacked (default 16G)."),
+    str | None, typer.Option(metavar="SIZE", help="Read at most this much, unpacked (default 16G).")
 ]
 Redact = Annotated[
     bool,
@@ -194,12 +191,10 @@ CaptureFile = Annotated[
     ),
 ]
 RankList = Annotated[
-    str | None,
-    typer.Option(metavar="A-B,C", help="Analyze only these ranks: 0-63,512."),
+    str | None, typer.Option(metavar="A-B,C", help="Analyze only these ranks: 0-63,512.")
 ]
 Workers = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Measure the ranks in N processes."),
+    int | None, typer.Option(metavar="N", min=1, help="Measure the ranks in N processes.")
 ]
 Cluster = Annotated[
     str | None,

@@ -43,8 +43,7 @@ def command(
         typer.Option(metavar="FILE", help="TOML with a [prices] table: GPU name = money an hour."),
     ] = None,
     gpus: Annotated[
-        list[int],
-        typer.Option(metavar="N", min=1, help="That many GPUs as recorded; repeatable."),
+        list[int], typer.Option(metavar="N", min=1, help="That many GPUs as recorded; repeatable.")
     ] = [],  # noqa: B006
     nodes: Annotated[
         int | None, typer.Option(metavar="M", min=1, help="Machines that share --gpus.")
@@ -60,8 +59,7 @@ def command(
         typer.Option(metavar="N", min=1, help="Recorded steps of an epoch, to cost one."),
     ] = None,
     epoch_samples: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Samples of an epoch, of the whole job."),
+        int | None, typer.Option(metavar="N", min=1, help="Samples of an epoch, of the whole job.")
     ] = None,
     same_host: Annotated[
         bool, typer.Option("--same-host", help="The GPU goes into this machine: host time stays.")

@@ -53,8 +53,7 @@ def command(
         bool, typer.Option("--report/--no-report", help="Print the first finding at the end.")
     ] = True,
     scalene: Annotated[
-        bool,
-        typer.Option("--scalene", help="Run the program once more under Scalene: hot lines."),
+        bool, typer.Option("--scalene", help="Run the program once more under Scalene: hot lines.")
     ] = False,
     scalene_steps: Annotated[
         int, typer.Option(metavar="N", min=1, help="Steps of the pass under Scalene.")

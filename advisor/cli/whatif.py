@@ -64,8 +64,7 @@ def command(
     ] = None,
     recorded_mesh: o.RecordedMesh = None,
     same_batch: Annotated[
-        bool,
-        typer.Option("--same-batch", help="Keep the job's batch; default: that of a replica."),
+        bool, typer.Option("--same-batch", help="Keep the job's batch; default: that of a replica.")
     ] = False,
     micro_batches: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Micro-batches there; default: as here.")

@@ -432,10 +432,7 @@ def describe_realised_gain(c: Comparison) -> list[str]:
         return [text, f"Prediction and gain are not compared: {r.reason}."]
     if r.agrees:
         return [text, "The two agree. Other changes between the runs are in the measured gain too."]
-    return [
-        text,
-        "The two do not agree: something else changed too, or the prediction was wrong.",
-    ]
+    return [text, "The two do not agree: something else changed too, or the prediction was wrong."]
 
 
 def work_lines(c: Comparison, limit: int = MAX_WORK, width: int = WIDTH) -> list[ComparedFigure]:

@@ -119,10 +119,7 @@ def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
             own=pl.when(pl.col("op").is_null()).then(pl.col("kernel"))
         )
         .group_by("op", "shape", "own", maintain_order=True)
-        .agg(
-            pl.col("ns", "count").sum(),
-            pl.col("kernel").head(MAX_KERNELS).alias("kernels"),
-        )
+        .agg(pl.col("ns", "count").sum(), pl.col("kernel").head(MAX_KERNELS).alias("kernels"))
         .rename({"own": "kernel"})
     )
 

@@ -119,7 +119,7 @@ CHANGES_OF_UNKNOWN: Mapping[str, Mapping[str, str]] = {
     "half the batch": {
         "fix": "Halve the batch; where the program trains, accumulate gradients over two",
         "code": "loader = DataLoader(..., batch_size=batch_size // 2)",
-    },
+    }
 }
 """Texts where it is unknown whether the program trains, if they differ."""
 SHARDING = {

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _ORDER = {"rank": "priority"}
-_OF_FINDINGS = {
-    "worth": "impact",
-    "rank_gain_ns": "marginal_gain_ns",
-    "check": "verify",
-    **_ORDER,
-}
+_OF_FINDINGS = {"worth": "impact", "rank_gain_ns": "marginal_gain_ns", "check": "verify", **_ORDER}
 _NAMES_SINCE_VERSION_1 = {
     "step": {
         "longer": "window_slowdown",

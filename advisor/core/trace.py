@@ -169,11 +169,7 @@ COMMS_SCHEMA: dict[str, Any] = {
 }
 """Columns of the distinct descriptions of collectives."""
 
-THREADS_SCHEMA: dict[str, Any] = {
-    "pid": pl.String,
-    "tid": pl.String,
-    "name": pl.String,
-}
+THREADS_SCHEMA: dict[str, Any] = {"pid": pl.String, "tid": pl.String, "name": pl.String}
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ class CsvTable:
     def redact(self, text: Callable[[str], str]) -> CsvTable:
         """Return a copy with each text replaced by ``text`` of it."""
         return CsvTable(
-            self.head,
-            ([text(v) if isinstance(v, str) else v for v in row] for row in self.rows),
+            self.head, ([text(v) if isinstance(v, str) else v for v in row] for row in self.rows)
         )
 
 

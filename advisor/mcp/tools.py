@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from mcp import MCPError
 from mcp.server import MCPServer
-from mcp.server.mcpserver.exceptions import (
-    ResourceNotFoundError,
-    ToolError,
-    UnexpectedToolError,
-)
+from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError, UnexpectedToolError
 from mcp.types import INVALID_PARAMS, ToolAnnotations
 from pydantic import Field, ValidationError
 
@@ -135,8 +131,7 @@ class Tools:
         # without a step nothing is ranked: what a snapshot, counters or a log show are notes
         listed = report.notes if report.scope.has_no_step_time else report.findings
         shown, more = b.take_first(
-            [(key, f) for key, f in named.items() if f in listed],
-            max(0, min(top, b.MAX_FINDINGS)),
+            [(key, f) for key, f in named.items() if f in listed], max(0, min(top, b.MAX_FINDINGS))
         )
         risks = [(key, f) for key, f in named.items() if f in report.risks]
         scope = report.scope
@@ -539,10 +534,7 @@ def serve(allowed: AllowedFolders, *, allow_run: bool) -> None:
 def build(allowed: AllowedFolders, *, allow_run: bool = False) -> MCPServer[Any]:
     """Return a server whose tools read the allowed folders; ``allow_run``: and run programs."""
     server = _Server(
-        "advisor",
-        version=advisor.__version__,
-        instructions=INSTRUCTIONS,
-        log_level="WARNING",
+        "advisor", version=advisor.__version__, instructions=INSTRUCTIONS, log_level="WARNING"
     )
     tools = Tools(allowed)
     reads = ToolAnnotations(read_only_hint=True, open_world_hint=False, idempotent_hint=True)

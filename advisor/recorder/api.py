@@ -55,13 +55,7 @@ class Recorder:
     """Recorder of what runs inside it. Keywords are the options; ``step=True``: each call of the
     decorated function is one step (else the recorder finds out)."""
 
-    def __init__(
-        self,
-        out: str | None = None,
-        *,
-        step: bool | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, out: str | None = None, *, step: bool | None = None, **options: Any) -> None:
         if out is not None:
             options["out"] = str(out)
         RecordOptions().with_changes(**options)  # a wrong keyword fails at its own line

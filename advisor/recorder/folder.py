@@ -181,10 +181,7 @@ def print_message(*paragraphs: str) -> None:
     lines: list[str] = []
     for text in paragraphs:
         lines += textwrap.wrap(
-            text,
-            WIDTH - len(NAME),
-            break_long_words=False,
-            break_on_hyphens=False,
+            text, WIDTH - len(NAME), break_long_words=False, break_on_hyphens=False
         )
     text = "\n".join(f"{' ' * len(NAME) if i else NAME}{line}" for i, line in enumerate(lines))
     try:

@@ -142,10 +142,7 @@ def _text(record: logging.LogRecord, metadata: dict[str, Any], payload: Any) -> 
         what = str(payload).partition("\nTraceback (most recent call last)")[0]
         what, user, stack = what.partition("User code trace")
         places = [line for line in stack.split("\n") if _PLACE.match(line)]
-        lines = [
-            *clean_value(what).split("\n"),
-            *([f"{user}back:", *places] if user else []),
-        ]
+        lines = [*clean_value(what).split("\n"), *([f"{user}back:", *places] if user else [])]
     else:
         return None
     at = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))

@@ -628,13 +628,7 @@ def _scaler_step(on: Listener, opened: Opened) -> Callable[[Any], Any]:
         put((OPTIMIZED_BY, id(args[1]) if len(args) > 1 else 0))
         return True
 
-    return _timed(
-        on,
-        OPTIMIZER,
-        inside=frozenset((DATA,)),
-        end=OPTIMIZER_END,
-        applies=applies,
-    )
+    return _timed(on, OPTIMIZER, inside=frozenset((DATA,)), end=OPTIMIZER_END, applies=applies)
 
 
 Opened = list[tuple[int, int, tuple[int, Any]]]

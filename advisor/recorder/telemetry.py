@@ -33,11 +33,7 @@ class Sampler(BackgroundThread):
     stop_seconds = 2.0
 
     def __init__(
-        self,
-        write: Callable[[Sample], None],
-        *,
-        hz: float = 2.0,
-        slow_every_s: float = 7.0,
+        self, write: Callable[[Sample], None], *, hz: float = 2.0, slow_every_s: float = 7.0
     ) -> None:
         super().__init__()
         self.write = write

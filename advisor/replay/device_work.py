@@ -57,11 +57,7 @@ class DeviceWork(NamedTuple):
 
 
 def device_work(
-    trace: Trace,
-    start: int,
-    end: int,
-    threads: list[int],
-    blocking: Array,
+    trace: Trace, start: int, end: int, threads: list[int], blocking: Array
 ) -> DeviceWork:
     """Return the device rows launched in [start, end), or running in it if launched before or
     unknown. Those launched before may end after it, if work launched in it follows on their stream:
@@ -228,12 +224,7 @@ def device_nodes(graph: Graph, work: DeviceWork) -> Array:
 
 
 def _cross(
-    trace: Trace,
-    graph: Graph,
-    edges: EdgeList,
-    work: DeviceWork,
-    node: Array,
-    allowed: Array,
+    trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork, node: Array, allowed: Array
 ) -> None:
     """Add the waits of one stream for another: recorded ones, those inferred from late starts, else
     those that the calls suggest and the times do not contradict."""
@@ -341,9 +332,7 @@ def _recorded_waits(trace: Trace, work: DeviceWork) -> tuple[Array, Array]:
         ids.rename({"ts": "recorded", "correlation": "wait_correlation"}),
         on="wait_correlation",
         how="left",
-    ).with_columns(
-        pl.col("called").fill_null(pl.col("ts")),
-    )
+    ).with_columns(pl.col("called").fill_null(pl.col("ts")))
     rows = rows.with_columns(pl.col("recorded").fill_null(pl.col("called")))
     src, dst = [], []
     lane_of = {stream: lane for lane, (_, stream) in enumerate(work.lanes)}

@@ -18,12 +18,7 @@ from advisor.core.intervals import EMPTY, Intervals, covered_length, subtract, u
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.overlap import move_to_streams
-from advisor.replay.selection import (
-    Selection,
-    collectives_on_host,
-    selected_gaps,
-    selected_host,
-)
+from advisor.replay.selection import Selection, collectives_on_host, selected_gaps, selected_host
 
 
 class EditedGraph(NamedTuple):

@@ -178,13 +178,7 @@ def _behind_awaited_work(
 
 
 def _join(
-    thread: Array,
-    time: Array,
-    kind: Array,
-    row: Array,
-    place: Array,
-    work: DeviceWork,
-    start: int,
+    thread: Array, time: Array, kind: Array, row: Array, place: Array, work: DeviceWork, start: int
 ) -> Graph:
     """Merge all nodes in order of time: host points by ``place``, device work by its start."""
     hosts, devices = len(time), len(work.row)

@@ -277,11 +277,7 @@ class _Lane(NamedTuple):
 
 
 def add_queue_edges(
-    trace: Trace,
-    graph: Graph,
-    edges: EdgeList,
-    work: DeviceWork,
-    node: Array,
+    trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWork, node: Array
 ) -> None:
     """Add edges to launches that find the queue full: they return as work a queue ahead starts.
 

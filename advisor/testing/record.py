@@ -84,10 +84,7 @@ class RecordBuilder:
         """Add telemetry over the whole run: one sample, or a function of the share of the run that
         has passed (0 to 1)."""
         self._watch.append(
-            (
-                gpu if callable(gpu) else lambda _: gpu,
-                host if callable(host) else lambda _: host,
-            )
+            (gpu if callable(gpu) else lambda _: gpu, host if callable(host) else lambda _: host)
         )
 
     def build(self, *, samples: int = 40) -> RankRecord:

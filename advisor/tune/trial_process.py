@@ -159,12 +159,7 @@ class RunningTrial:
     """A started program of a trial."""
 
     def __init__(
-        self,
-        words: list[str],
-        home: Path,
-        env: dict[str, str],
-        folders: list[Path],
-        timeout: float,
+        self, words: list[str], home: Path, env: dict[str, str], folders: list[Path], timeout: float
     ) -> None:
         self.home, self.timeout = home, timeout
         self.out = home / "result.json"

@@ -281,9 +281,7 @@ def _ops(view: PageView) -> Any:
     if device:
         text = f"GPU time counts kernels that the operator launches itself. {text}"
     return card(
-        "Operators",
-        grid("op-grid", columns, rows, height=380, label="Operators"),
-        remark(text),
+        "Operators", grid("op-grid", columns, rows, height=380, label="Operators"), remark(text)
     )
 
 

@@ -257,11 +257,7 @@ GPU_LINES = (
     ("Utilization", "%", (("any kernel", "utilisation", 1), ("memory", "memory_utilisation", 1))),
     ("Clock", "MHz", (("SM", "sm_clock", 1), ("maximum", "sm_clock_max", 1))),
     ("Power", "W", (("draw", "power", 1e3), ("limit", "power_limit", 1e3))),
-    (
-        "Temperature",
-        "°C",
-        (("GPU", "temperature", 1), ("slowdown at", "temperature_slowdown", 1)),
-    ),
+    ("Temperature", "°C", (("GPU", "temperature", 1), ("slowdown at", "temperature_slowdown", 1))),
     (
         "Memory",
         "GiB",

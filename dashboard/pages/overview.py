@@ -272,10 +272,7 @@ def finding_line(view: PageView, finding: Finding) -> Any:
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
         amount = element(
-            "Span",
-            t.format_saving(impact),
-            element("Small", _share(impact)),
-            cls="saving",
+            "Span", t.format_saving(impact), element("Small", _share(impact)), cls="saving"
         )
     return element(
         "Li",

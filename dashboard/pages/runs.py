@@ -8,15 +8,7 @@ from typing import Any
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.dashboard import page_view, plotly_figures
-from advisor.dashboard.components import (
-    card,
-    element,
-    figure,
-    head,
-    link,
-    page,
-    table,
-)
+from advisor.dashboard.components import card, element, figure, head, link, page, table
 from advisor.dashboard.grid import search_field
 from advisor.dashboard.loaded_runs import OpenedPath
 from advisor.dashboard.page_view import PageView

@@ -10,15 +10,7 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.dashboard import page_view
-from advisor.dashboard.components import (
-    banner,
-    card,
-    draw_block,
-    empty_state,
-    head,
-    page,
-    tiles,
-)
+from advisor.dashboard.components import banner, card, draw_block, empty_state, head, page, tiles
 from advisor.dashboard.page_view import PageView
 from advisor.render.documents.trial import build
 from advisor.tune.report import (

@@ -342,10 +342,7 @@ class Recompilation(Rule):
     title = "torch.compile recompiles in the loop"
     knobs = ("compile-dynamic",)
     found_in = ("workloads/recompilation",)
-    silent_in = (
-        *SILENT_TRACES,
-        "workloads/recompilation",
-    )
+    silent_in = (*SILENT_TRACES, "workloads/recompilation")
     validation_note = (
         "CPU recordings, torch 2.13: a length that is new in every step, compiled with dynamic="
         "False, fires; with dynamic=True it is silent"
@@ -545,10 +542,7 @@ FIXES: tuple[tuple[str, str], ...] = (
         r"requires_grad mismatch|grad_mode|inference_mode",
         "Compile the model twice, once for training and once for evaluation under no_grad.",
     ),
-    (
-        r"\.training\b",
-        "Switch between train() and eval() less often, or compile a model for each.",
-    ),
+    (r"\.training\b", "Switch between train() and eval() less often, or compile a model for each."),
     (
         r"^G\[|__closure__|___check_global_state",
         "Keep the global from changing, or pass its value as a tensor argument.",

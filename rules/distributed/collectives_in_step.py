@@ -280,10 +280,7 @@ class CollectivesInStep(Rule):
             "logits on rank 0": _steps(("gather", 1 << 20, "float")),
             "buffers": _steps(("broadcast", 1 << 20, "float"), forward=True),
             "gradients": (_steps(("allreduce", 1 << 20, "float")), "own.height"),
-            "gradients by hand": (
-                _steps(("allreduce", 400, "float"), by_hand=True),
-                "own.height",
-            ),
+            "gradients by hand": (_steps(("allreduce", 400, "float"), by_hand=True), "own.height"),
             "buffers, with GPUs": _on_gpu(),
             "little in the buffers": (_on_gpu(us=1), "ns < self.min_share * a.span_ns"),
             "a short metric": (_steps(("allreduce", 4, "float"), us=100), "min_share"),

@@ -241,7 +241,7 @@ class ExposedCommunication(Rule):
         "small messages": {
             "fix": "Merge the messages that are sent together, or give each rank a larger batch, "
             "which does more work with as many messages. The messages are small (median "
-            "{median}): latency and waits take the time, not bytes.",
+            "{median}): latency and waits take the time, not bytes."
         },
         "a late rank": {
             "title": "The GPU waits for a rank that enters collectives late",
@@ -320,7 +320,7 @@ class ExposedCommunication(Rule):
             },
             "the optimizer": {
                 "fix": "Start collectives before independent compute, and wait as late as "
-                "possible. Then send fewer bytes.",
+                "possible. Then send fewer bytes."
             },
         },
     }

@@ -422,10 +422,7 @@ class NcclNodePath(NetworkRule):
             "NVLink missing": _logged(
                 gpu_links={"PIX": 4, "SYS": 24}, node_ranks=8, trace=_large(8, 20.0)
             ),
-            "peer access": (
-                _logged(hosts=1, paths={"P2P/CUMEM": 8}),
-                "not missing",
-            ),
+            "peer access": (_logged(hosts=1, paths={"P2P/CUMEM": 8}), "not missing"),
             "pairs with NVLink, others across sockets": (
                 _logged(hosts=1, paths={"SHM": 4, "P2P/IPC": 4}, gpu_links={"NV4": 2, "SYS": 4}),
                 "linked",

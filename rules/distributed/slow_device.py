@@ -148,10 +148,7 @@ class SlowDevice(Rule):
         return {
             "third of four": _ranks([1.0, 1.02, 1.25, 0.99]),
             "the rank that is reported": _ranks([1.2, 1.0, 1.0]),
-            "equal": (
-                _ranks([1.0, 1.03, 0.98, 1.01]),
-                "len(speed.kernels) < MIN_KERNELS",
-            ),
+            "equal": (_ranks([1.0, 1.03, 0.98, 1.01]), "len(speed.kernels) < MIN_KERNELS"),
             "one kernel with more work": (
                 _ranks([1.0, 1.0, 1.0], skewed=2.0),
                 "not deviation.slow_device",

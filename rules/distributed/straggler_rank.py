@@ -50,14 +50,8 @@ class StragglerRank(Rule):
 
     id = "straggler-rank"
     title = "One rank keeps the others waiting"
-    found_in = (
-        "traces/dlrm_8ranks",
-        "workloads/ddp_straggler",
-    )
-    silent_in = (
-        "traces/two_ranks",
-        "workloads/ddp_straggler",
-    )
+    found_in = ("traces/dlrm_8ranks", "workloads/ddp_straggler")
+    silent_in = ("traces/two_ranks", "workloads/ddp_straggler")
     validation_note = (
         "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30%, measured "
         "27%), silent on its cure. Rank 7 of dlrm_8ranks (NCCL, V100) is last at 5 of 8 "
@@ -160,7 +154,7 @@ class StragglerRank(Rule):
             },
             "pipeline": {
                 "fix": "Move layers from {ranks} to the others, or split it; embeddings and the "
-                "output layer count as layers.",
+                "output layer count as layers."
             },
         }
     }

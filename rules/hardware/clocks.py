@@ -177,9 +177,7 @@ class PowerThrottling(HeldClocks):
             evidence=[
                 Evidence("samples with a power brake", brake, "share"),
                 Evidence(
-                    "their clock, share of the maximum",
-                    mean_clock(samples, "power brake"),
-                    "share",
+                    "their clock, share of the maximum", mean_clock(samples, "power brake"), "share"
                 ),
             ],
             impact=impact_risk("a fault outside the GPU; speed falls to a fraction"),

@@ -167,10 +167,7 @@ class ForwardCode(Rule):
             "small beside the rest": (_forward(rest=40_000), "min_share"),
             "the loop's own code": (_forward(inside=False), "ns < self.min_share * a.span_ns"),
             "a GPU trains": (_forward(gpu="A100"), "not a.trains_on_host"),
-            "waits for other ranks": (
-                _forward(collective=True),
-                "ns < self.min_share * a.span_ns",
-            ),
+            "waits for other ranks": (_forward(collective=True), "ns < self.min_share * a.span_ns"),
         }
 
 

@@ -107,7 +107,7 @@ class LoopRule(Rule):
             "# metrics: one operator on the batch, such as\n"
             "torch.bincount(target * n + predicted, minlength=n * n)",
             "assumptions": ("its work can be done on all tensors at once, or in fewer steps",),
-        },
+        }
     }
 
 
@@ -906,9 +906,7 @@ class TimeBetweenSteps(Rule):
                 steps_seen(recorded),
             ],
             impact=impact_over_run(
-                self.saved_share * outside,
-                high=outside,
-                method="half of the time between steps",
+                self.saved_share * outside, high=outside, method="half of the time between steps"
             ),
             **(self.case(case) if case else {}),
         )

@@ -81,8 +81,7 @@ class NewInputShapes(Rule):
     )
     sources = (
         Citation(
-            "self time from 1 ms on, a factor of 10, 3 steps",
-            "advisor/measure/host/new_shapes.py",
+            "self time from 1 ms on, a factor of 10, 3 steps", "advisor/measure/host/new_shapes.py"
         ),
         Citation(
             "up to 10 algorithms",

@@ -181,10 +181,7 @@ class PeriodicWork(Rule):
                 _every(16, 40, leaf="torch/cuda/__init__.py(1162): synchronize"),
                 "code.waits",
             ),
-            "the host runs ahead": (
-                _every(16, 40, device=9.5),
-                "not self._idles(work)",
-            ),
+            "the host runs ahead": (_every(16, 40, device=9.5), "not self._idles(work)"),
             "a checkpoint": (
                 _every(16, 40, leaf="torch/serialization.py(1003): save"),
                 "self._is_other_work(recorded, work)",

@@ -174,7 +174,7 @@ class PythonHotSpot(Rule):
         },
         OWN: {
             "fix": "Compute the result of {names} once and keep it, or vectorize its loops over "
-            "tensors or lists. Log and checkpoint every N steps only.",
+            "tensors or lists. Log and checkpoint every N steps only."
         },
         LIBRARY: {
             "fix": "Make the call around {names} less often, such as once at the start or for "
@@ -191,7 +191,7 @@ class PythonHotSpot(Rule):
             },
             OWN: {
                 "fix": "Compute the result of {names} once and keep it, or vectorize its loops "
-                "over tensors or lists.",
+                "over tensors or lists."
             },
         }
     }
@@ -232,11 +232,7 @@ class PythonHotSpot(Rule):
                 amount_per_step(a, "GPU idle in these functions", total),
                 self.compare("share", total / a.span_ns, "min_share", per=a.per),
                 *(
-                    Evidence(
-                        _place(spot),
-                        spot["critical_ns"] / a.step_count,
-                        "ns",
-                    )
+                    Evidence(_place(spot), spot["critical_ns"] / a.step_count, "ns")
                     for spot in named
                 ),
                 self.compare(

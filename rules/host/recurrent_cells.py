@@ -104,7 +104,7 @@ class RecurrentCells(Rule):
                     self.factor,
                     self.best_factor,
                     self.worst_factor,
-                ),
+                )
             ],
         )
 

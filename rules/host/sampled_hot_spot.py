@@ -16,12 +16,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import HOST_CAUSES
 from advisor.measure.host.sampled_code import COMPUTING, MOST, SampledCode, code_outside
-from advisor.measure.host.stacks import (
-    MIN_SAMPLES,
-    SampledStack,
-    outermost_operator,
-    parse_frame,
-)
+from advisor.measure.host.stacks import MIN_SAMPLES, SampledStack, outermost_operator, parse_frame
 from advisor.measure.steps.periodic import find_periodic_work
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, REAL_HOST, XPROF
 from advisor.rules.support.common import (

@@ -25,9 +25,7 @@ from advisor.rules.support.common import (
     outermost_in_steps,
     scale_edit,
 )
-from advisor.rules.support.kernel_work import (
-    exact_pattern,
-)
+from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 _PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")

@@ -124,10 +124,7 @@ class PrefixRecomputed(Rule):
                 _generation([100, *[1] * 7], embedded=False),
                 "len(lengths) < self.min_passes",
             ),
-            "with a cache": (
-                _generation([100, *[1] * 7]),
-                "len(lengths) < self.min_passes",
-            ),
+            "with a cache": (_generation([100, *[1] * 7]), "len(lengths) < self.min_passes"),
             "prompts of any length": (_generation([100, 117, 64, 99, 100, 210]), "min_passes"),
             "the same length": (_generation([128] * 8), "min_passes"),
             "the first tokens": (_generation(range(1, 8)), "min_tokens"),

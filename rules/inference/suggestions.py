@@ -255,10 +255,7 @@ class CollectivesOfTensorParallel(_Suggestion):
         return {
             "all-reduce after each product": _engine(collective=15),
             "a short all-reduce": (_engine(collective=2), "min_share"),
-            "prompts alone": (
-                _engine(prefill=2_000, collective=15, decodes=0),
-                "decode is None",
-            ),
+            "prompts alone": (_engine(prefill=2_000, collective=15, decodes=0), "decode is None"),
         }
 
 

@@ -418,8 +418,7 @@ class CpuBoundTransforms(Rule):
                 of_host=False,
             ),
             **self.case(
-                "of a training on the CPU",
-                item="" if frame is None else f" in {frame.function}",
+                "of a training on the CPU", item="" if frame is None else f" in {frame.function}"
             ),
         )
 

@@ -160,10 +160,7 @@ class PaddingWaste(Rule):
         left = 1 - removed
         if a.device_id is not None:
             edit = scale_edit(
-                Select(on="gpu", kind=("kernel",), family=_TOKENS),
-                left,
-                left**2,
-                1 - 0.5 * removed,
+                Select(on="gpu", kind=("kernel",), family=_TOKENS), left, left**2, 1 - 0.5 * removed
             )
             return [edit], None
         recorded = recorded_steps(a)

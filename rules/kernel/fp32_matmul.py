@@ -161,9 +161,7 @@ class Fp32Matmul(Rule):
         1.8, "of the peaks: TF32 has twice FP32's on an A10, eight times on an A100", PEAKS
     )
     usual_peak = Factor(
-        8.0,
-        "of FP32's peak: FP16 on V100 and T4, which these kernels are made for",
-        PEAKS,
+        8.0, "of FP32's peak: FP16 on V100 and T4, which these kernels are made for", PEAKS
     )
     derating = Factor(
         0.6,
@@ -175,9 +173,7 @@ class Fp32Matmul(Rule):
         0.86, "of the ratio: 10240^3 on an A100 in 0.11 s, with TF32 in 0.016 s", TF32_NOTES
     )
     worst_derating = Factor(
-        0.25,
-        "of the ratio: 2 of 8 times, as the least of these networks",
-        TF32_BLOG,
+        0.25, "of the ratio: 2 of 8 times, as the least of these networks", TF32_BLOG
     )
     blind_derating = Factor(
         0.25,
@@ -232,11 +228,7 @@ class Fp32Matmul(Rule):
             "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
             "falsified_by": f"{_NEEDS_FP32}, or a GPU without tensor cores (GTX 16)",
             "confidence": 0.5,
-            "assumptions": (
-                _HAS_TENSOR_CORES,
-                _REACHED_BLIND,
-                _TRAINS,
-            ),
+            "assumptions": (_HAS_TENSOR_CORES, _REACHED_BLIND, _TRAINS),
         },
         BLIND: {"confidence": 0.7, "assumptions": (_REACHED_BLIND, _TRAINS)},
     }
@@ -591,8 +583,7 @@ class MixedPrecisionOff(Fp32Matmul):
             'tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")',
         ),
         JAX: FrameworkAdvice(
-            "Compute in bfloat16.",
-            'jax.config.update("jax_default_matmul_precision", "bfloat16")',
+            "Compute in bfloat16.", 'jax.config.update("jax_default_matmul_precision", "bfloat16")'
         ),
     }
 

@@ -20,12 +20,7 @@ from advisor.measure.host.operators import KERNEL_NS, attainable_roofs
 from advisor.replay.selection import rows_launched_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import OURS, public_traces
-from advisor.rules.support.common import (
-    amount_per_step,
-    example_steps,
-    per_step,
-    runs_code_of,
-)
+from advisor.rules.support.common import amount_per_step, example_steps, per_step, runs_code_of
 from advisor.testing import Examples, TraceBuilder
 
 

@@ -314,10 +314,7 @@ class KernelOccupancyLimited(CounterRule):
                 _example(theoretical=16.7, sm=32, **{_TENSOR_OPS: 45.9e9}),
                 "k.on_tensor_cores",
             ),
-            "small grid": (
-                _example(theoretical=16.7, sm=5, waves=0.1),
-                "k.waves < 1",
-            ),
+            "small grid": (_example(theoretical=16.7, sm=5, waves=0.1), "k.waves < 1"),
         }
 
 

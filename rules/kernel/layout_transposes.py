@@ -137,8 +137,7 @@ class LayoutTransposes(Rule):
         ]
         edits = [
             Edit(
-                op="remove",
-                select=Select(on="gpu", kind=("kernel",), name=kernel_work.TRANSPOSES),
+                op="remove", select=Select(on="gpu", kind=("kernel",), name=kernel_work.TRANSPOSES)
             )
         ]
         if saved[1] > 0:

@@ -11,13 +11,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.roofline import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import (
-    FOURNEX,
-    NCU,
-    OURS,
-    SILENT_TRACES,
-    TRACELENS,
-)
+from advisor.rules.support.citations import FOURNEX, NCU, OURS, SILENT_TRACES, TRACELENS
 from advisor.rules.support.common import example_steps, scale_edit
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder

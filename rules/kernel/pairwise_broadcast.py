@@ -23,12 +23,7 @@ from advisor.rules.support.citations import (
     SLOW_ARGUMENTS,
     XPROF,
 )
-from advisor.rules.support.common import (
-    Rows,
-    amount_per_step,
-    costliest_places,
-    of_step,
-)
+from advisor.rules.support.common import Rows, amount_per_step, costliest_places, of_step
 from advisor.rules.support.kernel_work import exact_pattern, scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 

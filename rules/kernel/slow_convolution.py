@@ -95,7 +95,7 @@ class SlowConvolution(BelowRate):
                 "the library has a faster algorithm for these shapes. The estimate is the "
                 "geometric mean of what {worst_reach:.0%} and {best_reach:.0%} of the attainable "
                 "rate save",
-            ),
+            )
         },
         "channels are no multiples of 8": {
             "fix": "Pad channels to a multiple of 8 (an image's 3 to 4 or 8), with the layers that "
@@ -274,7 +274,7 @@ class CudnnBenchmarkOff(Rule):
         "all have one shape": {
             "fix": "Set cudnn.benchmark before the first step.",
             "code": "torch.backends.cudnn.benchmark = True",
-        },
+        }
     }
     alternatives = BENCHMARK
     code = (

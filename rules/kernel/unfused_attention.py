@@ -78,10 +78,7 @@ class UnfusedAttention(Rule):
         "mi300_timesformer_inference pairs/sam_1_fp32_many_syncs pairs/particle_batch2 "
         "pairs/particle_batch32 pairs/particle_batch64 pairs/particle_batch128"
     )
-    silent_in = (
-        *SILENT_TRACES,
-        "traces/pairs/sam_3_bf16_compiled_sdpa",
-    )
+    silent_in = (*SILENT_TRACES, "traces/pairs/sam_3_bf16_compiled_sdpa")
     validation_note = (
         "MI300 video inference: fires, with 80% of kernel time in product, softmax, product. Fires "
         "on SAM in FP32 (13%, gone where its authors used fused attention). Fires on a particle "

@@ -17,13 +17,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.replay.selection import rows_launched_under
 from advisor.rules.support import kernel_work
-from advisor.rules.support.citations import (
-    ARITHMETIC,
-    OURS,
-    REAL_KERNEL,
-    SILENT_TRACES,
-    TRACELENS,
-)
+from advisor.rules.support.citations import ARITHMETIC, OURS, REAL_KERNEL, SILENT_TRACES, TRACELENS
 from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.rules.support.framework_advice import TF_COMPILE
 from advisor.testing import Examples, TraceBuilder

@@ -54,10 +54,7 @@ class UnfusedMessages(Rule):
     id = "unfused-messages"
     title = "Gather and scatter-add in place of a sparse product"
     found_in: ClassVar[tuple[str, ...]] = ("traces/h100/citation_gcn",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        *SILENT_TRACES,
-        "traces/h100/ads_ranker",
-    )
+    silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "traces/h100/ads_ranker")
     validation_note = (
         "three GCNConv of PyTorch Geometric on an H100, forward and backward; what a sparse "
         "product saves there was not measured"

@@ -17,12 +17,7 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.support.common import (
-    Rows,
-    amount_per_step,
-    costliest_places,
-    of_step,
-)
+from advisor.rules.support.common import Rows, amount_per_step, costliest_places, of_step
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 

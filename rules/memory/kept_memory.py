@@ -418,9 +418,5 @@ def _run(
         fields = {"allocated": round(device(n))}
         if callable(host) and n % 5 == 0:
             fields["rss"] = round(host(n))
-        r.step(
-            10,
-            fields=fields,
-            window=0 if (n + 2) % window_every < 3 else None,
-        )
+        r.step(10, fields=fields, window=0 if (n + 2) % window_every < 3 else None)
     return b

@@ -7,12 +7,7 @@ from statistics import median
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.finding import Finding, Outcomes, impact_risk
-from advisor.core.memory_changes import (
-    CHANGES,
-    CHANGES_OF_INFERENCE,
-    EXPANDABLE,
-    advise_change,
-)
+from advisor.core.memory_changes import CHANGES, CHANGES_OF_INFERENCE, EXPANDABLE, advise_change
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.snapshot import OutOfMemoryText
 from advisor.measure import Analysis
@@ -115,7 +110,7 @@ class OutOfMemory(Rule):
         "cases": {
             "the text alone": {
                 "fix": f"{LOWER_PEAK_INFERENCE} Record the allocator's history for the lines that "
-                "held it, and for whether other allocator settings would have helped.",
+                "held it, and for whether other allocator settings would have helped."
             },
             **CHANGES_OF_INFERENCE,
         },

@@ -102,7 +102,7 @@ class DenseEmbeddingGradient(Rule):
             ),
         },
         "Lightning": {
-            "fix": f"{fix} In Lightning, two optimizers need self.automatic_optimization = False.",
+            "fix": f"{fix} In Lightning, two optimizers need self.automatic_optimization = False."
         },
     }
     verify = "Record again: no operator of the optimizer has the table's shape."

@@ -87,7 +87,7 @@ class ManyParameterGroups(Rule):
             "optimizer = torch.optim.{optimizer}(groups, fused=True)",
             "falsified_by": "parameters that are sparse, complex or on different devices",
             "assumptions": ("all parameters are on the GPU",),
-        },
+        }
     }
     verify = "Record again: Optimizer.step is shorter and runs fewer operators."
     falsified_by = "code that changes the settings of single groups while training"
@@ -172,8 +172,7 @@ class ManyParameterGroups(Rule):
                 fused=also if fused else "",
             ),
             "code": self.code.format(
-                optimizer=optimizer,
-                arguments=", fused=True" if fused or rounds.fused else "",
+                optimizer=optimizer, arguments=", fused=True" if fused or rounds.fused else ""
             ),
         }
 

@@ -21,12 +21,7 @@ from advisor.measure.host.stacks import frame_rank
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of_call
 from advisor.replay.selection import rows_under
-from advisor.rules.support.common import (
-    costliest_places,
-    int_column,
-    row_numbers,
-    scale_edit,
-)
+from advisor.rules.support.common import costliest_places, int_column, row_numbers, scale_edit
 
 CAUSES = ("dispatch", "launch", "python")
 """Causes of idle gaps that a shorter way to the launch would shorten. Unexplained time (Python

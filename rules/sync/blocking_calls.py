@@ -273,7 +273,7 @@ class DataDependentShapes(BlockingRule):
         },
         "in a library": {
             "fix": "Look for an argument of {library}, where the wait is, that keeps shapes fixed "
-            "or its result from step to step. Or call it once, before the loop.",
+            "or its result from step to step. Or call it once, before the loop."
         },
     }
     verify = "Profile again: these operators no longer synchronize."

@@ -60,10 +60,7 @@ class _PendingTask:
 
 
 def iterate_results(
-    orders: Sequence[MeasureTask],
-    workers: WorkerPool,
-    *,
-    seconds: float = RANK_TIMEOUT_SECONDS,
+    orders: Sequence[MeasureTask], workers: WorkerPool, *, seconds: float = RANK_TIMEOUT_SECONDS
 ) -> Iterator[RankSummary | UnreadRank]:
     """Yield the result of each task as it completes. ``seconds``: time limit for one file.
 

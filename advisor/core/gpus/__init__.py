@@ -28,14 +28,7 @@ _FORMATS = {
     "tf32": ("tf32", "tensorfloat32"),
     "fp16": ("fp16", "float16", "half"),
     "bf16": ("bf16", "bfloat16"),
-    "fp8": (
-        "fp8",
-        "float8",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-    ),
+    "fp8": ("fp8", "float8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     "fp4": ("fp4", "float4_e2m1fn_x2"),
     "int8": ("int8", "signed char", "char"),
 }

@@ -117,10 +117,7 @@ _HEADS: tuple[tuple[str, str], ...] = (
         r"(?i)sort|unique|scan|select_?|histogram|nonzero|cumsum|cumprod|bitonic|radix|bucketize"
         r"|run_?length|DeviceCompact|partition|moe_(lora_)?align|routing|bincount|ReduceByKey|lower_bound|upper_bound",
     ),
-    (
-        "random",
-        r"(?i)dropout|distribution_|philox|bernoulli|random|curand|multinomial|sampling",
-    ),
+    ("random", r"(?i)dropout|distribution_|philox|bernoulli|random|curand|multinomial|sampling"),
     ("pooling", r"(?i)pool|up_?sample|interpolat|interp_|grid_?sample|roi_?align|resize"),
     ("loss", r"(?i)kl_div|_loss|_bce_"),
     (

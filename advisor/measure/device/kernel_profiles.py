@@ -334,10 +334,7 @@ def _stalls(profile: KernelProfile) -> dict[str, float]:
 
 def _dram_bytes(profile: KernelProfile) -> float | None:
     """Return the bytes read and written; rocprof counts what L2 fetches and writes."""
-    for names in (
-        ("dram__bytes_read.sum", "dram__bytes_write.sum"),
-        ("FETCH_SIZE", "WRITE_SIZE"),
-    ):
+    for names in (("dram__bytes_read.sum", "dram__bytes_write.sum"), ("FETCH_SIZE", "WRITE_SIZE")):
         parts = [profile.number(name) for name in names]
         if None not in parts:
             return sum(part for part in parts if part is not None)

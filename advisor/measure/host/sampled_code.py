@@ -69,10 +69,7 @@ class SampledCode(NamedTuple):
 
 
 def code_outside(
-    stacks: Sequence[SampledStack],
-    parts: frozenset[str],
-    least: float = 0.0,
-    most: float = 1.0,
+    stacks: Sequence[SampledStack], parts: frozenset[str], least: float = 0.0, most: float = 1.0
 ) -> SampledCode | None:
     """Find the user's line or function with most samples that is outside these parts of a step, and
     in turn the innermost one with most of its samples. ``least``, ``most``: limits of its share of

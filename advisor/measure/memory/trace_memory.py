@@ -10,14 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import (
-    EMPTY,
-    Intervals,
-    covered_length,
-    intersect,
-    subtract,
-    union,
-)
+from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, subtract, union
 from advisor.core.snapshot import (
     ANNOTATION_SCHEMA,
     BLOCK_SCHEMA,

@@ -16,11 +16,7 @@ from advisor.core.intervals import Ints, covered_length, union
 from advisor.core.report import MemorySample
 from advisor.measure import Analysis
 from advisor.measure.host.device_reads import outermost_aten
-from advisor.measure.ranks.collectives import (
-    collective_table,
-    pack_collectives,
-    step_summaries,
-)
+from advisor.measure.ranks.collectives import collective_table, pack_collectives, step_summaries
 from advisor.measure.ranks.summary_schema import (
     MAX_BYTES,
     Advice,

@@ -232,11 +232,7 @@ def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     )
     kinds = (
         table.group_by("frame_name", "callee_name")
-        .agg(
-            pl.col("frame").first(),
-            pl.col("callee"),
-            pl.col("ns").sum(),
-        )
+        .agg(pl.col("frame").first(), pl.col("callee"), pl.col("ns").sum())
         .sort("ns", "callee_name", descending=[True, False])
         .head(LIMIT)
     )

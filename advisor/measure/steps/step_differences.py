@@ -261,11 +261,7 @@ def _idle(a: Analysis) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (cause, starts, ends) of idle time."""
     parts = a.gaps.select("cause", "ts", "dur").with_columns(pl.col("cause").cast(pl.String))
     return [
-        (
-            f"idle: {cause}",
-            rows["ts"].to_numpy(),
-            (rows["ts"] + rows["dur"]).to_numpy(),
-        )
+        (f"idle: {cause}", rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
         for (cause,), rows in sorted(parts.partition_by("cause", as_dict=True).items())
     ]
 
@@ -318,13 +314,7 @@ def _by_name(
     side = np.where(inside, half[np.maximum(step, 0)], 0)
     size = len(short)
     table = (
-        pl.DataFrame(
-            {
-                "name": work.name,
-                "side": side,
-                "dur": work.dur,
-            }
-        )
+        pl.DataFrame({"name": work.name, "side": side, "dur": work.dur})
         .filter(pl.col("side") != 0)
         .group_by("name")
         .agg(

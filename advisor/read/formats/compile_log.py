@@ -116,8 +116,7 @@ def merge_logs(logs: list[CompileLog]) -> CompileLog:
                 users.setdefault(frame, set()).add(_key(each))
     breaks = [
         structs.replace(
-            each,
-            frames=sorted(frame for frame, keys in users.items() if keys == {_key(each)}),
+            each, frames=sorted(frame for frame, keys in users.items() if keys == {_key(each)})
         )
         for each in _most([log.breaks for log in logs])
     ]

@@ -144,8 +144,7 @@ class _Copy:
         self._refuse_large(size, size - out.tell())
         self._goes_on = True
         file = call_within(
-            self._timeout,
-            lambda: system.open(path, "rb", block_size=BLOCK, cache_type="none"),
+            self._timeout, lambda: system.open(path, "rb", block_size=BLOCK, cache_type="none")
         )
         try:
             if not can_seek(file, offset + out.tell()):

@@ -200,16 +200,7 @@ def _not_recorded(report: Report) -> str:
 
 
 MAX_OPERATORS: Final = 20
-_COLUMNS: Final = (
-    "operator",
-    "time",
-    "calls",
-    "reached",
-    "attains",
-    "of it",
-    "saves",
-    "bound",
-)
+_COLUMNS: Final = ("operator", "time", "calls", "reached", "attains", "of it", "saves", "bound")
 _LEGEND: Final = (
     "reached, attains: of the rate that limits it. of it: time at that rate over time taken "
     "(above 100% from caches). saves: what the attainable rate would save. launch: starting "

@@ -90,7 +90,5 @@ TRIALS: Final = Formats(
     without=("agent", "github", "sarif", "notebook"),
 )
 PREDICTIONS: Final = Formats(
-    "a prediction",
-    "advisor.prediction_renderers",
-    without=("agent", "github", "sarif", "notebook"),
+    "a prediction", "advisor.prediction_renderers", without=("agent", "github", "sarif", "notebook")
 )

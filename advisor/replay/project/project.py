@@ -302,9 +302,7 @@ def hourly_prices(prices: Prices) -> dict[str, float]:
 
 
 def choose_gpus(
-    projector: Projector,
-    gpus: Iterable[tuple[GpuSpec, float | None]],
-    epoch: float | None = None,
+    projector: Projector, gpus: Iterable[tuple[GpuSpec, float | None]], epoch: float | None = None
 ) -> tuple[TargetGpu, ...]:
     """Project onto all GPUs and sort: the cheapest first, then those without a price, the fastest
     first, then those on which the step cannot run. ``epoch``: steps of an epoch."""

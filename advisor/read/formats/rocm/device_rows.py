@@ -59,11 +59,7 @@ def trace_of(
     names = [part["name"].unique().cast(pl.String) for part in rows.values() if part.height]
     meta = replace(meta, vendor="amd", framework=framework_of(pl.concat(names), programs))
     return build_trace(  # which lets go of the rows as soon as it has read them
-        meta,
-        host=rows.pop("host"),
-        device=rows.pop("device"),
-        counters=counters,
-        inputs=inputs,
+        meta, host=rows.pop("host"), device=rows.pop("device"), counters=counters, inputs=inputs
     )
 
 

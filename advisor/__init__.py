@@ -1,8 +1,7 @@
 """advisor: why a PyTorch training step is slow, what to change, and how much time each fix saves.
 
 The public names, loaded when first used, so that ``import advisor`` stays cheap inside somebody
-else's training process: no polars, dash or torch.
-"""
+else's training process: no polars, dash or torch."""
 
 from __future__ import annotations
 

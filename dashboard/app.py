@@ -36,8 +36,7 @@ def create_app(session: DashboardSession, access: Access | None = None) -> dash.
     not know a token that was just made, ``Access()`` is everybody who reaches it by this machine's
     names.
 
-    ``app.server`` is the WSGI application to serve.
-    """
+    ``app.server`` is the WSGI application to serve."""
     app = Application(
         "advisor.dashboard",
         title="advisor",

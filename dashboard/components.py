@@ -129,8 +129,7 @@ def table(
     """Build a table; columns in ``numbers`` are right-aligned, those in ``names`` may break.
 
     ``stacked``: in a narrow window each row is a block, its cells below each other with their
-    column's title, in place of a table to scroll sideways.
-    """
+    column's title, in place of a table to scroll sideways."""
     right, breaking = set(numbers), set(names)
     # laid out as blocks they would be no table any more to a screen reader
     roles = dict.fromkeys(("table", "rowgroup", "row", "cell", "columnheader"))

@@ -101,8 +101,7 @@ _KEY = re.compile(r"(\d{1,4})\.(\d{1,6})")
 def saved_report(path: str) -> Report | None:
     """Read the report of several ranks that a file holds; ``None``: it is something else.
 
-    Raises AdvisorError: it is one, and damaged.
-    """
+    Raises AdvisorError: it is one, and damaged."""
     result = read_saved(path, Report, SCHEMA, MAX_JSON)
     return result if result is not None and result.ranks is not None else None
 

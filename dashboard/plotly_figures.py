@@ -1,8 +1,7 @@
 """Figures drawn by plotly: plain, with units on the axes, readable on light and dark.
 
 Colours of text and lines on the page come from assets/parts.css; those set here are what a saved
-PNG has, on white.
-"""
+PNG has, on white."""
 
 from __future__ import annotations
 
@@ -420,8 +419,7 @@ def rank_class_heatmap(
 
     ``values``: ms apart from the median, at most ``scale``. ``about``: each cell in words.
     ``ranks``: names of the columns, where there is one strip. ``keys``: of each cell, which a click
-    finds as the point's text (Dash hands on no other).
-    """
+    finds as the point's text (Dash hands on no other)."""
     made = empty_figure(height)
     blank = [None] * max(map(len, values))
     for colours, is_grey in ((DIVERGING, False), (GREYS, True)):

@@ -105,8 +105,7 @@ class Access:
         """Whether a request with this Host header is meant for us. Any port: tunnels change it.
 
         A page elsewhere can make its own name point here, never an address, so addresses are
-        answered where others may come by them.
-        """
+        answered where others may come by them."""
         match = _HOST.fullmatch(header or "")
         if match is None or int(match["port"] or 80) > 65535:
             return False
@@ -273,8 +272,7 @@ def local_address(path: str, query: bytes) -> str:
     """Return an address on this very host: the path, percent-encoded again and with one slash at
     its start, and the query without ``token``.
 
-    A browser takes ``//host``, ``/\\host`` and both with tabs between for another host.
-    """
+    A browser takes ``//host``, ``/\\host`` and both with tabs between for another host."""
     where = "/" + quote(path, safe="/~", errors="replace").lstrip("/")
     parts = [
         part
@@ -307,8 +305,7 @@ def _policy(app: dash.Dash, response: Response) -> str:
     """Return the content security policy: no eval, no inline script but Dash's own, by hash.
 
     The hashes are taken when a page is sent, not before: Dash adds inline scripts at its first
-    request.
-    """
+    request."""
     if response.mimetype != "text/html":
         return "default-src 'none'; frame-ancestors 'none'"
     return "; ".join(

@@ -1,8 +1,7 @@
 """Colours: one for each class of time, the same on every page, in every figure and in the timeline.
 
 Those of classes of time are the reports' (``advisor.core.charts``). Each reads on a light and on
-a dark ground. No meaning depends on colour alone.
-"""
+a dark ground. No meaning depends on colour alone."""
 
 from __future__ import annotations
 

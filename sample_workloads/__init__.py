@@ -9,8 +9,7 @@ computed. Who drives it decides how many steps there are::
     for _, loss in zip(range(100), steps): ...
 
 A new one needs no entry anywhere. What is said about them is read from their source, so that
-listing them imports no torch.
-"""
+listing them imports no torch."""
 
 from __future__ import annotations
 

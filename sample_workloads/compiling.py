@@ -40,8 +40,7 @@ def graph_breaks(run: Setup) -> Iterator[Any]:
     decision that depends on a value. So it ends one graph there and begins another.
 
     The cure: ``torch.clamp``, which needs no decision; ``fullgraph=True`` makes sure. (On a CPU the
-    model is traced but not compiled, so that no C++ compiler is needed.)
-    """
+    model is traced but not compiled, so that no C++ compiler is needed.)"""
     torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch = run.size(512, 32), run.size(1024, 16)
@@ -65,8 +64,7 @@ def recompilation(run: Setup) -> Iterator[Any]:
     Here the limit is lifted, as it often is.
 
     The cure: ``dynamic=True``, compiled once for all lengths. (On a CPU the model is traced but not
-    compiled, so that no C++ compiler is needed; tracing anew costs enough.)
-    """
+    compiled, so that no C++ compiler is needed; tracing anew costs enough.)"""
     torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch = run.size(512, 32), run.size(64, 2)
@@ -105,8 +103,7 @@ def unfused_pointwise(run: Setup) -> Iterator[Any]:
     next one to read. The arithmetic is free, the traffic is not.
 
     The cure: ``torch.compile`` for the function, which makes one kernel of the chain. (On a CPU it
-    is traced but not compiled, so that no C++ compiler is needed.)
-    """
+    is traced but not compiled, so that no C++ compiler is needed.)"""
     torch.manual_seed(run.seed)
     rows, width = run.size(16384, 16), 4096
     function = torch.compile(activation, backend=run.backend) if run.cured else activation

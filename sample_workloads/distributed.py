@@ -23,8 +23,7 @@ def ddp_accumulation(run: Setup) -> Iterator[Any]:
     Four micro-batches make one optimizer step, and only the sum of their gradients is needed, but
     ``DistributedDataParallel`` averages over the processes in every backward pass.
 
-    The cure: ``model.no_sync()`` for all but the last.
-    """
+    The cure: ``model.no_sync()`` for all but the last."""
     torch.manual_seed(run.seed)
     width, batch = run.size(4096, 32), run.size(1024, 16)
     model = DistributedDataParallel(layers(run, width, 6))
@@ -57,8 +56,7 @@ def ddp_exposed(run: Setup) -> Iterator[Any]:
     stands idle before.
 
     The cure: ``DistributedDataParallel``, which sends the gradients of the last layers while those
-    of the first are still being computed.
-    """
+    of the first are still being computed."""
     torch.manual_seed(run.seed)
     width, batch = run.size(4096, 32), run.size(4096, 16)
     model: Any = layers(run, width, 8)
@@ -93,8 +91,7 @@ def ddp_straggler(run: Setup) -> Iterator[Any]:
     Samples are dealt out by file, and one file is larger: its process computes longer, and the
     other waits for it in every all-reduce.
 
-    The cure: samples dealt out evenly. (The gradient is weighted by samples, so it is the same.)
-    """
+    The cure: samples dealt out evenly. (The gradient is weighted by samples, so it is the same.)"""
     torch.manual_seed(run.seed)
     width, batch = run.size(4096, 32), run.size(8192, 16)
     model = DistributedDataParallel(layers(run, width, 6))

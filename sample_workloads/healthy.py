@@ -21,8 +21,7 @@ def healthy_cnn(run: Setup) -> Iterator[Any]:
     """A control: a channels-last CNN in bf16 with nothing to complain about.
 
     Wide convolutions, a large batch that stays on the GPU, no value read. Both variants are the
-    same, and no finding may appear.
-    """
+    same, and no finding may appear."""
     torch.manual_seed(run.seed)
     width, batch = run.size(256, 16), run.size(512, 8)
     parts: list[Any] = []
@@ -62,8 +61,7 @@ def healthy_transformer(run: Setup) -> Iterator[Any]:
 
     Fused attention, a fused optimizer, large batches that stay on the GPU, no value read. Both
     variants are the same, and no finding may appear. (On a CPU the model is traced but not
-    compiled, so that no C++ compiler is needed.)
-    """
+    compiled, so that no C++ compiler is needed.)"""
     torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch, tokens = run.size(1024, HEAD), run.size(16), run.size(1024, 32)

@@ -28,8 +28,7 @@ def batch1_inference(run: Setup) -> Iterator[Any]:
     A batch of one gives the GPU kernels of a few microseconds. The host cannot launch them fast
     enough, and fp32 leaves the tensor cores idle.
 
-    The cure: requests gathered into batches of 32, in bf16 (on a GPU; a CPU stays with fp32).
-    """
+    The cure: requests gathered into batches of 32, in bf16 (on a GPU; a CPU stays with fp32)."""
     torch.manual_seed(run.seed)
     width = run.size(1024, 32)
     layer = nn.TransformerEncoderLayer(
@@ -62,8 +61,7 @@ def gc_pauses(run: Setup) -> Iterator[Any]:
     still meanwhile.
 
     The cure: ``gc.disable()``, and a collection by hand now and then, between epochs. What is not
-    cyclic is freed as before.
-    """
+    cyclic is freed as before."""
     torch.manual_seed(run.seed)
     width, records = run.size(1024, 64), 6000
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
@@ -99,8 +97,7 @@ def launch_bound(run: Setup) -> Iterator[Any]:
     so the GPU idles between any two kernels.
 
     The cure: the whole step is captured once as a CUDA graph and replayed with one call. (On a CPU
-    there is nothing to capture, and both variants are the same.)
-    """
+    there is nothing to capture, and both variants are the same.)"""
     torch.manual_seed(run.seed)
     width = run.size(64, 8)
     model = layers(run, width, 32, nn.Tanh).float()
@@ -131,8 +128,7 @@ def per_step_sync(run: Setup) -> Iterator[Any]:
     waits until the GPU has worked off everything that was launched; then the GPU waits until the
     host has launched something new.
 
-    The cure: norms are computed on the device, all at once, and read every hundred steps.
-    """
+    The cure: norms are computed on the device, all at once, and read every hundred steps."""
     torch.manual_seed(run.seed)
     width, batch = run.size(1024, 32), run.size(2048, 16)
     model = layers(run, width, 12)
@@ -164,8 +160,7 @@ def periodic_checkpoint(run: Setup) -> Iterator[Any]:
     ``torch.save`` copies the weights to the host, packs them and waits for the disk; all GPUs of
     the job wait with it.
 
-    The cure: the weights are copied, and a thread writes the copy while training goes on.
-    """
+    The cure: the weights are copied, and a thread writes the copy while training goes on."""
     torch.manual_seed(run.seed)
     width, batch, words = run.size(1024, 32), run.size(1024, 16), run.size(1 << 18, 1024)
     model = nn.Sequential(
@@ -224,8 +219,7 @@ def python_hot_spot(run: Setup) -> Iterator[Any]:
     Which samples to show the model next is decided in a loop over ten thousand weights, while the
     GPU has nothing to do.
 
-    The cure: the same decision with tensor operators, a few microseconds.
-    """
+    The cure: the same decision with tensor operators, a few microseconds."""
     torch.manual_seed(run.seed)
     width = run.size(1024, 32)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))

@@ -26,8 +26,7 @@ def fp32_matmul(run: Setup) -> Iterator[Any]:
     PyTorch multiplies fp32 matrices in full precision by default, on the CUDA cores. Tensor
     cores do it in TF32 about eight times faster on an A100.
 
-    The cure: one line, ``torch.set_float32_matmul_precision("high")``.
-    """
+    The cure: one line, ``torch.set_float32_matmul_precision("high")``."""
     torch.manual_seed(run.seed)
     torch.set_float32_matmul_precision("high" if run.cured else "highest")
     width, batch = run.size(4096, 32), run.size(8192, 16)
@@ -61,8 +60,7 @@ def nchw_convolution(run: Setup) -> Iterator[Any]:
     Tensor cores convolve in channels-last order, so each tensor is transposed before a convolution
     and back after it, in kernels that compute nothing.
 
-    The cure: ``channels_last`` for model and images.
-    """
+    The cure: ``channels_last`` for model and images."""
     torch.manual_seed(run.seed)
     width, batch = run.size(256, 16), run.size(256, 4)
     model = nn.Sequential(*(ConvolutionBlock(width) for _ in range(4)), nn.AdaptiveAvgPool2d(1))
@@ -87,8 +85,7 @@ def small_batch(run: Setup) -> Iterator[Any]:
     recordings of half a million samples leaves all others without work, for milliseconds.
 
     The cure: sixteen times the batch, which takes hardly longer. (The learning rate would have to
-    follow; here it does not matter.)
-    """
+    follow; here it does not matter.)"""
     torch.manual_seed(run.seed)
     length = run.size(1 << 19, 64)
     waves = torch.randn(128 if run.cured else 8, length, device=run.device)
@@ -108,8 +105,7 @@ def single_tensor_optimizer(run: Setup) -> Iterator[Any]:
     With ``foreach=False`` (as with optimizers written by hand) each of some hundred parameters gets
     a dozen tiny kernels a step.
 
-    The cure: ``fused=True``, a few kernels for all parameters together.
-    """
+    The cure: ``fused=True``, a few kernels for all parameters together."""
     torch.manual_seed(run.seed)
     width, batch = run.size(512, 32), run.size(8192, 16)
     model = layers(run, width, 24)
@@ -150,8 +146,7 @@ def unfused_attention(run: Setup) -> Iterator[Any]:
     times on the way.
 
     The cure: ``scaled_dot_product_attention``, which computes the same in one kernel that keeps the
-    scores on the chip.
-    """
+    scores on the chip."""
     torch.manual_seed(run.seed)
     tokens, batch = run.size(2048, 32), run.size(8)
     model = nn.Sequential(*(Attention(tokens, run.cured) for _ in range(4)))

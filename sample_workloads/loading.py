@@ -55,8 +55,7 @@ def cpu_transforms(run: Setup) -> Iterator[Any]:
     times as large on the way to the GPU as the bytes it came from.
 
     The cure: crop first, hand over bytes, and do the arithmetic on the device for the whole batch
-    at once. The same numbers arrive at the model.
-    """
+    at once. The same numbers arrive at the model."""
     torch.manual_seed(run.seed)
     loader = DataLoader(
         Photos(run.seed, late=run.cured),
@@ -116,8 +115,7 @@ def loader_bound(run: Setup) -> Iterator[Any]:
     processor looks idle and so does the GPU.
 
     The cure: workers that read ahead, in parallel. Waiting needs no core, so there may be more of
-    them than cores.
-    """
+    them than cores."""
     torch.manual_seed(run.seed)
     width = run.size(8192, 128)
     loader = DataLoader(
@@ -195,8 +193,7 @@ def padding_waste(run: Setup) -> Iterator[Any]:
     of them go through every layer, and the loss leaves them out at the end.
 
     The cure: texts sorted by length, and each batch padded to its own longest. (Here both variants
-    see the same texts in the same batches.)
-    """
+    see the same texts in the same batches.)"""
     torch.manual_seed(run.seed)
     width, words = run.size(1024, 32), run.size(VOCABULARY, 64)
     loader = DataLoader(
@@ -257,8 +254,7 @@ def pageable_copies(run: Setup) -> Iterator[Any]:
     stands still meanwhile. Nothing can be launched, and copy and compute cannot overlap.
 
     The cure: pinned memory, ``non_blocking=True``, and a stream of its own on which the next batch
-    is copied while the present one is computed.
-    """
+    is copied while the present one is computed."""
     torch.manual_seed(run.seed)
     width = 2048 if run.on_gpu else 256
     model = wide_block(width).to(run.device, run.dtype)
@@ -286,8 +282,7 @@ def worker_respawn(run: Setup) -> Iterator[Any]:
     An epoch has four batches, and without ``persistent_workers`` each begins with new processes.
     They import modules and copy the data set, and nothing of the first batch is prefetched.
 
-    The cure: ``persistent_workers=True``.
-    """
+    The cure: ``persistent_workers=True``."""
     torch.manual_seed(run.seed)
     batch, width = 64, run.size(1024, 64)
     samples = TensorDataset(torch.randn(4 * batch, width), torch.randint(10, (4 * batch,)))

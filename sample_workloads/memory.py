@@ -25,8 +25,7 @@ def eval_with_grad(run: Setup) -> Iterator[Any]:
     that never comes. Here its outputs are kept until the metric is computed, and the graphs
     with them.
 
-    The cure: ``torch.inference_mode()`` around validation.
-    """
+    The cure: ``torch.inference_mode()`` around validation."""
     torch.manual_seed(run.seed)
     width, batch = run.size(2048, 32), run.size(8192, 16)
     model = layers(run, width, 4, nn.GELU)
@@ -57,8 +56,7 @@ def fragmentation(run: Setup) -> Iterator[Any]:
     more in every step and waits for it. The memory it has already lies idle in pieces.
 
     The cure: lengths rounded up to a multiple of 512, so that blocks fit again. (Positions beyond
-    the length are masked, the results are the same.)
-    """
+    the length are masked, the results are the same.)"""
     torch.manual_seed(run.seed)
     width, batch = 512, run.size(64, 2)
     model = wide_block(width).to(run.device, run.dtype)
@@ -96,8 +94,7 @@ def huge_vocabulary(run: Setup) -> Iterator[Any]:
     tensors of the step and decide how large the batch can be.
 
     The cure: the loss in chunks of tokens, each recomputed in its backward pass, so that no tensor
-    of the full size exists. It costs one more product of the last layer and frees gigabytes.
-    """
+    of the full size exists. It costs one more product of the last layer and frees gigabytes."""
     torch.manual_seed(run.seed)
     width, tokens = run.size(2048, 32), run.size(8192, 16)
     words = VOCABULARY if run.on_gpu else run.size(VOCABULARY)
@@ -128,8 +125,7 @@ def leak(run: Setup) -> Iterator[Any]:
 
     Each step's outputs stay in a list; memory grows until it is full.
 
-    The cure: what the metric needs is computed at once, and only that number is kept.
-    """
+    The cure: what the metric needs is computed at once, and only that number is kept."""
     torch.manual_seed(run.seed)
     width, batch = run.size(1024, 64), run.size(4096, 64)
     model = layers(run, width, 4)
@@ -205,8 +201,7 @@ def needless_checkpointing(run: Setup) -> Iterator[Any]:
     Every block throws its activations away and computes them again in the backward pass: a third
     more arithmetic, to save memory that nobody needs.
 
-    The cure: no checkpointing, or only for as many blocks as the memory asks for.
-    """
+    The cure: no checkpointing, or only for as many blocks as the memory asks for."""
     torch.manual_seed(run.seed)
     width, batch = run.size(2048, 32), run.size(8192, 16)
     blocks = nn.ModuleList(wide_block(width) for _ in range(6)).to(run.device, run.dtype)

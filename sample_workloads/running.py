@@ -1,7 +1,6 @@
 """Runs, times and records a workload: the driver behind ``advisor workloads`` and the benchmarks.
 
-A workload of several processes is run in processes of its own, which end within a time limit.
-"""
+A workload of several processes is run in processes of its own, which end within a time limit."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def drive(
 
     In a workload of several processes these are rank 0's, and ``each`` is not called. The caller's
     random state and torch settings are left as they were. Raises ValueError for less than one step,
-    AdvisorError for an unknown workload or one that this machine cannot run.
-    """
+    AdvisorError for an unknown workload or one that this machine cannot run."""
     if steps < 1:
         raise ValueError(f"nothing to run: {steps} steps")
     called = each if find(name).processes == 1 else None
@@ -97,8 +95,7 @@ def measure(
     The device is synchronised at the ends of blocks only. Steps before the first block, which warm
     up, are not in it. The blocks share ``seconds``; each has at least one step, and with steps so
     long that they would take more than ``most`` seconds there are fewer blocks, at least three. In
-    a workload of several processes these are rank 0's.
-    """
+    a workload of several processes these are rank 0's."""
     first: list[float] = on_ranks(_measure, name, run, (seconds, blocks, most))[0]
     return first
 
@@ -148,8 +145,7 @@ def record(
     """Run a few steps under ``torch.profiler`` and write a trace a process into ``folder``.
 
     The first steps are left out. The folder is made; the files, ``NAME.json.gz`` or
-    ``NAME-rank0.json.gz`` …, are written whole or not at all. Returns their paths.
-    """
+    ``NAME-rank0.json.gz`` …, are written whole or not at all. Returns their paths."""
     workload = find(name)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,8 +168,7 @@ def record_run(
     """Run and record with ``advisor.record``: every step, loaders, memory, host and GPU, and a
     trace of some steps. ``folder``, which must be new or empty, becomes the run directory.
 
-    Returns the traces, by rank. Raises AdvisorError where nothing could be recorded.
-    """
+    Returns the traces, by rank. Raises AdvisorError where nothing could be recorded."""
     workload = find(name)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -290,8 +285,7 @@ def in_processes(
     """Run ``task(name, run, *options)`` in each process of the workload; results by rank.
 
     Raises AdvisorError: not enough GPUs, a process that failed, or one that took too long; the
-    others are ended then.
-    """
+    others are ended then."""
     count = find(name).processes
     if run.on_gpu and torch.cuda.device_count() < count:
         raise AdvisorError(f"{name} needs {count} GPUs, here are {torch.cuda.device_count()}")

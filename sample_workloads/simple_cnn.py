@@ -24,8 +24,7 @@ class Images(Dataset):
     """A map-style data set of seeded images, prepared one at a time like decoded files would be.
 
     An item is ``(float32 tensor of shape (3, 32, 32), int label)``. Each class has its own
-    pattern of tiles under the noise, so that there is something to learn.
-    """
+    pattern of tiles under the noise, so that there is something to learn."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -80,8 +79,7 @@ def simple_cnn(run: Setup) -> Iterator[Any]:
     step makes the host wait for the GPU before it may launch the next one.
 
     The cure: loader workers, pinned memory with ``non_blocking=True`` copies, and losses that stay
-    on the device. Both variants train the same model on the same batches.
-    """
+    on the device. Both variants train the same model on the same batches."""
     torch.manual_seed(run.seed)
     loader = DataLoader(
         Images(run.seed),

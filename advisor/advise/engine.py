@@ -88,8 +88,7 @@ def analyze(
 ) -> Report:
     """Read traces (a path, several, or an opened Run) and say what is slow.
 
-    Raises AdvisorError when there is nothing to analyse.
-    """
+    Raises AdvisorError when there is nothing to analyse."""
     return examine(source, options).report
 
 
@@ -316,8 +315,7 @@ def explain_unrelated(run: Run) -> list[str]:
     """Return the reasons why the traces cannot be of one run; empty if there is none.
 
     They ran on GPUs of different models, ranks were not recorded at one time, or two of them have
-    next to no operator or kernel in common, or no file of the user's code.
-    """
+    next to no operator or kernel in common, or no file of the user's code."""
     traces = list(run.traces.values())
     if run.recording is not None:
         return []

@@ -507,8 +507,7 @@ def _carry_over(finding: Finding, step: StepTime | None, a: Analysis) -> Finding
 
     The range widens by what this cannot know: work that a fix ends, on the device or of an operator
     on the host, may take as long without the profiler as it did in the window; and steps that are
-    longer than the window's need not have more of the cause.
-    """
+    longer than the window's need not have more of the cause."""
     impact, scale = finding.impact, None if step is None else step.gain_scale
     if step is None or scale is None or impact is None or impact.currency != "step_time":
         return finding

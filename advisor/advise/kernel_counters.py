@@ -478,8 +478,7 @@ def _launches_to_profile(a: Analysis, pattern: str, chosen: Set[str]) -> tuple[i
 
     ``ncu`` counts every kernel whose base name matches, also siblings of the ``chosen`` kernels. So
     both numbers are of all these: two steps are skipped, and of the third the
-    :data:`MAX_LAUNCHES` launches in a row that have most of the chosen kernels.
-    """
+    :data:`MAX_LAUNCHES` launches in a row that have most of the chosen kernels."""
     gpu = a.trace.gpu
     index = np.flatnonzero(a.in_window & (gpu["kind"] == "kernel").to_numpy())
     rows = gpu.select("name", "ts", "launch")[index]

@@ -147,8 +147,7 @@ def find_fit(
     number that can share the states. ``scale``: requested batch over the recorded one.
     ``driver_share``: share of the capacity that the driver keeps. The reserved bytes beyond tensors
     stay the same share as at the recorded peak (none, if that is not recorded). A set that leaves a
-    margin of MARGIN_SHARE is taken before one that does not.
-    """
+    margin of MARGIN_SHARE is taken before one that does not."""
     phases = None if a is None else phase_times(a)
     beside = max(1.0, peak.reserved / max(1, peak.allocated))
     available = round(capacity * (1 - driver_share)) - CUDA_CONTEXT_BYTES

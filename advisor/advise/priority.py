@@ -75,8 +75,7 @@ def prioritize(
     """Return the findings in the order to follow them. One without replayed gain, although the
     device waits for it, becomes a note. One without gain by either estimate is left out.
 
-    Gains stay those of the window; they are compared as they are in the run's own step.
-    """
+    Gains stay those of the window; they are compared as they are in the run's own step."""
     floor = max(MIN_GAIN_SHARE * a.step_ns, estimator.error)
     candidates, unknown, notes, risks, unsure = [], [], [], [], []
     for finding in findings:
@@ -201,8 +200,7 @@ def _order(
     Each choice is made as if the findings chosen before were done. What then keeps almost nothing
     is folded under the one that took most of it, and so are alternatives of a chosen finding.
     What gains nothing alone but ``WARNING_SHARE`` of the step after others is shown with
-    ``pays_after``; what never pays is left out. Folded findings come last, without a rank.
-    """
+    ``pays_after``; what never pays is left out. Folded findings come last, without a rank."""
     waiting = list(range(len(findings)))
     latest = [_own_gain(finding) for finding in findings]
     chosen: list[Finding] = []
@@ -321,8 +319,7 @@ def _best(
 
     Gains mostly shrink as others are done, so each is looked at again only when its last gain
     could still win; what gained nothing is looked at again every time, because a fix may begin to
-    pay once another has moved the bottleneck. ``latest`` is brought up to date.
-    """
+    pay once another has moved the bottleneck. ``latest`` is brought up to date."""
     largest = max(map(abs, latest), default=0.0)
     fresh: set[int] = set()
     while True:

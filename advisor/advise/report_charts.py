@@ -1,7 +1,6 @@
 """Charts of a report: the step's bar, the step after each fix, and the table of ranks.
 
-Each is built here, once, as data with its words; renderers fold, sum and round nothing.
-"""
+Each is built here, once, as data with its words; renderers fold, sum and round nothing."""
 
 from __future__ import annotations
 

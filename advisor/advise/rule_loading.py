@@ -34,8 +34,7 @@ def load_rules(
 
     ``folder``: more rules, every ``*.py`` in it. ``config``: rule id -> options, as in
     ``[tool.advisor.rules.<id>]``; ``enabled = false`` switches a rule off. Raises AdvisorError
-    for a rule that cannot be imported, a repeated id, an unknown rule or option.
-    """
+    for a rule that cannot be imported, a repeated id, an unknown rule or option."""
     classes: dict[str, type[Rule]] = {}
     for module in _modules(folder):
         for cls in (each for each in classes_in(module, Rule) if each.id):

@@ -19,8 +19,7 @@ def choose_windows(
     """Return the analysis of each rank, those with a trace first, for the given window (default:
     each rank's first) and steps.
 
-    Raises AdvisorError: a window or steps that are not there.
-    """
+    Raises AdvisorError: a window or steps that are not there."""
     analyses = {
         number: Analysis(
             run.traces[number, chosen], steps, _record(run, number), run.snapshots.get(number)

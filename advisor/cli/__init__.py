@@ -90,8 +90,7 @@ def main() -> None:
     """Run the command line and leave the process with its exit code.
 
     0: done. 1: ``--fail-on`` hit. 2: bad input or usage, reported in one line on stderr. 130:
-    interrupted. 141: the reader of a pipe went away, as for a program that SIGPIPE ends.
-    """
+    interrupted. 141: the reader of a pipe went away, as for a program that SIGPIPE ends."""
     if sys.argv[1:2] and sys.argv[1] in ANALYSING:
         gc.set_threshold(GC_THRESHOLD, 20, 20)
         os.environ.setdefault(*ALLOCATOR)  # read when polars is imported

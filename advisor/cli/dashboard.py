@@ -95,8 +95,7 @@ def command(
 ) -> None:
     """Show traces and runs in the browser: the step's time, the fixes, and the timeline.
 
-    With several paths the first is compared with each of the others.
-    """
+    With several paths the first is compared with each of the others."""
     token = read_token(token_file, no_token=no_token)
     viewer, sources = parse_perfetto(perfetto_url), parse_editor(editor)
     _check_exist(paths)

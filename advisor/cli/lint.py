@@ -25,8 +25,7 @@ def command(
     """Say what in a training program often costs time, before anything is measured.
 
     Nothing is run. Each hint names the rule that shows on a recording whether it costs anything;
-    '# advisor: ignore' on its line takes it away.
-    """
+    '# advisor: ignore' on its line takes it away."""
     from advisor.lint import lint_paths
 
     hints, problems = lint_paths(paths)

@@ -149,8 +149,7 @@ def check_output(output: Path, inputs: Iterable[str | Path]) -> None:
 def write(text: str, output: Path, inputs: Iterable[str | Path] = ()) -> None:
     """Write the file whole or leave the old one: a temporary file beside it is renamed over it.
 
-    ``inputs``: files that were read, which are never written over.
-    """
+    ``inputs``: files that were read, which are never written over."""
     check_output(output, inputs)
     try:
         if _special(output):  # a device or a pipe cannot be replaced, only written to
@@ -209,8 +208,7 @@ class Progress:
     """Progress line on stderr: what is being done, for how long. It is wiped at the end.
 
     A thread writes it, so that work which reports nothing in between (one long measurement)
-    still shows that it is alive.
-    """
+    still shows that it is alive."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

@@ -70,8 +70,7 @@ def command(
     """Predict the step time on another GPU, and its cost there.
 
     A range is as wide as the largest error of such a projection. More: docs/project.md of a
-    checkout.
-    """
+    checkout."""
     if not gpu and not all_gpus and not gpus:
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")
     if gpus and (gpu or all_gpus):

@@ -77,8 +77,7 @@ def command(
     """Run a training program as it is, and record its steps, phases and a profiled window.
 
     The exit code is the program's. `ADVISOR_*` variables and `[tool.advisor.record]` in
-    pyproject.toml set what has no option here.
-    """
+    pyproject.toml set what has no option here."""
     if attach is not None:
         _attached(attach, seconds, engine, program, out)
         return

@@ -93,8 +93,7 @@ def command(
 
     Targets, narrowed by a pattern after a colon: kernel, family, comm, copy, memset, work, layer,
     op, python, range, host, sync, loader, gap. More: docs/whatif.md
-    of a checkout.
-    """
+    of a checkout."""
     from advisor.replay.edit_language import VERBS, parse_edit
     from advisor.replay.result import what_if
 

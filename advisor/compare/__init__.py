@@ -1,7 +1,6 @@
 """Comparison of two runs: what became faster or slower, whether fixes did it, and a gate for CI.
 
-The package is called like its function: ``advisor.compare("before.json.gz", "after.json.gz")``.
-"""
+The package is called like its function: ``advisor.compare("before.json.gz", "after.json.gz")``."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ def matched_share(work: list[ComparedWork], rest: ComparedWork | None) -> float 
     """Return the share of both sides' device time in rows that both have; ``None``: no work.
 
     What is left out of the rows is counted as matched: it differs too little to be shown. Copies
-    say nothing: all programs have them.
-    """
+    say nothing: all programs have them."""
     rows = [row for row in work if row.op != COPY] or list(work)
     rows += [rest] if rest is not None else []
     total = sum(row.before_ns + row.after_ns for row in rows)

@@ -2,8 +2,7 @@
 
 A rule reports from a share of the step on, so a finding disappears from a report when the step
 grows around it, and appears when the step shrinks. Its Edits name events by what they are, so they
-can be searched for, and their gain estimated, in the other run: that tells whether it is gone.
-"""
+can be searched for, and their gain estimated, in the other run: that tells whether it is gone."""
 
 from __future__ import annotations
 
@@ -229,8 +228,7 @@ def same_place(item: Finding, other: Finding) -> bool | None:
     """Tell whether two findings share a place, as precisely as both have it; ``None``: unknown.
 
     Line numbers move when code is edited and folders differ between machines, so code is known by
-    file name and function; kernels by their name without arguments.
-    """
+    file name and function; kernels by their name without arguments."""
     if not item.where or not other.where:
         return None
     for name in (_code, _op, _kernel):

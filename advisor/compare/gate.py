@@ -23,8 +23,7 @@ def compare_with_baseline(
     """Compare a run with its baseline and decide.
 
     Raises AdvisorError where they do not compare: other programs, GPUs, batch sizes or ranks,
-    profiled steps on one side only, or too few steps.
-    """
+    profiled steps on one side only, or too few steps."""
     refuse_incomparable(before, after)
     check_steps(before, "the baseline")
     check_steps(after, "the run")
@@ -101,8 +100,7 @@ def refuse_incomparable(baseline: Report, run: Report) -> None:
 def decide(c: Comparison, bounds: Bounds) -> Decision:
     """Decide whether a comparison with measured steps keeps its bounds.
 
-    Raises AdvisorError: a bound is for what was not measured.
-    """
+    Raises AdvisorError: a bound is for what was not measured."""
     low, high, share = c.steps.share_low, c.steps.share_high, c.steps.share
     if low is None or high is None or share is None:
         raise AdvisorError(f"step times are not compared: {c.steps.reason}")

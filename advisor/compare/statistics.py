@@ -8,8 +8,7 @@ reason as for fixed smoothing: N. M. Kiefer and T. J. Vogelsang, Econometric The
 
 Steps of the same number are drawn together where both series have the same ones: two runs with one
 seed see the same batches, and what is long in both is no difference. Three or four steps show
-nothing of how one depends on the next: Welch's interval (B. L. Welch, Biometrika 34, 1947).
-"""
+nothing of how one depends on the next: Welch's interval (B. L. Welch, Biometrika 34, 1947)."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def difference(
     """Return the difference of two series in time order; ``None``: fewer than five steps on a side.
 
     It compares means below 40 steps, and medians from there on. ``paired``: the steps at one place
-    of both series have the same number; the series are equally long.
-    """
+    of both series have the same number; the series are equally long."""
     shortest = min(len(before), len(after))
     if shortest < MIN_DEPENDENT_STEPS:
         return None
@@ -120,8 +118,7 @@ def difference_of_runs(
     A run differs from the next by more than its steps do: another node, clock or allocator layout.
     So runs are what is counted: the interval is Student's t over their medians (means below 40
     steps), whose spread is taken to be the same on both sides, and never narrower than the one of
-    the steps themselves. Three runs or more on the two sides together.
-    """
+    the steps themselves. Three runs or more on the two sides together."""
     statistic = "median" if min(map(len, (*before, *after))) >= MIN_FOR_MEDIAN else "mean"
     center = np.median if statistic == "median" else np.mean
     centers = [np.array([center(run) for run in runs]) for runs in (before, after)]
@@ -147,8 +144,7 @@ def block_length(series: Sample) -> int:
 
     D. N. Politis and H. White, Econometric Reviews 23 (2004), for the circular bootstrap:
     (1.5 (2r / (1 - r²))² n)^(1/3). The correlation of few steps is estimated too low, by
-    (1 + 4r) / n (F. H. C. Marriott and J. A. Pope, Biometrika 41, 1954): that is added.
-    """
+    (1 + 4r) / n (F. H. C. Marriott and J. A. Pope, Biometrika 41, 1954): that is added."""
     count = len(series)
     measured = autocorrelation(series)
     if measured is None or count < MIN_DEPENDENT_STEPS:

@@ -28,8 +28,7 @@ class Cgroup:
     """Control group of the process, version 1 or 2, with the groups around it.
 
     What cannot be read is ``None``: no cgroups, or none that this process may see. ``mount`` and
-    ``self_file`` are for tests.
-    """
+    ``self_file`` are for tests."""
 
     def __init__(self, mount: Path = MOUNT, self_file: Path = SELF) -> None:
         self.mount = mount

@@ -3,8 +3,7 @@ look for each meaning: the colours of terminal, HTML, notebook and dashboard, in
 
 Work is compute green, communication magenta, copies blue, memsets cyan; idle time is warm or grey,
 by its cause. Each colour reads on a light and on a dark ground. Nothing is shown by colour alone:
-where there is no text beside it, a glyph differs too.
-"""
+where there is no text beside it, a glyph differs too."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ proportion to its text, whatever the text is: patterns look at a character a bou
 times, and what follows a name or a quote is found by one scan. Imports the standard library alone.
 
 The shapes of tokens are public; the list follows that of gitleaks (MIT,
-https://github.com/gitleaks/gitleaks) where a service's own documentation was not at hand.
-"""
+https://github.com/gitleaks/gitleaks) where a service's own documentation was not at hand."""
 
 from __future__ import annotations
 

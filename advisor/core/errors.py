@@ -16,8 +16,7 @@ MAX_NAME = 200
 class AdvisorError(Exception):
     """An error on which the user can act: it says what is wrong with which file, and what to do.
 
-    The command line prints the message as one line and exits with ``exit_code`` (2: bad input).
-    """
+    The command line prints the message as one line and exits with ``exit_code`` (2: bad input)."""
 
     exit_code = 2
 

@@ -6,8 +6,7 @@ a folder, or a file of any size. Only regular files are opened, and no more than
 Imports the standard library alone: the recorder's files are read through it too.
 
 A temporary folder is gone afterwards, that of a killed process too: each has a file that its
-process keeps locked. Whoever makes the next one removes those whose lock is free.
-"""
+process keeps locked. Whoever makes the next one removes those whose lock is free."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading, without waiting for anybody.
 
     Raises OSError: it is not there, may not be read, or is something else (``strerror`` says what);
-    ValueError: no file can have that name.
-    """
+    ValueError: no file can have that name."""
     # a pipe without a writer would keep open() waiting; for regular files the flag does nothing
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:

@@ -99,8 +99,7 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Selection of the events that an :class:`Edit` touches: every field that is given must match.
 
     Selectors name events by what they are, never by row number. So a person can write an Edit,
-    store it, and apply it to another window of the same job.
-    """
+    store it, and apply it to another window of the same job."""
 
     on: Literal["gpu", "host", "gap"]
     """Device work, host events (ops, Python frames, runtime calls), or idle gaps of the device."""

@@ -3,8 +3,7 @@
 Names of kernels have hundreds of characters, most of them return types, namespaces, default
 template arguments and parameter lists that a whole table shares. A label keeps the function's own
 name and the words that tell it from the other names *of the same table*; what is shown nowhere else
-is left out in the middle.
-"""
+is left out in the middle."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ paragraph separators: what can move the cursor, recolour, reorder or break the t
 def clean(text: object, *, lines: bool = False) -> str:
     """Return text that is safe to show: hidden characters are written as escapes (``\\x1b``).
 
-    ``lines`` keeps line feeds (and turns tabs into blanks): for code, not for names.
-    """
+    ``lines`` keeps line feeds (and turns tabs into blanks): for code, not for names."""
     value = str(text)
     if _SAFE.fullmatch(value):
         return value
@@ -148,8 +146,7 @@ def distinct_labels(
     A name that fits stays as it is (hidden characters escaped). Equal names have equal labels;
     distinct names have distinct ones, from ``MIN_DISTINCT_WIDTH`` up. ``None`` has an empty label.
     ``always_tidy``: what fits is tidied too (:func:`tidy_name`), where only its beginning may be
-    seen.
-    """
+    seen."""
     listed = list(names)
     wanted = list(dict.fromkeys(name for name in listed if name is not None))
     labels: dict[str, str] = {}

@@ -4,8 +4,7 @@ For functions of advisor that take and return bytes. No pool of ``multiprocessin
 those import the caller's main module again, fork a process that has threads, or fail as a whole
 when one process is killed (measured in docs/design.md). Here a process that dies fails what it was
 working on with :class:`WorkerDied`, and another takes its place. Imports the standard library
-alone.
-"""
+alone."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ class ProcessPool(Executor):
     all, what is still running too.
 
     ``depth``: how much work is handed to a process before it has answered; ``recycle``: after how
-    much it is replaced (0: never); ``environ``: variables added to its environment.
-    """
+    much it is replaced (0: never); ``environ``: variables added to its environment."""
 
     def __init__(
         self,

@@ -108,8 +108,7 @@ class Prices(NamedTuple):
         """Return the price of a GPU: that of the longest name all of whose words are in this one's,
         so that ``A100`` is no ``A1000``; ``None``: the table has none.
 
-        Raises AdvisorError: two names fit equally well and have different prices.
-        """
+        Raises AdvisorError: two names fit equally well and have different prices."""
         if "" in self.table:
             return GpuPrice(self.table[""], self.currency, self.source)
         if device_name is None:

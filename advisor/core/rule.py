@@ -126,8 +126,7 @@ class Threshold(Generic[T]):
     """A number that a rule compares a measurement with, and its sources.
 
     A class attribute ``min_…`` or ``max_…``; ``self.min_share`` is its value, or the user's own
-    from ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources.
-    """
+    from ``[tool.advisor.rules.<id>]``, and ``Class.min_share`` the Threshold with its sources."""
 
     def __init__(self, value: T, meaning: str, *sources: Citation) -> None:
         self.value = value
@@ -161,8 +160,7 @@ class Rule:
     gives definitions, sources and traps. What is the same for every trace stands as class
     attributes; ``check`` measures and yields evidence, places and edits. A rule never computes its
     own gain and knows no other rule. When a signal it needs is missing it yields
-    :class:`SkippedCheck`.
-    """
+    :class:`SkippedCheck`."""
 
     id: ClassVar[str] = ""
     """Stable identifier: lower case words joined by ``-``."""

@@ -20,8 +20,7 @@ Shared by the recorder, which writes it, and by ``read``. Imports neither torch 
 Everything is append-only or written under a hidden name and renamed, so that a run that was killed
 at any instant can be read: a torn last line is dropped and counted, nothing else is lost. Times are
 ns of ``time.perf_counter_ns`` in the rank's process; ``Rank.anchor_unix_ns`` and
-``Rank.anchor_perf_ns`` are one instant on both clocks.
-"""
+``Rank.anchor_perf_ns`` are one instant on both clocks."""
 
 from __future__ import annotations
 
@@ -335,8 +334,7 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     samples since the event before, and its frames as places in ``frames``, the outermost first) ·
     ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``:
     steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: nothing more could be
-    written), exception, message
-    """
+    written), exception, message"""
 
     t: int
     """Time of the event, ns."""
@@ -388,8 +386,7 @@ def read_recording(path: str | Path) -> Recording:
 
     Raises AdvisorError: no manifest, one that cannot be read, or a schema of another kind. A rank's
     files that are missing, torn or damaged cost what is damaged (``problems`` lists it). What is
-    not a regular file (a pipe, a device) is not read.
-    """
+    not a regular file (a pipe, a device) is not read."""
     folder = Path(path)
     try:
         manifest = _decoded(folder / MANIFEST, Manifest)

@@ -105,8 +105,7 @@ class MemorySnapshot:
 
     ``segments`` and ``blocks`` are the state when it was taken; ``events`` the history up to then,
     where ``torch.cuda.memory._record_memory_history`` was on, and only the last ``max_entries`` of
-    it.
-    """
+    it."""
 
     path: str
     segments: pl.DataFrame

@@ -1,7 +1,6 @@
 """Text for numbers: each unit, phrase and counted noun is written here, once for everybody.
 
-A value is written in one way wherever it stands: three digits, in the unit it is read best in.
-"""
+A value is written in one way wherever it stands: three digits, in the unit it is read best in."""
 
 from __future__ import annotations
 

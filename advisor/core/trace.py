@@ -285,8 +285,7 @@ class Trace:
     """Tables of one rank's profiler window, with a fixed schema. Treat the frames as read-only.
 
     Times are int64 nanoseconds from the trace's start. Every device row knows its launch row and
-    op; every host row knows its parent. Missing values are null: not measured.
-    """
+    op; every host row knows its parent. Missing values are null: not measured."""
 
     cpu: pl.DataFrame
     gpu: pl.DataFrame
@@ -358,8 +357,7 @@ class Run:
     """Windows and ranks of a job: traces keyed by (rank, window).
 
     ``rank`` is -1 for a trace whose file and file name do not give it. A recorded run may have
-    ranks without traces, or no trace at all: its window was never reached.
-    """
+    ranks without traces, or no trace at all: its window was never reached."""
 
     traces: dict[tuple[int, int], Trace]
     path: Path | None = None

@@ -320,8 +320,7 @@ def build_tracks(
     the idle gaps of the analysed device, and one for each ranked finding with the instants that its
     fix would change. Slices of a track never overlap. ``head``: the file's other keys, of which
     ``baseTimeNanoseconds`` is what its times are relative to. ``clean``: applied to every text
-    before it is shortened; the report is the whole one, because its edits are looked up.
-    """
+    before it is shortened; the report is the whole one, because its edits are looked up."""
 
     def text(value: str, width: int) -> str:
         return labels.shorten(labels.clean(clean(value)), width)

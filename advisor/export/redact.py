@@ -3,8 +3,7 @@
 What is kept is what advice needs: names of operators and kernels, shapes, files by their name or
 by their place below site-packages, lines. What is replaced is written as ``[redacted]``, so that
 it is seen to be missing. Patterns find what looks like a credential, not every secret there is: a
-password that is an ordinary word in an ordinary place stays.
-"""
+password that is an ordinary word in an ordinary place stays."""
 
 from __future__ import annotations
 
@@ -277,8 +276,7 @@ class Redactor:
     def json(self, text: bytes) -> bytes:
         """Redact the strings of valid JSON text; all else stays byte by byte.
 
-        Raises msgspec.DecodeError for a string that is not valid.
-        """
+        Raises msgspec.DecodeError for a string that is not valid."""
         # Traces hold some eight strings in a hundred bytes, most of them over and over: so the text
         # is cut at its quotes, each distinct string is looked at once, and the rest is lookups.
         parts = text.split(b'"') if b"\\" not in text else _STRINGS.split(text)
@@ -477,8 +475,7 @@ def is_random(text: str) -> bool:
     Keys change between lower case, upper case and digits from character to character and spell no
     words. Measured on kernel and file names of public traces, none of which is taken for one, and
     on random keys of 32 letters and digits, of which some three in a hundred are missed; of keys
-    in lower case and digits alone, most are.
-    """
+    in lower case and digits alone, most are."""
     if _SPECIALISED.fullmatch(text):
         return False
     if _HEX.fullmatch(text):

@@ -1,7 +1,6 @@
 """Copy of a trace file, event by event: as it is or redacted, with added events at the end.
 
-Streams: a few megabytes of the file are held at a time, whatever its size.
-"""
+Streams: a few megabytes of the file are held at a time, whatever its size."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def rewrite(
     The events come first and byte by byte as they were, unless ``redacted``; then what ``extra``
     gives, redacted as well; then the file's other keys, up to 1 MB each. ``names`` of users and
     hosts are left out of a redacted trace besides those that it tells itself. Raises AdvisorError:
-    a file that cannot be read or holds no list of events, a target that cannot be written.
-    """
+    a file that cannot be read or holds no list of events, a target that cannot be written."""
     redactor = Redactor({*names, *names_of(path, limit)}) if redacted else None
     for exact in (False, True):
         splitter = Splitter(ByteSource(path, limit=limit), exact=exact)

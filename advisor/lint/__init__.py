@@ -1,8 +1,7 @@
 """Static hints: places in a training program's source that often cost time, before a measurement.
 
 A hint names the rule that shows on a recording whether the place costs anything. Nothing is
-imported or run; the source is only parsed.
-"""
+imported or run; the source is only parsed."""
 
 from __future__ import annotations
 

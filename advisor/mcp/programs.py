@@ -38,8 +38,7 @@ def record(
 ) -> Ran:
     """Run ``advisor record`` on a script, in its own folder, into a new run directory.
 
-    Raises AdvisorError if the script is outside, or the run directory exists.
-    """
+    Raises AdvisorError if the script is outside, or the run directory exists."""
     program, folder = _asked(allowed, script, arguments, out)
     seconds = min(max(1.0, timeout_s), MAX_SECONDS)
     command = ["record", "--no-report", "--out", str(folder), "--", str(program), *arguments]
@@ -64,8 +63,7 @@ def try_knobs(
 ) -> Tried:
     """Run ``advisor try`` on a script, in its own folder, into a new run directory.
 
-    Raises AdvisorError if the script is outside, the run directory exists, or a knob is unknown.
-    """
+    Raises AdvisorError if the script is outside, the run directory exists, or a knob is unknown."""
     program, folder = _asked(allowed, script, arguments, out)
     for name in only[:MAX_KNOBS]:
         find_knob(name.partition("=")[0])

@@ -1,8 +1,7 @@
 """Measurements of one rank's window: the facade whose attributes are the table of contents.
 
 Each attribute is computed by a pure function in its own file, on first use, and kept. Nothing
-here advises: limits of a measurement are constants, with their reason.
-"""
+here advises: limits of a measurement are constants, with their reason."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ class Analysis:
 
     Frames named after a table of the trace are *aligned* with it: row i describes row i of
     ``trace.gpu`` (or ``trace.cpu``). All measurements count only instants inside ``spans``, the
-    steps that are used.
-    """
+    steps that are used."""
 
     def __init__(
         self,

@@ -154,8 +154,7 @@ def ranks_in(trace: Trace) -> list[Trace]:
     where each has one of its own, else their places in the order of their process numbers.
 
     Device work goes to the rank that launched it; work without a launch to the one that uses its
-    device, if that is one, else it is left out and counted, as is what no rank's process did.
-    """
+    device, if that is one, else it is left out and counted, as is what no rank's process did."""
     if trace.gpu.is_empty() or trace.threads["pid"].n_unique() < 2:
         return [trace]
     pids = trace.threads["pid"].to_list()

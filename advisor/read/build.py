@@ -2,8 +2,7 @@
 
 Columns go by the names of ``core.trace``'s schemas, times are whole nanoseconds on any clock,
 texts are plain strings. What joins them (stacks, launches, the op around a launch) is the same for
-all formats.
-"""
+all formats."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ def open_run(
     One file must be a trace. Of several, those that are none are left out and listed in
     ``Run.problems``, a line each. Raises AdvisorError: a path that does not exist, or a directory
     without traces. Also for one of several runs (SeveralRuns), no readable trace at all, a rank
-    that is not there, overlapping windows.
-    """
+    that is not there, overlapping windows."""
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     given = [_only_run(_here(path, options)) for path in given]
     if len(given) == 1 and str(given[0]) != "-" and "\0" not in str(given[0]) and is_run(given[0]):

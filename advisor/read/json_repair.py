@@ -33,8 +33,7 @@ def scan_list(text: bytes) -> tuple[NDArray[np.intp], int | None, int]:
 
     Returns the positions of its own commas, the position of the bracket that closes it (``None``:
     not in the text), and the depth at the end (0 when balanced, or at the closing bracket). A
-    brace that closes nothing ends the scan: the text is damaged, and the depth is -1.
-    """
+    brace that closes nothing ends the scan: the text is damaged, and the depth is -1."""
     result = [np.zeros(0, dtype=np.intp)]
     last = 0
     follower = _BracketScanner()

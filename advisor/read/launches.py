@@ -39,8 +39,7 @@ def classify_calls(
     """Return the call class of each runtime row (index in CALLS), looking at each name once.
 
     ``codes``: the distinct values of ``column``, in order; ``texts``: their names. ``classes``:
-    the class of those whose name does not tell.
-    """
+    the class of those whose name does not tell."""
     if not len(codes):
         return np.zeros(0, dtype=np.int8)
     table = np.full(int(codes[-1]) + 1, -1, dtype=np.int8)
@@ -52,8 +51,7 @@ class LaunchTable:
     """Lookup of runtime calls by correlation id, and of ops by External id.
 
     ``host`` holds the ordered host columns with ``parent`` and ``call``; ``process``: a number of
-    the process of each thread.
-    """
+    the process of each thread."""
 
     def __init__(self, host: Columns, process: Array) -> None:
         self._process: Array = process[host["thread"]]
@@ -73,8 +71,7 @@ class LaunchTable:
 
         By correlation. Device rows that have none are tied by External id, call by call: the op
         around a call gives its id to it, so that several calls and rows share one, and the n-th
-        call that can have launched such work launched the n-th of it.
-        """
+        call that can have launched such work launched the n-th of it."""
         launch = self._runtime.find(device["correlation"])
         self._among_processes(launch, device)
         bare = np.flatnonzero((device["correlation"] < 0) & (device["external"] >= 0))
@@ -154,8 +151,7 @@ class LaunchTable:
 
         Work without a call was not launched by an op that began after it. Nor does an id tell
         where calls are tied by correlation and this work's call is not here: profilers then write
-        the correlation in its place, which is the number of some other op.
-        """
+        the correlation in its place, which is the number of some other op."""
         op = launch.astype(np.int32)
         climbing = np.flatnonzero(op >= 0)
         while len(climbing):  # one round a level: only those that have not met an op go on

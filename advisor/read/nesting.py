@@ -112,8 +112,7 @@ def release_ranges(kind: Any, thread: Any, start: Ints, end: Ints) -> Ints:
     With Python stacks, a ``record_function`` range starts inside ``__enter__`` and the frames below
     it, which return soon after: what then runs inside the range would be lost to it, were the
     range cut to the end of those frames. Of two that cross, the one that loses less is cut.
-    Rows are ordered as for :func:`nest`.
-    """
+    Rows are ordered as for :func:`nest`."""
     end = np.array(end)
     ranges = np.flatnonzero(kind == _ANNOTATION)
     for back in range(1, OPENING_ROWS + 1):
@@ -130,8 +129,7 @@ def nest(thread: Any, start: Ints, end: Ints) -> Nesting:
     """Nest events that are ordered by (thread, start, longest first). Times in ns.
 
     An event that starts inside another and outlasts it (clock rounding, asynchronous ranges) is
-    cut to the end of the one around it. Events without duration count as 1 ns long here.
-    """
+    cut to the end of the one around it. Events without duration count as 1 ns long here."""
     count = len(start)
     end = np.maximum(end, start + 1)
     repaired = np.zeros(count, dtype=bool)
@@ -186,8 +184,7 @@ def _certain(
 
     A wrong row leaks: between the end of its parent and its own end it counts as open, and what
     starts there has a wrong depth, hence perhaps a wrong parent. A row is certain when neither
-    it nor any row above it starts in a leak, and none of those above it leaks itself.
-    """
+    it nor any row above it starts in a leak, and none of those above it leaks itself."""
     holder = parent[wrong]
     held = end[holder] > start[wrong]
     leak_from = np.where(held, end[holder], start[wrong])  # not held: itself in another's leak

@@ -1,8 +1,7 @@
 """NVTX and ROCTX ranges: which of them are operators of PyTorch, and the details in their texts.
 
 ``torch.autograd.profiler.emit_nvtx`` writes ``aten::addmm, seq = 5, op_id = 12, sizes = [[8, 4]],
-input_op_ids = [(3,0)]``: an operator's name, its autograd sequence number and its shapes.
-"""
+input_op_ids = [(3,0)]``: an operator's name, its autograd sequence number and its shapes."""
 
 from __future__ import annotations
 

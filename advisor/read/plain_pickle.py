@@ -8,8 +8,7 @@ EXT, PERSID …) end the reading with one line, wherever they stand.
 Dicts are read as lists of keys and values: no key of a stranger is ever hashed, so that neither
 colliding numbers nor tuples of tuples of tuples can keep a reader busy. :class:`PickledFields`
 reads such a list as the record that it was. Memory is bounded by the bytes that are read and the
-containers by ``MAX_CONTAINERS``; nothing here recurses.
-"""
+containers by ``MAX_CONTAINERS``; nothing here recurses."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def read_plain(blocks: Iterable[bytes], path: str) -> PickleContent:
     """Read a pickle from its blocks of bytes. ``path``: what it is called in errors.
 
     Raises AdvisorError, with one line: it holds more than plain values, is cut off or damaged, or
-    is larger than what such a file holds.
-    """
+    is larger than what such a file holds."""
     checked = _Checked(blocks, path)
     collecting = gc.isenabled()
     gc.disable()  # millions of containers, none of which is garbage

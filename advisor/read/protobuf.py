@@ -6,8 +6,7 @@ the first fields are decoded together, then the second ones, and so on, so that 
 a few operations on whole columns (https://protobuf.dev/programming-guides/encoding).
 
 The protobuf library was tried (7.36, BSD licence): of 57 MB with 460,000 events it holds 340 MB,
-this 20 MB; it takes half as long; and of a file that is cut off it reads nothing.
-"""
+this 20 MB; it takes half as long; and of a file that is cut off it reads nothing."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ class Reader(ABC):
 
     Readers are found like rules: those in ``advisor/read/formats/``, and those that installed
     packages name under the entry point ``advisor.readers`` (a module, or a class in it). A reader
-    is made without arguments and keeps nothing between files.
-    """
+    is made without arguments and keeps nothing between files."""
 
     name: ClassVar[str]
     """Name of the format, one word, for ``TraceMeta.format``."""
@@ -143,5 +142,4 @@ class Reader(ABC):
         nanoseconds become tables by :func:`advisor.read.build.build_trace`.
 
         Raises AdvisorError, with one line, for a file that holds no trace. Damage short of that is
-        left out, counted and recorded in ``Trace.meta``.
-        """
+        left out, counted and recorded in ``Trace.meta``."""

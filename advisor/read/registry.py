@@ -161,8 +161,7 @@ def read_trace(path: str, options: ReadOptions | None = None) -> Trace:
     """Read one trace file (``-``: standard input), packed or not.
 
     Raises AdvisorError when the file holds no trace at all. Damage short of that (a truncated
-    file, unreadable events) is repaired or left out, counted, and recorded in ``Trace.meta``.
-    """
+    file, unreadable events) is repaired or left out, counted, and recorded in ``Trace.meta``."""
     options = options or ReadOptions()
     return _read(ByteSource(str(path), limit=options.max_bytes, peek=options.peek), options)
 

@@ -145,8 +145,7 @@ def named_like_traces(names: list[str]) -> list[str]:
 def read_source(source: RemoteFile, options: ReadOptions) -> Trace:
     """Read a trace, local or remote, with its URL as its path.
 
-    Raises AdvisorError as :func:`read_trace` and :func:`open_locally` do.
-    """
+    Raises AdvisorError as :func:`read_trace` and :func:`open_locally` do."""
     from advisor.read.remote.fetch import open_locally
 
     say = options.progress

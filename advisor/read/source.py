@@ -69,8 +69,7 @@ class ByteSource:
     """Source of a trace's uncompressed bytes, in blocks of at most a megabyte.
 
     ``truncated`` and ``damage`` are set while iterating: a stream that ends early or is corrupt
-    yields what could be unpacked and says so, it does not raise.
-    """
+    yields what could be unpacked and says so, it does not raise."""
 
     path: str
     limit: int = DEFAULT_LIMIT

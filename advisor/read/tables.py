@@ -168,8 +168,7 @@ def on_devices(memory: pl.DataFrame, gpu: pl.DataFrame) -> pl.DataFrame:
 
     The allocator counts the devices that the program sees, the driver all there are: with
     ``HIP_VISIBLE_DEVICES=2`` the kernels are on 2 and the memory on 0. Where all kernels are on one
-    device and all memory on one other, it is the same device; else nothing tells which is which.
-    """
+    device and all memory on one other, it is the same device; else nothing tells which is which."""
     seen = memory["device"].drop_nulls().unique()
     own = seen.filter(seen >= 0)
     used = gpu["device"].drop_nulls().unique()

@@ -1,7 +1,6 @@
 """Vocabulary of trace events: old, new and AMD spellings are unified here and nowhere else.
 
-Imports nothing of the project: the decoding processes load it, and they do without polars.
-"""
+Imports nothing of the project: the decoding processes load it, and they do without polars."""
 
 from __future__ import annotations
 
@@ -152,8 +151,7 @@ def copy_parts(name: str) -> tuple[str, str | None, str | None]:
 
     ``Memcpy HtoD (Pageable -> Device)`` -> HtoD, Pageable, Device. AMD's profiler writes
     ``CopyHostToDevice`` or ``Memcpy HtoD (Host -> Device)``: whether the host side was pinned is
-    then not recorded and stays ``None``.
-    """
+    then not recorded and stays ``None``."""
     name = name[:200]
     squeezed = name.replace(" ", "").lower()
     for word, direction in _HIP_DIRECTIONS.items():

@@ -10,8 +10,7 @@
     advisor.step()                       # a step ends here, wherever one is recorded
 
 ``ADVISOR=0`` makes all of it a no-op. A second recording inside a first one is a no-op too, with
-a warning. A decorator's recording ends where another begins after its functions have returned.
-"""
+a warning. A decorator's recording ends where another begins after its functions have returned."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 vLLM and SGLang have ``/start_profile`` and ``/stop_profile``
 (https://docs.vllm.ai/en/stable/contributing/profiling/,
 https://docs.sglang.io/developer_guide/benchmark_and_profiling.html). Whatever happens in between,
-the profiler is asked to stop.
-"""
+the profiler is asked to stop."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def attach(
     seen from the server (SGLang is asked to write there; vLLM decides when it starts).
 
     Raises AdvisorError: no such server, or it does not profile. Where the profiler may have
-    started and could not be stopped, the error says so.
-    """
+    started and could not be stopped, the error says so."""
     if not 0 < seconds <= MAX_SECONDS:
         raise AdvisorError(f"--seconds: above 0, at most {MAX_SECONDS:.0f}")
     server = server_of(url)

@@ -11,8 +11,7 @@ class BackgroundThread(ABC):
     """Daemon thread that runs ``work`` from ``start`` until ``stop``, which sets ``over``.
 
     Nothing it meets reaches the caller, whatever a driver, ``/proc`` or a disk does: it is a thread
-    of somebody's training process. A failure ends it. In a forked child it is not running.
-    """
+    of somebody's training process. A failure ends it. In a forked child it is not running."""
 
     name: str
     stop_seconds = 0.5

@@ -1,8 +1,7 @@
 """Name of the function in C that a frame is calling: such a function has no frame of its own.
 
 The frame's current instruction is a call, and the instructions that load what it calls begin at the
-same place of the source. Nothing of the program is run, and no attribute of its objects is read.
-"""
+same place of the source. Nothing of the program is run, and no attribute of its objects is read."""
 
 from __future__ import annotations
 

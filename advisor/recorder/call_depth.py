@@ -11,8 +11,7 @@ that are bad, but what must hold where it is good:
   caller is known to be in (an optimizer's ``step`` around its hooks) and those that only start
   programs. What is called by the user's loop itself has no frame of torch below it.
 
-Asked once or twice a window, so it may take some ten µs.
-"""
+Asked once or twice a window, so it may take some ten µs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Nothing here raises or imports: torch and others are looked up among the modules that are loaded
 already, CUDA is only asked when the process has initialised it, and what cannot be had is left
-out. No environment variable is kept that is not on the list.
-"""
+out. No environment variable is kept that is not on the list."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def _git(folder: Path, *words: str) -> bytes | None:
 
     Without a pipe: loader workers that are forked just now would inherit its other end, and
     whoever reads from it wait until they end, which may be when training does. Popen makes none,
-    not even its own, with a full path, an open file and ``close_fds=False``.
-    """
+    not even its own, with a full path, an open file and ``close_fds=False``."""
     program = shutil.which("git")
     if program is None:
         return None

@@ -3,8 +3,7 @@ lines: where the run is, and its first finding, worked out in another process.
 
 ``advisor record`` makes the directory and names it in ``ADVISOR_RUN_DIR``. Otherwise the first rank
 makes it and leaves its name in a hidden file beside it, under a key that only the processes of one
-launch share; the others wait for that file. All of this happens in the writer's thread.
-"""
+launch share; the others wait for that file. All of this happens in the writer's thread."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ def _shared_run_directory(out: str, rank: int) -> Path:
 def _launch() -> str:
     """Return a key that the processes of one launch share, and no other launch has.
 
-    On one machine: the process that started them. On several: what the launcher calls the job.
-    """
+    On one machine: the process that started them. On several: what the launcher calls the job."""
     env = os.environ
     names = [
         "TORCHELASTIC_RUN_ID",

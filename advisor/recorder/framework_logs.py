@@ -8,8 +8,7 @@ but the few that are kept. Where the user has set ``TORCH_TRACE``, theirs is the
 
 Where the user has set ``NCCL_DEBUG`` and ``NCCL_DEBUG_FILE``, this process's file is copied, NCCL's
 lines alone. The topology is asked for once on each node of a job, at the lowest priority. Both are
-the work of a thread that sleeps; training waits for none of it.
-"""
+the work of a thread that sleeps; training waits for none of it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ was not frozen, or the gradient is dropped before its optimizer steps, as where 
 discriminator loss goes backward through the generator.
 
 Looked for once, at a few early optimizer steps, by a hook that is removed afterwards. Parameters,
-gradients and optimizers are held weakly; no value of a tensor is read.
-"""
+gradients and optimizers are held weakly; no value of a tensor is read."""
 
 from __future__ import annotations
 

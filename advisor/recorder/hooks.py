@@ -8,8 +8,7 @@ watched thread? They spell out what a shared helper would do: each call of Pytho
 microsecond where the caches are cold.
 
 No module hooks: global ones put every submodule on torch's slow path and make compiled modules
-warn, and hooks on an instance are pickled with the user's model.
-"""
+warn, and hooks on an instance are pickled with the user's model."""
 
 from __future__ import annotations
 
@@ -369,8 +368,7 @@ def _timed(
 ) -> Callable[[Any], Any]:
     """Return a wrapper that times calls as a phase, except inside the phases ``inside``.
 
-    ``applies`` looks at the arguments. ``end`` is the code of a call that returned.
-    """
+    ``applies`` looks at the arguments. ``end`` is the code of a call that returned."""
     compiling = _compiling()
     tape = on.tape
     put, hook_state = tape.log.extend, tape.hook_state
@@ -732,8 +730,7 @@ class UpdateProbe:
     One leaf of the graph stands for all of them: an update changes its version, and what clears
     gradients changes or removes its gradient; accumulating does neither between one backward's end
     and the next one's begin. That covers updates by hand, optimizers that are compiled, of other
-    libraries or in other threads. No value of a tensor is read.
-    """
+    libraries or in other threads. No value of a tensor is read."""
 
     def __init__(self) -> None:
         self._leaf: Any = None

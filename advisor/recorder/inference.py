@@ -13,8 +13,7 @@ and many forwards follow, the session has it look again (``RecordingSession._ret
   them is one: a step is a generated token, and there are enough of them in a short run.
 
 Modules without parameters and submodules (transforms, losses) are not counted. But where no other
-is called and several of them take turns, they are a model's whose weights functions use.
-"""
+is called and several of them take turns, they are a model's whose weights functions use."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 ``begin``; so the processes that torchrun or a script starts are watched too. A directory is only
 made by one that trains: helpers and DataLoader workers leave nothing but a note of what was seen.
 Each process notes how far it came (``inject/sitecustomize.py``), and that is read here, for what is
-said if nothing was recorded. Imports no torch.
-"""
+said if nothing was recorded. Imports no torch."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The program runs in processes of its own, exactly as it would: ``__main__``, arguments, standard
 streams and the terminal's process group are its own. Only the environment differs, by
-``PYTHONPATH`` (see ``inject/sitecustomize.py``) and ``ADVISOR_*``. Imports no torch.
-"""
+``PYTHONPATH`` (see ``inject/sitecustomize.py``) and ``ADVISOR_*``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ sends them to the program as well."""
 def command_line(program: list[str]) -> list[str]:
     """Return the command to start: a script or ``-m module`` gets this Python in front.
 
-    Raises AdvisorError: no such program.
-    """
+    Raises AdvisorError: no such program."""
     first = program[0]
     if first == "-m":
         return [sys.executable, *program]
@@ -213,8 +211,7 @@ def under_scalene(program: list[str], steps: int, out: str = "") -> None:
     newest run's first rank. What the script writes, it writes again.
 
     Only CPU time is sampled: Scalene's other modes start a torch profiler of their own, and slow
-    training sixfold. Raises AdvisorError: no script, no Scalene, no profile.
-    """
+    training sixfold. Raises AdvisorError: no script, no Scalene, no profile."""
     if not program[0].endswith(".py"):
         raise AdvisorError(f"{program[0]}: Scalene runs scripts (*.py) only")
     if importlib.util.find_spec("scalene") is None:

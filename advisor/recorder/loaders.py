@@ -1,8 +1,7 @@
 """Records of DataLoaders: their settings, the time an epoch's workers take to start, and each
 batch's shapes, dtypes, bytes and share of padding.
 
-Only what the host knows anyway: no value of a GPU tensor is ever read.
-"""
+Only what the host knows anyway: no value of a GPU tensor is ever read."""
 
 from __future__ import annotations
 

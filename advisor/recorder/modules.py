@@ -5,8 +5,7 @@ the original does and, where no module's call is open, reports one. So nothing i
 (they are copied, pickled, scripted and exported as they are), torch's own look at the function
 finds what it expects, and dynamo treats the frame as it treats torch's: it has the file name and
 the line of the original. While an outermost call is open the function has its own code, so that
-submodules cost nothing.
-"""
+submodules cost nothing."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Devices are matched by UUID, because CUDA and NVML number them differently. A query that a device
 does not support, or that this user may not make, is asked once and never again, and its value is
 ``None``. A device that is lost in mid-run is left alone from then on. ``nvidia-ml-py`` (module
-``pynvml``) is optional.
-"""
+``pynvml``) is optional."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ def select_visible(variable: str | None, present: Sequence[tuple[str, _T]]) -> l
 
     As CUDA reads it: numbers, UUIDs or their beginnings, and nothing after the first entry that
     names no device. Numbers are taken in NVML's order, which is CUDA's with
-    ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or among equal GPUs.
-    """
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or among equal GPUs."""
     whole = [handle for uuid, handle in present if not uuid.startswith("MIG-")]
     if variable is None:
         return whole

@@ -2,8 +2,7 @@
 
 Later ones win: defaults, ``[tool.advisor.record]`` of the nearest pyproject.toml, environment
 variables, keywords. A value that makes no sense is reported once and left out: a typing error in a
-setting must not stop a training run.
-"""
+setting must not stop a training run."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class RecordOptions:
     """Options of a recording.
 
     Each field can also be given as an environment variable (``skip``: ``ADVISOR_SKIP=20``) and
-    under ``[tool.advisor.record]`` in pyproject.toml.
-    """
+    under ``[tool.advisor.record]`` in pyproject.toml."""
 
     out: str = ""
     """Run directory. Default: a new one, ``runs/<date>_<time>_<random>``. One that already holds

@@ -5,8 +5,7 @@ One forward in ``EVERY`` is looked at. Ids on the CPU are read where they are; i
 are: their copy on the CPU is, as ``Tensor.to`` uploads it. Reading is by NumPy, so that no operator
 of ours is in a trace, and no mode of the program sees it.
 
-Labels that a loss is called with are looked at where a sample of the stack meets the loss.
-"""
+Labels that a loss is called with are looked at where a sample of the stack meets the loss."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ the state of the reader is then known: from one step's end to the next it led fr
 same state. So a stretch of the tape that was read entry by entry, and began and ended in one state,
 is a pattern; where the same codes follow, the times are taken out in columns, in a tenth of the
 time. Everything else is read entry by entry, and what a pattern says of its first step is compared
-with what was found there.
-"""
+with what was found there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Recording of one process: everything that listens, measures and writes, as one object.
 
 There is at most one at a time (``current_session``). A failure in here ends the recording with one
-warning; training goes on as if it had never been there.
-"""
+warning; training goes on as if it had never been there."""
 
 from __future__ import annotations
 

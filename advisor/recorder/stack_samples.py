@@ -13,8 +13,7 @@ Frames are read while their thread waits for the interpreter. Without that lock 
 Python) they may end meanwhile, so nothing is sampled there.
 
 What the innermost frame calls in C is written as a frame below it. Arguments of losses that it
-meets are handed to ``on_loss``, at once.
-"""
+meets are handed to ``on_loss``, at once."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ backward and optimizer's step between two fetches (batches kept in a buffer) are
 many as the optimizer that steps least has made; once that was seen, its steps end them at once.
 Where no optimizer is seen (weights updated by hand, an optimizer that is compiled or in another
 thread) a step is what lies between two changes of weights or gradients outside of backwards
-(``hooks.UpdateProbe``), from the second change on.
-"""
+(``hooks.UpdateProbe``), from the second change on."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ The tape is the hot path. A hook puts two things on it, a code and a time, by on
 (nothing can come between them), and that is all: no lock, no object that the garbage collector
 would follow, no arithmetic. What it means is worked out when the tape is read: in the writer's
 thread, or, while a profiled window is due, in the training thread at the boundaries of steps.
-Times are ns of ``time.perf_counter_ns``.
-"""
+Times are ns of ``time.perf_counter_ns``."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ class Sampler(BackgroundThread):
     until ``stop``.
 
     Cheap queries are made for every sample, costly ones (processes, ECC, PCIe, children, disk)
-    every ``slow_every_s``.
-    """
+    every ``slow_every_s``."""
 
     name = "telemetry"
     stop_seconds = 2.0
@@ -113,8 +112,7 @@ class HostSampler:
     only the container's own figures are there.
 
     Listing children means looking at every process of the machine where the kernel keeps no list
-    of them, so it is done for slow samples only.
-    """
+    of them, so it is done for slow samples only."""
 
     def __init__(self) -> None:
         self.psutil = _psutil()

@@ -6,8 +6,7 @@ trace has no steps; the operators and their lines are there.
 
 A profiler starts and stops in the thread whose operators it records. So the main thread is asked to
 call back, as for a signal: the interpreter calls between two bytecodes (``Py_AddPendingCall``), at
-once where Python code runs, after the call where that is in C.
-"""
+once where Python code runs, after the call where that is in C."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ a range; without a tool attached the package hands out a dummy, and then no rang
 CUDA events are recorded and never waited for; a few steps later, when they have passed, their times
 are read. Both happen in the training thread and not while it captures a graph: a query in any other
 thread would end a capture with an error. Nothing of this before the process itself has initialised
-CUDA. Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be.
-"""
+CUDA. Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ class PhaseEventTimer:
 
     What happens in each step, an optimizer's step or a forward, is a *tick*; ``ticks`` says how
     many a step has. Events are made for two steps' ticks: whatever a step's boundary is, one whole
-    step lies between.
-    """
+    step lies between."""
 
     def __init__(self, tape: Tape, torch: Any, every: int, ticks: Callable[[], int]) -> None:
         self._tape = tape

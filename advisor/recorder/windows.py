@@ -5,8 +5,7 @@ closed at step boundaries in the training thread, at its outermost call depth (`
 ``_safe`` is the one place that decides), and nowhere else. The trace is exported, compressed and
 renamed in a thread of its own. Two profilers in one process crash it, so another one that is active
 is left alone, and one that starts during a window ends the window first. A session that somebody
-else took, or whose thread is gone, cannot be ended without a crash either: it is left as it is.
-"""
+else took, or whose thread is gone, cannot be ended without a crash either: it is left as it is."""
 
 from __future__ import annotations
 
@@ -677,8 +676,7 @@ def _experimental(options: RecordOptions) -> Any:
 def write_trace(profiler: Any, folder: Path, window: int) -> int:
     """Export and compress the trace, rename it once complete, and return its size, bytes.
 
-    torch would compress by itself, at level 9 and with the interpreter's lock held.
-    """
+    torch would compress by itself, at level 9 and with the interpreter's lock held."""
     plain = folder / f".{trace_name(window)}.json"
     torchs = plain.with_name(f"{plain.name}.tmp")
     packed = folder / f".{trace_name(window)}"

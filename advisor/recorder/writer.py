@@ -6,8 +6,7 @@ for trouble and for requests. The first error of the disk ends the recording, wi
 
 A run may go on for months: after every ``SINGLE`` lines of steps, a line stands for twice as many
 steps as before, with their sums. Those that differ from the ones around them stay lines of their
-own.
-"""
+own."""
 
 from __future__ import annotations
 

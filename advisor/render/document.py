@@ -1,8 +1,7 @@
 """Document: content on a subject as blocks that every format draws in its own way.
 
 One function a subject builds it (``documents/``), one file a format draws it (``formats/``). Text
-in blocks is plain: escaping, cleaning and wrapping are the format's.
-"""
+in blocks is plain: escaping, cleaning and wrapping are the format's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Figures: the step's bar, the step after each fix, a step's timeline, ranks as histogram and map.
 
 A figure draws itself as a table, for a page and, where that helps, for a terminal. A new one is a
-class here and its place in a document.
-"""
+class here and its place in a document."""
 
 from __future__ import annotations
 

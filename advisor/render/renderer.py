@@ -20,8 +20,7 @@ class Renderer(ABC, Generic[Subject]):
 
     Renderers are found like rules and readers: those in ``advisor/render/formats/``, and those that
     installed packages name under the entry points of :class:`~advisor.render.formats.Formats`. A
-    renderer is made without arguments, reads what it is given, and computes nothing.
-    """
+    renderer is made without arguments, reads what it is given, and computes nothing."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Suffixes, with the dot, of files written in this format unless another is asked for."""

@@ -15,8 +15,7 @@ commas between them, ``max:`` a duration in ns, ``bytes:`` the largest message o
 ``at:`` a moment (``at:loop``, of host events: with the time between them), ``region:`` the
 compiled functions that follow a graph break, ``name:`` the event that a gap is blamed on;
 ``ahead`` is for ``overlap``. A factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the
-central one, the pessimistic one. :func:`write_edit` writes any Edit as such a line.
-"""
+central one, the pessimistic one. :func:`write_edit` writes any Edit as such a line."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 So the order of edits does not matter, and the same edit twice counts once. Where edits overlap,
 device work and each instant of host time keep the product of their factors. A launch or wait is
-removed if any edit removes it.
-"""
+removed if any edit removes it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 :meth:`ExposedTime.max_saved` bounds every gain: no edit saves more than the time of what it
 selects, and on the host no more than the device idles. :meth:`ExposedTime.saved` is the estimate
 where the steps cannot be replayed. It counts the instants at which only the selected events delay
-the step: device work that nothing else covers, host time during which the device is idle.
-"""
+the step: device work that nothing else covers, host time during which the device is idle."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A node is a moment: a point on a host thread, or the end of a piece of device work. An edge says
 "not before": the node comes no earlier than the edge's source plus its weight. Replaying is then
-one pass in order of time, taking the maximum over the edges that lead into each node.
-"""
+one pass in order of time, taking the maximum over the edges that lead into each node."""
 
 from __future__ import annotations
 

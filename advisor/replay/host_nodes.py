@@ -4,8 +4,7 @@ Threads hand over to each other: while autograd's thread runs backward the main 
 and the other way round. A silent thread waited for another if that works inside the silence and not
 across its borders, and little of the silence is left over. Then the first one's last event woke the
 other, and the other's last event woke it. Where the other one ran backward nodes of autograd that
-is certain, and what is left over may be any Python that was not recorded.
-"""
+is certain, and what is left over may be any Python that was not recorded."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Moved work keeps its launch, the events it waits for and its inputs: unless it c
 what its stream ran before it. Work of one name stays in order. What waited for it (its stream,
 another one, the host) waits instead for what the moved work waited for, and for the same work one
 step earlier; in a recording without steps, for the one of that name before it. A wait for the whole
-device still waits for it, unless it is issued earlier too; so does the end of a step.
-"""
+device still waits for it, unless it is issued earlier too; so does the end of a step."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ code and no names of programs, files or hosts of the user. Imports neither torch
 Errors are ratios of measured to predicted gains; where the batch grows, of the step, for the gain
 is then near zero. An interval is such that four of five past errors would have been inside it, the
 one to come counted in (split conformal: of n errors the one in place ⌈0.8 (n + 1)⌉ by size). Kinds
-with too few of their own take all of them.
-"""
+with too few of their own take all of them."""
 
 from __future__ import annotations
 
@@ -445,8 +444,7 @@ def device_error(kind: str, *, other_vendor: bool) -> float:
 
     Many layers on one pair of GPUs are one pair of GPUs, and so few of these allow nothing finer.
     They are of one vendor. For another vendor's kernels the spread is added of the efficiencies
-    that kernels of one family reach on GPUs of both, in public traces.
-    """
+    that kernels of one family reach on GPUs of both, in public traces."""
     of_work = {name: _gpu_errors(name) for name in ("compute", "memory")}
     within = max(of_work.get(kind) or [error for own in of_work.values() for error in own])
     return math.hypot(within, error_bound(_gpu_errors("vendor"))) if other_vendor else within

@@ -1,8 +1,7 @@
 """Replay of a graph: one pass of maxima, in plain Python over lists.
 
 A loop and not whole columns, because each node needs the replayed times of those before it; on
-lists it costs about 0.2 µs a node.
-"""
+lists it costs about 0.2 µs a node."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class ReplayPlan:
 
         The window begins with the host as far ahead of the device as it was when measured, which an
         edit changes. So it is replayed again from the state in which it ended, until the time it
-        takes no longer changes. Windows of fewer than three steps are too short for that.
-        """
+        takes no longer changes. Windows of fewer than three steps are too short for that."""
         steps = len(self.graph.step_boundaries) - 1
         layout = self.lay_out(weight, dur)
         time = replay_layout(layout)
@@ -170,8 +168,7 @@ def steady_period(
 
     ``ended``: when all was complete and when the host was done with the last step, ns from the
     window's start. ``replay_again(idle)`` replays from the state of that moment, as if the device
-    had nothing left to do if ``idle``, and returns the same of its end.
-    """
+    had nothing left to do if ``idle``, and returns the same of its end."""
     end, host = ended
     period, ahead = np.inf, end - host
     for number in range(MAX_PASSES):

@@ -5,8 +5,7 @@ A replayed step as long as the measured one proves little: a replay that copies 
 the trace gets that right and explains nothing. A fix changes who waits for whom. So two sums are
 compared with the trace: the time that the host waited for the device, and the time that the device
 idled. A wait is explained up to the error with which the graph's edges give its end, all else as
-measured. A wait carried over from the trace, without a known cause, is not explained.
-"""
+measured. A wait carried over from the trace, without a known cause, is not explained."""
 
 from __future__ import annotations
 
@@ -171,8 +170,7 @@ class CriticalPath(NamedTuple):
     """The chain of binding edges back from the last completion, latest first, in columns.
 
     ``edge`` is the edge that decided when ``node`` came, -1 for device work itself; ``ns`` is its
-    length on the path. The lengths add up to the end of the last step.
-    """
+    length on the path. The lengths add up to the end of the last step."""
 
     edge: Array
     node: Array

@@ -141,8 +141,7 @@ def what_if(
     work of its own, and the median one beside it: see ``MeshProjector``. ``recorded_mesh`` is the
     recorded one, ``node_size`` the GPUs of a node, ``node_bandwidth`` GB/s of a GPU across nodes.
     Raises AdvisorError: an edit that cannot be read; no profiled window, in the run or of the rank;
-    steps that are not there. And a mesh that cannot be projected.
-    """
+    steps that are not there. And a mesh that cannot be projected."""
     require_window(run, "nothing to replay")
     chosen, rank = rank, run.ranks[0] if rank is None else rank
     if rank not in run.ranks:

@@ -483,8 +483,7 @@ def find_near_matches(a: Analysis, select: Select) -> NearMatches:
     """Find the names in the steps of the kind that a selector is about.
 
     One part of the selector at a time is left out, from ``under`` on. If that selects something,
-    nothing fits the part, and the names are of what could stand in its place.
-    """
+    nothing fits the part, and the names are of what could stand in its place."""
     if select.under and _time_by_name(a, wide := replace(select, under="")):
         around = _names_around(a, wide)
         what = "operators, ranges and Python frames around it"

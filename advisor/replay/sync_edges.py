@@ -282,8 +282,7 @@ def add_queue_edges(
     """Add edges to launches that find the queue full: they return as work a queue ahead starts.
 
     The length is measured from launches that waited; where there are none the host never got that
-    far ahead. Kernels of one CUDA graph take one place.
-    """
+    far ahead. Kernels of one CUDA graph take one place."""
     if not (work.launch >= 0).any():
         return
     lanes = [_lane(trace, work, number) for number in range(len(work.lanes))]

@@ -65,8 +65,7 @@ def event_cost(a: Analysis) -> float:
     the host events of a step on all threads that launch work: the backward pass has its own, and
     the main thread waits for it. On a device that hardly idles the cost is hidden, and the
     difference says nothing about it. Neither does it where steps differ so much that its standard
-    error exceeds the usual cost. It is bounded, because steps differ for other reasons too.
-    """
+    error exceeds the usual cost. It is bounded, because steps differ for other reasons too."""
     usual = _mean_cost(a)
     if a.recorded is None or a.trace.main_thread is None:
         return usual
@@ -158,8 +157,7 @@ class GainRange(NamedTuple):
 class WindowReplayer:
     """Replays of one window of one rank. All times in ns. A collective takes as long as it was
     measured to, waits for other ranks included. ``profiled``: False for a simulated trace, whose
-    host times no profiler made longer.
-    """
+    host times no profiler made longer."""
 
     def __init__(self, a: Analysis, rank: int = 0, *, profiled: bool = True) -> None:
         self.a = a

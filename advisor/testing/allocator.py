@@ -6,8 +6,7 @@ segments of their own, a multiple of 2 MiB; the smallest free block of the pool 
 large enough is taken and split, in the large pool only where more than 1 MiB is left; neighbours
 that are free are merged; before a request fails, segments that hold nothing are given back. The
 layout is that of ``torch/csrc/cuda/Module.cpp``, compared with the functions of
-``torch/cuda/_memory_viz.py`` in the tests.
-"""
+``torch/cuda/_memory_viz.py`` in the tests."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class FakeAllocator:
     >>> with m.at((TRAIN, 12, "main")):
     ...     x = m.alloc(100 * MIB)
     >>> m.free(x)
-    >>> m.write(path)
-    """
+    >>> m.write(path)"""
 
     def __init__(
         self,
@@ -351,8 +349,7 @@ class Training:
 
     ``leak``: each step's loss is kept with its graph's last ``leak`` bytes. ``kept_outputs``: the
     logits of a step are held until the next step ends. ``late_zero``: gradients are let go
-    of after the next forward pass, not before.
-    """
+    of after the next forward pass, not before."""
 
     def __init__(
         self,

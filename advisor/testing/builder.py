@@ -2,8 +2,7 @@
 
 It plays the program: host calls advance the host clock, device work starts when it is launched
 and its stream is free, a synchronising call waits. The result goes through the real reader, so
-an example exercises the same path as a file.
-"""
+an example exercises the same path as a file."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ class TraceBuilder:
     ...         b.loader_wait(5000, workers=0)
     ...         with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
     ...             b.launch("ampere_sgemm_128x64_nn", 900, blocks=128, threads=256)
-    >>> trace = b.trace()
-    """
+    >>> trace = b.trace()"""
 
     def __init__(
         self,
@@ -293,8 +291,7 @@ class TraceBuilder:
         """Add a copy (``HtoD``, ``DtoH``, ``DtoD``); ``us``: by default 20 GB/s pinned, 6 pageable.
 
         A blocking copy is followed by ``cudaStreamSynchronize`` inside its op, as PyTorch does
-        without ``non_blocking=True``.
-        """
+        without ``non_blocking=True``."""
         if us is None:
             us = size / (1000e3 if direction == "DtoD" else 20e3 if pinned else 6e3)
         host = "Pinned" if pinned else "Pageable"

@@ -24,8 +24,7 @@ class RecordBuilder:
     >>> r = RecordBuilder(Rank(cpus=8))
     >>> r.event("loader", id=1, workers=2, persistent_workers=False)
     >>> r.steps(100, 20, data=5)
-    >>> record = r.build()
-    """
+    >>> record = r.build()"""
 
     def __init__(self, rank: RankInfo | None = None) -> None:
         self.rank = rank or RankInfo()

@@ -2,8 +2,7 @@
 
 Named to the start-up file by ``ADVISOR_BEGIN``. ``before_program`` runs ahead of the program's
 first line, ``begin`` when torch has been imported. What is measured goes to a file of its own; the
-program ends by SystemExit after its last step.
-"""
+program ends by SystemExit after its last step."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ class Knob:
 
     ``apply`` runs in the trial's process right after ``import torch``, before the program goes on.
     It replaces entry points of torch and calls ``self.took_effect()`` when one of them changed
-    something: a knob that took no effect is reported as such and not believed.
-    """
+    something: a knob that took no effect is reported as such and not believed."""
 
     id: ClassVar[str] = ""
     title: ClassVar[str] = ""

@@ -9,8 +9,7 @@ Student's t for the runs or blocks there are.
 Where runs took turns, or were made one after the other, pairs of them are compared: that takes out
 what changed for both. Few pairs say little about how pairs scatter. So pairs of other knobs, made
 on the same machine in the same minutes, are added (a pooled variance). Until there are enough, the
-ratios of blocks that ran in turn are used.
-"""
+ratios of blocks that ran in turn are used."""
 
 from __future__ import annotations
 

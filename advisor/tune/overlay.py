@@ -5,8 +5,7 @@ Python's own ways to open, make, rename and list are led to ``scratch/files/<the
 that is changed is copied there first. So are the native writers of ``NATIVE``, which are given the
 path in the scratch folder. Deleting what was there before is refused. Other native code is confined
 by the kernel (``process.py``). Where that is impossible, by an audit hook, which sees Python's
-calls only. Without torch: it is there before the program begins.
-"""
+calls only. Without torch: it is there before the program begins."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Each process trains until it is warm and stops. Then one at a time goes on for a
 forth and back (A B C, C B A), while the others stand still with all their threads and workers.
 Disturbances of the machine then affect all of them within a second or two, and a process starts
 only once. A program that cannot be stopped (several ranks, another operating system) runs to its
-end, and the others after it.
-"""
+end, and the others after it."""
 
 from __future__ import annotations
 

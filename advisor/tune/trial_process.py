@@ -2,8 +2,7 @@
 
 The kernel confines it there (Landlock, where Linux has it): native code too (C++, Rust), and every
 process that is started, which nothing in Python does. Elsewhere only the audit hook in
-``overlay.py`` does.
-"""
+``overlay.py`` does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Trials of what is planned: runs in turn, until gains are known or time is up.
 
 Each pass is the program as it is, in fresh processes, against all knobs that are still tried, every
-second one backwards: in rounds of a few that take turns.
-"""
+second one backwards: in rounds of a few that take turns."""
 
 from __future__ import annotations
 

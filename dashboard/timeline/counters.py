@@ -175,8 +175,7 @@ def _hardware(a: Analysis) -> list[CounterSeries]:
 def sample_counter(counter: CounterSeries, x0: int, x1: int, px: int) -> NDArray[np.float32]:
     """Return least and largest value in each pixel, as two rows; NaN: no value there.
 
-    Pixel i is [cut(i), cut(i + 1)) with ``cut(i) = x0 + ceil(i (x1 - x0) / px)``.
-    """
+    Pixel i is [cut(i), cut(i + 1)) with ``cut(i) = x0 + ceil(i (x1 - x0) / px)``."""
     cut = x0 - (-(np.arange(px + 1) * (x1 - x0)) // px)
     place = np.searchsorted(counter.ts, cut, side="left")
     low = np.full(px, np.nan)

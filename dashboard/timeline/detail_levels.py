@@ -63,8 +63,7 @@ def level_of_detail(
     """Choose the slices and cells to draw of [x0, x1) of the given lanes on ``px`` pixels.
 
     ``flags``: a byte for each slice of the index; narrow slices that have one are
-    in ``flagged``. Cells at the edge of the view are complete.
-    """
+    in ``flagged``. Cells at the edge of the view are complete."""
     lanes = sorted(set(lanes))
     k = max(((x1 - x0) // px).bit_length() - 1, 0)  # cells of half a pixel to one pixel
     spans = [(number, *index.within(number, x0, x1)) for number in lanes]
@@ -338,8 +337,7 @@ def build_pyramid(
 ) -> dict[int, DetailLevel]:
     """Build the runs of every stored level. ``bounds``: first and last slice of each lane.
 
-    Each level is the one below it with pairs of cells joined, and the slices that became narrow.
-    """
+    Each level is the one below it with pairs of cells joined, and the slices that became narrow."""
     count = np.array([hi - lo for lo, hi in bounds], dtype=np.int64)
     lanes = np.arange(len(bounds), dtype=np.int64)
     levels: dict[int, DetailLevel] = {}

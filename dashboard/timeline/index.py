@@ -276,8 +276,7 @@ def assign_tracks(start: Ints, end: Ints, max_tracks: int = MAX_TRACKS) -> NDArr
     """Return each slice's track (ordered by start): the first free one, at most ``max_tracks``.
 
     Slices that overlap none are on track 0. Beyond MAX_LOOPED overlapping slices they take
-    turns, whether a track is free or not.
-    """
+    turns, whether a track is free or not."""
     track = np.zeros(len(start), dtype=np.int64)
     if len(start) < 2:
         return track

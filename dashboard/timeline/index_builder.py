@@ -68,8 +68,7 @@ def _slot(part: CategorySet, key: str) -> int:
 def build_index(a: Analysis, *, libraries: bool = True) -> TimelineIndex:
     """Build every lane of a rank's window. A fraction of a second for a million events.
 
-    ``libraries``: with the frames of libraries in the call stacks of Python.
-    """
+    ``libraries``: with the frames of libraries in the call stacks of Python."""
     b = IndexBuilder(str if a.trace.meta.step_marks is None else rename_step_mark)
     if a.record_only:
         _recorded(b, a)

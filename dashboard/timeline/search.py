@@ -185,8 +185,7 @@ def range_statistics(a: Analysis, index: TimelineIndex, x0: int, x1: int) -> dic
     ``device``: exclusive classes of the analysed device's time, as in ``Analysis.breakdown``, in
     the part of the range that belongs to analysed steps (``measured``, ns); ``None`` without any.
     ``idle``: that idle time by cause. ``kernels`` and ``operators``: by name ``count``, ``total``
-    (ns inside the range, operators with what they call) and ``mean`` (of whole durations, ns).
-    """
+    (ns inside the range, operators with what they call) and ``mean`` (of whole durations, ns)."""
     selection = Intervals(np.array([x0]), np.array([x1]))
     analysed = intersect(a.spans, selection)
     device = None

@@ -99,8 +99,7 @@ def time_offset(here: tuple[LoadedRun, int], there: tuple[LoadedRun, int]) -> Ti
     """Return the offset between two ranks, each given with its run.
 
     Ranks of one run are aligned by their collectives where possible; everything else is put
-    together where the first analysed step begins.
-    """
+    together where the first analysed step begins."""
     (run, a), (other_run, b) = here, there
     if run is other_run and a != b:
         alignment = run.cached("alignment", lambda: align_ranks(run.analyses))

@@ -76,8 +76,7 @@ class GraphBreaks(Rule):
 
     A log of torch.compile beside the trace (``TORCH_TRACE``) has the line and the reason of each
     break. The number of the compiled function that follows connects it with the trace. A log alone
-    names the breaks, and their cost stays unknown.
-    """
+    names the breaks, and their cost stays unknown."""
 
     id = "graph-breaks"
     title = "Graph breaks split the compiled model"
@@ -335,8 +334,7 @@ class Recompilation(Rule):
 
     A log of torch.compile (``TORCH_TRACE``) has the guard that failed and the time of each
     compilation. Where the steps of the trace show none, or there is no trace, that time is counted
-    once for the run. Some of it remains: code for any shape has to be compiled too.
-    """
+    once for the run. Some of it remains: code for any shape has to be compiled too."""
 
     id = "recompilation"
     title = "torch.compile recompiles in the loop"
@@ -600,8 +598,7 @@ class CudaGraphsSkipped(Rule):
     these graphs are launched one by one.
 
     The figure is the device's idle time while kernels are launched, beside a trace; a log alone has
-    none. Graphs that do not wait for their launches gain nothing.
-    """
+    none. Graphs that do not wait for their launches gain nothing."""
 
     id = "cuda-graphs-skipped"
     title = "torch.compile skips CUDA graphs"

@@ -22,8 +22,7 @@ class CollectiveHang(Rule):
 
     Sizes are compared by the number of elements, and not where they may differ between ranks
     (all-to-all). Where all ranks have called it and it has not ended, the network or a GPU is slow
-    or stuck. Or the job was still running.
-    """
+    or stuck. Or the job was still running."""
 
     id = "collective-hang"
     title = "Ranks wait in a collective that others have not called"

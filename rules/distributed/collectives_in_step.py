@@ -80,8 +80,7 @@ class CollectivesInStep(Rule):
 
     Counted is the time in which no operator runs on the rank. The gain is what the replay of all
     ranks saves without these collectives. Of one rank alone, half of the time at barriers counts:
-    the rest is waiting for ranks that come later to the next collective too.
-    """
+    the rest is waiting for ranks that come later to the next collective too."""
 
     id = "collectives-in-step"
     title = "Each step waits for collectives that training does not need"

@@ -31,8 +31,7 @@ class DataParallel(Rule):
     device work and host time of the functions that broadcast, scatter and gather. They count as far
     as the analysed device has nothing else to do. The shared interpreter also slows every launch,
     which is not in it. PyTorch's own documentation recommends DistributedDataParallel instead, and
-    TensorBoard's profiler plugin reports any use.
-    """
+    TensorBoard's profiler plugin reports any use."""
 
     id = "data-parallel"
     title = "nn.DataParallel is used instead of DistributedDataParallel"

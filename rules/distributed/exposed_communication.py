@@ -71,8 +71,7 @@ class ExposedCommunication(Rule):
 
     Where ranks train on CPUs, the collectives are gloo's, which run in threads of the host. Exposed
     is what of them runs while no thread is in an operator. Half of what the other work could hide
-    counts as the gain: gloo needs cores too.
-    """
+    counts as the gain: gloo needs cores too."""
 
     id = "exposed-communication"
     title = "The GPU waits for collectives (exposed communication)"

@@ -20,8 +20,7 @@ class LowBusBandwidth(Rule):
     link shows as messages that all have nearly the same rate; else the rule abstains. The fastest
     is compared with 0.8 of the datasheet's rate of the link, which NCCL attains. Groups whose ranks
     are not known to share a node are left out, as are GPUs whose link is unknown. NCCL's log beside
-    the trace (``NCCL_DEBUG=INFO``) says which ranks share a node, and often why it is slow.
-    """
+    the trace (``NCCL_DEBUG=INFO``) says which ranks share a node, and often why it is slow."""
 
     id = "low-bus-bandwidth"
     title = "Collectives use little of the link between GPUs"

@@ -58,8 +58,7 @@ class MissingNoSync(Rule):
 
     The rule is silent when two optimizers step one after the other, because two models of the same
     architecture could be trained side by side. It does not judge fully sharded data parallelism:
-    there ``no_sync`` keeps whole gradients in memory, and leaving it out is often right.
-    """
+    there ``no_sync`` keeps whole gradients in memory, and leaving it out is often right."""
 
     id = "missing-no-sync"
     title = "Gradient accumulation without no_sync: DDP reduces gradients in every pass"

@@ -82,8 +82,7 @@ class NcclSettings(NetworkRule):
     faults; scripts are copied with them, and the fast path stays off on machines that have it.
 
     Read from NCCL's log (``set by environment to``), else from the environment that the recorder
-    keeps. ``NCCL_IB_DISABLE`` is ignored where all ranks share a node.
-    """
+    keeps. ``NCCL_IB_DISABLE`` is ignored where all ranks share a node."""
 
     id = "nccl-settings"
     title = "An NCCL setting switches a fast path off"
@@ -167,8 +166,7 @@ class NcclSockets(NetworkRule):
     The log says why: libibverbs is missing in the container, its devices may not be opened, or
     NET/IB found none. An interface of a bridge or tunnel (docker0) is slower still. Where nothing
     shows that the machine has such adapters, the finding says so and has low confidence: on plain
-    Ethernet sockets are right.
-    """
+    Ethernet sockets are right."""
 
     id = "nccl-sockets"
     title = "NCCL sends between nodes over sockets"
@@ -268,8 +266,7 @@ class NcclGpuDirect(NetworkRule):
 
     Channels ``via NET/IB/0`` lack ``/GDRDMA``. The log names the reason: the kernel module is not
     loaded, or GPU and adapter are too far from each other. Boards without it (GeForce) are left
-    out.
-    """
+    out."""
 
     id = "nccl-gpudirect"
     title = "GPUDirect RDMA is not used between nodes"
@@ -352,8 +349,7 @@ class NcclNodePath(NetworkRule):
     Shared memory is NCCL's choice where GPUs belong to different sockets, and no fault there. It is
     one where the driver reports that peer access is off (ACS, IOMMU, a virtual machine), or where
     all pairs have NVLink. ``P2P/IPC``, ``P2P/CUMEM`` and ``P2P/direct pointer`` are peer access,
-    over NVLink or PCIe.
-    """
+    over NVLink or PCIe."""
 
     id = "nccl-node-path"
     title = "GPUs of a node exchange data through host memory"
@@ -436,8 +432,7 @@ class NcclNodePath(NetworkRule):
 
 class NcclNvls(NetworkRule):
     """NVLink SHARP adds up in the NVSwitch: an all-reduce then sends each byte once. NCCL's log
-    says that multicast is not available, though the GPUs are Hopper or newer and all connected.
-    """
+    says that multicast is not available, though the GPUs are Hopper or newer and all connected."""
 
     id = "nccl-nvls"
     title = "NVLink SHARP is not available to NCCL"
@@ -483,8 +478,7 @@ class NcclNvls(NetworkRule):
 
 class NcclLimits(NetworkRule):
     """A limit of the container or the system stops NCCL: locked memory for InfiniBand, or shared
-    memory between processes. NCCL warns, and falls back to a slower path or ends the job.
-    """
+    memory between processes. NCCL warns, and falls back to a slower path or ends the job."""
 
     id = "nccl-limits"
     title = "A limit of the container stops NCCL"

@@ -33,8 +33,7 @@ class PipelineBubble(Rule):
     exposed time of sends and receives beyond the shortest of each size. Only as much of it as the
     formula gives is the schedule's. What is beyond it is for unequal stages or late ranks: record
     all ranks. If all forward passes of a step are before its backward passes (GPipe), memory holds
-    the activations of all micro-batches. One forward, one backward (1F1B) holds those of p.
-    """
+    the activations of all micro-batches. One forward, one backward (1F1B) holds those of p."""
 
     id = "pipeline-bubble"
     title = "The pipeline waits while it fills and drains"

@@ -52,8 +52,7 @@ class PoorOverlap(Rule):
     kinds.
 
     Where compute depends on the result at once, as in tensor parallelism, only splitting the work
-    lets one piece communicate while the next computes.
-    """
+    lets one piece communicate while the next computes."""
 
     id = "poor-overlap"
     title = "Collectives block the compute stream, so nothing overlaps them"

@@ -30,8 +30,7 @@ class RepeatedGathers(Rule):
     nodes) and before another one of the same step. Gathers of parameters are the all-gathers of
     process groups that shard data. Those of the second and later passes are repeated, if each pass
     gathers as many bytes as the first. Only exposed time counts: gathers that compute hides cost
-    little.
-    """
+    little."""
 
     id = "repeated-gathers"
     title = "FSDP gathers the same parameters in each micro-batch"

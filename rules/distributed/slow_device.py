@@ -34,8 +34,7 @@ class SlowDevice(Rule):
     open.
 
     With two ranks a slow device and a fast one look the same; the slower one is named. The gain is
-    what the job's step loses to it when all ranks are replayed together.
-    """
+    what the job's step loses to it when all ranks are replayed together."""
 
     id = "slow-device"
     title = "One GPU is slower than the others"

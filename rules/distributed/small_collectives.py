@@ -48,8 +48,7 @@ class SmallCollectives(Rule):
     (the shortest collective) and what each takes beyond it. Where ranks train on CPUs, the
     collectives are gloo's, and operators stand for launches. Threads that have to be woken make the
     latency vary. So it is the median of the smaller messages, and what the largest take beyond it
-    is their transfer.
-    """
+    is their transfer."""
 
     id = "small-collectives"
     title = "Many small collectives that could be one bucket"
@@ -245,8 +244,7 @@ class UnbucketedGradients(Rule):
     latency adds up.
 
     Larger messages are as good as buckets. Where the all-reduces delay the step, small-collectives
-    and exposed-communication report them with a gain.
-    """
+    and exposed-communication report them with a gain."""
 
     id = "unbucketed-gradients"
     title = "Gradients are reduced one by one"

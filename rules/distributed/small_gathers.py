@@ -54,8 +54,7 @@ class SmallGathers(Rule):
     0.8 of the link's datasheet rate, or of ``--node-bandwidth`` across nodes. The rest is latency,
     up to what NCCL's own model gives for as many ranks. The rule abstains where no rate is known,
     or which ranks share a node. The gain is of units that are so large that latency is a fifth of a
-    gather.
-    """
+    gather."""
 
     id = "small-gathers"
     title = "FSDP gathers many small units"

@@ -45,8 +45,7 @@ class StragglerRank(Rule):
 
     It counts who is late, not why: a slower device, a slower input pipeline, more data or longer
     sequences, garbage collection. When only some of a job's ranks are here, a rank that is not may
-    be later than all of them. The finding then says so.
-    """
+    be later than all of them. The finding then says so."""
 
     id = "straggler-rank"
     title = "One rank keeps the others waiting"

@@ -28,8 +28,7 @@ class TensorAcrossNodes(Rule):
     them tells, or if no node has enough GPUs, the rule abstains. The gain is of the other order of
     ranks: tensor-parallel ones share a node, and those of the axis that sends least leave it. Both
     rates are needed: the fastest large message across nodes, and inside of one, or 0.8 of the
-    datasheet's rate of the link. Waits for late ranks stay.
-    """
+    datasheet's rate of the link. Waits for late ranks stay."""
 
     id = "tensor-across-nodes"
     title = "Tensor parallelism crosses nodes"

@@ -76,8 +76,7 @@ class ThermalThrottling(HeldClocks):
     hardware slowdown. Only samples under load count (50% utilisation or more). The rule fires when
     at least 5% of them have the reason.
 
-    A power cap is a different matter and normal under dense load: see power-throttling.
-    """
+    A power cap is a different matter and normal under dense load: see power-throttling."""
 
     id = "thermal-throttling"
     title = "The GPU is thermal throttling"
@@ -128,8 +127,7 @@ class PowerThrottling(HeldClocks):
     default.
 
     A power brake is different. The machine's power supply or its controller slows the GPU down from
-    outside, to a fraction of its speed. So the rule reports a single sample of it.
-    """
+    outside, to a fraction of its speed. So the rule reports a single sample of it."""
 
     id = "power-throttling"
     title = "The GPU is power throttling"
@@ -209,8 +207,7 @@ class ClocksLocked(HeldClocks):
 
     The driver names the setting as the reason in at least half of the samples under load. The clock
     in them is below 90% of the maximum. Clocks that the GPU lowers by itself have other reasons:
-    see thermal-throttling and power-throttling.
-    """
+    see thermal-throttling and power-throttling."""
 
     id = "clocks-locked"
     title = "GPU clocks are locked below the maximum"

@@ -43,8 +43,7 @@ class GpuErrors(Rule):
     Corrected errors cost nothing and are not reported. ECC counters start when the driver is
     loaded, so an error may be older than the run; XID errors are those during the run. Some XID
     errors are the program's own fault, such as an index out of range in a kernel. They have their
-    own advice.
-    """
+    own advice."""
 
     id = "gpu-errors"
     title = "The GPU reports errors"
@@ -127,8 +126,7 @@ class GpuShared(Rule):
     The recorder asks the driver for the processes on the GPU and leaves out its own and its
     children. In a container process ids may belong to another namespace; nothing is known then. A
     context with little memory, such as a display or a monitor, does not count. The other processes
-    together must use 5% of the device memory.
-    """
+    together must use 5% of the device memory."""
 
     id = "gpu-shared"
     title = "Other processes use the GPU"
@@ -202,8 +200,7 @@ class PcieDowngraded(Rule):
     a riser, or a BIOS setting.
 
     Only samples under load count, because an idle GPU lowers its link speed to save power. The link
-    must be slower in most of them. The driver reports what the slot allows.
-    """
+    must be slower in most of them. The driver reports what the slot allows."""
 
     id = "pcie-downgraded"
     title = "The GPU's PCIe link is downgraded"

@@ -22,8 +22,7 @@ class UtilisationIllusion(Rule):
     Hopper and later.
 
     Memory-bound work leaves arithmetic units idle and is no illusion. The rule stays silent where
-    GPM shows DRAM busy for 60% or more of the time.
-    """
+    GPM shows DRAM busy for 60% or more of the time."""
 
     id = "utilisation-illusion"
     title = "GPU utilisation reads high, but most SMs are idle"
@@ -103,8 +102,7 @@ class LowMfu(Rule):
     The FLOPs come from the shapes of the profiled window. The time is the recorder's unprofiled
     median where it exists, because the profiler lengthens steps. Memory-bound work and a GPU that
     waits have a low MFU by nature, and findings of their own. So the rule leaves out steps in which
-    matrix products, convolutions and attention take less than half of the time.
-    """
+    matrix products, convolutions and attention take less than half of the time."""
 
     id = "low-mfu"
     title = "Low MFU: the step reaches a small part of the GPU's peak"

@@ -19,8 +19,7 @@ class CpuQuota(Rule):
     average is low.
 
     The kernel counts how long threads were stopped (``cpu.stat``), summed over CPUs. Reported from
-    1% of the run's time on.
-    """
+    1% of the run's time on."""
 
     id = "cpu-quota"
     title = "The container's CPU quota throttles the process"
@@ -86,8 +85,7 @@ class NumaMismatch(Rule):
 
     Read from the process's affinity and the PCI device's node. A process that may run on several
     nodes is left alone: the scheduler chooses where it runs. Virtual machines often hide the nodes;
-    then nothing is known.
-    """
+    then nothing is known."""
 
     id = "numa-mismatch"
     title = "The process is pinned to another NUMA node than its GPU"
@@ -173,8 +171,7 @@ class ThreadOversubscription(Rule):
 
     Threads that sleep cost nothing, so the cores must be busy as well. At least 90% of them must
     be, by this process and its workers or on the whole machine. In a container, PyTorch counts the
-    machine's cores and not the quota's. torchrun sets one thread per process unless it is set.
-    """
+    machine's cores and not the quota's. torchrun sets one thread per process unless it is set."""
 
     id = "thread-oversubscription"
     title = "More threads compute than there are cores"

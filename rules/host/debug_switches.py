@@ -80,8 +80,7 @@ class AnomalyDetection(Rule):
 
     The gain is the time of these checks and, where Python stacks were recorded, of formatting the
     kept ones. Without stacks the formatting hides inside the operators of the forward pass: the
-    gain is a lower bound. A recorded run also shows the flag: ``debug-switches``.
-    """
+    gain is a lower bound. A recorded run also shows the flag: ``debug-switches``."""
 
     id = "anomaly-detection"
     title = "Anomaly detection is on"
@@ -192,8 +191,7 @@ class DebugSwitches(Rule):
     that is on for part of the program only may be missed, or reported where it is off again. What
     anomaly detection takes is read from the profiled steps, where it is on in them; what other
     settings take is not recorded. Settings for GPUs and for several ranks count only where there
-    are such.
-    """
+    are such."""
 
     id = "debug-switches"
     title = "Debug settings are on"

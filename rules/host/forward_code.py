@@ -37,8 +37,7 @@ class ForwardCode(Rule):
     rules. Waits for collectives do not count, such as those for buffers that
     DistributedDataParallel broadcasts. The function is the one in which the recorder sampled most
     Python stacks, outside methods named ``forward``. Where half of these are in one kind of library
-    function, such as one that makes a window, the advice is about that.
-    """
+    function, such as one that makes a window, the advice is about that."""
 
     id = "forward-code"
     title = "The forward pass spends much of the step in Python"

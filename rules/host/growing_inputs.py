@@ -39,8 +39,7 @@ class GrowingInputs(Rule):
     keys and values grows so by design.
 
     The gain is the time of these operators in the window. In a recorded run on a CPU it is that of
-    the run's steps, whose inputs are as much larger as they come later.
-    """
+    the run's steps, whose inputs are as much larger as they come later."""
 
     id = "growing-inputs"
     title = "Each step computes on all that earlier steps collected"

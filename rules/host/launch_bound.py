@@ -55,8 +55,7 @@ class LaunchBound(Rule):
     is busy, and where launches are few.
 
     Profiling lengthens host time, with Python stacks most of all: the same step idles less without
-    the profiler.
-    """
+    the profiler."""
 
     id = "launch-bound"
     title = "The GPU waits for kernel launches"

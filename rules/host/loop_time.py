@@ -121,8 +121,7 @@ class LoopCode(LoopRule):
     that time, with what it calls: Python and operators. Of a function that also trains, such as the
     loop itself, only its own Python counts, not PyTorch's around operators. In programs without
     modules and without a backward pass operators may be the model: only Python counts there. Where
-    a GPU trains, its idle time says what the host's code costs, and other rules look at that.
-    """
+    a GPU trains, its idle time says what the host's code costs, and other rules look at that."""
 
     id = "loop-code"
     title = "The loop's own code takes much of the step"
@@ -469,8 +468,7 @@ class LoopPhases(LoopRule):
     advice is about that. Products of matrices, and losses that are one function of PyTorch already,
     have no replacement. They gain nothing, and are named where they are most of this time. If their
     loss is over many classes, the labels that it ignores may save much: ignored-labels reports that
-    where the recorder met the loss.
-    """
+    where the recorder met the loss."""
 
     id = "loop-phases"
     subject = HOST_CODE
@@ -822,8 +820,7 @@ class TimeBetweenSteps(Rule):
 
     Evaluation is wanted, but how often it runs and on how much data is a choice. It needs no
     gradients and allows larger batches than training. What comes before the first step (imports,
-    making the model) does not count.
-    """
+    making the model) does not count."""
 
     id = "time-between-steps"
     title = "Much of the run is spent between the training steps"

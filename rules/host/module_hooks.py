@@ -22,8 +22,7 @@ class ModuleHooks(Rule):
     The Python stacks that the recorder samples show it. PyTorch calls such a function where a
     module's ``forward`` ends, or from the engine of the backward pass. Its time is its share of the
     samples, of the mean step. Where a GPU trains, that time may be hidden behind the device, and
-    other rules look at what waits.
-    """
+    other rules look at what waits."""
 
     id = "module-hooks"
     title = "Hooks on modules or gradients take much of the step"

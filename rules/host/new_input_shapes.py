@@ -64,8 +64,7 @@ class NewInputShapes(Rule):
     The gain falls as shapes repeat. The low end of its range is what the last quarter of the
     recorded run still loses; without a record, nothing.
 
-    Needs shapes.
-    """
+    Needs shapes."""
 
     id = "new-input-shapes"
     title = "A library prepares operators again for each new input shape"

@@ -87,8 +87,7 @@ class PeriodicStalls(SavingRule):
     and few steps do not show what is usual. Saves on another thread block nothing and do not count.
 
     The impact is time over the recorded window, not per step: how often it happens outside is
-    unknown. Evaluation is wanted work, and is not reported.
-    """
+    unknown. Evaluation is wanted work, and is not reported."""
 
     id = "periodic-stalls"
     title = "Some steps stall while the loop saves or logs"
@@ -188,8 +187,7 @@ class SavingTime(SavingRule):
     many of the Python stacks that the recorder samples, the thread saves or logs.
 
     The time is that share of the mean step, and at most what the loop's own code takes besides
-    loading, forward, backward and optimizer. Where every step saves, loop-phases says so.
-    """
+    loading, forward, backward and optimizer. Where every step saves, loop-phases says so."""
 
     id = "saving-time"
     title = "Training stops while the loop saves or logs"
@@ -287,8 +285,7 @@ class LongStep(Rule):
     these it names the innermost one that explains at least half of the difference. The first step
     of the recording is left out, because it has the costs of starting. Stalls that repeat and that
     frames or ranges explain are the subject of periodic-stalls. Work that the record of the run
-    shows every few steps is the subject of periodic-work.
-    """
+    shows every few steps is the subject of periodic-work."""
 
     id = "long-step"
     title = "One step takes several times as long as the others"

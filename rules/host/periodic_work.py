@@ -41,8 +41,7 @@ class PeriodicWork(Rule):
     run. It contains no backward pass and no optimizer step. The gain is at most the mean step less
     the median one. A host that runs ahead of the GPU waits for it now and then, and loses nothing.
     So there the GPU must idle too, and the function must not be a synchronization. What saves or
-    logs is saving-time's subject.
-    """
+    logs is saving-time's subject."""
 
     id = "periodic-work"
     title = "Code that runs every few steps takes much of the run"

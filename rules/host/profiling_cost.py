@@ -31,8 +31,7 @@ class SlowProfiledSteps(Rule):
     within 20 steps of them. So a run whose speed drifts is compared with itself. Reported from 10%
     on, unless unprofiled steps vary as much. At least half of the excess must remain in each window
     when the lower quartiles are compared. The same holds for the medians of its steps and of as
-    many right before it, and right after it.
-    """
+    many right before it, and right after it."""
 
     id = "slow-profiled-steps"
     title = "Profiled steps take longer than the others"
@@ -116,8 +115,7 @@ class ProfilerEvents(Rule):
     window begins too early, and it is gone after some warm-up steps. The cost of the Python tracer
     and of each recorded call is not in these rows, so this is a lower bound.
 
-    A note, not a finding: an unprofiled run gains nothing from it.
-    """
+    A note, not a finding: an unprofiled run gains nothing from it."""
 
     id = "profiler-events"
     title = "Profiling took a notable part of the window"

@@ -135,8 +135,7 @@ class PythonHotSpot(Rule):
     GPU for a while in each gap.
 
     The line is the one where the function begins, as the profiler records it. Recording stacks
-    lengthens Python time, that of many small functions most.
-    """
+    lengthens Python time, that of many small functions most."""
 
     id = "python-hot-spot"
     title = "A Python function leaves the GPU idle"
@@ -404,8 +403,7 @@ class CpuBeforeFirstKernel(Rule):
     GPU still works on the previous step, and the same host work costs nothing.
 
     It has to happen in most steps and last a while: any step takes a few hundred microseconds to
-    reach its first launch.
-    """
+    reach its first launch."""
 
     id = "cpu-before-first-kernel"
     title = "Host work delays the first launch of each step"

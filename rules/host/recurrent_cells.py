@@ -33,8 +33,7 @@ class RecurrentCells(Rule):
 
     The rule counts ``aten::lstm_cell`` and its relatives outside any other operator. It adds the
     operators that run about as often in the step: those of the loop, and their backward. The time
-    from one to the next counts too.
-    """
+    from one to the next counts too."""
 
     id = "recurrent-cells"
     title = "A Python loop calls a recurrent cell for each element of the sequence"

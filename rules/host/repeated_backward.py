@@ -43,8 +43,7 @@ class RepeatedBackward(Rule):
 
     Two calls of ``autograd.grad(output, …, create_graph=True)`` on one output are the exception:
     both passes begin at the same node. What both run counts once, with the derivatives of its
-    operators in later passes.
-    """
+    operators in later passes."""
 
     id = "repeated-backward"
     title = "The backward pass goes through the same graph again"

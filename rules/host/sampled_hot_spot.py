@@ -58,8 +58,7 @@ class SampledHotSpot(Rule):
 
     The gain is at most that share of the mean step. It is also at most what the GPU idles in the
     window while the host launches nothing. Gaps of 100 µs or more count: Python around launches has
-    rules of its own. Work that comes every few steps is periodic-work's subject.
-    """
+    rules of its own. Work that comes every few steps is periodic-work's subject."""
 
     id = "sampled-hot-spot"
     subject = HOST_CODE

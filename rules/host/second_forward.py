@@ -32,8 +32,7 @@ class SecondForward(Rule):
     teacher or a target network of the same architecture looks the same, so the low end of the gain
     is zero. The recorder compares the module, its weights and its input tensors of 12 forwards in
     60: where none comes again, the rule is silent. A validation on its own batches runs between the
-    steps, and is not meant.
-    """
+    steps, and is not meant."""
 
     id = "second-forward"
     title = "The forward pass runs twice in each step"

@@ -42,8 +42,7 @@ class SliceGradients(Rule):
 
     Counted are ``aten::select_backward`` and ``aten::slice_backward`` with equal sizes in a step.
 
-    The gain is the time of these nodes of the backward pass, less one pass over the tensor.
-    """
+    The gain is the time of these nodes of the backward pass, less one pass over the tensor."""
 
     id = "slice-gradients"
     title = "Slices taken in a loop have a gradient of the whole tensor each"

@@ -62,8 +62,7 @@ class SmallMicroBatches(Rule):
 
     Passes that add nothing to gradients of weights are not meant, nor those with a sign of
     gradients between them. In meta-learning and in attacks on the input a pass needs the result of
-    the one before.
-    """
+    the one before."""
 
     id = "small-micro-batches"
     title = "Gradients are accumulated over small micro-batches"

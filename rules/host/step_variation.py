@@ -1,7 +1,6 @@
 """Steps that take much longer than the others, from the recorded step times.
 
-The rules of this family differ in whether the long steps come at regular distances.
-"""
+The rules of this family differ in whether the long steps come at regular distances."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ class RegularStalls(Rule):
 
     The rule periodic-stalls names what is saved or logged, from the stacks of a profiled window.
     This rule needs no window, but sees no cause. Where the loop's own code takes the time
-    (``other`` or ``between steps``), periodic-work says so.
-    """
+    (``other`` or ``between steps``), periodic-work says so."""
 
     id = "regular-stalls"
     title = "Every n-th step stalls"
@@ -218,8 +216,7 @@ class StepJitter(Rule):
     rule then abstains. Steps with an
     unusual batch shape are compared with each other, because sequences of different lengths are no
     jitter. The summary names the phase that is longer in the long steps, and the garbage collection
-    in it.
-    """
+    in it."""
 
     id = "step-jitter"
     title = "Some steps take much longer than most"

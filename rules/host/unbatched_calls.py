@@ -60,8 +60,7 @@ class UnbatchedCalls(Rule):
     take samples out of a batch or join as many results. The rule is silent where a call may need
     the result of the one before. That is where something between the calls reads or samples a
     result, joins two activations (recurrent cells, residuals, keys and values), or goes backward. A
-    loop over equal layers takes nothing out of a batch and joins nothing.
-    """
+    loop over equal layers takes nothing out of a batch and joins nothing."""
 
     id = "unbatched-calls"
     sampled_part = "forward"
@@ -185,8 +184,7 @@ class LoopedOperators(Rule):
     Looked for are ``torch.stack`` or ``torch.cat`` of a long list, and operators that run 64 times
     or more in the step for each of them. The rule is silent where something between reads a
     result or joins two of them, as a recurrence does: then the order matters. Joins inside a
-    DataLoader are batches. Python between the loop's operators goes with them.
-    """
+    DataLoader are batches. Python between the loop's operators goes with them."""
 
     id = "looped-operators"
     title = "A Python loop runs operators on one element at a time"

@@ -89,8 +89,7 @@ class ConstantProjections(Rule):
     comes with each step, where no token is chosen.
 
     The gain is their time but for the first of each sequence. Longer inputs than those of the
-    window gain more.
-    """
+    window gain more."""
 
     id = "constant-projections"
     title = "Each token projects an input again that does not change"

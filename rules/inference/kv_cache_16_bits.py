@@ -28,8 +28,7 @@ class KvCache16Bits(Rule):
 
     Looked at are attention kernels in decode steps that an engine marks with sums (``sk``), whose
     heads and number format are known from recorded shapes. What a kernel reads must explain its
-    time: at least half at the memory's attainable rate.
-    """
+    time: at least half at the memory's attainable rate."""
 
     id = "kv-cache-16-bits"
     title = "Attention reads a KV cache in 16 bits"

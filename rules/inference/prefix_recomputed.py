@@ -34,8 +34,7 @@ class PrefixRecomputed(Rule):
     grows by one from pass to pass. With a cache each pass has one token, after the prompt's. A
     training whose sequences grow, or inputs of any length, do not grow by exactly one each time.
 
-    The gain is a pass of one token in place of all. Weights are still read, kernels launched.
-    """
+    The gain is a pass of one token in place of all. Weights are still read, kernels launched."""
 
     id = "prefix-recomputed"
     title = "Each new token computes the whole sequence again: no KV cache"

@@ -49,8 +49,7 @@ class _Suggestion(Rule):
 class PrefillStallsDecode(_Suggestion):
     """Steps with prompts in them take several times as long as steps that only decode. All running
     requests wait for their next token meanwhile: those are the longest gaps between tokens.
-    Smaller chunks of prompts shorten them, and the first token of a new request comes later.
-    """
+    Smaller chunks of prompts shorten them, and the first token of a new request comes later."""
 
     id = "prefill-stalls-decode"
     title = "Steps with prompts hold up the decoding of others"
@@ -105,8 +104,7 @@ class PrefillStallsDecode(_Suggestion):
 class SmallDecodeBatch(_Suggestion):
     """A decode step reads all weights once, for however many tokens. While memory limits it, twice
     the tokens cost little more time: the same step, more tokens per second. With few requests,
-    speculative decoding puts drafts in the place of the missing tokens.
-    """
+    speculative decoding puts drafts in the place of the missing tokens."""
 
     id = "small-decode-batch"
     title = "Decode is limited by memory with a small batch"
@@ -156,8 +154,7 @@ class SmallDecodeBatch(_Suggestion):
 class PrefixCacheUnused(_Suggestion):
     """All prompts were computed from their first token: no request began with what another one had
     computed before. Where prompts share a beginning (a system prompt, a conversation), a prefix
-    cache saves that part. Needs marks with sums (``sk``): they equal the new tokens.
-    """
+    cache saves that part. Needs marks with sums (``sk``): they equal the new tokens."""
 
     id = "prefix-cache-unused"
     title = "No prompt reused a cached prefix"
@@ -214,8 +211,7 @@ class PrefixCacheUnused(_Suggestion):
 class CollectivesOfTensorParallel(_Suggestion):
     """Tensor parallelism sums partial results over GPUs twice a layer, and in a decode step these
     sums are small: latency. Fewer GPUs per copy of the model, more copies, or another all-reduce
-    may be faster.
-    """
+    may be faster."""
 
     id = "collectives-of-tensor-parallel"
     title = "Collectives take much of a decode step"
@@ -262,8 +258,7 @@ class CollectivesOfTensorParallel(_Suggestion):
 class PiecewiseGraphs(_Suggestion):
     """A decode step replays several CUDA graphs, with attention launched between them (piecewise
     graphs), and the GPU waits in the step. One graph of the whole step needs an attention backend
-    that can be captured.
-    """
+    that can be captured."""
 
     id = "piecewise-graphs"
     title = "A decode step is many graphs, and the GPU waits between them"
@@ -316,8 +311,7 @@ class SlowDecodeAttention(_Suggestion):
     """Attention in decode steps reads keys and values far below the memory's rate. Kernels differ
     by backend: by how they split long contexts, by page size, by the heads that share keys.
 
-    Bytes are the engine's sums of context lengths (``sk``) times the size of a token's cache.
-    """
+    Bytes are the engine's sums of context lengths (``sk``) times the size of a token's cache."""
 
     id = "slow-decode-attention"
     title = "Attention in decode reads far below the memory's rate"
@@ -378,8 +372,7 @@ class SlowDecodeAttention(_Suggestion):
 class UnevenExperts(_Suggestion):
     """Exchanges between experts on several GPUs take very different times from one layer or step to
     the next. All GPUs wait for the one whose experts got most tokens. One rank's trace shows the
-    waiting, not which experts are popular.
-    """
+    waiting, not which experts are popular."""
 
     id = "uneven-experts"
     title = "Exchanges between experts take uneven times"

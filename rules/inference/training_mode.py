@@ -33,8 +33,7 @@ class TrainingMode(Rule):
     (``aten::native_dropout``, ``aten::bernoulli_``).
 
     The gain is the time of these operators. What a fused path and a graph that is not built save
-    beside it is not recorded.
-    """
+    beside it is not recorded."""
 
     id = "training-mode"
     title = "The model runs in training mode, and nothing trains"

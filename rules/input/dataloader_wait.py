@@ -111,8 +111,7 @@ class DataLoaderWait(LoaderWaitRule):
 
     Traps: the first batch of an epoch, for which workers are started, says nothing about the
     others. When one step of three or more has nearly all the wait, the rule abstains. A custom
-    loader leaves no mark in the trace; its time shows as Python before the first kernel.
-    """
+    loader leaves no mark in the trace; its time shows as Python before the first kernel."""
 
     id = "dataloader-wait"
     title = "The step waits for the DataLoader"
@@ -297,8 +296,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
 
     Half of the stacks sampled in the loading may be in one kind of library function. Examples are
     an .npz file read again for each sample, a parser, ``copy.deepcopy``. Its own cure comes first,
-    as it needs no free core, and the gain is of its share of the samples. Workers come second.
-    """
+    as it needs no free core, and the gain is of its share of the samples. Workers come second."""
 
     id = "single-process-loader"
     title = "The DataLoader has no workers and the step waits for it"
@@ -500,8 +498,7 @@ class SamplerTime(Rule):
     The rule takes the time in ``_next_index`` from the window's Python stacks, or its share of the
     stacks sampled while the run loads. Usual causes grow with the dataset: a list is filtered,
     searched or shuffled for each batch, or ``list.remove`` moves all entries after one. A
-    loader with workers is not looked at: the trace does not separate its sampler from the wait.
-    """
+    loader with workers is not looked at: the trace does not separate its sampler from the wait."""
 
     id = "sampler-time"
     title = "The batch sampler takes much of each step in the loop's own process"

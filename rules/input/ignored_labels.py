@@ -55,8 +55,7 @@ class IgnoredLabels(Rule):
     already, and nothing is reported.
 
     The gain is the ignored share of that work. Selecting the positions costs little. On the CPU it
-    may be more: large tensors are also freed outside of operators.
-    """
+    may be more: large tensors are also freed outside of operators."""
 
     id = "ignored-labels"
     title = "Logits are computed for labels that the loss ignores"

@@ -63,8 +63,7 @@ class LoaderWorkers(LoadingRule):
     does nothing beside training: a worker takes over the full wait.
 
     Traps: storage or memory bandwidth may limit the fetching instead of cores, and then more
-    workers do not help. The GPU may have work queued during the wait; then the gain is smaller.
-    """
+    workers do not help. The GPU may have work queued during the wait; then the gain is smaller."""
 
     id = "loader-workers"
     title = "The number of DataLoader workers does not match the cores"
@@ -286,8 +285,7 @@ class CpuBoundTransforms(Rule):
     training then gets fewer cores than PyTorch has threads. The gain is of a training that gets the
     workers' cores too, by the CPU time of each process. Waits for the workers are in it. With
     several threads it is half of that, as they may not all have work. The low end leaves other
-    programs their part of these cores, and half of the work with the workers.
-    """
+    programs their part of these cores, and half of the work with the workers."""
 
     id = "cpu-bound-transforms"
     title = "All cores prepare data, and the step still waits for it"

@@ -53,8 +53,7 @@ class PaddingWaste(Rule):
     Operators with the padded length twice in a shape count as quadratic there.
 
     Traps: layers that drop padding themselves gain nothing. Where the trace has packed or nested
-    sequences, nothing is reported.
-    """
+    sequences, nothing is reported."""
 
     id = "padding-waste"
     title = "A large part of each batch is padding"

@@ -38,8 +38,7 @@ class WorkersRespawned(Rule):
     workers in any case; at least one more is needed. Reported from 2% of the time of the epochs.
     Ending and starting workers is saved for certain. The first batch still has to be fetched,
     unless the workers can fetch it while the previous epoch ends. So the lower end of the range is
-    without it.
-    """
+    without it."""
 
     id = "workers-respawned"
     title = "DataLoader workers restart for every epoch"
@@ -214,8 +213,7 @@ class PrefetchStarved(Rule):
     have no starved step. A loader that is too slow throughout waits in each of them.
 
     Needs worker processes. The first batch of an epoch, for which workers are started, is left out.
-    The steps that follow the start of an iterator do not count.
-    """
+    The steps that follow the start of an iterator do not count."""
 
     id = "prefetch-starved"
     title = "The DataLoader's prefetch queue runs empty at times"

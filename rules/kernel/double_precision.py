@@ -38,8 +38,7 @@ class DoublePrecision(Rule):
     whose largest input is of doubles. Where inputs are not recorded, the kernel's name says the
     type of its elements. In float32 they take about half: 0.4 to 0.75, by how much of it is
     arithmetic, memory or overhead. Products on a GPU take the ratio of the peaks in float64 and
-    float32. TF32 is another fix, and is left out.
-    """
+    float32. TF32 is another fix, and is left out."""
 
     id = "double-precision"
     title = "The step computes in double precision (float64)"

@@ -61,8 +61,7 @@ class DroppedPositions(Rule):
 
     The gain is the dropped share of this work. A smaller product runs at a lower rate, which the
     range allows for. Layers before it that work on each position alone may be skipped too; that is
-    not counted.
-    """
+    not counted."""
 
     id = "dropped-positions"
     title = "A layer computes positions that are then dropped"

@@ -28,8 +28,7 @@ class FoldableBatchNorm(Rule):
     A batch norm counts when its kernel normalises by stored means and the operator before it on its
     thread is a convolution. In training the means come from the batch, and nothing can be folded:
     other kernels run there, and the rule is silent. The gain is the time of these kernels. Where
-    the convolution had no bias, it has one afterwards.
-    """
+    the convolution had no bias, it has one afterwards."""
 
     id = "foldable-batch-norm"
     title = "Batch norm runs on its own after convolutions in inference"

@@ -122,8 +122,7 @@ class Fp32Matmul(Rule):
 
     A kernel's new duration is its FP32 duration times the derated ratio of the peaks. Where its
     FLOPs and bytes are known, memory bandwidth sets a lower limit. So the small batches of an
-    inference server, which are bound by reading weights, gain nothing.
-    """
+    inference server, which are bound by reading weights, gain nothing."""
 
     id = "fp32-matmul"
     subject = "matrix products"
@@ -499,8 +498,7 @@ class MixedPrecisionOff(Fp32Matmul):
     Where other products run in 16 bits already, operands may be cast to FP32 for a product, and its
     result back. So it is with adapters in FP32 on a base in BF16, without autocast. These casts
     then go away, and casts of the small weights take their place. A cast counts right before such a
-    product if it has as many values as an operand. Right after, as many as the result.
-    """
+    product if it has as many values as an operand. Right after, as many as the result."""
 
     id = "mixed-precision-off"
     title = "The step computes in FP32 without mixed precision"

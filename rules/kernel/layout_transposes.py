@@ -35,8 +35,7 @@ class LayoutTransposes(Rule):
     PyTorch's own batch norm is slow in NCHW order, where a channel lies in as many pieces as there
     are images. Its kernels count where their bytes are known: in channels-last order they are taken
     to reach a share of the memory's rate. The library may choose other kernels for the convolutions
-    themselves, which the range allows for. Pooling and other kernels keep their time.
-    """
+    themselves, which the range allows for. Pooling and other kernels keep their time."""
 
     id = "layout-transposes"
     title = "Convolutions transpose between NCHW and NHWC"

@@ -30,8 +30,7 @@ class LowBandwidth(BelowRate):
 
     The rule compares each operator's bytes (inputs once, outputs once) with what a STREAM copy
     reaches on such a GPU. It adds a kernel's own start-up. Small tensors that stay in the L2 cache
-    come out above that rate. Kernels with too few threads in flight are another rule's finding.
-    """
+    come out above that rate. Kernels with too few threads in flight are another rule's finding."""
 
     id = "low-bandwidth"
     title = "Memory-bound operators use a third of the memory bandwidth or less"

@@ -33,8 +33,7 @@ class LowOccupancy(Rule):
     formula) and the achieved one must be low. Where only the achieved one is, the grid is too
     small, which is another rule's finding. The occupancy that the profiler writes is not used as it
     is, because it is a whole number and 0 for many kernels. Bandwidth must be low too: a kernel
-    that moves its bytes at full speed is fine at any occupancy.
-    """
+    that moves its bytes at full speed is fine at any occupancy."""
 
     id = "low-occupancy"
     title = "Low occupancy in memory-bound kernels"

@@ -105,8 +105,7 @@ class MisalignedGemm(Rule):
     busy public traces reach 72% and more. Padding adds FLOPs and bytes, too. So an H100, whose
     tensor cores need wide loads for their own instructions, gains far more than an A100. There,
     TF32 kernels with narrow loads reach 0.56 to 0.70 of the FLOP rate of those with wide loads, in
-    five classes of arithmetic intensity. That is the factor where shapes or rates are not known.
-    """
+    five classes of arithmetic intensity. That is the factor where shapes or rates are not known."""
 
     id = "misaligned-gemm"
     subject = "matrix products"

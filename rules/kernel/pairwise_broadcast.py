@@ -101,8 +101,7 @@ class PairwiseBroadcast(Rule):
     reported.
 
     What remains was measured on one thread of a CPU, forward and backward: about one part in
-    ``width``. On GPUs the same is expected from the bytes that the operators move.
-    """
+    ``width``. On GPUs the same is expected from the bytes that the operators move."""
 
     id = "pairwise-broadcast"
     title = "All pairs are computed by broadcasting, not by a matrix product"

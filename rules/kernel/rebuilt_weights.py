@@ -64,8 +64,7 @@ class RebuiltWeights(Rule):
     before. The gain is the time of these
     operators and of what they launch, and of Python around parametrizations.
 
-    Needs shapes, but for weight normalisation.
-    """
+    Needs shapes, but for weight normalisation."""
 
     id = "rebuilt-weights"
     title = "Tensors that do not change are recomputed in each forward pass"

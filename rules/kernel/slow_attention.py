@@ -31,8 +31,7 @@ class SlowAttention(BelowRate):
     75% of an H100's. Below a third of the attainable rate something may be in the way. The rule
     reports only what has a known cause. A kernel for this GPU, in 16 bits and with heads that fill
     its tiles, is slow where sequences are short. It is slow in the backward pass and with a causal
-    mask too, and no other is faster.
-    """
+    mask too, and no other is faster."""
 
     id = "slow-attention"
     subject = "attention"

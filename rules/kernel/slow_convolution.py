@@ -50,8 +50,7 @@ class SlowConvolution(BelowRate):
     One is its FLOPs (as a direct convolution) at the rate measured for matrix products on such a
     GPU. The other is its bytes at the memory's rate. Good convolutions reach half of that and more.
     Depthwise ones are memory-bound and compared with the memory's rate. Another rule reports
-    convolutions in full FP32 that tensor cores could do.
-    """
+    convolutions in full FP32 that tensor cores could do."""
 
     id = "slow-convolution"
     title = "Convolutions run far below the GPU's rate"
@@ -255,8 +254,7 @@ class CudnnBenchmarkOff(Rule):
     The rule fires when the switch is off and convolutions take at least 20% of the kernel time of
     the profiled window. At least 95% of the recorded batches must have one shape. Where the loop
     has no DataLoader, the convolutions of the profiled steps have to be the same. Only a trial
-    shows the gain. Deterministic runs keep the switch off on purpose.
-    """
+    shows the gain. Deterministic runs keep the switch off on purpose."""
 
     id = "cudnn-benchmark-off"
     title = "cudnn.benchmark is off"

@@ -33,8 +33,7 @@ class SlowGemm(BelowRate):
     kernel's own start-up, so small products need not reach what only large ones do. The shape then
     gives the cause: ``ceil(M / 128) x ceil(N / 128) x batch`` tiles over the units of the device.
     Other rules report products in full FP32 that tensor cores could do, and those with rows off
-    16-byte boundaries.
-    """
+    16-byte boundaries."""
 
     id = "slow-gemm"
     subject = "matrix products"

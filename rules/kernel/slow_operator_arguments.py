@@ -110,8 +110,7 @@ class SlowOperatorArguments(Rule):
     times as long per byte as the elementwise operators of the same trace.
 
     What remains of FFTs and sorts is measured, on one thread of a CPU. What remains of the others
-    is some passes over the input at the rate of the elementwise operators.
-    """
+    is some passes over the input at the rate of the elementwise operators."""
 
     id = "slow-operator-arguments"
     title = "An operator is slow for the arguments it is called with"

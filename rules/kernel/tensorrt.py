@@ -70,8 +70,7 @@ class TensorRTReformat(EngineLayers):
 
     Read from layer times of ``trtexec --exportProfile``. Best with the layer information beside
     it, which names quantize layers that TensorRT runs as reformats. In a public pair of engines of
-    one network, quantizing the residual additions left 42% of the reformat time.
-    """
+    one network, quantizing the residual additions left 42% of the reformat time."""
 
     id = "tensorrt-reformat"
     title = "Reformat layers of the TensorRT engine copy tensors"
@@ -115,8 +114,7 @@ class TensorrtFp32Layers(EngineLayers):
 
     The rule reads the layer information of ``trtexec --exportLayerInfo`` beside the layer times.
     The precision of a layer is that of its weights, else of its first input. In public engines of
-    ResNet-50 the convolutions took 0.43 (A100) and 0.34 (RTX 3090) of their time in fp16.
-    """
+    ResNet-50 the convolutions took 0.43 (A100) and 0.34 (RTX 3090) of their time in fp16."""
 
     id = "tensorrt-fp32-layers"
     title = "Layers of the TensorRT engine run in fp32"

@@ -26,8 +26,7 @@ class TritonRegisterSpills(Rule):
     Arrays that the program declares, as sin and cos do for large arguments, are in local memory
     too. They are no spills, and are subtracted: their size is in the PTX beside the module.
     Triton's own ``n_spills`` counts them. Beside a trace only kernels count that take part of its
-    kernel time, and whose launches differ from those of other compilations.
-    """
+    kernel time, and whose launches differ from those of other compilations."""
 
     id = "triton-register-spills"
     title = "Triton spills registers of a kernel"

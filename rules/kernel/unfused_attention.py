@@ -68,8 +68,7 @@ class UnfusedAttention(Rule):
     masks, casts and dropout lies in between. A softmax after a linear layer (``addmm``: a
     classifier, a router of experts) is not attention, nor is a ``log_softmax``. Where flash,
     memory-efficient or cuDNN attention runs there is no softmax kernel at all, and the rule reports
-    the check as passed.
-    """
+    the check as passed."""
 
     id = "unfused-attention"
     subject = "attention"

@@ -49,8 +49,7 @@ class UnfusedElementwise(Rule):
     tensor go away. The merged kernel takes at least as long as the longest of them. All links count
     (70 to 100% in the range). Compiled training does not keep pointwise results: the backward pass
     computes them again from inputs and outputs of products. Two measured programs
-    gained more, because compiled code also reads each tensor once that several kernels read.
-    """
+    gained more, because compiled code also reads each tensor once that several kernels read."""
 
     id = "unfused-elementwise"
     title = "Pointwise kernels are not fused"

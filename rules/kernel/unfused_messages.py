@@ -48,8 +48,7 @@ class UnfusedMessages(Rule):
     Found is a gather of rows [edges, width] from [nodes, width] with a scatter-add of the same rows
     behind it. Only products and fills may lie between the two. An embedding's gather and its
     gradient lie far apart, and experts compute on what they gather: both are none. A gain is not
-    estimated. It depends on the graph's order and on the product's kernel, which no trace shows.
-    """
+    estimated. It depends on the graph's order and on the product's kernel, which no trace shows."""
 
     id = "unfused-messages"
     title = "Gather and scatter-add in place of a sparse product"

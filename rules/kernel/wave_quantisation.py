@@ -34,8 +34,7 @@ class WaveQuantisation(Rule):
     blocks come from the profiler where it writes them, else from the occupancy formula (registers,
     shared memory, threads). A tail costs less where each remaining block has a multiprocessor to
     itself and runs faster. So the rule counts at most what the operator leaves of its attainable
-    rate.
-    """
+    rate."""
 
     id = "wave-quantisation"
     title = "Wave quantisation: the last wave of blocks leaves the GPU mostly empty"
@@ -222,8 +221,7 @@ class SmallGrids(Rule):
     multiprocessor and loop (``nvjet``, stream-K, Blackwell attention). Norms and reductions have a
     block per channel or row, however large the batch, and do not count. The rule is silent when the
     device idles half of the time: a starved GPU makes kernels look small. In public launch-bound
-    traces, whose bottleneck is the host, 36 to 78% of kernel time is like that.
-    """
+    traces, whose bottleneck is the host, 36 to 78% of kernel time is like that."""
 
     id = "small-grids"
     title = "Kernels are too small to fill the GPU"

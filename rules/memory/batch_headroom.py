@@ -38,8 +38,7 @@ class BatchHeadroom(Rule):
 
     A larger batch changes the optimization, because there are fewer updates per epoch. The learning
     rate has to be scaled: linearly with SGD, by the square root with Adam, after a warm-up. The
-    same quality may need more epochs. So this is a note, never a finding.
-    """
+    same quality may need more epochs. So this is a note, never a finding."""
 
     id = "batch-headroom"
     title = "GPU memory has room for a larger batch"

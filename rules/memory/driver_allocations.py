@@ -1,7 +1,6 @@
 """Calls that allocate memory through the driver in the training loop, although PyTorch caches it.
 
-The rules of this family differ in the calls that they count.
-"""
+The rules of this family differ in the calls that they count."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ class AllocationsInLoop(DriverAllocationRule):
     allocations (``cudaHostAlloc``) have their own rule.
 
     The gain is that of a replay without these calls. A ``cudaMalloc`` while the GPU has work queued
-    costs nothing, unless the host is late from then on.
-    """
+    costs nothing, unless the host is late from then on."""
 
     id = "allocations-in-loop"
     title = "The loop allocates GPU memory through the driver"
@@ -268,8 +266,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
     the thread that calls it. Where the loop itself does so, and that takes a notable part of the
     step, the rule names the operator instead. It needs no call of the driver then. The low end of
     the range leaves half of it. A batch that is new in each step is still copied, into a buffer
-    that stays.
-    """
+    that stays."""
 
     id = "pinned-allocation-in-loop"
     title = "The loop allocates pinned host memory"

@@ -22,8 +22,7 @@ class EmptyCacheInLoop(Rule):
     With Python stacks the call itself is recorded. Without them it shows as a burst of two or more
     ``cudaFree`` outside any operator, with ``cudaMalloc`` after it, in at least three steps.
     ``empty_cache`` is called from Python, whereas the allocator itself frees from inside
-    ``aten::empty`` when memory is full.
-    """
+    ``aten::empty`` when memory is full."""
 
     id = "empty-cache-in-loop"
     title = "empty_cache() in the loop makes the allocator start over"

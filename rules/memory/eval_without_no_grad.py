@@ -58,8 +58,7 @@ class EvalWithoutNoGrad(Rule):
     metrics are computed this way, and nothing of it is kept.
 
     A trace without any backward pass says nothing, because it may lie outside. Neither does a file
-    whose end is missing.
-    """
+    whose end is missing."""
 
     id = "eval-without-no-grad"
     title = "Forward passes without a backward build an autograd graph"
@@ -195,8 +194,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     """Evaluation without ``torch.no_grad()`` keeps activations that no backward pass uses. This
     rule reads the recorder's own count, for evaluation that no profiled window contains, as one
     every thousand steps. It counts forwards between two backward passes whose results have a
-    graph, and that no backward pass follows.
-    """
+    graph, and that no backward pass follows."""
 
     id = "evaluation-graphs"
     title = "Evaluation builds autograd graphs that no backward pass uses"

@@ -34,8 +34,7 @@ class GrowingConcatenation(Rule):
     second each time, and equal in all other dimensions.
 
     The gain is the time of these concatenations in the recorded passes. It is larger later in the
-    sequence.
-    """
+    sequence."""
 
     id = "growing-concatenation"
     title = "A tensor grows by concatenation and is copied whole each time"

@@ -53,8 +53,7 @@ class HugeVocabulary(Rule):
     A memory snapshot shows the same without shapes, alone or with a trace. It has what the loss
     allocated and held at the peak, or when memory ran out. It has the blocks of the same size, or
     half of it. It does not show the vocabulary, so it may be a loss over the classes of pixels as
-    well; chunks help there too.
-    """
+    well; chunks help there too."""
 
     id = "huge-vocabulary"
     title = "The loss keeps several copies of the logits in memory"

@@ -43,8 +43,7 @@ class KeptReferences(Rule):
     Read from a memory snapshot with history: blocks that a module's call or a function of
     ``torch.nn.functional`` allocated before the step of the peak began. Steps are found by
     annotations or by the optimizer's allocations. Reported from 5% of the memory in tensors.
-    Memory that grows with each step is a leak, which memory-leak reports.
-    """
+    Memory that grows with each step is a leak, which memory-leak reports."""
 
     id = "kept-references"
     title = "The peak holds outputs of the previous step"
@@ -141,8 +140,7 @@ class MemoryLeak(Rule):
     In a memory snapshot the rule looks for lines that leave something behind in four of five steps,
     held to the end of the history. It needs six full steps or more, without the first and the last
     two. Where memory ran out, 5% of the memory in tensors is enough. In three snapshots or more
-    over a run it looks for lines that hold more in each.
-    """
+    over a run it looks for lines that hold more in each."""
 
     id = "memory-leak"
     title = "Memory grows from step to step"

@@ -45,8 +45,7 @@ class MemoryFragmentation(Rule):
     segments would have met. It also reports where they would have reserved 5% and 1 GiB less at the
     peak. The same holds for the moment of the snapshot, where a fifth of reserved memory is free in
     segments that also hold tensors. There steps must not recur: memory that is free after a step is
-    cache, which the next step fills. Without a history the two look the same.
-    """
+    cache, which the next step fills. Without a history the two look the same."""
 
     id = "memory-fragmentation"
     title = "GPU memory is fragmented"

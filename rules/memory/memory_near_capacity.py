@@ -43,8 +43,7 @@ class MemoryNearCapacity(Rule):
 
     The history of a memory snapshot, alone or with a trace, counts too, and the lines that held
     most at the peak are named. A snapshot does not show how much memory the GPU has: the trace or
-    the record does. A snapshot whose history ends out of memory belongs to ``out-of-memory``.
-    """
+    the record does. A snapshot whose history ends out of memory belongs to ``out-of-memory``."""
 
     id = "memory-near-capacity"
     title = "GPU memory is almost full"

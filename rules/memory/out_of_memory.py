@@ -48,8 +48,7 @@ class OutOfMemory(Rule):
 
     With a snapshot whose history holds the failure, the finding shows what was held, by category
     and line. It says why the request could not be placed, and what checkpointing, smaller logits,
-    another optimizer or half the batch would have freed.
-    """
+    another optimizer or half the batch would have freed."""
 
     id = "out-of-memory"
     title = "The run ran out of GPU memory"

@@ -39,8 +39,7 @@ class RecomputeWithFreeMemory(Rule):
     host time that they are launched in. The hooks that pack and unpack each saved tensor in Python
     are not recorded; the high end has all idle time of Python in it. The rule shows how much memory
     is free, not how much the activations need. Turn checkpointing off for some blocks, look at the
-    peak, and go on.
-    """
+    peak, and go on."""
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"

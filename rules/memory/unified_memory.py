@@ -42,8 +42,7 @@ class UnifiedMemory(Rule):
     to the host on demand as came, both sides use the same pages in turn. Each has its own advice.
 
     Nsight Systems records migrations and faults (``--cuda-um-cpu-page-faults=true
-    --cuda-um-gpu-page-faults=true``); PyTorch's profiler does not.
-    """
+    --cuda-um-gpu-page-faults=true``); PyTorch's profiler does not."""
 
     id = "unified-memory"
     title = "Kernels wait for pages of unified memory"

@@ -52,8 +52,7 @@ class DenseEmbeddingGradient(Rule):
     lookups in one table make a gradient each, and their sum counts too.
 
     On a CPU a sparse gradient costs more than its rows: it is sorted, added up and scattered, by
-    one thread. That is taken off for each table. Small tables are faster with dense gradients.
-    """
+    one thread. That is taken off for each table. Small tables are faster with dense gradients."""
 
     id = "dense-embedding-gradient"
     title = "The whole embedding table is updated for a few rows"

@@ -33,8 +33,7 @@ class ManyParameterGroups(Rule):
     still replaces some ten operators of each group by one.
 
     The gain is host time. Work for each parameter stays: its gradient and state are looked up one
-    by one. While the device is behind, host time costs nothing, and the replay says so.
-    """
+    by one. While the device is behind, host time costs nothing, and the replay says so."""
 
     id = "many-parameter-groups"
     title = "The optimizer updates many small parameter groups one by one"

@@ -55,8 +55,7 @@ class SingleTensorOptimizer(Rule):
     The gain has two parts. The host spends its time in the loop over the parameters, in Python,
     operators and launches, and the kernels move each tensor several times. A foreach step launches
     a kernel for some tens of tensors, so the host needs about a tenth of the launches. While the
-    device is behind, host time costs nothing, and the replay says so.
-    """
+    device is behind, host time costs nothing, and the replay says so."""
 
     id = "single-tensor-optimizer"
     title = "The optimizer updates one parameter at a time"

@@ -72,8 +72,7 @@ class UnusedGradients(Rule):
 
     The gain is the time of what computes and accumulates these gradients, known by their shapes.
     After the last gradient that is used, the rest of the backward pass goes too. A convolution
-    computes its weight's gradient with its input's: about half of its time goes.
-    """
+    computes its weight's gradient with its input's: about half of its time goes."""
 
     id = "unused-gradients"
     title = "Gradients are computed that no optimizer uses"

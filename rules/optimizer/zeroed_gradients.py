@@ -26,8 +26,7 @@ class ZeroedGradients(Rule):
 
     Counted are launches inside the range ``Optimizer.zero_grad``, and those of autograd's nodes
     that accumulate gradients. Where gradients are summed over several batches, there are more
-    additions than fills, and only the fills count.
-    """
+    additions than fills, and only the fills count."""
 
     id = "zeroed-gradients"
     title = "Gradients are filled with zeros and added to"

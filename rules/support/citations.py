@@ -1,7 +1,6 @@
 """Sources of the rules' numbers: other tools' thresholds, vendors' guides, our measurements.
 
-``address`` is a public one, or the file of this repository in which the number is measured.
-"""
+``address`` is a public one, or the file of this repository in which the number is measured."""
 
 from __future__ import annotations
 

@@ -210,8 +210,7 @@ def costliest_places(
     instance (by default the host row itself); ``kernel`` is a row of ``trace.gpu`` to name; rows of
     one ``instance`` count once (by default each row is one); ``gap``, of which gap of the device
     each row is a piece, if gaps are to be counted. What counts is of the op and kernel of the most
-    expensive row, which are named.
-    """
+    expensive row, which are named."""
     known = np.flatnonzero((host >= 0) & (cost > 0))
     if not len(known):
         return []

@@ -103,8 +103,7 @@ def measure_growth(values: Floats) -> tuple[float, bool]:
     By the lowest values of eight equal blocks (four of a short series), so that peaks of long
     sequences and caches that fill up do not count: steady means that at least six of seven blocks
     (all of a short series) are above the one before, and that the last half still grows at half the
-    rate of the first or more.
-    """
+    rate of the first or more."""
     values = values[~np.isnan(values)]
     blocks = 8 if len(values) >= 24 else 4
     if len(values) < 2 * blocks:

@@ -62,8 +62,7 @@ def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
     """Return the rows of ``Analysis.syncs`` that meet ``condition``, without the profiler's own.
 
     ``condition`` may use two more columns: ``direction`` and ``memory`` (``Pinned``, ``Pageable``
-    …, the host side) of the copy that the host waits for; null: no copy, or not recorded.
-    """
+    …, the host side) of the copy that the host waits for; null: no copy, or not recorded."""
     gpu = a.trace.gpu
     copies = pl.DataFrame(
         {name: gpu[name].gather(a.syncs["copy"]) for name in ("copy", "src", "dst")}

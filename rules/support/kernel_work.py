@@ -150,8 +150,7 @@ def scale_kernels(
     the kernels of ``select``, which are ``rows``.
 
     An Edit selects events by what they are (a family, an op), so that it means the same in
-    another window. Where only some of them change, the others keep their time.
-    """
+    another window. Where only some of them change, the others keep their time."""
     total = summed_duration(a, rows)
     expected, best, worst = (min(1.0, max(0.0, 1 - ns / total)) if total else 1.0 for ns in saved)
     return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
@@ -447,8 +446,7 @@ def estimate_fused_time(a: Analysis, blocks: AttentionBlocks) -> FusedEstimate |
 
     Compared with the memory-efficient kernel in FP32 on an A100 (mask generation, five shapes of 7
     to 4,096 tokens and heads of 16 to 80): 15 to 24 TFLOP/s of whole tiles, of 15 attainable; by
-    the FLOPs of the shapes alone 0.1 to 14.
-    """
+    the FLOPs of the shapes alone 0.1 to 14."""
     limits = attainable_roofs(a.hardware)
     half, full = (limits.matmul.get(name) for name in ("fp16", "fp32"))
     if half is None or full is None or limits.memory is None:

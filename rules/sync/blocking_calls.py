@@ -110,8 +110,7 @@ class ExplicitSynchronize(BlockingRule):
     that another stream's work hides costs only what is idle. The synchronization that the profiler
     itself issues at the end of its window is not counted.
 
-    Often the call is there for timing. CUDA events measure GPU time without blocking the host.
-    """
+    Often the call is there for timing. CUDA events measure GPU time without blocking the host."""
 
     id = "explicit-synchronize"
     title = "synchronize() in the step leaves the GPU idle"
@@ -209,8 +208,7 @@ class DataDependentShapes(BlockingRule):
     after it, as in implicit-sync. On CPU tensors, or with a known size
     (``repeat_interleave(output_size=…)``,
     indexing with integers), these operators do not wait and are not counted. Varying shapes also
-    prevent CUDA graphs, which is not in the figure.
-    """
+    prevent CUDA graphs, which is not in the figure."""
 
     id = "data-dependent-shapes"
     title = "Data-dependent shapes leave the GPU idle"
@@ -373,8 +371,7 @@ class BlockingPinnedCopy(BlockingRule):
     It shows as a copy ``Pinned -> Device`` whose operator also waits for the stream. Counted is the
     GPU idle time after the wait: until the next work that the thread launches, at most as long as
     it waited. The copy itself still takes its time; copies-not-overlapped asks whether it could run
-    beside compute.
-    """
+    beside compute."""
 
     id = "blocking-pinned-copy"
     title = "The host waits for copies from pinned memory"

@@ -96,8 +96,7 @@ class ImplicitSync(Rule):
     host does after a read of data is not recorded; the low end of the range leaves it out.
 
     The same wait inside the optimizer (a scaler that reads ``found_inf``, gradient clipping that
-    compares the norm) is named in the evidence.
-    """
+    compares the norm) is named in the evidence."""
 
     id = "implicit-sync"
     title = "Reading GPU values leaves the GPU idle"
@@ -401,8 +400,7 @@ class HostReads(Rule):
     The low end of the range is that of the reads alone. Without Python stacks the loop's own code
     between two reads is not recorded: the idle time it leaves counts as launches do.
 
-    Explicit synchronization and copies to the GPU are not counted.
-    """
+    Explicit synchronization and copies to the GPU are not counted."""
 
     id = "host-reads"
     title = "Frequent reads of GPU values make host and GPU take turns"

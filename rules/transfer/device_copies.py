@@ -45,8 +45,7 @@ class DeviceCopies(Rule):
     nor communication; other rules look at copies by kernels. Two causes are distinguished. Compiled
     functions that replay CUDA graphs copy their inputs and outputs into and out of fixed buffers,
     unless the addresses are known to stay. Nearly all copies of a public V100 trace are of this
-    kind. The rest is the program's own.
-    """
+    kind. The rest is the program's own."""
 
     id = "device-copies"
     title = "Copies within GPU memory take part of the step"
@@ -205,8 +204,7 @@ class CopiesNotOverlapped(Rule):
     such copies goes too.
 
     Where most of the copy time is hidden already, the rule is silent. A prefetch on its own stream
-    works there, and the rest shows where compute is missing.
-    """
+    works there, and the rest shows where compute is missing."""
 
     id = "copies-not-overlapped"
     title = "Copies do not overlap with compute"

@@ -277,8 +277,7 @@ class PingPong(Rule):
     Without stacks, pairs count where the copy back is the next launch after the copy to the host.
     Operators on the CPU must take half of the time between them. The gain then has their time in
     it, too: on the GPU they take little. Where nothing between the copies is recorded (NumPy),
-    stacks are needed, and the gain leaves that work out.
-    """
+    stacks are needed, and the gain leaves that work out."""
 
     id = "ping-pong"
     title = "Data makes a round trip through the host"

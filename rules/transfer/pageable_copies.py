@@ -59,8 +59,7 @@ class PageableCopies(Rule):
     Copies of results to the host are not counted either. Pinning does not help where the host waits
     for the value anyway (``.item()``, ``.cpu()``); implicit-sync judges those by the idle time
     after them. In a program without a framework, copies to the host that the driver has to stage
-    are counted. A parameter upload before the first step lies outside the steps.
-    """
+    are counted. A parameter upload before the first step lies outside the steps."""
 
     id = "pageable-copies"
     title = "Compute waits for copies from pageable memory"

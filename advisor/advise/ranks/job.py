@@ -39,8 +39,7 @@ def files_summarised_apart(places: Sequence[str], options: Options) -> list[Remo
     """Return the files of a job whose ranks are measured one by one: on request, or because there
     are more than are held at once. Empty otherwise.
 
-    Raises AdvisorError: options ask for it, and there is nothing of the chosen ranks.
-    """
+    Raises AdvisorError: options ask for it, and there is nothing of the chosen ranks."""
     chosen = options.read.ranks
     if options.workers is not None or options.cluster is not None:
         return _traces(locate_traces(places, chosen))
@@ -75,8 +74,7 @@ def summarise_apart(
 ) -> tuple[list[RankSummary], list[UnreadRank]]:
     """Measure each rank where its file is. ``places``: paths as given, for messages.
 
-    Raises AdvisorError: no cluster, or not one rank could be read.
-    """
+    Raises AdvisorError: no cluster, or not one rank could be read."""
     wanted = for_workers(options, config)
     chosen = RankFilter(options.read.ranks) if options.read.ranks else None
     orders = [MeasureTask(source=source, wanted=wanted) for source in _unsure(sources)]

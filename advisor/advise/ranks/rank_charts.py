@@ -1,7 +1,6 @@
 """Charts and lists of a job: ranks by step time, a heat map of ranks × classes, and lists.
 
-Made here once, as data with its words, for every renderer and the dashboard.
-"""
+Made here once, as data with its words, for every renderer and the dashboard."""
 
 from __future__ import annotations
 

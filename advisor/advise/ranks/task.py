@@ -156,8 +156,7 @@ def summarise_file(
     """Read and measure one rank. ``rank``: its number; ``None``: as in the trace or its name, else
     -1. A file that several ranks were merged into needs it.
 
-    Raises AdvisorError: no trace, no such rank in it, or several and none is asked for.
-    """
+    Raises AdvisorError: no trace, no such rank in it, or several and none is asked for."""
     from advisor.advise.memory import memory_of_rank
     from advisor.advise.options import Options
     from advisor.advise.rule_loading import load_rules, read_config
@@ -184,8 +183,7 @@ def _recorded(path: str, rank: int | None) -> int | None:
 def select_rank(run: Run, path: str, rank: int | None) -> Run:
     """Return the run with one rank: the requested one if there are several.
 
-    Raises AdvisorError if there are several and the requested one is not among them.
-    """
+    Raises AdvisorError if there are several and the requested one is not among them."""
     have = run.ranks or sorted(run.recording.ranks if run.recording is not None else ())
     if len(have) <= 1:
         return run

@@ -67,8 +67,7 @@ def iterate_results(
     An order whose worker died is performed again ``RETRIES`` times, by itself when all others are
     done: a file which kills workers takes none with it. Where the workers themselves have tried
     again it is performed once more only if several orders are blamed, one of them perhaps for
-    having waited at the worker that another killed.
-    """
+    having waited at the worker that another killed."""
     packed = [order.encoded() for order in orders]
     deaths, why = [0] * len(orders), [""] * len(orders)
     waiting, alone = deque(range(len(orders))), deque[int]()
@@ -158,8 +157,7 @@ def _version() -> str:
 class Cluster:
     """Workers of the Dask scheduler at an address (``tcp://host:8786``), a context manager.
 
-    Raises AdvisorError: no such address, no answer, no worker, or workers with another advisor.
-    """
+    Raises AdvisorError: no such address, no answer, no worker, or workers with another advisor."""
 
     def __init__(self, address: str, *, patience: float = SCHEDULER_TIMEOUT_S) -> None:
         try:

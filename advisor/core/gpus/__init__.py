@@ -7,8 +7,7 @@ default, because a roofline against another card's peak is worse than none.
 
 A datasheet's peak is a ceiling that no kernel comes near: the fastest matrix product that anybody
 measured reaches 51 to 108% of it, a STREAM triad 69 to 89% of the memory's. What a kernel could
-save is therefore judged by what others reached.
-"""
+save is therefore judged by what others reached."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def canonical_dtype(dtype: str) -> str | None:
 
     Takes torch's spellings ("torch.bfloat16", "half"), those of Kineto's ``Input type``
     ("c10::Half", "float", "signed char") and of collectives ("BFloat16", "Float8_e4m3fn").
-    Returns None for a format that matrix units have no rate for ("long int", "bool", "").
-    """
+    Returns None for a format that matrix units have no rate for ("long int", "bool", "")."""
     bare = dtype.strip().removeprefix("c10::").removeprefix("torch.").casefold()
     return _CANONICAL.get(bare)
 
@@ -51,8 +49,7 @@ class PeakRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     The rate of the fastest unit that multiplies matrices in that format: tensor or matrix cores
     where the chip has them for it, the vector units otherwise. None where the chip has no unit for
-    the format, or no published figure was found.
-    """
+    the format, or no published figure was found."""
 
     fp64: float | None
     """Peak in fp64, TFLOP/s."""
@@ -120,8 +117,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A GPU as a framework sees it: a device of a trace, so one GCD of an MI250.
 
     Every rate is what the vendor publishes, a ceiling that no kernel reaches; None is "not known"
-    or "does not have it", never a guess.
-    """
+    or "does not have it", never a guess."""
 
     name: str
     """Canonical name, with the form factor and the memory where there are several."""
@@ -163,8 +159,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Return the dense peak of matrix multiplication in `dtype`, FLOP/s (OP/s for int8).
 
         `dtype` in any spelling `canonical_dtype` knows; None for others and for formats this GPU
-        has no rate for. "float" is full fp32: ask for "tf32" where TF32 is allowed.
-        """
+        has no rate for. "float" is full fp32: ask for "tf32" where TF32 is allowed."""
         canonical = canonical_dtype(dtype)
         tflops: float | None = getattr(self.peak_tflops, canonical) if canonical else None
         return None if tflops is None else tflops * 1e12
@@ -173,8 +168,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Return the fastest matrix product measured in `dtype`, TFLOP/s; None: none was found.
 
         fp16 and bf16 stand for each other where the chip does both at one rate: the same units
-        multiply them.
-        """
+        multiply them."""
         canonical = canonical_dtype(dtype)
         if canonical is None:
             return None
@@ -250,8 +244,7 @@ def lookup(
     of a GPU has fewer SMs than the whole and is therefore not found. Neither is a name that fits
     several cards of different rates ("RTX 3080", with 10 or 12 GB) when nothing tells them apart.
 
-    Returns None for whatever is not surely one known GPU.
-    """
+    Returns None for whatever is not surely one known GPU."""
     by_name, by_generic_name = _index()
     key = _key(name or "")
     candidates = by_name.get(key, ())
@@ -284,8 +277,7 @@ def find_gpu(name: str) -> GpuMatch:
     """Return the GPU that its driver calls so; else the first whose name has all the words:
     ``h200``, ``a100 pcie 80gb``, ``h100 sxm``, ``rtx4090``.
 
-    Raises AdvisorError if none has.
-    """
+    Raises AdvisorError if none has."""
     wanted = _words(name)
     called = [
         gpu for gpu in known_gpus() if name.strip().casefold() in map(str.casefold, gpu.names)

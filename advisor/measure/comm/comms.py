@@ -130,8 +130,7 @@ def list_collectives(a: Analysis) -> pl.DataFrame:
 
     Columns: those of :data:`SCHEMA` that need no window, and ``launch_ts`` (ns; null: launched
     outside the trace), ``ranks`` (JSON text; null: not recorded), ``sequence`` (``Seq``; null),
-    ``source`` and ``target`` (of a send or receive; null).
-    """
+    ``source`` and ``target`` (of a send or receive; null)."""
     trace = a.trace
     if a.device_id is None:
         return _ordered(

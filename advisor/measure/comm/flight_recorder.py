@@ -2,8 +2,7 @@
 
 Collectives of a process group are numbered in the order in which a rank calls them, so equal
 numbers belong together. Only numbers that are still in every rank's buffer are compared.
-Differences of a group after its first are consequences of it, and left out.
-"""
+Differences of a group after its first are consequences of it, and left out."""
 
 from __future__ import annotations
 

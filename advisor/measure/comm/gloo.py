@@ -43,8 +43,7 @@ def list_on_host(a: Analysis) -> pl.DataFrame:
     A collective begins when it is called, because waking gloo's thread is part of what it costs.
     Several threads work at a queue of collectives, and all of them may wait for the same process.
     So that no wait counts twice, it begins no earlier than the one before it has ended, as it does
-    on a device's stream.
-    """
+    on a device's stream."""
     trace = a.trace
     rows = _ranges(a)
     rows = rows[np.argsort(trace.cpu["ts"].to_numpy()[rows], kind="stable")]

@@ -13,8 +13,7 @@ tensor         all-reduces in the forward pass, or all-gathers and reduce-scatte
 pipeline       sends to a rank that this one also receives from; in inference any
 context        sends around a ring: to one rank, from another
 all-to-all     of experts or of embeddings; the traffic alone does not tell which
-============== =================================================================================
-"""
+============== ================================================================================="""
 
 from __future__ import annotations
 

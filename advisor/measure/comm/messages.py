@@ -49,8 +49,7 @@ _EXPERTS = re.compile(r"(?i)(\bep|node(_ll)?)::|\bep_?(dispatch|combine)")
 def kind_of(text: str) -> str | None:
     """Return the collective that an annotation, an op or an argument names; ``None``: none.
 
-    A barrier of PyTorch's NCCL backend is an all-reduce of one element, and is called one.
-    """
+    A barrier of PyTorch's NCCL backend is an all-reduce of one element, and is called one."""
     text = text.lower()
     word = _LETTERS.sub("", re.sub(_BACKEND, "", text))
     if word == "barrier":
@@ -78,8 +77,7 @@ def message_elements(
 
     All-gather: the gathered array (what one rank gives, times the ranks). Reduce-scatter: the array
     before it is scattered. All-to-all: all that one rank gives, its own part included. The others:
-    the array that each rank holds.
-    """
+    the array that each rank holds."""
     if kind == "all_gather":
         if out is not None:
             return out
@@ -99,8 +97,7 @@ def bus_factor(kind: str, group_size: int | None) -> float | None:
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md: all-reduce 2(n-1)/n; reduce-scatter, all-gather
     and all-to-all (n-1)/n; broadcast and reduce 1 (so is one transfer). ``None``: n not known, a
-    group of one, or no such figure.
-    """
+    group of one, or no such figure."""
     if group_size is None or group_size < 2:
         return None
     share = (group_size - 1) / group_size
@@ -144,8 +141,7 @@ def collective_facts(
     Columns: ``collective`` (one of COLLECTIVES), ``bytes`` (null), ``factor`` (of
     :func:`bus_factor`; null, also for an all-to-all with uneven parts), ``group_size``, ``dtype``,
     ``group``, ``description`` (the group's), ``ranks``, ``sequence``, ``source``, ``target``,
-    ``annotation``.
-    """
+    ``annotation``."""
     start = gpu["launch"].fill_null(-1).to_numpy().copy()
     start[start < 0] = gpu["op"].fill_null(-1).to_numpy()[start < 0]
     stacks = ancestor_chains(parent_rows(trace), start)

@@ -58,8 +58,7 @@ def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
     """Find copies between host and device whose own call held the host, aligned with ``trace.gpu``.
 
     True for copies from or to memory that is not known to be pinned, when the call lasted through
-    most of the copy (see HELD_SHARE), and for pinned ones through the synchronous API.
-    """
+    most of the copy (see HELD_SHARE), and for pinned ones through the synchronous API."""
     gpu = trace.gpu
     rows = np.flatnonzero(
         gpu.select(pl.col("copy").is_in(["HtoD", "DtoH"]) & pl.col("launch").is_not_null())
@@ -98,8 +97,7 @@ def find_copies(a: Analysis) -> pl.DataFrame:
     """Find copies inside ``spans``; the columns are those of COPIES_SCHEMA, ordered by ``ts``.
 
     ``exposed`` is measured for each copy alone: where two exposed copies run at once the instant
-    counts in both rows, so the sum may exceed ``breakdown.copies``.
-    """
+    counts in both rows, so the sum may exceed ``breakdown.copies``."""
     from advisor.measure.host.stacks import frame_of
     from advisor.measure.steps.steps import step_of
 

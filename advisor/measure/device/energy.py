@@ -1,8 +1,7 @@
 """Energy of a rank's GPU a step, from what NVML reported while the steps ran.
 
 The driver's counter (nvmlDeviceGetTotalEnergyConsumption, mJ since the driver was loaded) where
-there is one, else its power (nvmlDeviceGetPowerUsage, mW) integrated by the trapezoid rule.
-"""
+there is one, else its power (nvmlDeviceGetPowerUsage, mW) integrated by the trapezoid rule."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 time in exclusive classes: each instant is counted once.
 
 The operator that launched a kernel knows best what it is for (a cuDNN convolution runs kernels
-called ``…gemm``), so it is asked first; the kernel's own name (``kernel_names.py``) second.
-"""
+called ``…gemm``), so it is asked first; the kernel's own name (``kernel_names.py``) second."""
 
 from __future__ import annotations
 
@@ -254,8 +253,7 @@ class Breakdown(NamedTuple):
 
     Without device work in the trace all sets are empty, ``idle`` too, and the columns of
     ``per_step`` are null; but for communication, which is gloo's then, exposed where no operator
-    runs.
-    """
+    runs."""
 
     compute: Intervals
     communication: Intervals

@@ -1,8 +1,7 @@
 """Kernel names and what they reveal: family, tensor cores, number format, helper or main part.
 
 Each distinct name is looked at once, with polars' linear-time regular expressions: names come from
-the trace, may be long, and may be hostile.
-"""
+the trace, may be long, and may be hostile."""
 
 from __future__ import annotations
 
@@ -376,8 +375,7 @@ def describe_kernels(names: pl.Series) -> pl.DataFrame:
     operation that does the arithmetic), ``matrix_unit`` (bool; null: the name does not tell whether
     it runs on tensor cores), ``matrix_if_16_bit`` (bool: it does when its inputs have 16 bits or
     less), ``direction`` (convolution backward: 1 input, 2 weight gradient, 0 not known), ``dtype``
-    (one of FORMATS; null: not recorded, or several).
-    """
+    (one of FORMATS; null: not recorded, or several)."""
     frame = pl.DataFrame({"name": names.cast(pl.String)}).with_columns(
         function_name(pl.col("name"))
     )

@@ -65,8 +65,7 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     no operator of a known family launched it. Communication is decided by the name or by recorded
     arguments of a collective, never by the operator. FLOPs and bytes of an operator go to the
     kernels that do its arithmetic, in proportion to their durations; its other kernels (split-K
-    reductions, epilogues) have 0 FLOPs and unknown bytes.
-    """
+    reductions, epilogues) have 0 FLOPs and unknown bytes."""
     trace = a.trace
     gpu = trace.gpu
     kernel = (gpu["kind"] == "kernel").to_numpy()
@@ -167,8 +166,7 @@ def _operators(trace: Trace, launches: Launches) -> tuple[Rows, Rows, Costs]:
     distinct ones, and the costs of those.
 
     An operator without recorded shapes gives way to the one around it when that is of the same
-    family (``aten::mm`` inside ``aten::matmul``).
-    """
+    family (``aten::mm`` inside ``aten::matmul``)."""
     inputs = trace.cpu["inputs"].fill_null(NO_ROW).to_numpy()
     described = np.append(inputs >= 0, False)  # the last entry is that of row -1
     op = launches.op
@@ -260,8 +258,7 @@ def _share_out(
     """Return FLOPs and bytes of every kernel: its operator's, shared out by duration.
 
     The two gradients of a convolution cost the same; where the names tell which kernels do which,
-    each gets its half whatever their durations.
-    """
+    each gets its half whatever their durations."""
     flops = np.full(len(own), np.nan)
     moved = np.full(len(own), np.nan)
     rows = np.flatnonzero(own)

@@ -1,8 +1,7 @@
 """Dimensions of matrix products, convolutions and attention, from recorded inputs.
 
 ``kernels.py`` and ``traffic.py`` both start from these. Argument positions are those of PyTorch's
-operator schemas (``torch._C._jit_get_schemas_for_operator``).
-"""
+operator schemas (``torch._C._jit_get_schemas_for_operator``)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ blocks of a kernel on a multiprocessor, and waves of a grid.
 
 Blocks: the calculation of NVIDIA's ``cuda_occupancy.h`` (CUDA 13.0,
 ``cudaOccMaxActiveBlocksPerMultiprocessor``), without what a trace does not tell: barriers, thread
-block clusters, and a shared-memory carve-out that the program asked for.
-"""
+block clusters, and a shared-memory carve-out that the program asked for."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def sum_kernels(a: Analysis) -> pl.DataFrame:
     max(FLOPs / peak of the dtype, bytes / memory bandwidth) / duration. Kernels that are neither
     matrix products, convolutions nor attention are compared with bandwidth alone when no peak is
     known for their dtype. It can exceed 1: data in L2 is faster than memory, and Winograd needs
-    fewer FLOPs than are counted.
-    """
+    fewer FLOPs than are counted."""
     rows = select_device_rows(a).filter(pl.col("kind") == "kernel")
     total = rows["ns"].sum()
     rows = rows.with_columns(ideal=_ideal_ns(rows, a.hardware))
@@ -284,8 +282,7 @@ def active_blocks(
     """Count the blocks of a kernel that fit on one SM at once, for each launch; NaN: it cannot run.
 
     ``threads`` a block, ``registers`` a thread, ``shared`` bytes per block (static and dynamic).
-    ``None``: the device's limits are not known, or it is not NVIDIA's.
-    """
+    ``None``: the device's limits are not known, or it is not NVIDIA's."""
     compute = device.compute
     limit = None if compute is None else _BLOCKS.get(compute)
     if amd or compute is None or limit is None:
@@ -332,8 +329,7 @@ def measure_residency(trace: Trace) -> Residency:
     Active blocks are the profiler's own where the file has them, else :func:`active_blocks`. Where
     neither is known, occupancy is what the profiler wrote, except its zeros: it writes 0 for every
     kernel with more than 48 KiB of shared memory a block (it takes the limit without opt-in), which
-    is most tensor-core GEMMs, and for what rounds to 0.
-    """
+    is most tensor-core GEMMs, and for what rounds to 0."""
     gpu = trace.gpu
     waves = np.full(gpu.height, np.nan)
     reported = _floats(gpu["occupancy"])

@@ -8,8 +8,7 @@ A multiply-add counts two. Matrix products, convolutions and attention are count
 ``torch.utils.flop_counter`` does (bias left out; attention backward is five products, one of them
 the recomputed scores), except that causal attention counts only the pairs that are computed.
 Winograd and FFT convolutions count as direct ones, so they can exceed a peak. The others are bound
-by memory, and get the operations of their textbook formula an element.
-"""
+by memory, and get the operations of their textbook formula an element."""
 
 from __future__ import annotations
 

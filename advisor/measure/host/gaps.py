@@ -103,8 +103,7 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
     main thread is asked, and what stays unexplained is the ``end``.
 
     For ``unknown`` and ``end``, ``host`` is the innermost annotation around, if any. ``line`` has
-    no fallback: see ``Analysis.location`` for the backward pass.
-    """
+    no fallback: see ``Analysis.location`` for the backward pass."""
     idle = a.breakdown.idle
     if a.device_id is None or not len(idle):
         return pl.DataFrame(schema=GAPS_SCHEMA)
@@ -240,8 +239,7 @@ def _overhead(a: Analysis, blame: _Blame) -> _Blame:
 
     They do not tell their thread. Loading code happens on the thread that needs it, so it
     explains everything but a wait for data or for another thread; the profiler's buffers are
-    handled inside CUDA calls, or on a thread of their own, where they delay nobody.
-    """
+    handled inside CUDA calls, or on a thread of their own, where they delay nobody."""
     cpu = a.trace.cpu
     rows = np.flatnonzero((cpu["kind"] == "overhead").to_numpy())
     if not len(rows) or not len(blame.which):
@@ -301,8 +299,7 @@ def _stream_waits(
 
     It held the work when the thread called it after its previous launch on the work's stream, and
     the device work that ended last before the gap's end ran on another stream or device, until
-    LATENCY_NS before the work began.
-    """
+    LATENCY_NS before the work began."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     none = np.full(len(queued), -1, dtype=np.int64)
     wait_rows = np.flatnonzero((cpu["call"] == "stream_wait").fill_null(False).to_numpy())
@@ -336,8 +333,7 @@ def _next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
     """Return the row of gpu of the first work that starts at or after each instant, -1: none.
 
     Right after a gap that is the work that ended it; at the end of the used steps it is what the
-    host was preparing then.
-    """
+    host was preparing then."""
     gpu = a.trace.gpu
     rows = np.flatnonzero(
         ((gpu["device"] == a.device_id) & (gpu["dur"] > 0)).fill_null(False).to_numpy()

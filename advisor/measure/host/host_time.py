@@ -62,8 +62,7 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
     The classes of one thread add up to the analysed window, by the host's own marks where it runs
     ahead: what it does after its last step is no part of a step. What costly first calls do is
     ``compile``, as in ``Analysis.gaps``. ``unrecorded`` is the time in
-    which the thread has no event, be it idle or running what was not recorded.
-    """
+    which the thread has no event, be it idle or running what was not recorded."""
     line = a.timeline
     ns = covered_length(line.start, line.end, a.steps.host_spans)
     size = len(HOST_CLASSES)
@@ -140,8 +139,7 @@ def python_gaps(a: Analysis) -> pl.DataFrame:
     That is the deepest frame of the user's code or of an installed library that holds most
     (MIN_FRAME_SHARE) of the gap's Python time, or most of what deeper ones leave of it; where there
     is none, of any code. A frame in which much of the device's work is launched too is none of
-    them: for the code between its calls, ``frame`` is null.
-    """
+    them: for the code between its calls, ``frame`` is null."""
     table = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null())
     frame = np.full(table.height, -1, dtype=np.int64)
     prepares = (a.trace.cpu["kind"] == "python").to_numpy() & ~_launching(a)
@@ -211,8 +209,7 @@ def python_hot_spots(a: Analysis) -> pl.DataFrame:
     ``critical_ns`` is the time inside the used steps in which the device idles and waits for this
     code; ``gaps`` the number of the device's gaps. ``count`` and ``total_ns`` are of all calls of
     the function that begin in the used steps, hidden or not; ``frame`` is the longest of them.
-    ``line`` is where the function begins, as the profiler records it.
-    """
+    ``line`` is where the function begins, as the profiler records it."""
     cpu = a.trace.cpu
     table = python_gaps(a).drop_nulls("frame")
     table = table.with_columns(cpu["name"].gather(table["frame"]))

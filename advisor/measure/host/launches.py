@@ -141,8 +141,7 @@ def lost_records(trace: Trace) -> LostRecords:
     last one whose kernel is there, which the recording may have ended before; a launch inside
     another (the runtime's call around the driver's) whose kernel is tied to one of the two; as many
     as there are device rows that could not be tied to their launch; and those of an id that has as
-    many device rows as launches (traces of several processes, put together by hand).
-    """
+    many device rows as launches (traces of several processes, put together by hand)."""
     cpu, gpu = trace.cpu, trace.gpu
     call = cpu["call"]
     launching = (call.is_in(["launch"]) & cpu["correlation"].is_not_null()).fill_null(False)
@@ -227,8 +226,7 @@ def launched_before_recording(trace: Trace) -> NDArray[np.bool_]:
 
     Its launch is not in the file, though calls of the host are, and it ran before the first work of
     its stream whose launch is (streams run their work in order). Work without a launch that came
-    later lost its record instead.
-    """
+    later lost its record instead."""
     gpu, cpu = trace.gpu, trace.cpu
     launch = gpu["launch"].fill_null(-1).to_numpy()
     unknown = launch < 0
@@ -250,8 +248,7 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Dev
     The host runs ahead when the first work of a step, in the median, waits for more than
     AHEAD_SHARE of a step behind other work. Then the host's marks say how fast it can launch, and
     the step is the device's period: from the first work of a step to the first of the next.
-    ``closed``: the marks include the last step's own work (ranges), else the host launched on.
-    """
+    ``closed``: the marks include the last step's own work (ranges), else the host launched on."""
     gpu, device = trace.gpu, analysed_device(trace)
     if device is None or len(start) < MIN_STEPS:
         return None

@@ -1,7 +1,6 @@
 """Layers: the time of each module, with equal modules merged, and modules slower than their equals.
 
-Work of the backward pass belongs to the module whose forward operator created its node.
-"""
+Work of the backward pass belongs to the module whose forward operator created its node."""
 
 from __future__ import annotations
 

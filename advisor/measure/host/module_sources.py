@@ -2,8 +2,7 @@
 
 Events of modules (PyTorch), ranges named after modules (NVTX, ``record_function``), names of
 operators that are paths (XLA), marks before and after the forward of a module (FSDP), Python frames
-of ``forward``.
-"""
+of ``forward``."""
 
 from __future__ import annotations
 

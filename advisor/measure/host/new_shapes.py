@@ -68,8 +68,7 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     call: MIN_OWN_NS, and TIMES_LATER the time of calls whose shapes and types have come before.
     Where the trace has no such calls, PREPARED names the operators. Trials are waits for an event
     inside, as in a search of algorithms. Without recorded shapes, a device or enough steps the
-    table is empty.
-    """
+    table is empty."""
     cpu = a.trace.cpu
     empty = pl.DataFrame(schema=NEW_SHAPES_SCHEMA)
     known = (cpu["kind"] == "op") & cpu["inputs"].is_not_null()

@@ -107,8 +107,7 @@ def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
     ``Linear_1`` too. Below what launches several kernels itself, as a graph does, are those with a
     hundredth of the time, ``kernel: name``. Never more than ``limit`` nodes: the largest are kept,
     and what is left of a node that lost children is a child called ``(rest)``. Largest first among
-    siblings; a parent precedes its children.
-    """
+    siblings; a parent precedes its children."""
     cpu = a.trace.cpu
     kept = is_operator(a.trace) | (cpu["kind"] == "annotation").to_numpy()
     kept |= (cpu["kind"] == "python").to_numpy() & name_matches(

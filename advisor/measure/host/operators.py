@@ -90,8 +90,7 @@ def measure_operators(a: Analysis) -> pl.DataFrame:
     attention need both, other operators are compared with memory alone. ``efficiency`` is that time
     over the one taken, at most 1: where data stays in L2, or Winograd needs fewer FLOPs than are
     counted, the rate is no limit. Where launches bind it, efficiency and saving are null: more work
-    a launch is the cure.
-    """
+    a launch is the cure."""
     rows = _kernels(a)
     if rows.is_empty():
         return pl.DataFrame(schema=SCHEMA)

@@ -49,8 +49,7 @@ def rebuilt_weights(a: Analysis) -> pl.DataFrame:
 
     A cast is an ``aten::to`` that copies, inside a layer that autocast was given, with the shape
     and type of the layer's second or third input. Needs shapes, as the operands of products do;
-    these are looked for in inference only.
-    """
+    these are looked for in inference only."""
     cpu, parent = a.trace.cpu, parent_rows(a.trace)
     operator = is_operator(a.trace)
     norm = np.flatnonzero(operator & name_matches(cpu["name"], _NORM).to_numpy())

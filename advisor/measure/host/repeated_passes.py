@@ -94,8 +94,7 @@ def repeated_backwards(a: Analysis) -> Intervals:
     accumulated after it count with it. Nodes with derivatives of their own (``create_graph=True``)
     are left out: a gradient of a gradient needs them twice. But where two such passes of a step
     begin at one node, the same output is differentiated twice: what both run counts once, with its
-    own derivatives.
-    """
+    own derivatives."""
     cpu = a.trace.cpu
     rows = np.flatnonzero(name_matches(cpu["name"], ENGINE_NODE).to_numpy())
     if not len(rows):

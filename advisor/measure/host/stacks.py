@@ -3,8 +3,7 @@ line of the user's own code.
 
 A sample falls where the interpreter changes threads. Stretches of pure Python of less than 5 ms are
 rarely hit, and the call after them is instead. So shares of samples name lines; time is that of the
-recorded phases.
-"""
+recorded phases."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def innermost_ancestor(parent: Rows, mask: Bools) -> Rows:
     """Find the innermost wanted row among each row and its ancestors, -1: none.
 
     Every row points at itself when it is wanted, else at its parent; following all pointers twice
-    as far in each round settles in log2(depth) rounds over whole columns.
-    """
+    as far in each round settles in log2(depth) rounds over whole columns."""
     count = len(parent)
     own = np.arange(count, dtype=np.int32)
     jump = np.append(np.where(mask, own, np.where(parent < 0, count, parent)), count)
@@ -225,8 +223,7 @@ def user_frames(trace: Trace) -> Rows:
     """Compute ``Analysis.user_frame``.
 
     The innermost frame of the user's own code; where only installed libraries are around a row (a
-    trace of an inference engine, say), the innermost of theirs: never PyTorch's or Python's.
-    """
+    trace of an inference engine, say), the innermost of theirs: never PyTorch's or Python's."""
     rank = frame_ranks(trace)
     if not rank.any():
         return np.full(trace.cpu.height, -1, dtype=np.int32)
@@ -281,8 +278,7 @@ def forward_ops(trace: Trace) -> Rows:
 
     Both carry the same autograd sequence number. Forward operators that created no node carry the
     number of the next one that does, so the *last* forward operator with a number is its owner.
-    Numbers count per thread; one that two forward threads used is left out.
-    """
+    Numbers count per thread; one that two forward threads used is left out."""
     cpu = trace.cpu
     none = np.full(cpu.height, -1, dtype=np.int32)
     sequence = cpu["sequence"].fill_null(-1).to_numpy()

@@ -82,8 +82,7 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
 
     The awaited work is: of a device, all work launched before; of a stream, the last work launched
     on it before (the stream as ``cuda_sync`` rows tell it, else the one this thread used last); of
-    an event, as those rows tell it, else the last work that ended during the call.
-    """
+    an event, as those rows tell it, else the last work that ended during the call."""
     from advisor.measure.steps.steps import step_of
 
     trace = a.trace
@@ -133,8 +132,7 @@ def profiler_syncs(trace: Trace) -> NDArray[np.int64]:
 
     With Python stacks, those under the profiler's own frames. Without, the last one of the trace
     when no device work is launched after it: nearly every trace ends with one (the profiler's
-    ``__exit__`` calls ``torch.cuda.synchronize``).
-    """
+    ``__exit__`` calls ``torch.cuda.synchronize``)."""
     cpu = trace.cpu
     rows = np.flatnonzero((cpu["call"] == "sync_device").fill_null(False).to_numpy())
     if not len(rows):
@@ -159,8 +157,7 @@ class _LaunchOrder(NamedTuple):
     """Device work of the analysed device in the order of its launches.
 
     Rows of ``trace.cpu`` are ordered by (thread, start), so sorting by launch row is program
-    order on each thread.
-    """
+    order on each thread."""
 
     row: NDArray[np.int64]
     """Rows of ``trace.gpu`` with a known launch, ordered by launch row."""
@@ -418,8 +415,7 @@ def work_past_return_ns(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int
 
     Sure are blocking copies to the host, and waits for a stream that the trace names, for the last
     work that was launched on it before. Then the two clocks of the trace disagree: up to 4 µs with
-    AMD's profiler, 7 µs with Nsight Systems.
-    """
+    AMD's profiler, 7 µs with Nsight Systems."""
     cpu, gpu = trace.cpu, trace.gpu
     calls = cpu.select("ts", "call", until=pl.col("ts") + pl.col("dur"))[rows].with_row_index("at")
     work = gpu.filter(pl.col("launch").is_not_null()).select(

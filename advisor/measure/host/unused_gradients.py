@@ -131,8 +131,7 @@ def unused_gradient_work(a: Analysis) -> UnusedGradientWork:
     shape are used and unused, the backward pass computes them in reverse order of the model. After
     the last gradient that is used, all of the backward pass goes. A convolution computes gradients
     of its weight and of its input in one operator: it stays in part. Passes between two optimizer
-    steps are known by the shapes of all parameters whose gradients they compute.
-    """
+    steps are known by the shapes of all parameters whose gradients they compute."""
     recorded, dropped, cpu = a.recorded_gradients, a.dropped_gradients, a.trace.cpu
     if (recorded is None and not dropped) or a.trace.inputs.is_empty():
         return NO_WORK

@@ -2,8 +2,7 @@
 
 One entry of ``PATTERNS`` a spelling, with where the engine writes it. A mark may carry sums over
 its requests: ``sq`` of new tokens (queries), ``sk`` of tokens attended to (keys), ``sqsq`` and
-``sqsk`` of their squares and products.
-"""
+``sqsk`` of their squares and products."""
 
 from __future__ import annotations
 

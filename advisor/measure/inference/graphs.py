@@ -3,8 +3,7 @@
 A replay is one call and many kernels, which carry neither operator nor shape. A trace of the
 capture has both, for launches that run nothing: the n-th captured launch is the n-th kernel of a
 replay (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-graphs: a graph that is captured
-from streams keeps their order).
-"""
+from streams keeps their order)."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def missing_records(trace: Trace) -> tuple[int, int]:
     A replay lacks what another replay of its graph has in the same order, if it takes about as
     long. One that is compared with none lacks something where it idles: as many kernels of mean
     length as fit there. Calls after the last one that is recorded with its work may have been cut
-    off by the end of the recording.
-    """
+    off by the end of the recording."""
     found = find_replays(trace)
     called, recorded = trace.cpu["ts"], trace.gpu["launch"].drop_nulls()
     last = int(called.gather(recorded).max() or 0) if len(recorded) else 0  # type: ignore[arg-type]

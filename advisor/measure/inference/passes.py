@@ -4,8 +4,7 @@ calls of the outermost module, else what lies between two look-ups in the vocabu
 Attention: with q new tokens of a request that attends to k tokens, causal, the i-th new token
 attends to k - q + i, together qk - q(q - 1)/2 pairs, each of which takes 2 FLOPs for the score and
 2 for the value, an element of a head (https://arxiv.org/abs/2205.14135, section 3.1). Keys and
-values are read once, queries and results once.
-"""
+values are read once, queries and results once."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 M
 segments of their own, a multiple of 2 MiB; the smallest free block of the pool and stream that is
 large enough is taken and split, in the large pool only where more than 1 MiB is left; free
 neighbours are merged. Expandable segments grow by pages, of 2 MiB in the small pool and of 20 MiB
-in the large one, and whole free pages can be given back.
-"""
+in the large one, and whole free pages can be given back."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class AllocatorModel:
     >>> m = AllocatorModel(expandable=False)
     >>> x = m.allocate(3 << 20, None, None)
     >>> m.reserved >> 20
-    20
-    """
+    20"""
 
     def __init__(self, *, expandable: bool) -> None:
         self.expandable = expandable
@@ -220,8 +218,7 @@ def replay_allocator(
     Without expandable segments it begins with the segments and blocks that the recording began
     with, at their addresses. Expandable ones begin with the same blocks side by side: what the
     blocks before the history had left between them is not known. A request that failed is taken to
-    be met.
-    """
+    be met."""
     model = AllocatorModel(expandable=expandable)
     blocks = _begin(model, h)
     stop = h.count if until is None else min(h.count, until + 1)

@@ -24,8 +24,7 @@ class BlockLifetimes:
     """Blocks of a device, one an entry: from the event that made it to the one that ended it.
 
     ``start_event`` is -1 for blocks from before the history; ``end_event`` is the number of events
-    for blocks that are still there. Bytes are those that were asked for.
-    """
+    for blocks that are still there. Bytes are those that were asked for."""
 
     address: Ints
     size: Ints
@@ -85,8 +84,7 @@ class MemoryHistory:
         """Every block that was allocated or freed in the history, or is there at its end.
 
         A tensor lets go of its block at ``free_requested`` (at ``free_completed`` where the former
-        is not in the history): from then on no line of the program holds it.
-        """
+        is not in the history): from then on no line of the program holds it."""
         is_ = self.is_action
         ends = is_["free_requested"] if is_["free_requested"].any() else is_["free_completed"]
         rows = np.flatnonzero(is_["alloc"] | ends)
@@ -215,8 +213,7 @@ class MemoryHistory:
         By annotations ``ProfilerStep#``, where they were recorded; else by bursts of the
         optimizer's allocations, the step after which begins the next; else by the first gradient of
         each backward pass; else by the outermost module's first allocation; without stacks by the
-        curve itself, which rises and falls in each step.
-        """
+        curve itself, which rises and falls in each step."""
         marks = self._annotated()
         if len(marks) >= 2:
             return "annotations", marks

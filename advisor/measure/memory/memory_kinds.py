@@ -55,8 +55,7 @@ def classify(h: MemoryHistory, moment: int) -> BlockCategories:
 
     The call path decides where it can; then the phases of the step in which a block lives; then,
     for blocks older than the history, what frees them, and last the sizes: a set of blocks that
-    repeats the gradients' sizes is a copy of the weights.
-    """
+    repeats the gradients' sizes is a copy of the weights."""
     lives = h.block_lifetimes
     role = np.array([ROLES.index(o.role) for o in h.origins], dtype=np.int16)[lives.stack]
     state = np.array([o.state for o in h.origins])[lives.stack]

@@ -1,7 +1,6 @@
 """Purpose and user line of an allocation, by its stack alone. Memory by layer: what the calls of
 each module allocate, keep, and need at most, from the allocator events of a trace
-(``profile_memory=True``) or from the stacks of a snapshot.
-"""
+(``profile_memory=True``) or from the stacks of a snapshot."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ def find_origin(stack: Stack | None) -> AllocationOrigin:
     From the innermost frame outwards the first that tells decides: a file and function of PyTorch
     (or a well-known library) that makes parameters, optimizer state, inputs, buffers of
     communication; the autograd engine; a module's call. Inside a recomputation of
-    ``torch.utils.checkpoint`` a module's call is a recomputed one.
-    """
+    ``torch.utils.checkpoint`` a module's call is a recomputed one."""
     if not stack:
         return AllocationOrigin("nothing", None, None, None)
     own = _own(stack)

@@ -94,8 +94,7 @@ def count_needed_bytes(
 ) -> int:
     """Count the most bytes in tensors at once, the failed request included, after changes.
 
-    ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow.
-    """
+    ``scale``: of the batch, in proportion to which the blocks of ``batch_rows`` grow."""
     h, lives = peak.history, peak.history.block_lifetimes
     share = np.ones(len(lives))
     for each in made:
@@ -204,8 +203,7 @@ def _checkpointing(peak: PeakMemory) -> MemoryChange | None:
 
     The stack that made its first block marks a call: as often as that recurs, so often it was
     called. One that no backward pass of the history reaches stays away to the end, except the
-    largest, which is whole while it is computed again.
-    """
+    largest, which is whole while it is computed again."""
     lives = peak.history.block_lifetimes
     rows = np.flatnonzero(_of(peak, "activations", "autocast copies") & (lives.start_event >= 0))
     rows = rows[np.argsort(lives.start_event[rows], kind="stable")]

@@ -1,8 +1,7 @@
 """Contents of a device's memory at one moment, by category and line; growth; churn within steps.
 
 Everything is read off a snapshot (``memory_history.py``); bytes are those that were asked for,
-which the allocator rounds up.
-"""
+which the allocator rounds up."""
 
 from __future__ import annotations
 

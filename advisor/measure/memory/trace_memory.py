@@ -82,8 +82,7 @@ def memory_by_step(a: Analysis) -> pl.DataFrame:
     the caching allocator in force at some instant of the step, bytes: its events in the step, and
     the last one before it. Null: no event up to the end of the step. A reserved total of 0 is an
     allocator that does not tell it, so null. ``capacity``: ``totalGlobalMem``; null: not in the
-    file. Memory outside PyTorch's allocator (NCCL, cuBLAS, other processes) is not in it.
-    """
+    file. Memory outside PyTorch's allocator (NCCL, cuBLAS, other processes) is not in it."""
     events = a.trace.memory.filter(pl.col("device") >= 0).sort("device", "ts", maintain_order=True)
     used = a.steps.used
     if events.is_empty() or used.is_empty():
@@ -127,8 +126,7 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
 
     ``call`` is that class; ``step`` the used step in which the call starts (or that it reaches
     into); ``line`` the row of the user's Python frame and ``op`` of the innermost op around it,
-    null where there is none.
-    """
+    null where there is none."""
     cpu = a.trace.cpu
     wanted = cpu["call"].is_in(["malloc", "free", "host_alloc", "host_free"]).fill_null(False)
     rows = np.flatnonzero(wanted.to_numpy())
@@ -176,8 +174,7 @@ def find_recompute(a: Analysis) -> pl.DataFrame | None:
 
     ``None``: unknown, nothing of the kind is recorded. With frames, a call of ``checkpoint`` that
     is seen with neither of the two was recorded on the forward thread only. Recomputation that a
-    compiler planned is inside its kernels: not seen.
-    """
+    compiler planned is inside its kernels: not seen."""
     trace = a.trace
     cpu = trace.cpu
     if cpu.is_empty() or a.device_id is None:
@@ -329,8 +326,7 @@ def recorded_snapshot(a: Analysis) -> MemorySnapshot | None:
 
     What was allocated before the recording is one block without a line, by the total that the first
     event notes. Segments are what the allocator's total of reserved bytes grew by. Stacks are the
-    host's: Python frames, operators of the autograd engine and of optimizers.
-    """
+    host's: Python frames, operators of the autograd engine and of optimizers."""
     events = a.trace.memory.filter((pl.col("bytes") != 0) & pl.col("allocated").is_not_null())
     if events.is_empty():
         return None

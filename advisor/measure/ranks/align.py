@@ -1,7 +1,6 @@
 """Alignment of a thousand ranks' clocks by the ends of collectives, which ranks leave together.
 
-Time and memory grow with the number of collectives, not with pairs of ranks.
-"""
+Time and memory grow with the number of collectives, not with pairs of ranks."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def align_cells(
 
     A rank that shares fewer than MIN_MATCHES is not aligned. Rows that one rank leaves before
     another enters, by more than the error of ends, are not one collective: they are dropped and the
-    offsets taken again. When most are, nothing is known about the others: nobody is aligned.
-    """
+    offsets taken again. When most are, nothing is known about the others: nobody is aligned."""
     seen = np.diff(first)
     broken = np.zeros(len(seen), dtype=np.bool_)
     nothing = np.full(ranks, np.nan)

@@ -1,6 +1,5 @@
 """Collectives of one rank, each with the key that matches it with other ranks'; and collectives
-that take longer where some hosts take part, after the last rank has come.
-"""
+that take longer where some hosts take part, after the last rank has come."""
 
 from __future__ import annotations
 

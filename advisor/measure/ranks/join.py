@@ -1,7 +1,6 @@
 """Collectives of many ranks, matched and put on one clock, and ranks' waits for each other.
 
-All of it in whole columns: a cell is one collective on one rank, a row is one collective.
-"""
+All of it in whole columns: a cell is one collective on one rank, a row is one collective."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class JoinedCollectives:
     """Cells sorted by row. ``rank`` and others that say "place" index the list of summaries.
 
     ``start``, ``end`` are ns on one clock (from the earliest start of all) where the rank is
-    aligned, else on its own; ``exposed`` and ``work`` as in ``Collectives``.
-    """
+    aligned, else on its own; ``exposed`` and ``work`` as in ``Collectives``."""
 
     keys: list[CollectiveKey]
     rank: Ints
@@ -139,8 +137,7 @@ class CollectiveWaits:
 def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     """Match the collectives of all ranks and put them on one clock.
 
-    Raises AdvisorError: a summary's columns do not belong together.
-    """
+    Raises AdvisorError: a summary's columns do not belong together."""
     keys, parts = _cells(summaries)
     cells = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     del parts
@@ -291,8 +288,7 @@ def _split(row: Ints, cells: dict[str, Ints], keys: list[CollectiveKey]) -> Ints
 def measure_waits(joined: JoinedCollectives, rows_counted: Bools | None = None) -> CollectiveWaits:
     """Measure how late each rank arrives at the collectives, and the waits that it causes.
 
-    ``rows_counted``: which rows count; default: all.
-    """
+    ``rows_counted``: which rows count; default: all."""
     ranks = len(joined.clocks.shift)
     matched = joined.matched if rows_counted is None else joined.matched & rows_counted
     rows = np.flatnonzero(matched)
@@ -352,8 +348,7 @@ def collective_waits(joined: JoinedCollectives, place: int) -> pl.DataFrame:
     until the last member arrives), ``transfer`` (ns from there to its end) and ``complete`` (all
     members are here and on one clock; otherwise one that is not may come later).
 
-    A send and its receive wait for each other too: a receiver for what its sender computes.
-    """
+    A send and its receive wait for each other too: a receiver for what its sender computes."""
     schema = {
         "collective": pl.String, "group": pl.String, "bytes": pl.Int64, "size": pl.Int64,
         "step": pl.Int64, "wait": pl.Float64, "transfer": pl.Float64, "complete": pl.Boolean,

@@ -1,6 +1,5 @@
 """Outliers among ranks, by work of their own (no rank is blamed for waiting), and texts that
-describe them.
-"""
+describe them."""
 
 from __future__ import annotations
 

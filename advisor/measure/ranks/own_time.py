@@ -2,8 +2,7 @@
 device or more work.
 
 Own time is what is left of a step without communication that nothing hides: ranks share the step,
-they do not share their work.
-"""
+they do not share their work."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ def compare_devices(
     the others while other such work (matrix products) takes longer, there is more of the latter. Of
     one kind of matrix work alone nothing can be said by that; then nearly all compute must be
     longer. "Longer" is by at least half of what compute as a whole is. Kernels are compared by name
-    and launch size, families where these are not recorded.
-    """
+    and launch size, families where these are not recorded."""
     compute = _mean([s.time.get("compute", 0.0) for s in slow])
     usual = _median([s.time.get("compute", 0.0) for s in others])
     if usual <= 0 or compute <= usual:

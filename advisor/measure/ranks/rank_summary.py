@@ -1,7 +1,6 @@
 """Summary of one rank's trace for the job: the figures of an ordinary report, and its collectives.
 
-Reads one trace and keeps nothing of it but the summary.
-"""
+Reads one trace and keeps nothing of it but the summary."""
 
 from __future__ import annotations
 

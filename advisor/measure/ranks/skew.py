@@ -53,8 +53,7 @@ def align_ranks(ranks: Mapping[int, Analysis]) -> Alignment:
     """Put ranks on one clock by the ends of matched collectives: all ranks leave one together.
 
     All steps take part, those that are not used too, and collectives that no rank can leave before
-    all have entered it.
-    """
+    all have entered it."""
     if len(ranks) < 2:
         return Alignment(None, "only one rank is here", {}, {}, ())
     known = [number for number, a in ranks.items() if a.device_id is not None]
@@ -120,8 +119,7 @@ class Skew(NamedTuple):
     """Arrivals at collectives, among the ranks whose traces are here.
 
     A rank whose trace is not here may be later than all of them: then everybody waits for it, and
-    that wait is in nobody's figures. ``collectives.complete`` says where all members are here.
-    """
+    that wait is in nobody's figures. ``collectives.complete`` says where all members are here."""
 
     collectives: pl.DataFrame
     """A row a collective inside the used steps of all its ranks: ``collective``, ``group``,
@@ -137,8 +135,7 @@ def measure_skew(ranks: Mapping[int, Analysis], alignment: Alignment) -> Skew:
     """Measure how late each rank arrives at the collectives.
 
     Raises ValueError when ``alignment`` says that the ranks could not be aligned: then skew is not
-    measured.
-    """
+    measured."""
     joined, cells = alignment.joined, alignment.cells
     if joined is None or cells is None:
         raise ValueError(f"skew is not measured: {alignment.reason}")

@@ -1,8 +1,7 @@
 """Summaries of single ranks: bounded, versioned, and enough to compare a thousand of them; and
 clusters of similar ranks.
 
-A worker reads a trace, measures it and sends this; nobody holds two traces at once.
-"""
+A worker reads a trace, measures it and sends this; nobody holds two traces at once."""
 
 from __future__ import annotations
 

@@ -218,8 +218,7 @@ def find_stages(joined: JoinedCollectives, ranks: int, steps: int) -> Ints:
     """Find the stage of each rank (place), numbered by its first rank; all 0: there is no pipeline.
 
     Ranks that share collectives of part of the job are of one stage; stages exchange only sends and
-    receives. Where nothing is sent, or all ranks share the step's collectives, there is one.
-    """
+    receives. Where nothing is sent, or all ranks share the step's collectives, there is one."""
     item = np.zeros(ranks, dtype=np.int64)
     if not joined.rows or not joined.is_send.any():
         return item
@@ -338,8 +337,7 @@ def p_values(left: Floats) -> Floats:
 
     Two scales, and the smaller probability of the two, doubled: the median absolute deviation,
     which several outliers do not spoil, and the deviation of all others than the one in question
-    (Student's deleted residual), which is sharper where there are few.
-    """
+    (Student's deleted residual), which is sharper where there are few."""
     result = np.ones(len(left))
     known = np.flatnonzero(np.isfinite(left))
     count = len(known)

@@ -1,6 +1,5 @@
 """Intervals of the step that selectors and rules name; and the calls that take the time of given
-host ranges, such as a loader's fetches.
-"""
+host ranges, such as a loader's fetches."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def remove_breaks(region: tuple[str, ...] = ()) -> Edit:
 def step_starts(a: Analysis) -> Intervals:
     """Return intervals from each used step's start to the first device work launched in it.
 
-    A step that launches nothing has none; neither has a window without steps.
-    """
+    A step that launches nothing has none; neither has a window without steps."""
     used = a.steps.used
     gpu, cpu = a.trace.gpu, a.trace.cpu
     if a.device_id is None or a.steps.source == "whole trace" or cpu.is_empty():
@@ -198,8 +196,7 @@ def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     to the outermost installed library's frame, without stacks to the outermost operator. Instants
     in which nothing inside is recorded are not in the table. ``ns`` counts what lies inside the
     used steps; rows are the longest calls of their kind; at most LIMIT kinds are listed, and their
-    times add up to no more than the ranges'.
-    """
+    times add up to no more than the ranges'."""
     cpu = a.trace.cpu
     empty = pl.DataFrame(schema=CONTENTS_SCHEMA)
     if not len(ranges):

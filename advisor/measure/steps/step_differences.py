@@ -1,6 +1,5 @@
 """Differences between steps: one-off costs of a recording (code loaded, algorithms searched,
-kernels compiled, at a first call), and the longer half of the steps beside the shorter one.
-"""
+kernels compiled, at a first call), and the longer half of the steps beside the shorter one."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def find_one_off_rows(a: Analysis) -> pl.DataFrame:
     innermost that holds nearly all of it is named. A call that has no later one may be slow every
     time. It is judged where it is a compiled function (TorchScript) whose time nothing recorded
     inside explains: when other steps do without it, or when it takes LONE_SHARE of what is
-    analysed.
-    """
+    analysed."""
     cpu = a.trace.cpu
     if cpu.is_empty() or a.device_id is None:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)

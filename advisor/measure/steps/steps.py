@@ -169,8 +169,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     device work launched inside it if that is later. Where the host runs ahead, steps are the
     device's. ``select`` is a half-open range of indices
     (negative ones count from the end); outliers among what it leaves are set aside, but never
-    below three steps.
-    """
+    below three steps."""
     if trace.meta.step_ranges is not None:
         return _finish(trace, *_named_steps(trace, trace.meta.step_ranges), select)
     if trace.meta.layer_times:
@@ -451,8 +450,7 @@ def find_rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
 
     Long steps (places in ``dur``) at even distances all through the window, all about as long, are
     the loop's own pace: with n loader workers that cannot keep up, every n-th step waits for all of
-    them.
-    """
+    them."""
     if len(long) < 2:
         return None
     distance = np.diff(long)

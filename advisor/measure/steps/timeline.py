@@ -133,8 +133,7 @@ class HostPieces(NamedTuple):
 class HostTimeline(NamedTuple):
     """Exclusive segments of all threads, back to back from the beginning to the end of time.
 
-    ``key`` is thread x stride + time since ``origin``: one sorted axis for all threads.
-    """
+    ``key`` is thread x stride + time since ``origin``: one sorted axis for all threads."""
 
     key: Ints
     row: NDArray[np.int32]
@@ -188,8 +187,7 @@ def cut_at_points(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Ints, Ints]:
     """Cut intervals at the sorted points ``key``: (interval, point before, start, end) a piece.
 
-    ``key[0]`` must not lie after any start. Only for intervals of positive length.
-    """
+    ``key[0]`` must not lie after any start. Only for intervals of positive length."""
     first = np.searchsorted(key, start, side="right") - 1
     count = np.maximum(np.searchsorted(key, end, side="left") - first, 0)
     which = np.repeat(np.arange(len(start)), count)
@@ -202,8 +200,7 @@ def classify(trace: Trace) -> HostClasses:
     """Classify each host row.
 
     The innermost event that tells something decides, except that everything below the DataLoader's
-    ``__next__``, a compilation and the profiler's own code is theirs.
-    """
+    ``__next__``, a compilation and the profiler's own code is theirs."""
     cpu = trace.cpu
     kind = cpu["kind"]
     is_op = (kind == "op").to_numpy()
@@ -265,8 +262,7 @@ def classify(trace: Trace) -> HostClasses:
 def build_timeline(a: Analysis) -> HostTimeline:
     """Build the exclusive segments of all host threads, classified. See :class:`HostTimeline`.
 
-    An unexplained instant inside annotations has the innermost annotation as its row.
-    """
+    An unexplained instant inside annotations has the innermost annotation as its row."""
     trace = a.trace
     classified = classify(trace)
     explained = np.where(classified.row >= 0, classified.row, classified.annotation)

@@ -2,8 +2,7 @@
 
 ``TORCH_FR_BUFFER_SIZE`` (before 2.9 ``TORCH_NCCL_TRACE_BUFFER_SIZE``) switches the recorder on. The
 pickle is read without running anything (``plain_pickle.py``); the JSON form has no stacks.
-https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
-"""
+https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Reader of the path between GPUs: logs of NCCL and RCCL (``NCCL_DEBUG=INFO``), and topologies of a
 node (``nvidia-smi topo -m``, ``rocm-smi --showtopo``), in files of their own or in a job's log.
 
-The lines of NCCL 2.14 to 2.28 are known; what other versions say in other words is left out.
-"""
+The lines of NCCL 2.14 to 2.28 are known; what other versions say in other words is left out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Reader of Scalene's JSON: the hot lines of Python code, from a separate run.
 
 The file is untrusted, and Scalene is not imported (two seconds). Of a line only what it costs is
-read; unknown fields are ignored.
-"""
+read; unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def read_scalene(path: str | Path) -> list[HotLine]:
     the top level of a module outside a loop, and those of a function that holds the training loop
     which are not inside a loop themselves (building the model, the optimizer's first use).
 
-    Raises AdvisorError: the file cannot be read, is too large, or is not Scalene's.
-    """
+    Raises AdvisorError: the file cannot be read, is too large, or is not Scalene's."""
     file = Path(path)
     try:
         with open_regular(file) as stream:

@@ -1,8 +1,7 @@
 """Reader of members of a remote archive: zip and tar, read in place and never unpacked to a folder.
 
 An archive is somebody else's. Its table of contents is bounded; a member is a stream of bytes whose
-name becomes part of no path; links are members that are not there.
-"""
+name becomes part of no path; links are members that are not there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Temporary local copy of a remote file, while it is read: in blocks, never whole in memory.
 
 What breaks off goes on where it was, where the other side can do that, and from the start where it
-cannot. A file counts as read when as many bytes came as were promised and it is still the same.
-"""
+cannot. A file counts as read when as many bytes came as were promised and it is still the same."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def open_locally(
     first block and the copy's path before more is fetched; what it raises ends that.
 
     Raises AdvisorError, with one line: missing, access denied, too large, no room on the disk, cut
-    off or slow in spite of several attempts.
-    """
+    off or slow in spite of several attempts."""
     if source.problem:
         raise AdvisorError(source.problem)
     if not is_url(source.at):

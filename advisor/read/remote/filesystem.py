@@ -5,8 +5,7 @@ Kept beside what fsspec does, because each was seen to be needed (``tests/read/r
 no end to a call that hangs, does not try again what its libraries give up, and calls missing what
 it could not ask for. Libraries are known by the names of their errors and by the status that a
 server answered: none is imported for this. What they say themselves holds URLs with their
-signatures, and is not repeated.
-"""
+signatures, and is not repeated."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def file_system(url: str) -> tuple[Any, str]:
     """Return an fsspec file system and the path in it. Credentials are found as by that storage's
     own tools: in the environment, their configuration, or the machine's role.
 
-    Raises AdvisorError: a URL that nobody reads, a package that is not installed.
-    """
+    Raises AdvisorError: a URL that nobody reads, a package that is not installed."""
     if len(url) > LONGEST_URL:
         raise AdvisorError(f"a URL of more than {LONGEST_URL:,} characters")
     try:

@@ -1,8 +1,7 @@
 """Callback for Lightning: ``Trainer(callbacks=[AdvisorCallback()])``.
 
 Do not give Lightning's own ``PyTorchProfiler`` beside it: two profilers crash a process; windows
-are left out while another one is active.
-"""
+are left out while another one is active."""
 
 from __future__ import annotations
 

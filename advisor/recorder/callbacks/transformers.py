@@ -13,8 +13,7 @@ class AdvisorCallback(TrainerCallback):
     """Callback that records ``Trainer.train``. Keywords are the recorder's options.
 
     The trainer does not tell its callbacks of an exception: then the recording ends with the
-    process, and what was recorded until then is on the disk.
-    """
+    process, and what was recorded until then is on the disk."""
 
     def __init__(self, out: str | None = None, **options: Any) -> None:
         super().__init__()

@@ -3,8 +3,7 @@ imported, and runs the user's own sitecustomize. On PYTHONPATH in front of every
 
 Not a module of the package: the interpreter imports it by its bare name, in every Python that the
 program starts, of any version and with or without advisor. So it imports nothing that is not there
-already, advisor itself only after torch, and nothing but the user's own errors may leave it.
-"""
+already, advisor itself only after torch, and nothing but the user's own errors may leave it."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class TorchImportHook:
     fail and be tried again, and other finders may come before this one, after it, or in its place.
     So nothing is decided when torch is looked for: the loader that is found tells when it has run
     torch's code. It is found in two places, for either can be passed by: among the finders
-    (editable installs have one of their own), and in ``PathFinder``, that most of them ask.
-    """
+    (editable installs have one of their own), and in ``PathFinder``, that most of them ask."""
 
     def __init__(self) -> None:
         self._asking: set[int] = set()  # threads in which the other finders are being asked

@@ -1,7 +1,6 @@
 """Sections of auxiliary inputs. Logs of torch.compile: graph breaks, recompilations, graphs without
 CUDA graphs. Hardware counters and Triton's cache, a row per kernel. Between the ranks: the path
-that NCCL chose, and calls that do not match or end.
-"""
+that NCCL chose, and calls that do not match or end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The documents of ``advisor analyze --by layer``, time by module, as a tree and by kind, and of
-``--by operator``, operators by shape.
-"""
+``--by operator``, operators by shape."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The documents of ``advisor project`` and ``advisor fit``: a step on other GPUs, and on other
-numbers of them; whether a program fits a GPU.
-"""
+numbers of them; whether a program fits a GPU."""
 
 from __future__ import annotations
 

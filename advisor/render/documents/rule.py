@@ -1,7 +1,6 @@
 """Documentation of a rule: its docstring, thresholds with their sources, how it was tested.
 
-Read by ``advisor rules`` and by the generator of the reference in docs/rules.
-"""
+Read by ``advisor rules`` and by the generator of the reference in docs/rules."""
 
 from __future__ import annotations
 

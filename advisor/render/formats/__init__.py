@@ -19,8 +19,7 @@ class Formats:
     """The formats of one kind of subject.
 
     ``subject``: what they write, with an article. ``group``: entry points under which other
-    packages name theirs, ``<format> = <module>:<class>``. ``without``: ours that do not fit it.
-    """
+    packages name theirs, ``<format> = <module>:<class>``. ``without``: ours that do not fit it."""
 
     def __init__(self, subject: str, group: str, without: tuple[str, ...] = ()) -> None:
         self.subject = subject

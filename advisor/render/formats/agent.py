@@ -1,8 +1,7 @@
 """Reports for a coding agent: short, with stable ids, exact numbers and the next command.
 
 At most 1,500 tokens or so. What comes from the trace (names, lines of code) is marked as data, not
-instructions.
-"""
+instructions."""
 
 from __future__ import annotations
 

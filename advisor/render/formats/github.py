@@ -1,8 +1,7 @@
 """Reports and gate decisions as workflow commands, which GitHub Actions shows beside the code.
 
 See "Workflow commands for GitHub Actions": a command a line, data with %, CR and LF escaped,
-properties with colon and comma too.
-"""
+properties with colon and comma too."""
 
 from __future__ import annotations
 
@@ -123,8 +122,7 @@ def make_relative_path(file: str) -> tuple[str, bool]:
     """Return (path with forward slashes, whether it is relative to the repository).
 
     A path below the working folder becomes relative to it, as CI expects; one that was recorded
-    relative (profilers cut a common beginning off) stays so.
-    """
+    relative (profilers cut a common beginning off) stays so."""
     file = labels.clean(file)
     with suppress(ValueError, OSError):
         file = str(PurePath(file).relative_to(Path.cwd()))

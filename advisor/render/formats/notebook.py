@@ -1,7 +1,6 @@
 """Renderer for a notebook's cell: a few lines of a document, styled inline, escaped.
 
-Colours come from the notebook's own theme where they can; nothing is loaded and nothing runs.
-"""
+Colours come from the notebook's own theme where they can; nothing is loaded and nothing runs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 SARIF 2.1.0 (OASIS standard, 27 March 2020). Times and confidences are in property bags. GitHub's
 code scanning refuses a whole file for one result without a file, and shows only a result's first
-place: so lines of code come first, and what has none lies at the trace.
-"""
+place: so lines of code come first, and what has none lies at the trace."""
 
 from __future__ import annotations
 

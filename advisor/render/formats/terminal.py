@@ -2,8 +2,7 @@
 
 A page is wrapped to its width, styled or plain. Everything goes through :class:`rich.text.Text`
 objects, so nothing in a name is read as markup, and through :func:`~advisor.core.labels.clean`, so
-nothing in it reaches the terminal as a command.
-"""
+nothing in it reaches the terminal as a command."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ products by the memory; matrix products by the geometric mean of both rates, and
 Kernels in narrower formats reach a part of the ideal reduction; ``FORMATS`` has that part and its
 range from published tables (``benchmarks/precision.json``, compared by
 ``benchmarks/bench_precision.py``). Quantising is bytes at the memory rate, and at least the
-shortest kernel each, as torchao counts them (``torchao/testing/training/roofline_utils.py``).
-"""
+shortest kernel each, as torchao counts them (``torchao/testing/training/roofline_utils.py``)."""
 
 from __future__ import annotations
 
@@ -308,8 +307,7 @@ _C2C = ("GH200", "GB200", "GB300")
 def find_compute_format(gpu: GpuSpec, dtype: str) -> str | None:
     """Return the format in which a GPU computes work of one format; ``None``: it cannot.
 
-    TF32 on AMD counts as fp32: PyTorch uses it there only where an environment variable allows.
-    """
+    TF32 on AMD counts as fp32: PyTorch uses it there only where an environment variable allows."""
     if dtype == "tf32" and gpu.vendor == "amd":
         return "fp32"
     if gpu.peak(dtype) is not None:

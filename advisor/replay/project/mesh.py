@@ -7,8 +7,7 @@ Kernels and collectives that were recorded are replayed with other lengths. What
 - Bytes and steps of rings: nccl-tests, doc/PERFORMANCE.md; latency: NCCL, src/graph/tuning.cc.
 - Tensor parallelism adds two all-reduces of the activations for each layer and pass
   (arXiv:1909.08053, section 3).
-- A pipeline waits (p - 1) / m of its work (arXiv:2104.04473, section 2.2).
-"""
+- A pipeline waits (p - 1) / m of its work (arXiv:2104.04473, section 2.2)."""
 
 from __future__ import annotations
 

@@ -120,8 +120,7 @@ class _Call:
 def project_precision(a: Analysis, name: str) -> PrecisionResult:
     """Project the step with its linear layers in ``name``, one of ``FORMATS``.
 
-    Raises AdvisorError: no such format, no device work, no step, or the GPU is unknown.
-    """
+    Raises AdvisorError: no such format, no device work, no step, or the GPU is unknown."""
     if name not in FORMATS:
         raise AdvisorError(f"precision {name!r}: there are {', '.join(FORMATS)}")
     path = a.trace.meta.path or "trace"

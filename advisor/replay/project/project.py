@@ -78,8 +78,7 @@ class Projector:
     host time is as measured; else the band covers other machines.
 
     Raises AdvisorError: the recorded GPU is unknown, or is not the one that the user names; there
-    is no device work or step; or most kernels are of no known family.
-    """
+    is no device work or step; or most kernels are of no known family."""
 
     def __init__(self, a: Analysis, *, same_host: bool = False) -> None:
         self.a = a

@@ -54,8 +54,7 @@ class RanksEstimator(GainEstimator):
 
     A change to a program is one on all ranks. Where a rule found nothing on a rank, what it looks
     for may be below its threshold there: then the rank saves what its own estimator says
-    (``of_rank``), else nothing. Changes that are no finding's are added with :meth:`add_change`.
-    """
+    (``of_rank``), else nothing. Changes that are no finding's are added with :meth:`add_change`."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 Max-plus: a rank comes to a collective when its own work has got that far, a collective begins when
 the last of its group has come, and ends after its transfer; where a rank stood still for it, its
-own work goes on then.
-"""
+own work goes on then."""
 
 from __future__ import annotations
 
@@ -342,8 +341,7 @@ class RanksReplay:
         """Return by how much the job's step is shorter, ns, with its range: past errors of
         predictions of that kind (see :func:`job_band`), and the replay's own error.
 
-        Raises ValueError: nothing is replayed.
-        """
+        Raises ValueError: nothing is replayed."""
         if self.reason:
             raise ValueError(self.reason)
         gain = self.replayed_ns - self.step(change)

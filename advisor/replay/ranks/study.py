@@ -1,8 +1,7 @@
 """The summaries of a job's ranks, studied together: who differs, and what a change saves the job.
 
 This is the one way for 2 ranks and for 1,024: matched, put on one clock, searched for outliers and
-replayed, by whole columns.
-"""
+replayed, by whole columns."""
 
 from __future__ import annotations
 
@@ -305,8 +304,7 @@ def study_ranks(
 ) -> Study | None:
     """Compare the ranks of one job and prepare their replay; ``None``: there is no rank.
 
-    Raises AdvisorError: a summary's columns do not belong together.
-    """
+    Raises AdvisorError: a summary's columns do not belong together."""
     ordered, others, notes = select_main_run(summaries)
     if not ordered:
         return None

@@ -2,8 +2,7 @@
 
 A report holds the module of each kernel (an ELF file). Compiled with ``-lineinfo`` that has a table
 of lines for each function: ``.debug_line`` in DWARF 2 to 4, whose addresses ``.rel.debug_line``
-ties to ``.text.<function>``. Samples are counted by absolute address.
-"""
+ties to ``.text.<function>``. Samples are counted by absolute address."""
 
 from __future__ import annotations
 

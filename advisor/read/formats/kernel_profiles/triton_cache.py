@@ -5,8 +5,7 @@
 its own in ``/tmp/torchinductor_<user>/triton``. Registers and local memory are those of the module:
 of a cubin the attributes ``REGCOUNT`` and ``FRAME_SIZE`` in ``.nv.info``, which ``cuobjdump
 --dump-resource-usage`` prints; of a code object the metadata in its note
-(https://llvm.org/docs/AMDGPUUsage.html#code-object-metadata).
-"""
+(https://llvm.org/docs/AMDGPUUsage.html#code-object-metadata)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Decoding of one piece of JSON, damaged or not, to typed events and then plain columns.
 
-Runs in the decoding processes: needs only msgspec and numpy.
-"""
+Runs in the decoding processes: needs only msgspec and numpy."""
 
 from __future__ import annotations
 

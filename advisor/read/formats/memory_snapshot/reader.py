@@ -93,8 +93,7 @@ def read_memory_timeline(data: bytes, path: str) -> MemorySnapshot:
     bytes by category]`` (``.json``). Raises AdvisorError if it is neither.
 
     Which block an event frees is not in the file: one of its size and category does. So sums by
-    category are exact at each event, and how long a single block lived is not known.
-    """
+    category are exact at each event, and how long a single block lived is not known."""
     deltas, dropped = _deltas(data, path)
     if not deltas:
         raise AdvisorError(f"{path}: a memory timeline with no event of device memory")

@@ -2,8 +2,7 @@
 
 Blocks carried their stack in ``history`` first, then in ``frames``; segments had neither pool nor
 whether they are expandable; states, addresses of blocks, times, settings and annotations came one
-by one. What a file does not tell is null.
-"""
+by one. What a file does not tell is null."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def read_snapshot(
     """Read a snapshot from its blocks of bytes.
 
     Raises AdvisorError, with one line: it is no snapshot, holds more than plain values, is cut off
-    or damaged. Entries of it that make no sense are left out and counted.
-    """
+    or damaged. Entries of it that make no sense are left out and counted."""
     most = min(max_bytes, MAX_BYTES, memory_budget() // MEMORY)
     plain = read_plain(_bounded(blocks, path, most), path)
     made = _Tables(path, plain.containers)

@@ -2,8 +2,7 @@
 
 The layout is that of Nsight Systems' exporter ("SQLite Schema Reference" in its user guide), 2020
 to 2026. Tables are written only where something was recorded, and columns come and go between
-versions: whatever is not there is not recorded.
-"""
+versions: whatever is not there is not recorded."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 RPD keeps calls in ``rocpd_api``, device work in ``rocpd_op`` and what belongs together in
 ``rocpd_api_ops``. rocprofv3's tables have the process's number at the end of their names, one set a
 process; since version 4 of its schema times and places stand in tables of their own
-(``rocpd_timestamp``, ``rocpd_track``).
-"""
+(``rocpd_timestamp``, ``rocpd_track``)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A space holds planes (a host's threads, a device), a plane lines (a thread, a stream), and those
 events. Names of events and of their values ("stats") stand once a plane and are referred to by
-number (``tsl/profiler/protobuf/xplane.proto``, whose field numbers are the constants here).
-"""
+number (``tsl/profiler/protobuf/xplane.proto``, whose field numbers are the constants here)."""
 
 from __future__ import annotations
 

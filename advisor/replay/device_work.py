@@ -191,7 +191,11 @@ def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWo
         return
     node = device_nodes(graph, work)
     latency = graph.latencies.launch[work.group] + work.launch_overhead
+    # work begins before the end of that before it only where it did so in the recording: what began
+    # on an idle stream has none of the wait in its duration
+    apart = (work.previous >= 0) & (work.ts >= (work.ts + work.dur)[work.previous])
     gap = graph.latencies.gap[work.group]
+    gap = np.where(apart, np.maximum(gap, 0.0), gap)
     launched = np.flatnonzero(work.launch >= 0)
     call = np.full(max(trace.cpu.height, 1), 0, dtype=np.int64)
     points = np.flatnonzero(graph.kind == NodeKind.LAUNCH)

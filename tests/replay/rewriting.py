@@ -154,11 +154,17 @@ def own_span(data: Data) -> Data:
 def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
     """The recording ``times`` times, ``PAUSE`` apart: times are shifted, identities offset,
     steps numbered on. Names of threads and the like stay as they are. ``drained``: each time ends
-    with the host waiting for the whole device, so that nothing reaches into the next."""
+    with the host waiting for the whole device, so that nothing reaches into the next. Frames of
+    Python that reach beyond the recording are cut to it: a reader would cut those of the next time,
+    which begin before they end."""
     data = with_final_wait(data) if drained else data
     begin, end = span(data)
     length = end - begin + PAUSE
-    lasting = [e for e in events(data) if e.get("ph") != "M" and e.get("cat") != "Trace"]
+    lasting = [
+        _cut(e, begin, end)
+        for e in events(data)
+        if e.get("ph") != "M" and e.get("cat") != "Trace"
+    ]
     steps = len({e["name"] for e in lasting if _is_step(e)})
     largest = max((n for e in lasting for n in _identities(e)), default=0) + 1
     changed = [e for e in events(data) if e.get("ph") == "M" or e.get("cat") == "Trace"]
@@ -179,6 +185,13 @@ def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
                 new["name"] = f"{first}#{int(rest) + number * steps}"
             changed.append(new)
     return {**data, "traceEvents": changed}
+
+
+def _cut(e: Event, begin: float, end: float) -> Event:
+    if e.get("cat") != "python_function" or e.get("ph") != "X":
+        return e
+    start, until = max(e["ts"], begin), min(e["ts"] + e["dur"], end)
+    return {**e, "ts": start, "dur": max(until - start, 0)}
 
 
 def with_final_wait(data: Data, latency: float = 5.0) -> Data:

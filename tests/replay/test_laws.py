@@ -34,7 +34,7 @@ from advisor.read import read_trace
 from advisor.replay.edit_language import parse_edit, write_edit
 from advisor.replay.estimators import REPLAY, estimator_for
 from advisor.replay.exposed_time import remaining_device_time
-from advisor.replay.graph import EdgeKind
+from advisor.replay.graph import GAP_NS, EdgeKind
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.replay_quality import critical_path
@@ -347,14 +347,20 @@ def test_the_same_recording_four_times_gives_the_same_shares(path: str, tmp_path
 def test_all_times_halved_in_the_file_halve_the_step_and_keep_the_shares(
     path: str, tmp_path: Path
 ) -> None:
-    """What a replay adds of its own (a call's cost, a release) has to come from the trace."""
+    """What a replay adds of its own (a call's cost, a release) has to come from the trace. Where no
+    kernel waited for the one before it, the gap between the two is not in the file: the usual one
+    stays as it is."""
     replayer = replay(path)
     other = rewritten(path, lambda d: rewriting.stretched(d, 0.5), tmp_path / "trace.json")
     assert other.a.step_ns == pytest.approx(replayer.a.step_ns / 2, rel=0.001)
+    stays = 0.0
+    if (replayer.graph.latencies.gap == GAP_NS).all():
+        stays = GAP_NS * len(replayer.graph.device) / replayer.quality.steps
+    unknown = stays / replayer.unedited.period
     wrong = {}
     for line in plain(path, EDITS):
         shares = gain(replayer, line), gain(other, line)
-        if abs(shares[0] - shares[1]) > 0.01:
+        if abs(shares[0] - shares[1]) > 0.01 + unknown:
             wrong[line] = shares
     assert not wrong
 

@@ -161,9 +161,7 @@ def repeated(data: Data, times: int = 4, *, drained: bool = False) -> Data:
     begin, end = span(data)
     length = end - begin + PAUSE
     lasting = [
-        _cut(e, begin, end)
-        for e in events(data)
-        if e.get("ph") != "M" and e.get("cat") != "Trace"
+        _cut(e, begin, end) for e in events(data) if e.get("ph") != "M" and e.get("cat") != "Trace"
     ]
     steps = len({e["name"] for e in lasting if _is_step(e)})
     largest = max((n for e in lasting for n in _identities(e)), default=0) + 1

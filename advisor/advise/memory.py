@@ -50,6 +50,7 @@ def build_memory_views(a: Analysis) -> list[MemoryView]:
     capacity = a.memory["capacity"].max()
     for view, peak in zip(views, select_histories(a), strict=False):
         view.trains = does_train(a, peak)
+        view.savings = [each for each in view.savings if is_new(each.change, a)]
         if isinstance(capacity, int) and view.reserved < ROOMY_SHARE * capacity:
             view.savings = [each for each in view.savings if each.change != "half the batch"]
     if a.snapshot_series and views:
@@ -66,6 +67,12 @@ def does_train(a: Analysis | None, peak: PeakMemory) -> bool | None:
     if peak.trains is None and a is not None and a.forward_only:
         return False
     return peak.trains
+
+
+def is_new(change: str, a: Analysis | None) -> bool:
+    """Return whether the trace does not show that the program does already what a change says."""
+    formats = [] if a is None or change != "BF16 autocast" else a.kernels["dtype"].to_list()
+    return not {"bf16", "fp16"} & set(formats)
 
 
 def memory_of_rank(a: Analysis, rank: int) -> MemorySample | None:
@@ -274,6 +281,7 @@ COSTS = {
     "8-bit optimizer": ("lower precision", "check that accuracy holds"),
     "16-bit optimizer state": ("lower precision", "check that accuracy holds"),
     "16-bit weights": ("lower precision", "check that accuracy holds"),
+    "BF16 autocast": ("lower precision", "check that accuracy holds"),
     "autocast without cache": ("more casts", "it casts weights more often"),
 }
 """Costs per step of changes to memory, in up to 16 characters, and in a sentence; others add no
@@ -301,6 +309,17 @@ NEARLY_MOST = 0.9
 """Share of the most that a change frees, from which a cheaper one is named beside it."""
 
 
+def large_savings(view: MemoryView) -> tuple[MemorySaving, MemorySaving, MemorySaving] | None:
+    """Return the cheapest change that frees much, the cheapest that frees nearly the most, and the
+    one that frees most; ``None``: none frees much."""
+    large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
+    if not large:
+        return None
+    most = max(large, key=lambda each: each.bytes)
+    cheaper = next(each for each in large if each.bytes >= NEARLY_MOST * most.bytes)
+    return large[0], cheaper, most
+
+
 def _memory_action(view: MemoryView, report: Report) -> str:
     """Name the cheapest change that frees much, and the one that frees most; without a history, say
     how to record one."""
@@ -312,10 +331,8 @@ def _memory_action(view: MemoryView, report: Report) -> str:
                 " A snapshot with a history shows what autocast and checkpointing free "
                 f"({RECORD_HISTORY}, then torch.cuda.memory._dump_snapshot)."
             )
-    large = [each for each in view.savings if each.bytes >= MIN_NAMED_SHARE * view.allocated]
-    if large:
-        first, most = large[0], max(large, key=lambda each: each.bytes)
-        cheaper = next(each for each in large if each.bytes >= NEARLY_MOST * most.bytes)
+    if large := large_savings(view):
+        first, cheaper, most = large
         cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
         rest = "" if cheaper is first else f" Most is freed by: {_freed(most, view)}."
         if cheaper not in (first, most):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.advise.memory import does_train
+from advisor.advise.memory import does_train, is_new
 from advisor.core import text as t
 from advisor.core.gpus import GpuSpec
 from advisor.measure import Analysis
@@ -41,7 +41,7 @@ MAX_CHANGES = 4
 CHANGE_EFFORT = {
     "references": 0, "set_to_none": 0, "fused optimizer": 0, "share graph pools": 0,
     "16-bit weights": 1, "smaller logits": 1, "fused attention": 1, "autocast without cache": 1,
-    "ZeRO 1": 1, "ZeRO 2": 1,
+    "ZeRO 1": 1, "ZeRO 2": 1, "BF16 autocast": 2,
     "16-bit optimizer state": 2, "8-bit optimizer": 2, "checkpointing": 2, "ZeRO 3": 2,
     "half the batch": 3, "offload optimizer state": 4, "offload activations": 4,
 }  # fmt: skip
@@ -50,6 +50,7 @@ another loop, the link."""
 CHANGE_EXPLANATIONS = {
     "8-bit optimizer": "less is read and written; other numbers, so compare the loss",
     "16-bit optimizer state": "less is read and written; other numbers, so compare the loss",
+    "BF16 autocast": "products take less time; other numbers, so compare the loss",
     "16-bit weights": "less is read; other numbers, so compare the results",
     "smaller logits": "the same work in pieces",
     "fused attention": "less is read and written",
@@ -153,7 +154,8 @@ def find_fit(
     available = round(capacity * (1 - driver_share)) - CUDA_CONTEXT_BYTES
     safe = available / (1 + MARGIN_SHARE)
     today = count_needed_bytes(peak, scale=scale)
-    options = [*find_changes(peak), *(shard_changes(peak, ranks) if ranks > 1 else [])]
+    options = [each for each in find_changes(peak) if is_new(each.name, a)]
+    options += shard_changes(peak, ranks) if ranks > 1 else []
     ways = []
     for each in options:
         freed = today - count_needed_bytes(peak, [each], scale)

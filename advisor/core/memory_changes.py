@@ -66,7 +66,13 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
     "autocast without cache": {
         "fix": "Switch off autocast's cache of weights",
         "code": "with torch.autocast('cuda', torch.bfloat16, cache_enabled=False):\n"
-        "    loss = model(batch)",
+        "    output = model(batch)",
+    },
+    "BF16 autocast": {
+        "fix": "Compute the forward pass under BF16 autocast",
+        "code": "with torch.autocast('cuda', torch.bfloat16):\n"
+        "    loss = loss_function(model(batch), target)\n"
+        "loss.backward()               # outside of autocast",
     },
     "16-bit weights": {
         "fix": "Convert the model to bf16, in place of autocast if it is used",

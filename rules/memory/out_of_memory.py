@@ -30,7 +30,7 @@ from advisor.testing import Examples, TraceBuilder
 
 MIN_BATCHES = 5
 """Number of batches from which the last one is compared with the median."""
-MAX_SAVINGS = 3
+MAX_SAVINGS = 4
 """Ways to free memory that a finding names."""
 
 

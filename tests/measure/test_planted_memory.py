@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,13 @@ from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.read.formats.memory_snapshot.tables import read_snapshot
 from advisor.testing.allocator import (
     CALLED,
+    LINEAR,
     LOOP,
     MIB,
     MODEL,
     OPTIMIZER,
     TORCH,
+    TRAIN,
     FakeAllocator,
     Training,
 )
@@ -44,6 +47,14 @@ class Plan:
     state: float = 1.0
     checkpointed: bool = False
     temporaries: bool = True
+    autocast: bool = False
+
+
+class HalfPrecision(FakeAllocator):
+    """An allocator of a program under autocast: outputs of linear layers are half as large."""
+
+    def alloc(self, size: int, **where: Any) -> int:
+        return super().alloc(size // 2 if LINEAR in self._stack[-1:] else size, **where)
 
 
 class Program(Training):
@@ -59,6 +70,13 @@ class Program(Training):
         )  # fmt: skip
         self.plan = plan
 
+    def forward(self) -> list[int]:
+        """Under autocast, a copy of each weight is there until the backward pass ends."""
+        with self.m.at(*LOOP, (TRAIN, 47, "main"), *CALLED, (MODEL, 60, "forward"), *CALLED):
+            count = self.layers * self.plan.autocast
+            self.copies = [self.m.alloc(self.weights // 2) for _ in range(count)]
+        return super().forward()
+
     def layer(self) -> list[int]:
         """Checkpointed, it keeps its output alone: the other two are made again."""
         if not self.plan.checkpointed:
@@ -73,6 +91,8 @@ class Program(Training):
     def backward(self, held: list[int]) -> None:
         if not self.plan.checkpointed:
             super().backward(held)
+            for address in self.copies:
+                self.m.free(address)
             return
         m = self.m
         with m.alone():
@@ -110,7 +130,7 @@ class Program(Training):
 
 def run(plan: Plan, steps: int = 9) -> tuple[FakeAllocator, int]:
     """The allocator after the program, and the most bytes that were in tensors at once."""
-    m = FakeAllocator(max_entries=plan.max_entries)
+    m = (HalfPrecision if plan.autocast else FakeAllocator)(max_entries=plan.max_entries)
     program = Program(m, plan)
     for _ in range(steps):
         program.step()
@@ -147,6 +167,7 @@ CHANGED = {
     "set_to_none": {"late_zero": False},
     "checkpointing": {"checkpointed": True},
     "fused optimizer": {"temporaries": False},
+    "BF16 autocast": {"autocast": True},
 }
 
 

@@ -31,13 +31,13 @@ MIN_8_BIT = 4096 * 4
 
 
 COST_ORDER = (
-    "16-bit weights", "8-bit optimizer", "16-bit optimizer state", "expandable segments",
-    "autocast without cache", "half the batch", "checkpointing", "offload activations",
-    "offload optimizer state",
+    "16-bit weights", "BF16 autocast", "8-bit optimizer", "16-bit optimizer state",
+    "expandable segments", "autocast without cache", "half the batch", "checkpointing",
+    "offload activations", "offload optimizer state",
 )  # fmt: skip
 """Changes that cost something, the cheapest first: other numbers before time. What frees no tensor,
 but pieces between them, stands with them. All others cost nothing."""
-_SAME_COST = 4
+_SAME_COST = 5
 """Number of the first ones that add no work to a step: their size alone decides."""
 
 
@@ -179,11 +179,17 @@ def find_changes(peak: PeakMemory) -> list[MemoryChange]:
     if peak.snapshot.exception is not None:
         return []
     made = [
-        _attention(peak), _logits(peak), _references(peak), _batch(peak), _autocast(peak),
+        _attention(peak), _logits(peak), _references(peak), _batch(peak), *_autocast(peak),
         _graphs(peak),
     ]  # fmt: skip
     if peak.trains is not False:
-        made += [_checkpointing(peak), _offload(peak), _set_to_none(peak), *_optimizer(peak)]
+        made += [
+            _half_precision(peak),
+            _checkpointing(peak),
+            _offload(peak),
+            _set_to_none(peak),
+            *_optimizer(peak),
+        ]
     return [
         each for each in made if each is not None and (len(each.rows) or each.request_share < 1)
     ]
@@ -448,34 +454,70 @@ def _asks_for_logits(peak: PeakMemory) -> bool:
     return bool(np.isin(lives.size[same], lives.size[loss]).any())
 
 
-def _autocast(peak: PeakMemory) -> MemoryChange | None:
-    """Drop the copies of weights that autocast keeps. Where nothing trains, the weights can be of
-    that type themselves."""
-    lives = peak.history.block_lifetimes
+def _autocast(peak: PeakMemory) -> list[MemoryChange]:
+    """Drop the copies of weights that autocast's cache alone holds: those that a backward pass
+    needs stay without it. Where nothing trains, the weights can be of that type themselves."""
+    h, lives = peak.history, peak.history.block_lifetimes
     rows = np.flatnonzero(_of(peak, "autocast copies"))
+    released = np.array([o.released for o in h.origins])[lives.release[rows]] == "autocast"
+    cached = rows[released | ((lives.end_event[rows] == h.count) & (peak.trains is False))]
+    made = [
+        MemoryChange(
+            "autocast without cache",
+            cached,
+            0.0,
+            "each copy is made again where it is used, and one is there at a time",
+            lives.start_event[cached] + 2,
+            lives.end_event[cached],
+            group="autocast",
+        )
+    ]
     weights = np.flatnonzero(_of(peak, "weights"))
-    if not len(rows):
-        if peak.trains is not False or not len(weights):
-            return None
-        return MemoryChange(
-            "16-bit weights", weights, 0.5, "weights are in fp32, and 16 bits suffice"
+    if len(weights) and (peak.trains is False or (len(rows) and not peak.trains)):
+        made.append(
+            MemoryChange(
+                "16-bit weights",
+                np.concatenate([rows, weights]),
+                np.repeat([0.0, 0.5], [len(rows), len(weights)]),
+                "weights are in fp32, and 16 bits suffice; autocast then makes no copies",
+                group="autocast",
+            )
         )
-    if not peak.trains:
-        return MemoryChange(
-            "16-bit weights",
-            np.concatenate([rows, weights]),
-            np.repeat([0.0, 0.5], [len(rows), len(weights)]),
-            "weights are in fp32 and the model is converted; autocast then makes no copies",
-        )
+    return made
+
+
+def _half_precision(peak: PeakMemory) -> MemoryChange | None:
+    """Train under autocast: what matrix products make is half as large, and so is what operators
+    that keep the type make of it. A 16-bit copy of each weight is there from the forward pass to
+    the end of the backward pass. After PyTorch's own softmax, the next product keeps a copy too."""
+    h, lives = peak.history, peak.history.block_lifetimes
+    if any(origin.cast for origin in h.origins):
+        return None
+    made = _of(peak, "activations", "earlier steps") & (lives.start_event >= 0)
+    forward = np.flatnonzero(made)
+    forward = forward[np.argsort(lives.start_event[forward], kind="stable")]
+    share = np.ones(len(forward))
+    newest: dict[int, float] = {}  # by size, which stands for the shape
+    # one block after the other: what it reads is known by those before
+    for place, row in enumerate(forward.tolist()):
+        origin, size = h.origins[int(lives.stack[row])], int(lives.size[row])
+        if origin.softmax:
+            share[place] = 1.5
+        elif origin.product or (origin.keeps_type and newest.get(size) == 0.5):
+            share[place] = 0.5
+        newest[size] = share[place]
+    rows, share = forward[share != 1], share[share != 1]
+    weights = np.flatnonzero(_of(peak, "weights"))
+    runs = np.isin(h.phase, [PHASES.index("forward"), PHASES.index("backward")])
+    begin, end = np.flatnonzero(np.diff(runs, prepend=False, append=False)).reshape(-1, 2).T
     return MemoryChange(
-        "autocast without cache",
-        rows,
-        0.0,
-        "each copy is made again where it is used, and one is there at a time; what the backward "
-        "pass saved of them is made again there",
-        lives.start_event[rows] + 2,
-        lives.end_event[rows] - 2,
-        group="autocast",
+        "BF16 autocast",
+        np.concatenate([rows, np.tile(weights, len(begin))]),
+        np.append(share, np.full(len(weights) * len(begin), 1.5)),
+        "activations are in fp32; those of matrix products, and what is made of them alone, are "
+        "then in 16 bits, with a copy of each weight until the backward pass ends",
+        np.append(lives.start_event[rows], np.repeat(begin, len(weights))),
+        np.append(lives.end_event[rows], np.repeat(end - 1, len(weights))),
     )
 
 

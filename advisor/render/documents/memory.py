@@ -6,6 +6,7 @@ from pathlib import PurePath
 from statistics import median
 from typing import Final, NamedTuple
 
+from advisor.advise.memory import large_savings
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.memory_changes import advise_change
@@ -58,7 +59,7 @@ def sections(report: Report) -> list[Block]:
         first += [each for each in device.tables if not _is_folded(each)]
         rest: list[Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
-            first += _first_saving(view, report)
+            first += _advised_savings(view, report)
             rest.append(Items(assumptions(view), title="What these savings assume"))
         if view is report.memory[0] and similar:
             which = t.count_noun(len(similar), "more GPU")
@@ -116,8 +117,9 @@ def _is_folded(table: Grid) -> bool:
     return table.title.startswith(_FOLDED)
 
 
-def _first_saving(view: MemoryView, report: Report) -> list[Block]:
-    """Explain the cheapest change; for a request that failed, the cheapest that suffices.
+def _advised_savings(view: MemoryView, report: Report) -> list[Block]:
+    """Explain the cheapest change; for a request that failed, the cheapest that suffices. Where
+    memory is not short yet, also the one that frees most.
 
     Where each step leaves tensors behind, it is the change to that line: memory would run out
     whatever else was done. Code that a finding shows is not shown twice."""
@@ -125,16 +127,20 @@ def _first_saving(view: MemoryView, report: Report) -> list[Block]:
     leaks = [each for each in view.savings if (each.file, each.line) in growing]
     needed = (view.request or 0) - (view.driver_free or 0)
     enough = [each for each in view.savings if each.bytes >= needed]
-    most = (leaks or enough or view.savings)[0]
-    text, code = advise_change(most.change, view.trains)
-    if leaks and most.change == "references":
-        text, code = "Release what the line leaves behind in each step", ""
-    if most.file is not None:
-        text += f": {shorten(most.file)}:{most.line}"
-    if code and any(code.strip() in risk.code for risk in report.risks):
-        return []
-    fix = FieldList([TextField("first", [text], "strong")])
-    return [fix, Code(code, indent=2)] if code else [fix]
+    advised = [("first", (leaks or enough or view.savings)[0])]
+    if view.request is None and not leaks and (large := large_savings(view)):
+        advised += [("most", large[1])] if large[1] is not advised[0][1] else []
+    blocks: list[Block] = []
+    for label, saving in advised:
+        text, code = advise_change(saving.change, view.trains)
+        if leaks and saving.change == "references":
+            text, code = "Release what the line leaves behind in each step", ""
+        if saving.file is not None:
+            text += f": {shorten(saving.file)}:{saving.line}"
+        if not code or not any(code.strip() in risk.code for risk in report.risks):
+            blocks.append(FieldList([TextField(label, [text], "strong")]))
+            blocks += [Code(code, indent=2)] if code else []
+    return blocks
 
 
 def _is_like(view: MemoryView, first: MemoryView) -> bool:

@@ -1,7 +1,5 @@
 """``python -m advisor``: the command line, where the ``advisor`` script is not on the path."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

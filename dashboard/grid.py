@@ -1,7 +1,5 @@
 """Tables of thousands of rows: AG Grid, sorted and filtered in the browser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 

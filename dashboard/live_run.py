@@ -1,7 +1,5 @@
 """Follower of a recorded run that goes on: reads only what was appended since the last look."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Cards of the Memory page: allocations over time, the map of segments, and the allocations live at
 the peak; of a snapshot or of a trace's allocator events."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """View of a page: the entry and the rank that its address names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

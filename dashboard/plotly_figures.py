@@ -3,8 +3,6 @@
 Colours of text and lines on the page come from assets/parts.css; those set here are what a saved
 PNG has, on white."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence

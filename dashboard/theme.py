@@ -3,8 +3,6 @@
 Those of classes of time are the reports' (``advisor.core.charts``). Each reads on a light and on
 a dark ground. No meaning depends on colour alone."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from advisor.core import charts

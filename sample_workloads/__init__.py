@@ -11,8 +11,6 @@ computed. Who drives it decides how many steps there are::
 A new one needs no entry anywhere. What is said about them is read from their source, so that
 listing them imports no torch."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """torch.compile: graphs that break, shapes that are compiled anew, operators that nothing fuses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

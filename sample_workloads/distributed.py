@@ -1,7 +1,5 @@
 """Programs of several processes: gradients that are sent too often, too late, or waited for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

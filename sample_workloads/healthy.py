@@ -1,7 +1,5 @@
 """Controls: programs with nothing to complain about."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

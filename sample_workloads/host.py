@@ -1,7 +1,5 @@
 """The host's own time: launches, reads of values, Python, pauses."""
 
-from __future__ import annotations
-
 import gc
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Kernels that reach little of what the GPU can do: formats, layouts, sizes, fusion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

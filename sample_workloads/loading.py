@@ -1,7 +1,5 @@
 """Data on its way to the GPU: read, decoded, padded and copied too slowly."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

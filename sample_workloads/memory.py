@@ -1,7 +1,5 @@
 """Memory: held too long, in pieces, nearly full, or saved where nobody needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

@@ -2,8 +2,6 @@
 
 A workload of several processes is run in processes of its own, which end within a time limit."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import os

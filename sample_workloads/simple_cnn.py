@@ -1,7 +1,5 @@
 """The textbook training loop, slow the way most first training scripts are."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

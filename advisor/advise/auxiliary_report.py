@@ -1,7 +1,5 @@
 """Scope and verdict of a report on an auxiliary input alone (``core/auxiliary_inputs.py``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Final
 

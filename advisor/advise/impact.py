@@ -6,8 +6,6 @@ well (``WindowReplayer.unusable_reason``), an upper bound stands in for it and s
 time of the events that the edits touch, that is device work that nothing else covers, or host time
 during which the device is idle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil, isfinite

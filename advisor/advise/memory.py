@@ -1,7 +1,5 @@
 """Memory snapshots in a report: views, limits, and the verdict on a snapshot alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Literal

@@ -1,8 +1,6 @@
 """Fit of a program in a GPU's memory: the cheapest changes that make it fit, in bytes by the
 snapshot's history, in time by the trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Options of an analysis, and its progress."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

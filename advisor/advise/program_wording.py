@@ -5,8 +5,6 @@ words (``Rule.framework_advice``) or does not run: nobody who writes C++ is advi
 of a DataLoader. Rules of others are left as they are. ``how_to_record`` does the same for what
 would have to be recorded."""
 
-from __future__ import annotations
-
 import re
 
 from msgspec.structs import replace

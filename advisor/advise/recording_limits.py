@@ -1,7 +1,5 @@
 """Limits of a recording: what it cannot show and what was left out, a sentence each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

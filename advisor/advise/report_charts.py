@@ -2,8 +2,6 @@
 
 Each is built here, once, as data with its words; renderers fold, sum and round nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Sequence
 from typing import Final
 

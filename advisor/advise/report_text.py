@@ -1,7 +1,5 @@
 """Texts of a report for any renderer: its scope, figures, gains, caveats and skipped checks."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

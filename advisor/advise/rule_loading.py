@@ -1,7 +1,5 @@
 """Loading of the rules: the bundled ones, and others' by entry point or folder; their options."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

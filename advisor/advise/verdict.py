@@ -1,7 +1,5 @@
 """Verdict of a report: what limits the step, in one or two sentences, and the first fix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 

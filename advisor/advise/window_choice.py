@@ -1,7 +1,5 @@
 """Choice of what is analysed: a window of each rank, or its record."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from advisor.core.auxiliary_inputs import SNAPSHOT

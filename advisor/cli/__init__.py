@@ -1,8 +1,6 @@
 """Entry point of the command line and its help. Each subcommand has its own file, which is imported
 only when it runs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """``advisor mcp`` and ``advisor skill``: tools for coding agents, and how to use advisor."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``advisor export``: the trace for a viewer, with findings as tracks, or without secrets."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``advisor record``: run a training program as it is, and record it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``advisor try``: measure what fixes save, without a change to the program's files."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

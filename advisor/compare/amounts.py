@@ -1,8 +1,6 @@
 """Figures of two runs side by side: time, memory snapshots, phases of a served model, and kernels
 by hardware counters. It also has the verdicts for runs without steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter

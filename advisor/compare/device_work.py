@@ -1,7 +1,5 @@
 """Device work of two runs, matched by operator and input shape, or by kernel name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ A rule reports from a share of the step on, so a finding disappears from a repor
 grows around it, and appears when the step shrinks. Its Edits name events by what they are, so they
 can be searched for, and their gain estimated, in the other run: that tells whether it is gone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import PurePath

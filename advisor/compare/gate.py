@@ -1,7 +1,5 @@
 """Gate for CI: a comparison with a decision whether a run is slower than its baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from msgspec.structs import replace

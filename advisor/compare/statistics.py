@@ -10,8 +10,6 @@ Steps of the same number are drawn together where both series have the same ones
 seed see the same batches, and what is long in both is no difference. Three or four steps show
 nothing of how one depends on the next: Welch's interval (B. L. Welch, Biometrika 34, 1947)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Step times of two reports: the steps that count, their distributions and their difference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,8 +1,6 @@
 """Sources without a trace: the data of logs and dumps, and one :class:`AuxiliaryInput` for each
 source."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from typing import Any, Final, Literal
 

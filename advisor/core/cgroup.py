@@ -1,8 +1,6 @@
 """Resources of the process and the limits of its container: cores, CPU quota, memory, time spent
 throttled."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

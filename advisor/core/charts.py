@@ -5,8 +5,6 @@ Work is compute green, communication magenta, copies blue, memsets cyan; idle ti
 by its cause. Each colour reads on a light and on a dark ground. Nothing is shown by colour alone:
 where there is no text beside it, a glyph differs too."""
 
-from __future__ import annotations
-
 from typing import Final, Literal
 
 from msgspec import Struct

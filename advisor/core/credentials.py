@@ -7,8 +7,6 @@ times, and what follows a name or a quote is found by one scan. Imports the stan
 The shapes of tokens are public; the list follows that of gitleaks (MIT,
 https://github.com/gitleaks/gitleaks) where a service's own documentation was not at hand."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache

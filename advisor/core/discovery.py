@@ -1,8 +1,6 @@
 """Discovery of rules, readers, formats and knobs: the classes that a module defines, and packages
 of others."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

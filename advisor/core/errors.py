@@ -1,7 +1,5 @@
 """The error that the command line prints as one line, and how advisor is installed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 

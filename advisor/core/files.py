@@ -8,8 +8,6 @@ Imports the standard library alone: the recorder's files are read through it too
 A temporary folder is gone afterwards, that of a killed process too: each has a file that its
 process keeps locked. Whoever makes the next one removes those whose lock is free."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

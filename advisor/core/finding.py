@@ -1,7 +1,5 @@
 """Finding, Edit, Impact and the other vocabulary of advice. Every folder may import it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 

@@ -1,7 +1,5 @@
 """Interval arithmetic over whole columns. Intervals are half open, times int64 nanoseconds."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,8 +1,6 @@
 """KernelProfiles: hardware counters of single kernels, as Nsight Compute and rocprof write them,
 and what Triton compiled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

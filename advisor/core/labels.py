@@ -5,8 +5,6 @@ template arguments and parameter lists that a whole table shares. A label keeps 
 name and the words that tell it from the other names *of the same table*; what is shown nowhere else
 is left out in the middle."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter, defaultdict

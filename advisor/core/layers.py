@@ -1,7 +1,5 @@
 """Time and memory by module, and communication by axis of the device mesh, as data of a report."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """Advice and code for each change of ``memory_savings.find_changes``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 EXPANDABLE = (

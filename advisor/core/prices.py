@@ -1,7 +1,5 @@
 """Prices of a GPU-hour, from an option or from a table by the GPU's name, and the cost of a run."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Ranks: a report's comparison of the ranks of a job, as plain data."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from msgspec import Struct, field

@@ -1,7 +1,5 @@
 """JSON files of reports: writing, recognising by the first bytes, reading within bounds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports of earlier versions, brought to the fields of the next one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _ORDER = {"rank": "priority"}

@@ -22,8 +22,6 @@ at any instant can be read: a torn last line is dropped and counted, nothing els
 ns of ``time.perf_counter_ns`` in the rank's process; ``Rank.anchor_unix_ns`` and
 ``Rank.anchor_perf_ns`` are one instant on both clocks."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Iterator

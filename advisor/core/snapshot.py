@@ -1,7 +1,5 @@
 """MemorySnapshot: contents of PyTorch's allocator at an instant and its history, as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

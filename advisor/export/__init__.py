@@ -1,7 +1,5 @@
 """Export of a trace: with findings as extra tracks, or without private texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Chrome traces, as PyTorch's profiler writes them, from traces of other formats; and tracks with
 the report's findings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, islice

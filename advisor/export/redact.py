@@ -5,8 +5,6 @@ by their place below site-packages, lines. What is replaced is written as ``[red
 it is seen to be missing. Patterns find what looks like a credential, not every secret there is: a
 password that is an ordinary word in an ordinary place stays."""
 
-from __future__ import annotations
-
 import getpass
 import re
 import socket

@@ -2,8 +2,6 @@
 
 Streams: a few megabytes of the file are held at a time, whatever its size."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 A hint names the rule that shows on a recording whether the place costs anything. Nothing is
 imported or run; the source is only parsed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hints about loading data and copying it to the GPU."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

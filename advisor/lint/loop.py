@@ -1,7 +1,5 @@
 """Hints about the training loop: waits for the GPU, graphs kept alive, and debug settings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Hints about how the model runs: validation with gradients, and training on several GPUs."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

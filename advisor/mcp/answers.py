@@ -1,8 +1,6 @@
 """Answers of the tools: small, plain dicts, whose keys and units are described here and to the
 client. No text in them has control characters."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator

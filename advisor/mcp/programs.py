@@ -1,7 +1,5 @@
 """Recording and trying of programs that a client names: if allowed, below the folders."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """List of the recordings below the folders that may be read."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from contextlib import suppress

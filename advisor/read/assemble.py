@@ -1,7 +1,5 @@
 """Assembly of a trace from its pieces' columns: codes merged, bad rows counted, rows joined."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Hashable
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """Assignment of files to ranks: traces merged from several ranks into one file; auxiliary files
 beside traces (logs, dumps, kernel profiles, ``core/auxiliary_inputs.py``); memory snapshots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache

@@ -4,8 +4,6 @@ Columns go by the names of ``core.trace``'s schemas, times are whole nanoseconds
 texts are plain strings. What joins them (stacks, launches, the op around a launch) is the same for
 all formats."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversion of typed events to plain columns: sorted by kind once, then field by field."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import deque

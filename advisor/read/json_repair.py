@@ -1,7 +1,5 @@
 """Recovery of events from JSON text that a decoder refuses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Matching of device work to the runtime call that launched it, and to the op around that call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Call stacks from start and end times, over whole columns: parent and depth of every event."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

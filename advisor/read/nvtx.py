@@ -3,8 +3,6 @@
 ``torch.autograd.profiler.emit_nvtx`` writes ``aten::addmm, seq = 5, op_id = 12, sizes = [[8, 4]],
 input_op_ids = [(3,0)]``: an operator's name, its autograd sequence number and its shapes."""
 
-from __future__ import annotations
-
 import re
 
 import polars as pl

@@ -10,8 +10,6 @@ colliding numbers nor tuples of tuples of tuples can keep a reader busy. :class:
 reads such a list as the record that it was. Memory is bounded by the bytes that are read and the
 containers by ``MAX_CONTAINERS``; nothing here recurses."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Registry of readers, and reading of a file to a :class:`Trace` by the right one."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

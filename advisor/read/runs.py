@@ -1,7 +1,5 @@
 """Content of a folder or URL: runs to choose from, traces, and a trace read from one."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Reader of foreign SQLite files, as columns: read-only, bounded, nothing in them is executed. Also
 joins of rows by the numbers that such files use."""
 
-from __future__ import annotations
-
 import gc
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Conversion of clean columns to a Trace's frames, with the schemas of ``advisor.core.trace``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

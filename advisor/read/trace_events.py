@@ -2,8 +2,6 @@
 
 Imports nothing of the project: the decoding processes load it, and they do without polars."""
 
-from __future__ import annotations
-
 import math
 import re
 

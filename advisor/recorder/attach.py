@@ -5,8 +5,6 @@ vLLM and SGLang have ``/start_profile`` and ``/stop_profile``
 https://docs.sglang.io/developer_guide/benchmark_and_profiling.html). Whatever happens in between,
 the profiler is asked to stop."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import signal

@@ -1,7 +1,5 @@
 """Daemon thread beside the training that mostly sleeps."""
 
-from __future__ import annotations
-
 import os
 import threading
 from abc import ABC, abstractmethod

@@ -3,8 +3,6 @@
 The frame's current instruction is a call, and the instructions that load what it calls begin at the
 same place of the source. Nothing of the program is run, and no attribute of its objects is read."""
 
-from __future__ import annotations
-
 import dis
 import sys
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType

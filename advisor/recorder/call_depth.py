@@ -13,8 +13,6 @@ that are bad, but what must hold where it is good:
 
 Asked once or twice a window, so it may take some ten µs."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any

@@ -4,8 +4,6 @@ Nothing here raises or imports: torch and others are looked up among the modules
 already, CUDA is only asked when the process has initialised it, and what cannot be had is left
 out. No environment variable is kept that is not on the list."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ lines: where the run is, and its first finding, worked out in another process.
 makes it and leaves its name in a hidden file beside it, under a key that only the processes of one
 launch share; the others wait for that file. All of this happens in the writer's thread."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import multiprocessing

@@ -10,8 +10,6 @@ Where the user has set ``NCCL_DEBUG`` and ``NCCL_DEBUG_FILE``, this process's fi
 lines alone. The topology is asked for once on each node of a job, at the lowest priority. Both are
 the work of a thread that sleeps; training waits for none of it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

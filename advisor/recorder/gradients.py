@@ -5,8 +5,6 @@ discriminator loss goes backward through the generator.
 Looked for once, at a few early optimizer steps, by a hook that is removed afterwards. Parameters,
 gradients and optimizers are held weakly; no value of a tensor is read."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

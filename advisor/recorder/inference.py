@@ -15,8 +15,6 @@ and many forwards follow, the session has it look again (``RecordingSession._ret
 Modules without parameters and submodules (transforms, losses) are not counted. But where no other
 is called and several of them take turns, they are a model's whose weights functions use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

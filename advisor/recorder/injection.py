@@ -6,8 +6,6 @@ made by one that trains: helpers and DataLoader workers leave nothing but a note
 Each process notes how far it came (``inject/sitecustomize.py``), and that is read here, for what is
 said if nothing was recorded. Imports no torch."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

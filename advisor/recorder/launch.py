@@ -4,8 +4,6 @@ The program runs in processes of its own, exactly as it would: ``__main__``, arg
 streams and the terminal's process group are its own. Only the environment differs, by
 ``PYTHONPATH`` (see ``inject/sitecustomize.py``) and ``ADVISOR_*``. Imports no torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@ batch's shapes, dtypes, bytes and share of padding.
 
 Only what the host knows anyway: no value of a GPU tensor is ever read."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from math import prod

@@ -7,8 +7,6 @@ of ours is in a trace, and no mode of the program sees it.
 
 Labels that a loss is called with are looked at where a sample of the stack meets the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref

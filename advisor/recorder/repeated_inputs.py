@@ -4,8 +4,6 @@ Layers of equal shapes run twice in a step for several reasons: a forward for me
 what is known, while a teacher or a target network is another module. A trace does not tell them
 apart, the module and the tensors do. No value of a tensor is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any
 

@@ -7,8 +7,6 @@ is a pattern; where the same codes follow, the times are taken out in columns, i
 time. Everything else is read entry by entry, and what a pattern says of its first step is compared
 with what was found there."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from itertools import chain
 from operator import add, sub

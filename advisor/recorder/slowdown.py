@@ -1,7 +1,5 @@
 """Detector of training that slows down. Runs in the writer's thread, on records of steps."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections import deque

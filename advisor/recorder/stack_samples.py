@@ -15,8 +15,6 @@ Python) they may end meanwhile, so nothing is sampled there.
 What the innermost frame calls in C is written as a frame below it. Arguments of losses that it
 meets are handed to ``on_loss``, at once."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -21,8 +21,6 @@ Where no optimizer is seen (weights updated by hand, an optimizer that is compil
 thread) a step is what lies between two changes of weights or gradients outside of backwards
 (``hooks.UpdateProbe``), from the second change on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable
 from operator import sub

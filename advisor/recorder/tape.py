@@ -6,8 +6,6 @@ would follow, no arithmetic. What it means is worked out when the tape is read: 
 thread, or, while a profiled window is due, in the training thread at the boundaries of steps.
 Times are ns of ``time.perf_counter_ns``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 OTHER, DATA, H2D, FORWARD, BACKWARD, OPTIMIZER, BETWEEN = range(7)

@@ -2,8 +2,6 @@
 counter of steps that ends the process after enough of them: for the pass under Scalene and trial
 runs."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -10,8 +10,6 @@ are read. Both happen in the training thread and not while it captures a graph: 
 thread would end a capture with an error. Nothing of this before the process itself has initialised
 CUDA. Their cost on a GPU is a figure of docs/overhead.md, measured or said not to be."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import deque

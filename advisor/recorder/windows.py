@@ -7,8 +7,6 @@ renamed in a thread of its own. Two profilers in one process crash it, so anothe
 is left alone, and one that starts during a window ends the window first. A session that somebody
 else took, or whose thread is gone, cannot be ended without a crash either: it is left as it is."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Markup built of tags: whatever is put into one is escaped, cleaned, and cut at ``MAX_TEXT``."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Renderer: the base class of every format."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import Any, ClassVar, Final, Generic, TypeVar

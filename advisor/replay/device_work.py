@@ -1,7 +1,5 @@
 """Device work and what lets it start: its launch, its stream, other streams' events."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -17,8 +17,6 @@ compiled functions that follow a graph break, ``name:`` the event that a gap is 
 ``ahead`` is for ``overlap``. A factor may have a band, ``0.25..0.4..0.67``: the optimistic one, the
 central one, the pessimistic one. :func:`write_edit` writes any Edit as such a line."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

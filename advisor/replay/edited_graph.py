@@ -4,8 +4,6 @@ So the order of edits does not matter, and the same edit twice counts once. Wher
 device work and each instant of host time keep the product of their factors. A launch or wait is
 removed if any edit removes it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

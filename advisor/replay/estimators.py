@@ -1,8 +1,6 @@
 """Estimators of what edits save in one window: replayed, or bounded by exposed time where the
 replay does not reproduce the measured steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from math import inf

@@ -5,8 +5,6 @@ selects, and on the host no more than the device idles. :meth:`ExposedTime.saved
 where the steps cannot be replayed. It counts the instants at which only the selected events delay
 the step: device work that nothing else covers, host time during which the device is idle."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Construction of the dependency graph of consecutive steps from the tables of a trace."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

@@ -6,8 +6,6 @@ across its borders, and little of the silence is left over. Then the first one's
 other, and the other's last event woke it. Where the other one ran backward nodes of autograd that
 is certain, and what is left over may be any Python that was not recorded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The operations of edits: what each removes from the graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

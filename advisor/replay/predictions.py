@@ -11,8 +11,6 @@ is then near zero. An interval is such that four of five past errors would have 
 one to come counted in (split conformal: of n errors the one in place ⌈0.8 (n + 1)⌉ by size). Kinds
 with too few of their own take all of them."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence

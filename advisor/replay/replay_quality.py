@@ -7,8 +7,6 @@ compared with the trace: the time that the host waited for the device, and the t
 idled. A wait is explained up to the error with which the graph's edges give its end, all else as
 measured. A wait carried over from the trace, without a known cause, is not explained."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

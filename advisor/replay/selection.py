@@ -1,8 +1,6 @@
 """Selectors applied to the tables and the graph: the rows and nodes that an Edit selects. For one
 that selects nothing, the nearest names that it could have selected."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from difflib import SequenceMatcher

@@ -1,7 +1,5 @@
 """Edges that release a blocked host thread: from the device work that a call waits for."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small traces written as code, for rule authors and tests."""
 
-from __future__ import annotations
-
 from advisor.testing.builder import TraceBuilder
 
 Examples = dict[str, TraceBuilder | tuple[TraceBuilder, str]]

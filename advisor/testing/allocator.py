@@ -8,8 +8,6 @@ that are free are merged; before a request fails, segments that hold nothing are
 layout is that of ``torch/csrc/cuda/Module.cpp``, compared with the functions of
 ``torch/cuda/_memory_viz.py`` in the tests."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

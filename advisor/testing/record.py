@@ -1,7 +1,5 @@
 """RecordBuilder: the recorder's files of a run, written as a program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

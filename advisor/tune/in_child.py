@@ -4,8 +4,6 @@ Named to the start-up file by ``ADVISOR_BEGIN``. ``before_program`` runs ahead o
 first line, ``begin`` when torch has been imported. What is measured goes to a file of its own; the
 program ends by SystemExit after its last step."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

@@ -11,8 +11,6 @@ what changed for both. Few pairs say little about how pairs scatter. So pairs of
 on the same machine in the same minutes, are added (a pooled variance). Until there are enough, the
 ratios of blocks that ran in turn are used."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence, Sized
 from typing import NamedTuple

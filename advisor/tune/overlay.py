@@ -7,8 +7,6 @@ path in the scratch folder. Deleting what was there before is refused. Other nat
 by the kernel (``process.py``). Where that is impossible, by an audit hook, which sees Python's
 calls only. Without torch: it is there before the program begins."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import functools

@@ -1,8 +1,6 @@
 """The steps from a program or a recorded run to a report of trials: the knobs that the findings'
 rules name, their predicted gains, the trials, and what is saved of them."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import shutil

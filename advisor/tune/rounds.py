@@ -6,8 +6,6 @@ Disturbances of the machine then affect all of them within a second or two, and 
 only once. A program that cannot be stopped (several ranks, another operating system) runs to its
 end, and the others after it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

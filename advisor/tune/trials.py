@@ -3,8 +3,6 @@
 Each pass is the program as it is, in fresh processes, against all knobs that are still tried, every
 second one backwards: in rounds of a few that take turns."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import textwrap

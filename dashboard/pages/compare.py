@@ -1,7 +1,5 @@
 """Compare: two runs side by side, with the predicted and the measured gain of each fix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import plotly.graph_objects as go

@@ -1,7 +1,5 @@
 """Distributed: ranks side by side, late ranks and their cost, bandwidth of collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Findings: the cause, its gain, its place in the code, the fix, and how to verify it."""
 
-from __future__ import annotations
-
 from typing import Any
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """Cost and GPUs: cost of the steps here, and their projected time and cost on other GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dash

@@ -1,7 +1,5 @@
 """Job: many ranks at a glance; a click opens the timeline of one, and reads its trace alone."""
 
-from __future__ import annotations
-
 from typing import Any
 from urllib.parse import urlencode
 

@@ -1,7 +1,5 @@
 """Kernels and ops: GPU work by kernel and operator, compared with the roofline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dash

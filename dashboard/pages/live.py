@@ -1,7 +1,5 @@
 """Live: a run during its recording: steps, phases, telemetry, and findings of each window."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory: its holders over time and at the peak, by snapshot or by trace; the recorded steps."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from typing import Any
 

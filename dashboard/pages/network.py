@@ -1,7 +1,5 @@
 """Network: the path that NCCL chose between the GPUs, and collectives that do not match or end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

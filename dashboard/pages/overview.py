@@ -1,7 +1,5 @@
 """Overview: the verdict, the step's time by class, and the fixes in order with their gains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import dash

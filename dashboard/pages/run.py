@@ -1,7 +1,5 @@
 """Run: the environment, all recorded steps, telemetry and hot Python lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs: the runs of a folder, newest first, and how their step time went over time."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

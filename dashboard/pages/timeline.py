@@ -1,8 +1,6 @@
 """The timeline page: a place for the canvas, which ``assets/timeline/`` fills; and the trace with
 advisor's tracks, written when somebody asks for it."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Trials: the fixes that ``advisor try`` measured on this run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counters below the lanes: NVML and host samples, allocator totals, hardware counters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

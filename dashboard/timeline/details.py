@@ -1,7 +1,5 @@
 """Facts about a slice and the slices linked to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -25,8 +25,6 @@ multiple of 8 bytes (zeros between)::
     counters f32[c * p] least, f32[c * p] largest (NaN: no value)
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

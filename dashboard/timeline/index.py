@@ -1,7 +1,5 @@
 """The lane index: every slice of a rank's window in columns, lane after lane, ordered by start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal

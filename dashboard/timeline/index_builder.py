@@ -1,7 +1,5 @@
 """A rank's lane index, built from its measurements."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

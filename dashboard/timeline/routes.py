@@ -1,7 +1,5 @@
 """The timeline's addresses: ``/_advisor/timeline/…``. All read; all parameters are bounded."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping

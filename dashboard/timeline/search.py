@@ -1,7 +1,5 @@
 """Queries on the index: slices by name, the slices of a finding, statistics of a range."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """torch.compile: graph breaks, and functions that are compiled again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A collective hangs: flight-recorder dumps compared across ranks."""
 
-from __future__ import annotations
-
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import FLIGHT_RECORDER, FlightCall, FlightDump
 from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, impact_without_gain

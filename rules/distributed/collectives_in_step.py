@@ -1,7 +1,5 @@
 """Collectives in each step that training does not need: metrics, barriers, Python objects."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple

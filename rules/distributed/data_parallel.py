@@ -1,7 +1,5 @@
 """nn.DataParallel: one process drives several devices."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

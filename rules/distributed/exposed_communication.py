@@ -1,7 +1,5 @@
 """Exposed communication: the device waits for the network."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Large collectives use less of the link between GPUs than NCCL attains of it."""
 
-from __future__ import annotations
-
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis

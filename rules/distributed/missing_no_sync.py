@@ -1,7 +1,5 @@
 """DDP reduces gradients in every backward pass although several make one optimizer step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

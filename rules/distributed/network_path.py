@@ -1,7 +1,5 @@
 """The path between GPUs that NCCL chose: its log, the topology of a node, and its settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar

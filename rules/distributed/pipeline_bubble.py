@@ -1,7 +1,5 @@
 """A pipeline's stages wait because its schedule has few micro-batches."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from advisor.core import text as t

@@ -1,7 +1,5 @@
 """Collectives issued so that no compute can overlap them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

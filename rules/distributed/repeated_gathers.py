@@ -1,7 +1,5 @@
 """FSDP gathers the same parameters again in every micro-batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

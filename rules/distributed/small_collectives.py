@@ -1,7 +1,5 @@
 """Many small collectives in a row that could be one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """FSDP gathers its parameters in many small pieces: its units are small."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensor parallelism crosses nodes although one node could hold it."""
 
-from __future__ import annotations
-
 from advisor.core.finding import Edit, Finding, Outcomes, PassedCheck, impact_without_gain
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis

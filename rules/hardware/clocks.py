@@ -1,7 +1,5 @@
 """GPU clocks held below their maximum: by temperature, by power, by a setting."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

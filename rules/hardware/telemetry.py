@@ -1,7 +1,5 @@
 """Rules about what the driver reports of the GPU: errors, other processes, the PCIe link."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from advisor.core import text as t

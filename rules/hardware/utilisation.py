@@ -1,7 +1,5 @@
 """Rules about the share of the GPU in use: multiprocessors behind the NVML figure, FLOPs of MFU."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

@@ -1,7 +1,5 @@
 """Limits of the host that telemetry shows: CPU quota, NUMA placement and computing threads."""
 
-from __future__ import annotations
-
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, impact_without_gain
 from advisor.core.rule import Citation, Evidence, Rule, Threshold

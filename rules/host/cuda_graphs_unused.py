@@ -1,7 +1,5 @@
 """Every step launches the same kernels one by one, and the GPU waits for it."""
 
-from __future__ import annotations
-
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck
 from advisor.core.rule import Evidence, Rule, Threshold

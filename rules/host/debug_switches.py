@@ -1,7 +1,5 @@
 """Debug settings that are on while a model trains."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Python inside the model's forward pass that runs no operator."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Python's garbage collector inside the training loop."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

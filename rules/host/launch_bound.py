@@ -1,7 +1,5 @@
 """The GPU waits for launches: too many small kernels for one host thread."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from advisor.core import text as t

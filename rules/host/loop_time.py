@@ -1,7 +1,5 @@
 """Time of the loop that is no training: its own code, and work between the steps."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Hooks on modules or gradients take much of the step."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from advisor.core import text as t

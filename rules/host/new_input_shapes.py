@@ -1,7 +1,5 @@
 """A library that prepares an operator again for each new input shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

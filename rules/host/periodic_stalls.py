@@ -1,7 +1,5 @@
 """Some steps take much longer because the loop writes a checkpoint or a log in them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar

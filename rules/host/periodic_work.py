@@ -1,7 +1,5 @@
 """Work of the loop that comes every few steps and takes much of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

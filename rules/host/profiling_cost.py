@@ -1,7 +1,5 @@
 """Notes on what the profiler itself costs, with nothing to gain in training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

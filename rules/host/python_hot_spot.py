@@ -1,7 +1,5 @@
 """Python that leaves the GPU idle: one function, or all before the first launch of a step."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A recurrent network that calls its cell for each element of the sequence."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

@@ -1,7 +1,5 @@
 """A graph that the backward pass goes through more than once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A line of the user's code that keeps the GPU idle, by the stacks sampled outside windows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

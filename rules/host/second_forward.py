@@ -1,7 +1,5 @@
 """A training step that runs its forward pass twice."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

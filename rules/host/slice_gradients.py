@@ -1,7 +1,5 @@
 """Slices of one tensor, taken one by one in a loop, each have a gradient of the whole size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 

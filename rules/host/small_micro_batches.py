@@ -1,7 +1,5 @@
 """Gradients are accumulated over micro-batches that are too small to keep the device busy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import ClassVar, NamedTuple
 

@@ -2,8 +2,6 @@
 
 The rules of this family differ in whether the long steps come at regular distances."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

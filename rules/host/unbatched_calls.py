@@ -1,7 +1,5 @@
 """Loops in Python over samples or elements, where one call with all of them would do."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """A loop that decodes tokens projects the same input again for each of them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass, field

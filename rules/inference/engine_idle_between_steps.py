@@ -1,7 +1,5 @@
 """The GPU idles between the steps of an inference engine."""
 
-from __future__ import annotations
-
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.intervals import covered_length
 from advisor.core.rule import FrameworkAdvice, Rule, Threshold

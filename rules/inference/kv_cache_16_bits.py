@@ -1,7 +1,5 @@
 """Attention reads keys and values in 16 bits while tokens are decoded."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

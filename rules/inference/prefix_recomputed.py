@@ -1,7 +1,5 @@
 """A loop that generates tokens runs the whole sequence through the model for each new one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, ClassVar

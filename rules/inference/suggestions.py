@@ -1,7 +1,5 @@
 """Suggestions for an engine whose gain its trace cannot show: questions to measure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model that does not train runs in training mode: its dropout layers are active."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The step waits for the DataLoader: for its workers, or for the loading in the main process."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

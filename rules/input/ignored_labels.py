@@ -1,7 +1,5 @@
 """The loss ignores a large part of the labels."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A large part of each batch is padding."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """DataLoader workers that are started again for each epoch, and whose queue runs empty."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from advisor.core import text as t

@@ -1,7 +1,5 @@
 """Work in double precision."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A layer computes all positions, and only some of its results are used."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 

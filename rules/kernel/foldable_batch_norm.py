@@ -1,7 +1,5 @@
 """Batch norm that a convolution before it could do, in inference."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

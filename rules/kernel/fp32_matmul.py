@@ -1,7 +1,5 @@
 """FP32 matrix work that tensor cores could do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """Operators that exist fused, written by hand as a chain of pointwise ones."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Rules about single kernels from their hardware counters: a family over one check."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar, NamedTuple
 

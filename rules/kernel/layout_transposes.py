@@ -1,7 +1,5 @@
 """Convolutions that transpose their tensors back and forth."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

@@ -1,7 +1,5 @@
 """Pointwise operators, reductions and normalisations far below the memory's rate."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

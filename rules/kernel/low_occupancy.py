@@ -1,7 +1,5 @@
 """Memory-bound kernels that keep too few threads on a multiprocessor to hide memory latency."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

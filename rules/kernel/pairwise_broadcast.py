@@ -1,7 +1,5 @@
 """Products and distances of all pairs, computed by broadcasting."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from math import prod

@@ -1,7 +1,5 @@
 """Weights and other tensors that stay the same, and that every forward pass makes again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

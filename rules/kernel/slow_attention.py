@@ -1,7 +1,5 @@
 """Fused attention far below what the device attains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import polars as pl

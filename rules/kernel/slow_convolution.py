@@ -1,7 +1,5 @@
 """Convolutions far below what the device attains, and cuDNN's search that is off."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Matrix products whose shape leaves most of the device without work."""
 
-from __future__ import annotations
-
 from math import ceil
 from typing import Any
 

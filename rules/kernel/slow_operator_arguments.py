@@ -1,7 +1,5 @@
 """Operators that their library computes slowly because of the arguments they are called with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """Layers of a TensorRT engine: formats converted between them, and precisions left high."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Kernels that Triton compiled with more values per thread than registers."""
 
-from __future__ import annotations
-
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import TRITON_CACHE

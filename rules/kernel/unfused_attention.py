@@ -1,7 +1,5 @@
 """Attention computed as product, softmax, product instead of one fused kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

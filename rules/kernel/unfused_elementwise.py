@@ -1,7 +1,5 @@
 """Chains of pointwise and reduction kernels that could be one kernel each."""
 
-from __future__ import annotations
-
 from math import prod
 
 import numpy as np

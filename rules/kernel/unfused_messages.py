@@ -1,7 +1,5 @@
 """Messages along the edges of a graph that are written to memory one by one."""
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Grids that leave multiprocessors idle: the last wave of blocks, or all of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray

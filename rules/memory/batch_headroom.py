@@ -1,7 +1,5 @@
 """Half of the GPU memory is free: a larger batch would fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

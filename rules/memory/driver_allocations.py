@@ -2,8 +2,6 @@
 
 The rules of this family differ in the calls that they count."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """torch.cuda.empty_cache() in the training loop."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes

@@ -1,7 +1,5 @@
 """Part of the loop builds an autograd graph that no backward pass uses."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A tensor that grows by concatenation is copied whole each time."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise

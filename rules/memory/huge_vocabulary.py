@@ -1,7 +1,5 @@
 """The loss over a large vocabulary holds several copies of the logits."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from advisor.core import text as t

@@ -1,7 +1,5 @@
 """Memory that is kept too long: tensors of the previous step, and a leak in every step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

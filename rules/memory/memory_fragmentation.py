@@ -1,7 +1,5 @@
 """The allocator holds much more GPU memory than tensors ever needed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 

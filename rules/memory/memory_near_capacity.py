@@ -1,7 +1,5 @@
 """GPU memory is almost full."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The run ran out of GPU memory."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from advisor.core import text as t

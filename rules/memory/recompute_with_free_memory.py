@@ -1,7 +1,5 @@
 """Activation checkpointing although memory is free."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck

@@ -1,7 +1,5 @@
 """Pages of unified memory that move while kernels wait for them."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

@@ -1,7 +1,5 @@
 """The gradient of an embedding is a whole table, of which a step uses few rows."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

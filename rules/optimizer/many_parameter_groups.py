@@ -1,7 +1,5 @@
 """Parameter groups of an optimizer, each of which is updated on its own."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """An optimizer that updates one parameter at a time."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Gradients that no optimizer uses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

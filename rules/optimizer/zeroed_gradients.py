@@ -1,7 +1,5 @@
 """Gradients that are filled with zeros, and then added to."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from advisor.core.finding import Edit, Finding, Outcomes, Select

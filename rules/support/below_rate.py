@@ -1,8 +1,6 @@
 """Operators far below the device's rates: one check for products, convolutions, attention and
 memory-bound operators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 

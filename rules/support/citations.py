@@ -2,8 +2,6 @@
 
 ``address`` is a public one, or the file of this repository in which the number is measured."""
 
-from __future__ import annotations
-
 from advisor.core.rule import Citation
 
 # -- thresholds of other tools ------------------------------------------------------------------

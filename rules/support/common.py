@@ -1,8 +1,6 @@
 """Helpers that several rules need for a finding: amounts per step and the places that cost most; of
 a recorded run its record, its loader and the impact of a fix."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

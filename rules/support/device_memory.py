@@ -1,7 +1,5 @@
 """Helpers of the memory rules: peaks of GPU memory in a trace and over a run, and its holders."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

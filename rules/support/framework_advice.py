@@ -1,7 +1,5 @@
 """Advice of rules for programs that are not written with PyTorch, where several rules share it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from advisor.core.rule import ANY_FRAMEWORK, Citation, FrameworkAdvice

@@ -1,7 +1,5 @@
 """Calls that block the host until the GPU is done, and the GPU idle time that follows them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

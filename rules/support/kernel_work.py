@@ -1,8 +1,6 @@
 """Helpers that the kernel rules share: which kernels count, how busy the device is, edits, places;
 unfused attention's kernels, and how long fused kernels would take for the same."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, prod

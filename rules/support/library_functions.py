@@ -1,8 +1,6 @@
 """Functions of libraries that take much of a step's Python time, what they cost and how to save
 it: the one table for the loading, the loop's own code and the forward pass."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cached_property

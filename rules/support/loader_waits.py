@@ -1,7 +1,5 @@
 """Waits of the step for the DataLoader, and how much of them the GPU idles."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePath
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Operators of the loop's own code, outside modules, loading, backward pass and optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

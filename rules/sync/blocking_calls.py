@@ -1,8 +1,6 @@
 """Rules on calls that block the host. They differ in the calls that they select; each call costs
 the GPU idle time after it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

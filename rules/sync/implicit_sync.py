@@ -1,7 +1,5 @@
 """Reading a value of the GPU blocks the host: now and then, or so often that both take turns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

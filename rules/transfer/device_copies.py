@@ -1,7 +1,5 @@
 """Copies within GPU memory, and copies beside which nothing else runs."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 

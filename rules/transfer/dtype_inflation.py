@@ -1,7 +1,5 @@
 """Copies that are larger than they need to be, or go back and forth."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

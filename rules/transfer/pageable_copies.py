@@ -1,7 +1,5 @@
 """Copies from pageable host memory: slow, and they block the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import polars as pl

@@ -1,7 +1,5 @@
 """Measurement of a job of many ranks, one by one where the files are: in processes, or on Dask."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

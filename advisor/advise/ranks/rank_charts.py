@@ -2,8 +2,6 @@
 
 Made here once, as data with its words, for every renderer and the dashboard."""
 
-from __future__ import annotations
-
 import math
 from statistics import median
 from typing import Final, NamedTuple

@@ -1,7 +1,5 @@
 """Task of a worker for one file: fetch and measure it, and return its summary or the reason."""
 
-from __future__ import annotations
-
 import gc
 import time
 from dataclasses import replace

@@ -9,8 +9,6 @@ A datasheet's peak is a ceiling that no kernel comes near: the fastest matrix pr
 measured reaches 51 to 108% of it, a STREAM triad 69 to 89% of the memory's. What a kernel could
 save is therefore judged by what others reached."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib.resources import files

@@ -4,8 +4,6 @@ Collectives of a process group are numbered in the order in which a rank calls t
 numbers belong together. Only numbers that are still in every rank's buffer are compared.
 Differences of a group after its first are consequences of it, and left out."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

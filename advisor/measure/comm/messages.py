@@ -1,7 +1,5 @@
 """Arguments of each collective: its kind, message, dtype and group."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

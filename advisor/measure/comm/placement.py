@@ -1,8 +1,6 @@
 """Nodes that each axis of the mesh spans, and the time of collectives if the tensor-parallel ranks
 shared a node."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 

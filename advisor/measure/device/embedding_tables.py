@@ -1,7 +1,5 @@
 """Embedding tables that a step looks rows up in."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -3,8 +3,6 @@
 The driver's counter (nvmlDeviceGetTotalEnergyConsumption, mJ since the driver was loaded) where
 there is one, else its power (nvmlDeviceGetPowerUsage, mW) integrated by the trapezoid rule."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

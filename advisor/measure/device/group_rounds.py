@@ -1,7 +1,5 @@
 """Passes of an optimizer over its parameter groups: operators that it runs for each in turn."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, NamedTuple
 

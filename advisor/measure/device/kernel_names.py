@@ -3,8 +3,6 @@
 Each distinct name is looked at once, with polars' linear-time regular expressions: names come from
 the trace, may be long, and may be hostile."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 ``kernels.py`` and ``traffic.py`` both start from these. Argument positions are those of PyTorch's
 operator schemas (``torch._C._jit_get_schemas_for_operator``)."""
 
-from __future__ import annotations
-
 import re
 from math import prod
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Arguments of operators: calls by them, lengths that FFTs are fast for, the time per byte of
 elementwise operators, and which part of a tensor is read next."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Casts between 16-bit formats and FP32 right before and after products in FP32."""
 
-from __future__ import annotations
-
 from math import prod
 
 import numpy as np

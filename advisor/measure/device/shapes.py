@@ -3,8 +3,6 @@
 All of it is text from the trace, so everything is checked, and what does not fit counts as absent.
 """
 
-from __future__ import annotations
-
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ the recomputed scores), except that causal attention counts only the pairs that 
 Winograd and FFT convolutions count as direct ones, so they can exceed a peak. The others are bound
 by memory, and get the operations of their textbook formula an element."""
 
-from __future__ import annotations
-
 from math import prod
 
 from advisor.measure.device.matmuls import (

@@ -1,8 +1,6 @@
 """Device work and its launches: the responsible operator, lost records, work queued before the
 recording, and hosts that run ahead."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Library function that takes most of a part of the step, by Python stacks: those sampled outside
 windows, or those of a window as samples of a microsecond."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Events of modules (PyTorch), ranges named after modules (NVTX, ``record_function
 operators that are paths (XLA), marks before and after the forward of a module (FSDP), Python frames
 of ``forward``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Final, Literal

@@ -1,7 +1,5 @@
 """Patterns over name columns: each distinct name is looked at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,5 @@
 """Code of the user's that the sampled stacks show outside the model, by line and by function."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ One entry of ``PATTERNS`` a spelling, with where the engine writes it. A mark ma
 its requests: ``sq`` of new tokens (queries), ``sk`` of tokens attended to (keys), ``sqsq`` and
 ``sqsk`` of their squares and products."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import NamedTuple

@@ -5,8 +5,6 @@ capture has both, for launches that run nothing: the n-th captured launch is the
 replay (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-graphs: a graph that is captured
 from streams keeps their order)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """History of the allocator in order: lifetime of each block, and bytes held at each event."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

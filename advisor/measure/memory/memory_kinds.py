@@ -1,7 +1,5 @@
 """Categories of memory blocks, by call path, lifetime in the step, and pattern of sizes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

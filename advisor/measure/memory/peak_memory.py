@@ -3,8 +3,6 @@
 Everything is read off a snapshot (``memory_history.py``); bytes are those that were asked for,
 which the allocator rounds up."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, wraps

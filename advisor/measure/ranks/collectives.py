@@ -1,8 +1,6 @@
 """Collectives of one rank, each with the key that matches it with other ranks'; and collectives
 that take longer where some hosts take part, after the last rank has come."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 
 All of it in whole columns: a cell is one collective on one rank, a row is one collective."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

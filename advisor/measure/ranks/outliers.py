@@ -1,8 +1,6 @@
 """Outliers among ranks, by work of their own (no rank is blamed for waiting), and texts that
 describe them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

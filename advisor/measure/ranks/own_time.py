@@ -4,8 +4,6 @@ device or more work.
 Own time is what is left of a step without communication that nothing hides: ranks share the step,
 they do not share their work."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 
 Reads one trace and keeps nothing of it but the summary."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 

@@ -1,8 +1,6 @@
 """Ranks with traces side by side: on one clock, which rank keeps others waiting, and how much
 communication is exposed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@ clusters of similar ranks.
 
 A worker reads a trace, measures it and sends this; nobody holds two traces at once."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Levels at which something is an outlier (rank, host, rack), and how probably."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """Intervals of the step that selectors and rules name; and the calls that take the time of given
 host ranges, such as a loader's fetches."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Work of the loop that comes every few steps, from the recorded times between and in steps."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A step as lanes of strips, one lane per stream, its time in a bounded number of cells."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

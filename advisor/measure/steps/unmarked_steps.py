@@ -1,7 +1,5 @@
 """Steps where nothing marks them: the range, or the sequence of device work, that repeats."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise

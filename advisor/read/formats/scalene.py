@@ -3,8 +3,6 @@
 The file is untrusted, and Scalene is not imported (two seconds). Of a line only what it costs is
 read; unknown fields are ignored."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

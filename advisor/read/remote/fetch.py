@@ -3,8 +3,6 @@
 What breaks off goes on where it was, where the other side can do that, and from the start where it
 cannot. A file counts as read when as many bytes came as were promised and it is still the same."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable, Iterator

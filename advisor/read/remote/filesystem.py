@@ -7,8 +7,6 @@ it could not ask for. Libraries are known by the names of their errors and by th
 server answered: none is imported for this. What they say themselves holds URLs with their
 signatures, and is not repeated."""
 
-from __future__ import annotations
-
 import errno
 import random
 import threading

@@ -1,7 +1,5 @@
 """Search for the files that URLs stand for: files, folders and globs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Parsing of URLs: recognition, redaction for display, the file's name, its rank."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from urllib.parse import unquote

@@ -3,8 +3,6 @@
 Do not give Lightning's own ``PyTorchProfiler`` beside it: two profilers crash a process; windows
 are left out while another one is active."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from advisor.recorder.api import Recorder

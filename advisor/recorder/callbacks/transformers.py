@@ -1,7 +1,5 @@
 """Callback for Hugging Face Transformers: ``Trainer(callbacks=[AdvisorCallback()])``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback

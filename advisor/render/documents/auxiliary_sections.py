@@ -2,8 +2,6 @@
 CUDA graphs. Hardware counters and Triton's cache, a row per kernel. Between the ranks: the path
 that NCCL chose, and calls that do not match or end."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final

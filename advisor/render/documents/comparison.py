@@ -1,7 +1,5 @@
 """The document of a comparison, and of a gate's decision: two runs side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final

@@ -1,7 +1,5 @@
 """Sections of a report on a served model: its steps by phase, and the time between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

@@ -1,8 +1,6 @@
 """The documents of ``advisor analyze --by layer``, time by module, as a tree and by kind, and of
 ``--by operator``, operators by shape."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Final
 

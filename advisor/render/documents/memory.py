@@ -1,7 +1,5 @@
 """Document of a memory snapshot, a section a device."""
 
-from __future__ import annotations
-
 from pathlib import PurePath
 from statistics import median
 from typing import Final, NamedTuple

@@ -1,7 +1,5 @@
 """A sample of GPUs and host as a table for the terminal, and as text for Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

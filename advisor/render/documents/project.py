@@ -1,8 +1,6 @@
 """The documents of ``advisor project`` and ``advisor fit``: a step on other GPUs, and on other
 numbers of them; whether a program fits a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The ranks of a job beside each other: their steps, similar ones, what a change gains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

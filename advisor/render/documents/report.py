@@ -1,7 +1,5 @@
 """The document of a report: where the time goes, what to change, and what else is known."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final
 

@@ -2,8 +2,6 @@
 
 Read by ``advisor rules`` and by the generator of the reference in docs/rules."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

@@ -1,7 +1,5 @@
 """The document of a report of trials: what was tried, what it gained, what to write."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

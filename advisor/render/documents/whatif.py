@@ -1,7 +1,5 @@
 """The documents of ``advisor whatif``: a step with edits, in another number format, on a mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Formats by name, and by the suffix of a file; one file a format."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -3,8 +3,6 @@
 At most 1,500 tokens or so. What comes from the trace (names, lines of code) is marked as data, not
 instructions."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from advisor.core import labels

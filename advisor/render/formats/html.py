@@ -1,7 +1,5 @@
 """A document as one HTML file to mail or attach, that loads nothing and runs nothing."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.resources import files
 from typing import Final

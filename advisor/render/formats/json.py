@@ -1,7 +1,5 @@
 """The JSON renderer: the data as it is, with nothing in it that a terminal could obey."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from advisor.core.labels import sanitize

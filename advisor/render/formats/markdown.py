@@ -1,7 +1,5 @@
 """A document as Markdown that GitHub reads, for a pull request or a wiki: details are folded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 

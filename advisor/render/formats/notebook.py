@@ -2,8 +2,6 @@
 
 Colours come from the notebook's own theme where they can; nothing is loaded and nothing runs."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Final

@@ -4,8 +4,6 @@ SARIF 2.1.0 (OASIS standard, 27 March 2020). Times and confidences are in proper
 code scanning refuses a whole file for one result without a file, and shows only a result's first
 place: so lines of code come first, and what has none lies at the trace."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

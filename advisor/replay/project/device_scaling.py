@@ -11,8 +11,6 @@ range from published tables (``benchmarks/precision.json``, compared by
 ``benchmarks/bench_precision.py``). Quantising is bytes at the memory rate, and at least the
 shortest kernel each, as torchao counts them (``torchao/testing/training/roofline_utils.py``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple

@@ -1,8 +1,6 @@
 """The measured step with its matrix products in a narrower number format, or with 2:4 sparse
 weights: which layers to convert, which to leave, and the step after it, replayed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 that a projection is made from: the one with most work of its own, which the others wait for, and
 the median one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Gain of a change for the job: its saving on each rank, in a replay of all ranks together."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

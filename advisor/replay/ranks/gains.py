@@ -1,7 +1,5 @@
 """Gains of the job's step from changes, in the replay of the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Max-plus: a rank comes to a collective when its own work has got that far, a col
 the last of its group has come, and ends after its transfer; where a rank stood still for it, its
 own work goes on then."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

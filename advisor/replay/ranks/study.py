@@ -3,8 +3,6 @@
 This is the one way for 2 ranks and for 1,024: matched, put on one clock, searched for outliers and
 replayed, by whole columns."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Knobs of DistributedDataParallel that cost nothing to set."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, ClassVar
 

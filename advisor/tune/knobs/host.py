@@ -1,7 +1,5 @@
 """Knobs of the process around the model: cores, threads, the allocator, garbage collection."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Sequence

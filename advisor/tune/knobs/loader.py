@@ -1,7 +1,5 @@
 """Knobs of every DataLoader: workers, batches ahead and pinned memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

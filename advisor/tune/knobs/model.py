@@ -1,7 +1,5 @@
 """Knobs of the model's computation: its arithmetic, its order of memory, torch.compile."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

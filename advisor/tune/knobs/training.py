@@ -1,7 +1,5 @@
 """Knobs of the training loop: batch size (only on request), optimizer, evaluation."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -5,8 +5,6 @@ blocks of a header (numbers of sources and results, a table of strings, the size
 and so many messages, each behind its length. A result is one profiled launch. This was read off
 files of the versions 2022 to 2025; where the layout does not fit, :data:`EXPORT` is advised."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -4,8 +4,6 @@ A report holds the module of each kernel (an ELF file). Compiled with ``-lineinf
 of lines for each function: ``.debug_line`` in DWARF 2 to 4, whose addresses ``.rel.debug_line``
 ties to ``.text.<function>``. Samples are counted by absolute address."""
 
-from __future__ import annotations
-
 import struct
 from bisect import bisect_right
 from collections import Counter

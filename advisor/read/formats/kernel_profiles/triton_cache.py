@@ -7,8 +7,6 @@ of a cubin the attributes ``REGCOUNT`` and ``FRAME_SIZE`` in ``.nv.info``, which
 --dump-resource-usage`` prints; of a code object the metadata in its note
 (https://llvm.org/docs/AMDGPUUsage.html#code-object-metadata)."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct

@@ -2,8 +2,6 @@
 
 Runs in the decoding processes: needs only msgspec and numpy."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import deque

@@ -4,8 +4,6 @@ Two ways to find the cuts. The fast one looks backwards for ``}, {"ph"`` and tru
 inside a nested list leaves both pieces unbalanced, so a wrong one cannot go unnoticed. The exact
 one follows quotes and brackets over the whole text; it is used when the fast one was caught out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

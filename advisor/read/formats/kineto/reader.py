@@ -1,8 +1,6 @@
 """Reader of PyTorch profiler (Kineto) traces, and of the metadata beside their events, as
 TraceMeta."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

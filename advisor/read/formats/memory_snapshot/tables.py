@@ -4,8 +4,6 @@ Blocks carried their stack in ``history`` first, then in ``frames``; segments ha
 whether they are expandable; states, addresses of blocks, times, settings and annotations came one
 by one. What a file does not tell is null."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

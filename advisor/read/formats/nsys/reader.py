@@ -1,7 +1,5 @@
 """Reader of Nsight Systems: exports to SQLite, and reports through ``nsys export``."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import replace

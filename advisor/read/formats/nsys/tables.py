@@ -4,8 +4,6 @@ The layout is that of Nsight Systems' exporter ("SQLite Schema Reference" in its
 to 2026. Tables are written only where something was recorded, and columns come and go between
 versions: whatever is not there is not recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import polars as pl

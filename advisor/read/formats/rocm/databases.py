@@ -5,8 +5,6 @@ RPD keeps calls in ``rocpd_api``, device work in ``rocpd_op`` and what belongs t
 process; since version 4 of its schema times and places stand in tables of their own
 (``rocpd_timestamp``, ``rocpd_track``)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

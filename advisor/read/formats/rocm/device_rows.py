@@ -1,7 +1,5 @@
 """Rows for ``build_trace`` from ROCm's profilers, whatever file they are stored in."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Readers of ROCm: RPD and rocpd databases, and rocprofv3's JSON."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from advisor.core.trace import Trace, TraceMeta

@@ -1,7 +1,5 @@
 """Reader of rocprofv3's JSON (``--output-format json``): typed shapes and rows of a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args, get_origin
 

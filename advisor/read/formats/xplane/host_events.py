@@ -1,7 +1,5 @@
 """Meaning of the host events of TensorFlow, JAX and XLA: calls, operators, input waits, steps."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ A space holds planes (a host's threads, a device), a plane lines (a thread, a st
 events. Names of events and of their values ("stats") stand once a plane and are referred to by
 number (``tsl/profiler/protobuf/xplane.proto``, whose field numbers are the constants here)."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field

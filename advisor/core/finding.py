@@ -60,6 +60,7 @@ Instants = Literal[
     "unused_gradient",
     "new_shape",
     "graph_entry",
+    "without_gradient",
     "loop",
 ]
 """Contexts that ``Select.at`` names; its docstring says what each is."""
@@ -138,7 +139,9 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``repeated_backward``: in nodes of the autograd graph that run again.
     ``rebuilt_weights``: while weights that nothing trains are cast or normalised.
     ``unused_gradient``: while gradients are computed of parameters that no optimizer holds.
-    ``new_shape``: while an operator prepares for an input shape that comes for the first time."""
+    ``new_shape``: while an operator prepares for an input shape that comes for the first time.
+    ``without_gradient``: in runs of operators without gradient around a read of a size, inside a
+    trained forward pass."""
     region: tuple[str, ...] = ()
     """Compiled functions, by number (``1`` of ``Torch-Compiled Region: 1/0``), into which a break
     must lead to be selected; for ``graph_break``."""

@@ -156,7 +156,10 @@ def host_spans(a: Analysis, select: Select) -> tuple[Ints, ...]:
     return tuple(table[name].to_numpy() for name in ("thread", "ts", "dur"))
 
 
-WHOLE = ("recompute", "second_forward", "repeated_backward", "rebuilt_weights", "unused_gradient")
+WHOLE = (
+    "recompute", "second_forward", "repeated_backward", "rebuilt_weights", "unused_gradient",
+    "without_gradient",
+)  # fmt: skip
 """Instants of ``Select.at`` in which a thread does nothing but the work that they name."""
 
 

@@ -2,7 +2,7 @@
 the GPU idle time after it."""
 
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import polars as pl
@@ -40,6 +40,9 @@ from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 _CALLS_METRIC = r"torchmetrics/(?:metric|collections)\.py\(\d+\): (?:\w+\.)?forward$"
+
+
+EVENTS: Final = ("gpu", "host", "gap")
 
 
 class BlockingRule(Rule):
@@ -93,8 +96,7 @@ class BlockingRule(Rule):
                 *self._details(a, blocking),
             ],
             where=where,
-            edits=self._edits(a, blocking),
-            **self._advice(a, blocking, where),
+            **{"edits": self._edits(a, blocking), **self._advice(a, blocking, where)},
         )
 
 
@@ -242,9 +244,7 @@ class DataDependentShapes(BlockingRule):
         "PyTorch Geometric normalises the graph": {
             "fix": "Normalise a fixed graph once (cached=True): the wait is in {library}. Graphs "
             "that change can be normalised beforehand, for layers with normalize=False.",
-            "assumptions": (
-                "the gain is of the waits alone: the kernels that normalise the graph go too",
-            ),
+            "assumptions": ("the graph is the same in each step",),
             "code": "# one fixed graph\n"
             "self.conv = GCNConv(in_channels, out_channels, cached=True)\n"
             "# others: once for each, for layers with normalize=False\n"
@@ -325,6 +325,8 @@ class DataDependentShapes(BlockingRule):
         case = "in a library"
         if re.search(r"gcn_norm|self_loops", library) and "torch_geometric" in library:
             case = "PyTorch Geometric normalises the graph"
+            run = [Edit(op="remove", select=Select(on=on, at="without_gradient")) for on in EVENTS]
+            return {"edits": [*self._edits(a, blocking), *run], **self.case(case, library=library)}
         elif "torchmetrics" in library:
             calls = runs_code_of(a, _CALLS_METRIC)
             case = f"torchmetrics {'computes each batch' if calls else 'checks values'}"

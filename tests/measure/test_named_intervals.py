@@ -5,14 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import pytest
 
+import advisor
 from advisor.core.finding import Edit, Select
 from advisor.measure import Analysis
-from advisor.measure.steps.named_intervals import broken_regions, graph_breaks, step_starts
+from advisor.measure.steps.named_intervals import (
+    broken_regions,
+    graph_breaks,
+    step_starts,
+    without_gradient,
+)
 from advisor.read import read_trace
 from advisor.replay.exposed_time import exposed_intervals
 from advisor.testing import TraceBuilder
+
+CORPUS = Path(__file__).parents[1] / "corpus"
 
 
 def test_a_step_begins_with_the_time_to_the_first_work_launched_in_it() -> None:
@@ -117,3 +127,22 @@ def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: 
     assert breaks == 2
     assert len(broken_regions(a)) == breaks
     assert 0 < graph_breaks(a).total < a.span_ns
+
+
+def test_runs_without_gradient_are_each_one_normalisation_of_the_graph() -> None:
+    """A graph convolution normalises its graph (one ``pow_``, one ``nonzero`` whose size is read),
+    then multiplies by its weights, which have a gradient."""
+    run = advisor.open(CORPUS / "h100" / "citation_gcn")
+    a = Analysis(next(iter(run.traces.values())))
+    found = without_gradient(a)
+    cpu = a.trace.cpu.select("ts", pl.col("name").cast(pl.String))
+
+    def calls(name: str) -> list[int]:
+        ts = cpu.filter(pl.col("name") == name)["ts"].to_numpy()
+        place = np.searchsorted(found.start, ts, side="right") - 1
+        return place[(place >= 0) & (ts < found.end[np.maximum(place, 0)])].tolist()
+
+    # 3 in each of 5 steps, but that the recording begins in one
+    assert len(found) == 14
+    assert calls("aten::pow_") == calls("aten::nonzero") == list(range(14))
+    assert not calls("aten::mm") and not calls("aten::scatter_add") and not calls("aten::relu")

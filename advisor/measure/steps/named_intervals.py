@@ -11,7 +11,13 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Select
-from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
+from advisor.core.intervals import (
+    EMPTY,
+    Intervals,
+    intersect,
+    subtract,
+    union,
+)
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
@@ -148,6 +154,41 @@ def between_steps(a: Analysis) -> Intervals:
     return intersect(union(begin[near], np.maximum(begin, end)[near]), a.spans)
 
 
+def without_gradient(a: Analysis) -> Intervals:
+    """Find runs of operators of the main thread that keep nothing for a gradient, inside a forward
+    pass that does, and in which the host waits: it reads the size of a result. PyTorch numbers the
+    nodes of the graph; operators of one run have the number of the node that comes next. What makes
+    that node ends a run; uploads and reads by the loop begin another."""
+    cpu = a.trace.cpu
+    around = outermost_ancestor(parent_rows(a.trace), is_operator(a.trace))
+    outer = np.flatnonzero(around == np.arange(cpu.height))
+    outer = outer[(cpu["thread"] == a.trace.main_thread).fill_null(False).to_numpy()[outer]]
+    ts = cpu["ts"].to_numpy()[outer]
+    outer, ts = outer[order := np.argsort(ts, kind="stable")], ts[order]
+    table = pl.DataFrame(
+        {
+            "ts": ts,
+            "end": ts + cpu["dur"].to_numpy()[outer],
+            "node": cpu["sequence"].gather(outer).forward_fill(),
+            "reads": np.isin(outer, around[a.syncs["host"].to_numpy()]),
+            "apart": name_matches(cpu["name"].gather(outer), r"^aten::(?:to|copy_|item)$"),
+        }
+    )
+    begins = (pl.col("node") != pl.col("node").shift(1)) | pl.col("apart")
+    begins |= pl.col("apart").shift(1)
+    table = table.with_columns(
+        run=begins.fill_null(True).cum_sum(),
+        makes_node=(pl.col("node").shift(-1) > pl.col("node")).fill_null(False),
+    )
+    runs = (
+        table.filter(pl.col("makes_node").any().over("run"), ~pl.col("makes_node"))
+        .group_by("run")
+        .agg(pl.col("ts").min(), pl.col("end").max(), pl.col("reads").any())
+        .filter("reads")
+    )
+    return intersect(union(runs["ts"].to_numpy(), runs["end"].to_numpy()), a.spans)
+
+
 def select_instants(a: Analysis, select: Select) -> Intervals:
     """Return the instants that ``Select.at`` names, as intervals."""
     if select.at == "graph_break":
@@ -168,6 +209,7 @@ _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "unused_gradient": attrgetter("unused_gradient_work.spans"),
     "new_shape": attrgetter("new_shape_spans"),
     "graph_entry": graph_entries,
+    "without_gradient": without_gradient,
 }
 """Name -> intervals; those that edits of one finding use repeatedly are cached."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import polars as pl
 
+from advisor.advise.program_wording import analyze_command
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
@@ -174,8 +175,8 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         text += _raise_occupancy(views) or _relieve(views)
     elif all(view.duration_ns is None for view in views):
         text += (
-            "Give the file of their times with it (--kernel-profile FILE): "
-            "the bandwidth needs both."
+            "The bandwidth needs the file of their times too: "
+            f"{analyze_command(report)} --kernel-profile TIMES"
         )
     else:
         text += f"What limits it is not recorded: collect it with {_collector(report)}."
@@ -394,7 +395,7 @@ NCU_SECTIONS = (
 
 ENGINE_BENCHMARKS = {
     "vllm": "vllm bench latency --model MODEL",
-    "sglang": "python -m sglang.bench_one_batch --model-path MODEL",
+    "sglang": "python -m sglang.bench_one_batch \\\n     --model-path MODEL",
 }
 """Benchmark commands of engines, which end and repeat the same work, by engine:
 https://docs.vllm.ai/en/stable/cli/bench/latency.html,
@@ -423,7 +424,15 @@ def _program(report: Report) -> str:
         return "PROGRAM" if framework is None else "python program.py"
     if report.inference is None:
         return ANY_PROGRAM
-    return ENGINE_BENCHMARKS.get(report.inference.engine or "", "python infer.py")
+    command = ENGINE_BENCHMARKS.get(report.inference.engine or "")
+    if command is None:
+        return "python infer.py"
+    phase = report.inference.phases[0]
+    if phase.requests and phase.requests >= 1:
+        command += f" --batch-size {round(phase.requests)}"
+        if phase.name == "prefill" and phase.tokens:  # of a decode step the context is not known
+            command += f" --input-len {round(phase.tokens / phase.requests)}"
+    return command
 
 
 def profiling_command(
@@ -452,7 +461,9 @@ def profiling_command(
             "rocprof-compute profile -n run \\\n"
             + f"  -k {' '.join(names)} \\\n"
             + f"  -- {program}",
-            f"The program runs some ten times, once per group of counters.{hint}",
+            "The program runs some ten times, once per group of counters. Then: rocprof-compute "
+            "analyze -p workloads/run/* --output-format db, and "
+            f"{analyze_command(report)} --kernel-profile DATABASE{'.' * bool(hint)}{hint}",
         )
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
     pattern = f"^({'|'.join(names)})"
@@ -468,8 +479,8 @@ def profiling_command(
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
         f"  -o kernels {program}",
         f"{t.count_noun(count, 'launch')}{after}, each repeated some ten times with "
-        "memory saved and restored. Then: advisor analyze TRACE --kernel-profile kernels.ncu-rep"
-        f"{'.' * bool(hint)}{hint}",
+        f"memory saved and restored. Then: {analyze_command(report)} --kernel-profile "
+        f"kernels.ncu-rep{'.' * bool(hint)}{hint}",
     )
 
 

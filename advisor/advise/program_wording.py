@@ -6,6 +6,8 @@ of a DataLoader. Rules of others are left as they are. ``how_to_record`` does th
 would have to be recorded."""
 
 import re
+import shlex
+from pathlib import PurePath
 
 from msgspec.structs import replace
 
@@ -134,7 +136,7 @@ MEMORY_SNAPSHOT = (
 """Recording of the allocator's memory beside a trace of any tool."""
 
 
-ACTIVITIES = "activities=[CPU, CUDA]"
+ACTIVITIES = "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
 
 _DEEP = frozenset(("with_stack", "profile_memory"))
 """Profiler options that ``advisor record --deep`` switches on."""
@@ -201,6 +203,12 @@ def ask_to_record(how: str) -> str:
     if how.startswith("with_stack"):
         return f"Record stacks ({how})"
     return f"Record {how}" if _RECORDING.match(how) else f"Record with {how}"
+
+
+def analyze_command(report: Report) -> str:
+    """Return the command that analyses a report's file; ``TRACE`` stands for several files."""
+    paths = [PurePath(each.path).name for each in report.inputs]
+    return f"advisor analyze {shlex.quote(labels.clean(paths[0])) if len(paths) == 1 else 'TRACE'}"
 
 
 def mark_steps(trace_format: str | None, framework: str | None) -> str:

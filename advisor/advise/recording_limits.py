@@ -101,8 +101,7 @@ def list_limits(a: Analysis, run: Run) -> list[str]:
     elif not (a.trace.cpu["kind"] == "op").any():
         result.append(_no_operators(a.trace))
     if part := part_of_step(a):
-        whole = "all GPU work of several whole steps"
-        result.append(f"{part} Times and gains are of that part. Record {whole}.")
+        result.append(f"{part} Times and gains are of that part. {record_whole_steps(meta)}")
     result += _start_up(a)
     result += _unknown_step(a)
     shortest, longest = _extremes(a)
@@ -213,8 +212,19 @@ LATER_STEPS = "skip_first=10, wait=1, warmup=3, active=5"
 
 
 def schedule_of(meta: TraceMeta, before: str, arguments: str, after: str = "") -> str:
-    """Return PyTorch's profiler schedule within a text; empty if another tool recorded this."""
-    return "" if tool_of(meta) is not None else f"{before}schedule({arguments}){after}"
+    """Return PyTorch's profiler schedule, and the call that moves it on, within a text; empty if
+    another tool recorded this."""
+    schedule = f"schedule({arguments}) and prof.step() after each step"
+    return "" if tool_of(meta) is not None else f"{before}{schedule}{after}"
+
+
+def record_whole_steps(meta: TraceMeta) -> str:
+    """Ask for whole steps, by the means of the tool that recorded this."""
+    tool = tool_of(meta)
+    how = (
+        schedule_of(meta, ": ", "wait=1, warmup=3, active=5") if tool is None else f": {tool.step}"
+    )
+    return f"Record whole steps{how}."
 
 
 def _no_device_work(trace: Trace) -> str:
@@ -242,10 +252,9 @@ def _window_limits(a: Analysis) -> list[str]:
     """List limits that come from the recording and not from the steps."""
     result = []
     if is_too_small(a):
-        schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         result.append(
             f"The trace holds {count_events(a):,} operators, calls and kernels: too few to tell "
-            f"how the program runs. Record whole steps{schedule}."
+            f"how the program runs. {record_whole_steps(a.trace.meta)}"
         )
     result += _earlier(a)
     if a.steps.ahead_ns is not None and a.steps.host_ns is not None:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Final
 
 from advisor.advise.impact import MIN_GAIN_SHARE
-from advisor.advise.program_wording import ask_to_record
+from advisor.advise.program_wording import ACTIVITIES, ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS_BY_NAME, SNAPSHOT
@@ -534,7 +534,7 @@ def line_not_recorded(report: Report, finding: Finding) -> str:
             return f"{SAMPLED_LINE} {t.location_names(place)[0]}"
     how = "with_stack=True" if report.recorded is None else "advisor record --deep"
     if not any(part.name == "dispatch" for part in report.host):
-        how = "activities=[CPU, CUDA] and with_stack=True"  # stacks alone tie no kernel to a line
+        how = f"{ACTIVITIES} and with_stack=True"  # stacks alone tie no kernel to a line
     return "" if how in finding.summary + finding.fix else f"line not recorded; {how} shows it"
 
 

@@ -8,7 +8,13 @@ import polars as pl
 
 from advisor.advise.auxiliary_report import auxiliary_verdict, flight_verdict
 from advisor.advise.priority import is_vague
-from advisor.advise.program_wording import ACTIVITIES, how_to_record, record_gpu_work, record_with
+from advisor.advise.program_wording import (
+    ACTIVITIES,
+    analyze_command,
+    how_to_record,
+    record_gpu_work,
+    record_with,
+)
 from advisor.advise.recording_limits import (
     LATER_STEPS,
     count_events,
@@ -19,6 +25,7 @@ from advisor.advise.recording_limits import (
     lost_replays,
     one_off_costs,
     part_of_step,
+    record_whole_steps,
     schedule_of,
 )
 from advisor.advise.report_fields import MIN_APART_SHARE
@@ -94,7 +101,7 @@ def write_verdict(
         status = "limited" if status == "healthy" else status
     text += _with_all_fixes(report, status)
     if part := part_of_step(a):
-        status, text = "limited", f"{part} {text}"
+        status, text = "limited", f"{part} {text} {record_whole_steps(a.trace.meta)}"
     if between := _time_between_steps(report, roles):
         status, text = "limited" if status == "healthy" else status, f"{between} {text}"
     crash = t.describe_crashes(report.crashes)
@@ -161,10 +168,9 @@ def _shortcoming(report: Report, a: Analysis) -> str | None:
         lead = f". {_lead(report, part=True)}" if report.findings else ""
         return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
     if is_too_small(a):
-        schedule = schedule_of(a.trace.meta, ": ", "wait=1, warmup=3, active=5")
         return (
             f"GPU busy {busy}, but {count_events(a):,} operators, calls and kernels are too few "
-            f"for advice. Record whole steps{schedule}."
+            f"for advice. {record_whole_steps(a.trace.meta)}"
         )
     return None
 
@@ -203,10 +209,11 @@ def _verdict(
     once, longest = one_off_costs(a)
     if once >= MOSTLY_ONE_OFF_SHARE:
         again = schedule_of(a.trace.meta, ": ", LATER_STEPS)
-        marks = ", prof.step() in each" * (bool(again) and report.per == "recording")
-        action = f"Record after a few steps{again}{marks}."
+        action = f"Record after a few steps{again}."
         if longest == CAPTURE:
-            action = "Record replays of the graph, and give both files: this one names the kernels."
+            file = analyze_command(report).removeprefix("advisor analyze ")
+            action = "Record replays of the graph, whose kernels this file names: advisor analyze "
+            action += f"REPLAYS --capture {file}."
         of = f"of the {report.per}"
         if report.per == "recording":  # less than the file, which the report shows too
             of = f"of the analysed {t.format_duration(a.span_ns)}"
@@ -688,7 +695,12 @@ def _rates(report: Report) -> tuple[str, bool]:
     judged = [each for each in report.rooflines if each.efficiency is not None]
     known = sum(each.share for each in judged)
     if known < MOSTLY_ONE_OFF_SHARE:
-        return " How close most kernels come to the limits of this GPU is unknown.", False
+        graphs = None if report.inference is None else report.inference.graphs
+        shapes = (
+            f" Their shapes are in the graph's capture: {analyze_command(report)} --capture FILE."
+        )
+        shapes *= graphs is not None and graphs.matched is None
+        return f" How close most kernels come to the limits of this GPU is unknown.{shapes}", False
     left: dict[str, float] = {}
     time: dict[str, float] = {}
     for each in judged:

@@ -7,7 +7,7 @@ import polars as pl
 from dash import Input, Output, State
 from msgspec.structs import asdict
 
-from advisor.advise.program_wording import record_gpu_work, record_with
+from advisor.advise.program_wording import ACTIVITIES, record_gpu_work, record_with
 from advisor.advise.report_fields import list_families
 from advisor.core import labels
 from advisor.core import text as t
@@ -235,7 +235,7 @@ def _tree(view: PageView) -> Any:
         return empty_state(
             "No modules or operators",
             "The trace has no operators, so launches cannot be attributed.",
-            record_with("activities=[CPU, CUDA]", a.trace.meta),
+            record_with(ACTIVITIES, a.trace.meta),
         )
     what = "GPU time" if a.device_id is not None else "host time"
     description = f"Modules and operators by {what}, outermost on top. Click one to zoom in."

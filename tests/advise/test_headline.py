@@ -484,13 +484,19 @@ def test_a_read_is_counted_once_though_it_copies_and_waits(
     [
         (
             "a100_kernels_lost",
-            "Record again after a warm-up: schedule(wait=1, warmup=1, active=3).",
+            "Record again after a warm-up: schedule(wait=1, warmup=1, active=3) and prof.step() ",
         ),
         ("cupti_counters", "Record without counters."),
         ("alexnet", "Record after a few steps: schedule(skip_first=10, "),
         ("alexnet", "One-off costs take at least 90% of the analysed 12.9 s, "),
-        ("event_sync", "Record whole steps: schedule(wait=1, warmup=3, active=5)."),
-        ("no_gpu_rank", "Record with activities=[CPU, CUDA] where the program uses a GPU."),
+        (
+            "event_sync",
+            "Record whole steps: schedule(wait=1, warmup=3, active=5) and prof.step() after each ",
+        ),
+        (
+            "no_gpu_rank",
+            "Record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] where the ",
+        ),
     ],
 )
 def test_a_recording_that_bears_no_advice_says_what_to_record(
@@ -648,6 +654,8 @@ def test_a_step_without_its_matrix_products_is_told_as_a_part(
     assert report_text.describe_all_fixes(report) == ""
     lead = "In this part, a possibility (confidence 42%): pointwise kernels are not fused."
     assert f"{lead} A fix may save up to 15.5 ms (range 6.36 to 15.5 ms)." in report.verdict
+    whole = "Record whole steps: tf.profiler.experimental.Trace around each step."
+    assert report.verdict.endswith(whole)
     assert report.findings[0].severity == "warning" and "First:" not in report.verdict
     possible = "cause a possibility (confidence 42%) · warning"
     assert possible in " ".join(REPORTS.render("terminal", report, details=True).split())

@@ -148,7 +148,10 @@ def test_a_step_is_the_devices_own_span(path: Path) -> None:
 def test_the_phase_says_what_limits_it() -> None:
     (decode,) = _inference(analyze(VLLM)).phases
     assert (decode.name, decode.limit) == ("decode", "memory")
-    (prefill,) = _inference(analyze(SGLANG)).phases
+    report = analyze(SGLANG)
+    (prefill,) = _inference(report).phases
+    # 15 prompts of 15,360 tokens in all
+    assert "--batch-size 15 --input-len 1024" in report.profile_kernels[0]
     assert (prefill.name, prefill.limit) == ("prefill", "compute")
     assert prefill.attainable_ns is not None
     assert prefill.attainable_ns < prefill.ns
@@ -307,7 +310,12 @@ def test_of_a_folder_with_a_capture_the_replay_is_analysed() -> None:
     unknown = 100 - round(100 * decode.known_share)
     assert f"FLOPs and bytes of {unknown}% of its kernel time are not recorded" in text
     # counters are collected from what the engine can run without its server
-    assert "-- vllm bench latency --model MODEL" in text
+    assert "-- vllm bench latency --model MODEL --batch-size 32" in text
+    assert "--input-len" not in text  # a decode step does not say how long its prompts were
+    # both files are there: none is asked for
+    assert "--capture" not in both.verdict
+    alone = analyze(VLLM).verdict
+    assert "advisor analyze replay.json.gz --capture FILE" in alone
 
 
 def test_fewer_kernels_than_were_captured_are_lost_records() -> None:

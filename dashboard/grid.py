@@ -54,7 +54,6 @@ def duration_column(field: str, title: str, width: int) -> Column:
 
 
 def share_column(field: str, title: str, width: int) -> Column:
-    """Return a column of shares."""
     return Column(field, title, width, number=t.format_share, csv=f"{title}, 0 to 1")
 
 

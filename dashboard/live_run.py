@@ -97,7 +97,6 @@ class Follower:
         self._lock = threading.Lock()
 
     def ranks(self) -> list[int]:
-        """List the ranks that have a folder."""
         try:
             return sorted(number for number, _ in rank_folders(self.path))
         except AdvisorError:  # gone, or not to be looked into

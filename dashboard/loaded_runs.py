@@ -78,7 +78,6 @@ class LoadedRun:
 
     @property
     def main(self) -> Analysis:
-        """Analysis of the rank that the report is of."""
         return self.examined.main
 
     def analysis(self, rank: int | None) -> Analysis:
@@ -198,7 +197,6 @@ class DashboardSession:
     # -- reading ----------------------------------------------------------------------------
 
     def start(self) -> DashboardSession:
-        """Start loading in the background."""
         self._thread = threading.Thread(target=self._work, name="advisor-load", daemon=True)
         self._thread.start()
         return self

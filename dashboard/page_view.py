@@ -41,7 +41,6 @@ class PageView:
 
     @property
     def analysis(self) -> Analysis:
-        """Measurements of the rank."""
         return self.loaded.analysis(self.rank)
 
     def href(self, path: str, **query: object) -> str:

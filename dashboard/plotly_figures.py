@@ -37,7 +37,6 @@ DECADES = 1e5
 
 
 def empty_figure(height: int, **layout: Any) -> Any:
-    """Return an empty figure in the house style."""
     made = go.Figure()
     made.update_layout(
         template="none",

@@ -361,7 +361,6 @@ class DashboardServer:
         self.waitress.run()
 
     def close(self) -> None:
-        """Stop serving."""
         self.waitress.close()
 
 

@@ -408,7 +408,6 @@ def _own_files(source: Trace | MemorySnapshot) -> set[str]:
 
 
 def _names(trace: Trace) -> set[str]:
-    """Return the names of operators and kernels."""
     result: set[str] = set()
     for frame, kind in ((trace.cpu, "op"), (trace.gpu, "kernel")):
         result |= set(

@@ -55,7 +55,6 @@ class PrioritizedFindings:
     notes: list[Finding]
 
     def map_findings(self, change: Callable[[list[Finding]], list[Finding]]) -> PrioritizedFindings:
-        """Return a copy with the findings and notes changed."""
         return PrioritizedFindings(change(self.findings), self.risks, change(self.notes))
 
     @property

@@ -28,7 +28,6 @@ OTHER_FRAMEWORKS = (TENSORFLOW, JAX)
 
 
 def for_program(rule: Rule, a: Analysis) -> Rule:
-    """Return the rule with the words that fit the program."""
     meta = a.trace.meta
     trains = not (rule.inference and a.forward_only)
     engine = a.engine
@@ -220,6 +219,5 @@ def mark_steps(trace_format: str | None, framework: str | None) -> str:
 
 
 def mark_steps_of(report: Report) -> str:
-    """Say how to mark the steps of a report's program."""
     trace_format = report.inputs[0].format if report.inputs else None
     return mark_steps(trace_format, report.scope.framework)

@@ -29,7 +29,6 @@ from advisor.replay.estimators import GainEstimator
 
 
 def build_charts(report: Report) -> ReportCharts:
-    """Return all charts of a report."""
     return ReportCharts(
         build_step_bar(report), build_fix_sequence(report), build_rank_table(report)
     )
@@ -57,7 +56,6 @@ def build_step_bar(report: Report) -> StepBar | None:
 
 
 def _work(report: Report) -> list[Segment]:
-    """Return a segment for each class of device work."""
     return [
         Segment(
             "work",

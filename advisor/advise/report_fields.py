@@ -70,7 +70,6 @@ def list_inputs(run: Run, analyses: Mapping[int, Analysis]) -> list[Input]:
 
 
 def measure_fields(a: Analysis) -> dict[str, Any]:
-    """Return the measured fields of a Report by name."""
     if a.only_input is not None:
         return {"scope": source_scope(a, a.only_input)}
     if a.record_only:

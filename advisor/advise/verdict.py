@@ -573,7 +573,6 @@ _PHASES = {
 
 
 def _name_phase(name: str) -> str:
-    """Name a recorded phase in a sentence."""
     return _PHASES.get(name, t.host_label(name))
 
 

@@ -1,5 +1,7 @@
 """Comparison of two runs or reports, the gain that fixes had, and what limits the comparison."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -145,7 +145,6 @@ def _operators(a: Analysis) -> CsvTable:
 
 
 def _rooflines(a: Analysis) -> CsvTable:
-    """Return all operators by shape."""
     from advisor.measure.host.operators import rooflines
 
     head = """

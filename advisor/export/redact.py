@@ -211,7 +211,6 @@ class Redactor:
         self._replaced: dict[bytes, bytes] = {}
 
     def text(self, text: str) -> str:
-        """Return a text without what is private."""
         known = self._texts.get(text)
         if known is None:
             known = self._redact(text)

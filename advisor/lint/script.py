@@ -73,7 +73,6 @@ class Script:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """Parent of each node."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -202,7 +201,6 @@ class Script:
         return self.offset(node.lineno, node.col_offset), self.offset(end_line, end_column)
 
     def text_of(self, node: ast.expr | ast.stmt) -> str:
-        """Return the text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
@@ -219,7 +217,6 @@ def split_lines(text: str) -> list[str]:
 
 
 def is_method(node: ast.AST, *names: str) -> TypeGuard[ast.Call]:
-    """Tell whether a node is a call of a method of one of these names."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

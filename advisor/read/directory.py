@@ -1,5 +1,7 @@
 """Opening of paths and URLs as a Run: finds traces, distinguishes ranks and windows."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence

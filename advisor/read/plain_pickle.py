@@ -262,7 +262,6 @@ class _Checked:
 
 
 def _name(op: int) -> str:
-    """Return the name of an opcode."""
     import pickletools
 
     known: dict[str, Any] = pickletools.code2op  # type: ignore[attr-defined]

@@ -55,11 +55,9 @@ class Fields(NamedTuple):
     """Offset of the first byte."""
 
     def take(self, chosen: NDArray[Any]) -> Fields:
-        """Return the chosen fields."""
         return Fields(*(column[chosen] for column in self))
 
     def select(self, number: int, wire: int) -> Fields:
-        """Return the fields with this number and wire type."""
         return self.take(np.flatnonzero((self.number == number) & (self.wire == wire)))
 
     def column(self, number: int, messages: int) -> Ints:

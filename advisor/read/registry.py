@@ -100,7 +100,6 @@ def find_tool(trace_format: str | None, framework: str | None) -> Tool | None:
 
 
 def is_trace_name(name: str) -> bool:
-    """Return whether a file's name is that of a trace."""
     return any(is_named_for(reader, name) for reader in all_readers())
 
 
@@ -193,5 +192,4 @@ def _read(source: ByteSource, options: ReadOptions) -> Trace:
 
 
 def with_window(trace: Trace, rank: int | None, window: int) -> Trace:
-    """Return the trace with its rank and window in a run."""
     return replace(trace, meta=replace(trace.meta, rank=rank, window=window))

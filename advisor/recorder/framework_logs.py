@@ -100,7 +100,6 @@ class CompileLogHandler(logging.Handler):
             log.handlers = _Selective([*log.handlers, self])
 
     def remove(self) -> None:
-        """Remove the handler."""
         log = logging.getLogger(LOGGER)
         if self in list(log.handlers):
             log.handlers = [handler for handler in log.handlers if handler is not self]

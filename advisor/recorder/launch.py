@@ -131,7 +131,6 @@ def record(words: list[str], options: Mapping[str, Any]) -> int:
 
 
 def environment(run_dir: Path, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment of a process to record."""
     env = os.environ.copy()
     env[RUN_DIR] = str(run_dir)
     for name, value in options.items():

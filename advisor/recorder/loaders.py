@@ -56,7 +56,6 @@ class Loaders:
         }
 
     def on_epoch(self, data: dict[str, Any]) -> None:
-        """Begin an epoch of a loader."""
         self._settle(data["id"])
         data["workers_ended_ns"] = self._ended.pop(data["id"], None)
         self._open[data["id"]] = data
@@ -164,8 +163,6 @@ MASKS = {
 
 
 class Batch(NamedTuple):
-    """Description of one batch."""
-
     samples: int | None
     """First dimension of the first tensor."""
     bytes: int
@@ -199,7 +196,6 @@ class Batches:
         return tuple(result), padding
 
     def resolve(self, batch_summary: BatchSummary) -> Batch:
-        """Return the description of a batch from its note."""
         tensors, padding = batch_summary
         known = self._kinds.get(tensors)
         if known is None:

@@ -98,7 +98,6 @@ class RecordOptions:
         return replace(self, **changes)
 
     def traces(self, rank: int) -> bool:
-        """Return whether this rank records windows."""
         if self.active < 1:
             return False
         if self.ranks.strip() == "all":

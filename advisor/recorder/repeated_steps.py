@@ -52,7 +52,6 @@ class RepeatedBlock(NamedTuple):
     """Notes on each step's batches."""
 
     def steps(self) -> list[RecordedStep]:
-        """Return the steps one by one."""
         result = []
         for index, (begin, end) in enumerate(zip(self.begins, self.ends, strict=True)):
             phases = [0] * MAX_PHASES

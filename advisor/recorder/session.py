@@ -502,7 +502,6 @@ class RecordingSession(Listener):
         self._update_optimizer_hooks()
 
     def write_event(self, kind: str, data: dict[str, Any]) -> None:
-        """Write an event into the run's record."""
         self.writer.put(Event(t=time.perf_counter_ns(), kind=kind, data=data))
 
     # -- inside ---------------------------------------------------------------------------------

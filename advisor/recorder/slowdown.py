@@ -111,11 +111,9 @@ class GcPauseHook:
         self._places: dict[tuple[Any, int], int] = {}
 
     def install(self) -> None:
-        """Listen to collections."""
         gc.callbacks.append(self._call)
 
     def remove(self) -> None:
-        """Stop listening."""
         if self._call in gc.callbacks:
             gc.callbacks.remove(self._call)
 

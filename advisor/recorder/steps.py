@@ -192,7 +192,6 @@ class StepFinder:
         self.open = True
 
     def on_batch(self) -> None:
-        """Count a batch that the loader returned."""
         self.event_counts["fetched"] += 1
         self._batches += 1
         self._stock.append(None)

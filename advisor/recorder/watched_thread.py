@@ -39,7 +39,6 @@ class WatchedThread:
         made more since), the number of updates, and the time of the first, s."""
 
     def begin(self) -> None:
-        """Watch the calling thread."""
         self._first, self._first_trained = threading.get_ident(), False
         self._hook_state[THREAD] = self._first
 

@@ -34,7 +34,6 @@ class Ranges:
         self._attributes: list[Any] = []
 
     def on_enter(self, phase: int) -> None:
-        """Open the range of a phase that begins."""
         attributes = self._attributes
         while len(attributes) <= phase:
             name = self._names[len(attributes)]
@@ -42,7 +41,6 @@ class Ranges:
         self._domain.push_range(attributes[phase])
 
     def on_leave(self, phase: int) -> None:
-        """Close the range of a phase that has ended."""
         self._domain.pop_range()
 
 

@@ -124,7 +124,6 @@ class Writer:
         | CompileRecord
         | threading.Event,
     ) -> None:
-        """Queue a record for writing."""
         self._queue.append(record)
 
     def flush(self, seconds: float = STOP_SECONDS) -> None:

@@ -22,8 +22,6 @@ Style = Literal["", "strong", "soft", "code", "good", "bad", "warn"]
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of text with a style."""
-
     text: str
     style: Style = ""
     title: str = ""
@@ -74,8 +72,6 @@ class Paragraph(Block):
 
 @dataclass(frozen=True)
 class TextField:
-    """A label and the parts that follow it."""
-
     label: str
     parts: Sequence[Inline]
     style: Style = ""
@@ -272,10 +268,8 @@ def fact_line(fact: EvidenceRow) -> str:
 
 
 def plain_text(text: Inline) -> str:
-    """Return the text without its styles."""
     return "".join(part if isinstance(part, str) else part.text for part in spans(text))
 
 
 def spans(text: Inline) -> tuple[str | Span, ...]:
-    """Return the pieces of a text."""
     return text if isinstance(text, tuple) else (text,)

@@ -189,7 +189,6 @@ def legend_key(cls: str) -> Markup:
 
 
 def table_head(names: Sequence[str]) -> Markup:
-    """Return the head of a table."""
     heads = (tag("th", name, scope="col") if name else tag("td", cls="track") for name in names)
     return tag("thead", tag("tr", *heads))
 

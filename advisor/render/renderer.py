@@ -33,7 +33,6 @@ class DocumentRenderer(Renderer[Any]):
     """A format that draws the Document of a subject, whatever the subject."""
 
     def render(self, subject: Any, options: RenderOptions = DEFAULT) -> str:
-        """Draw the subject's Document."""
         if not isinstance(subject, Document):
             home = DOCUMENT_MODULES[type(subject).__name__]
             subject = import_module(f"advisor.render.documents.{home}").build(subject, options)

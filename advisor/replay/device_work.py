@@ -218,7 +218,6 @@ def add_stream_edges(trace: Trace, graph: Graph, edges: EdgeList, work: DeviceWo
 
 
 def device_nodes(graph: Graph, work: DeviceWork) -> Array:
-    """Return the graph node of each piece of device work."""
     nodes = graph.device
     by_row = np.full(int(work.row.max()) + 1 if len(work.row) else 1, 0, dtype=np.int64)
     by_row[graph.row[nodes]] = nodes

@@ -239,7 +239,6 @@ class GainClaim(NamedTuple):
 
 
 def claim_time(a: Analysis, edit: Edit) -> list[GainClaim]:
-    """Return what an edit would save."""
     claims = [_claim_selected(a, edit)]
     if edit.op == "merge" and a.device_id is not None:
         claims.append(GainClaim(_gaps_in_merged(a, edit.select), (1.0, 0.0, 1.0)))

@@ -189,7 +189,6 @@ class Graph:
 
     @property
     def device(self) -> Array:
-        """Nodes that are device work."""
         return np.flatnonzero(self.kind == NodeKind.DEVICE)
 
     def steps_of_launch(self) -> Array:

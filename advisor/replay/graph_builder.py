@@ -56,7 +56,6 @@ def representative_steps(a: Analysis) -> tuple[int, int]:
 
 
 def _longest_run(wanted: Array) -> Array:
-    """Return the longest run of consecutive wanted rows."""
     rows = np.flatnonzero(wanted)
     return max(np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1), key=len)
 
@@ -72,7 +71,6 @@ def _cycle_steps(a: Analysis, first: int, last: int) -> int:
 
 
 def build_graph(a: Analysis) -> Graph:
-    """Build the graph of representative steps."""
     trace = a.trace
     steps = representative_steps(a)
     table = a.steps.marks[steps[0] : steps[1]]

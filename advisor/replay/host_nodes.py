@@ -53,7 +53,6 @@ class HostNodes:
     parts: list[tuple[Array, Array, Array, Array]] = field(default_factory=list)
 
     def add(self, thread: Array, time: Array, kind: NodeKind, row: Array | None = None) -> None:
-        """Append points of one kind."""
         owner = np.broadcast_to(np.asarray(thread), (len(time),))
         rows = np.full(len(time), -1) if row is None else np.asarray(row)
         self.parts.append((owner, np.asarray(time), np.full(len(time), kind), rows))

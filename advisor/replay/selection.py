@@ -299,7 +299,6 @@ class Selection:
         return self._cache[key]
 
     def device_work(self, select: Select) -> Array:
-        """Return the selected device nodes."""
         result: Array = self._cached("work", select, self._find_work)
         return result
 

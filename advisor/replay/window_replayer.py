@@ -192,12 +192,10 @@ class WindowReplayer:
 
     @cached_property
     def unedited(self) -> ReplayedSteps:
-        """Replayed steps without edits."""
         return self.step_times([])
 
     @cached_property
     def measured(self) -> ReplayedSteps:
-        """Measured steps in the form of a replay."""
         return ReplayedSteps(
             self.graph.time, completion_times(self.graph, self.graph.time), self.graph.cycle_steps
         )
@@ -222,7 +220,6 @@ class WindowReplayer:
         return self._plan(own.graph).run(own.weight, own.dur), own.dur, own
 
     def _own_edits(self, edits: Sequence[Edit]) -> list[Edit]:
-        """Return the edits that concern this rank."""
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
     @cached_property
@@ -459,7 +456,6 @@ class WindowReplayer:
 
     @property
     def step_count(self) -> int:
-        """Number of steps that are replayed."""
         return max(1, len(self.graph.step_boundaries) - 1)
 
     def critical_path_parts(self, edits: Sequence[Edit] = ()) -> dict[str, float]:

@@ -342,7 +342,6 @@ class PauseControl:
             return []
 
     def block_complete(self, steps: int, now: int) -> bool:
-        """Return whether a block with so many steps is complete."""
         late = now - self.begun > MAX_BLOCK_OVERRUN * self.spec.seconds * 1e9 / self.spec.turns
         return steps >= self.block or late
 

@@ -243,8 +243,6 @@ Value = int | str | None
 
 
 class KnobSetting(Struct, frozen=True):
-    """A knob and its setting."""
-
     knob: str
     value: Value = None
 

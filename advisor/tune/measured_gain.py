@@ -278,7 +278,6 @@ def _equal(a: Numbers, b: Numbers) -> bool:
 
 
 def _pairs(a: Numbers, b: Numbers) -> list[tuple[float, float]]:
-    """Return the pairs of values that both have and that are numbers."""
     return [(x, y) for x, y in zip(a, b, strict=False) if x is not None and y is not None]
 
 

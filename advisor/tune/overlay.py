@@ -64,7 +64,6 @@ class Overlay:
         return True
 
     def read_path(self, path: Any) -> Any:
-        """Return the path from which to read a file."""
         plain = self._protected(path)
         return self.files + plain if plain and self._exists(self.files + plain) else path
 

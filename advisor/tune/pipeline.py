@@ -40,8 +40,6 @@ RECORDED_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRequest:
-    """Options of a request for trials."""
-
     limits: TrialLimits
     only: tuple[str, ...] = ()
     """Knobs, by id or with a setting (``workers=2``); empty: all that the findings name."""

@@ -32,8 +32,6 @@ KNOBS_PER_ROUND = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLimits:
-    """Limits on the time and the steps of trials."""
-
     budget: float = 600.0
     """Time for everything, s."""
     warmup: int = 10
@@ -49,8 +47,6 @@ class TrialLimits:
 
 @dataclass
 class TrialRounds:
-    """Runner of the rounds of one program."""
-
     program: TrialProgram
     limits: TrialLimits
     end: float
@@ -66,7 +62,6 @@ class TrialRounds:
 
     @property
     def turns(self) -> int:
-        """Number of turns of each process."""
         return min(BLOCKS_PER_PROCESS, self.limits.steps // 2)
 
     def has_budget_for(self, runs: int = 1) -> bool:
@@ -232,5 +227,4 @@ def _held(pid: int) -> tuple[int, int] | None:
 
 
 def join_settings(knob_settings: KnobSettings) -> str:
-    """Join the settings for display."""
     return ", ".join(map(str, knob_settings)) or "as it is"

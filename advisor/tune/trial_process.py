@@ -117,7 +117,6 @@ class TrialProgram:
     def environment(
         self, home: Path, scratch: Path, knob_settings: tuple[KnobSetting, ...]
     ) -> dict[str, str]:
-        """Return the environment variables of the process."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("ADVISOR")}
         env |= {**QUIET_ENVIRONMENT, "MLFLOW_TRACKING_URI": f"file:{scratch}/mlflow"}
         env |= {"TMPDIR": str(scratch / "tmp"), SPEC: str(home / "spec.json"), BEGIN: MODULE}

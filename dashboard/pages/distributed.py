@@ -196,8 +196,6 @@ def _skew_table(loaded: LoadedRun) -> pl.DataFrame:
 
 
 class CollectiveColumn(NamedTuple):
-    """A column of a table of collectives."""
-
     title: str
     cell: Callable[[dict[str, Any]], str]
     """Text of the cell, by the row of a kind."""

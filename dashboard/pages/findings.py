@@ -103,7 +103,6 @@ def _section(title: str, view: PageView, report: Report, findings: list[Finding]
 
 
 def finding_card(view: PageView, report: Report, finding: Finding) -> Any:
-    """Build a finding with its details."""
     conditions = report_text.gain_conditions(finding, report)
     caveats = [*conditions, *report_text.describe_caveats(finding, conditions)]
     return element(

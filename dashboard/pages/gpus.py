@@ -50,7 +50,6 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     report = view.loaded.report
     paid, used = describe_cost(report), describe_energy(report)

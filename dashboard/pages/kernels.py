@@ -57,7 +57,6 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
     title = head("Kernels and ops", _lead(a), rank_choice(view, "/kernels"))
@@ -153,7 +152,6 @@ KERNELS = (
 
 
 def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Return rows of the kernels' grid."""
     kernels = a.hot_kernels.head(MAX_ROWS).select(
         pl.col("name", "family").cast(pl.String),
         "roofline",
@@ -262,7 +260,6 @@ OPS = (
 
 
 def op_rows(a: Analysis) -> list[dict[str, Any]]:
-    """Return rows of the operators' grid."""
     table_ = op_table(a).head(MAX_OPS).with_columns(pl.col("device", "host") / a.step_count)
     return grid_rows(OPS, table_.iter_rows(named=True))
 

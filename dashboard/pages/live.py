@@ -40,12 +40,10 @@ RECENT_STEPS = 50
 
 
 def has_content(view: PageView) -> bool:
-    """Return whether a run is followed."""
     return view.session.live
 
 
 def layout(rank: object = None, **query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     session = view.session
     if not session.live or session.follower is None:

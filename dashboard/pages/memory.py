@@ -28,7 +28,6 @@ ALLOCATED, RESERVED = theme.CLASSES["compute"], "#9a9aa5"
 
 
 def has_content(view: PageView) -> bool:
-    """Return whether memory was recorded."""
     if view.entry.loaded is None:
         return False
     a = view.analysis
@@ -36,7 +35,6 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
     known = _is_recorded(a)

@@ -57,7 +57,6 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     return page(head("Network", _lead(view)), *sections(view))
 

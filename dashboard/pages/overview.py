@@ -40,7 +40,6 @@ MAX_LISTED_FINDINGS = 5
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     report = view.loaded.report
     quiet = _is_quiet(report)

@@ -34,7 +34,6 @@ def has_content(view: PageView) -> bool:
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
     record = a.record

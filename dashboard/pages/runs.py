@@ -23,12 +23,10 @@ MAX_COLUMNS, MAX_FINDINGS = 7, 12
 
 
 def has_content(view: PageView) -> bool:
-    """Return whether a folder of runs is open."""
     return bool(view.session.folder)
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     session = view.session
     if not session.folder:

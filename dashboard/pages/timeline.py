@@ -88,7 +88,6 @@ class TraceFiles:
             return target
 
     def close(self) -> None:
-        """Delete all files."""
         with self._lock:
             self._closing.close()
             self._folder = None

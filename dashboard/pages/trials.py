@@ -22,12 +22,10 @@ from advisor.tune.report import (
 
 
 def has_content(view: PageView) -> bool:
-    """Return whether the run has trials."""
     return (Path(view.entry.path) / FILE).is_file()
 
 
 def layout(**query: object) -> Any:
-    """Build the page."""
     view = page_view.view(**query)
     try:
         report = read(view.entry.path)

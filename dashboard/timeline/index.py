@@ -97,7 +97,6 @@ class TimelineIndex:
         return len(self.start)
 
     def lane_of(self, position: int) -> int:
-        """Return the number of the lane that a slice is in."""
         ends = [lane.hi for lane in self.lanes]
         return int(np.searchsorted(ends, position, side="right"))
 
@@ -233,7 +232,6 @@ class NameTable:
         self._shown = shown
 
     def number_of(self, text: str) -> int:
-        """Return the number of a name."""
         text = self._shown(text)
         return self._number.setdefault(text, len(self._number))
 

@@ -239,7 +239,6 @@ def _sync(b: IndexBuilder, a: Analysis) -> None:
 
 
 def _host_slots(a: Analysis) -> NDArray[np.uint8]:
-    """Return the category of each host row."""
     cpu = a.trace.cpu
     kind = cpu["kind"]
     slot = np.full(cpu.height, _slot(HOST, "host-op"), dtype=np.uint8)

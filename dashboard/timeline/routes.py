@@ -244,7 +244,6 @@ def _view(line: RankTimeline, args: Any) -> Reply:
 
 
 def _slice(line: RankTimeline, args: Any) -> Reply:
-    """Answer all that is known of a slice."""
     position = read_number(args, "id", 0, 2**32 - 1)
     if position >= len(line.index):
         raise BadParameter("there is no such slice")
@@ -283,7 +282,6 @@ def _find(line: RankTimeline, args: Any) -> Reply:
 
 
 def _range(line: RankTimeline, args: Any) -> Reply:
-    """Answer statistics of a range."""
     x0, x1 = read_span(args, line.index)
     statistics = range_statistics(line.analysis, line.index, x0, x1)
     for part in ("kernels", "operators", "calls"):

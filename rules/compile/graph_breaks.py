@@ -575,7 +575,6 @@ def _guarded(cause: CompileCause) -> str:
 
 
 def _functions(causes: list[CompileCause]) -> list[Location]:
-    """Return each function once."""
     by_place: dict[tuple[str | None, int | None], Location] = {}
     for each in causes:
         old = by_place.get((each.file, each.line))

@@ -149,7 +149,6 @@ def _spans_nodes(a: Analysis) -> bool:
 
 
 def _is_off(a: Analysis, *names: str) -> bool:
-    """Return whether one of these settings explains the path."""
     settings = known_settings(a)
     return any(
         name in settings and re.fullmatch(NcclSettings.off[name][0], settings[name].strip())

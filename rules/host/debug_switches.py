@@ -18,8 +18,6 @@ depends on what is not recorded."""
 
 
 class Setting(NamedTuple):
-    """A debug setting that is on."""
-
     name: str
     """Name of the setting, with its value."""
     why: str
@@ -297,7 +295,6 @@ def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
 
 
 def _concerns(setting: Setting, a: Analysis) -> bool:
-    """Return whether the program has what a setting slows."""
     if setting.slows == "gpu":
         return not a.trains_on_host
     if setting.slows == "ranks" and a.recorded is not None:

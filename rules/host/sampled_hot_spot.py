@@ -212,7 +212,6 @@ class SampledHotSpot(Rule):
 
 
 def _stacks_of(stacks: Sequence[SampledStack], place: Location) -> list[SampledStack]:
-    """Return the stacks that a line is in."""
     own = []
     for stack in stacks:
         frames = [frame for name in stack.frames if (frame := parse_frame(name)) is not None]

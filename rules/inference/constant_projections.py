@@ -270,7 +270,6 @@ def _projects(name: str, product: MatrixProduct) -> bool:
 
 
 def _add(one: Pass, row: int, name: str, x: OpInputs, vocabulary: int) -> None:
-    """Add an operator to a pass."""
     tensors = x.tensors
     product = parse_product(name, x) if name in LINEAR else None
     if name == EMBEDDING and len(tensors) > 1:

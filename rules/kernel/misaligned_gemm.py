@@ -71,8 +71,6 @@ class TimedProduct(NamedTuple):
 
 
 class PaddingSaving(NamedTuple):
-    """Time that padding saves."""
-
     times: tuple[float, ...]
     """ns of all calls: expected, at best, at worst."""
     by_rate: bool

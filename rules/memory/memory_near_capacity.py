@@ -150,7 +150,6 @@ class MemoryNearCapacity(Rule):
         )
 
     def _where(self, a: Analysis, reserved: int) -> list[Location]:
-        """Return the step of the peak."""
         peak_steps = a.memory.filter(
             pl.col("device").eq_missing(a.device_id)
             & (pl.coalesce("peak_reserved", "peak_allocated") == reserved)

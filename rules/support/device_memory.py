@@ -90,7 +90,6 @@ def held_by_others(a: Analysis) -> int:
 
 
 def last_known(values: Floats) -> float | None:
-    """Return the last value that was measured."""
     known = values[~np.isnan(values)]
     return float(known[-1]) if len(known) else None
 

@@ -219,7 +219,6 @@ def describe_missing(item: MissingRanks) -> str:
 
 
 def shorten_numbers(numbers: str, max_length: int = MAX_NUMBERS) -> str:
-    """Shorten a list of rank numbers."""
     return shorten(clean(numbers), max_length)
 
 
@@ -232,7 +231,6 @@ def outlier_name(outlier: Outlier) -> str:
 
 
 def outlier_kind(outlier: Outlier) -> str:
-    """Describe what is wrong with an outlier."""
     result = KINDS.get(outlier.kind, clean(outlier.kind))
     return f"{result}, a different one from step to step" if outlier.moves else result
 

@@ -41,8 +41,6 @@ def for_workers(options: Options, config: dict[str, dict[str, Any]]) -> Options:
 
 
 class MeasureTask(Struct, frozen=True, kw_only=True):
-    """Task to measure one file."""
-
     source: RemoteFile
     wanted: Options = field(default_factory=Options)
     version: str = __version__
@@ -54,7 +52,6 @@ class MeasureTask(Struct, frozen=True, kw_only=True):
         return -1 if self.source.rank is None else self.source.rank
 
     def encoded(self) -> bytes:
-        """Return the task as bytes to send."""
         return msgspec.msgpack.encode(self, enc_hook=_plain)
 
     def failure(self, why: str) -> UnreadRank:
@@ -116,7 +113,6 @@ def is_transient(error: BaseException) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error for a person."""
     if isinstance(error, AdvisorError):
         return str(error)
     if isinstance(error, MemoryError):

@@ -266,7 +266,6 @@ UNENDED = "unfinished"
 
 
 def describe_problem(problem: CollectiveProblem) -> str:
-    """Describe a problem in a sentence or two."""
     first = problem.calls[0]
     ranks = of_ranks(problem.ranks)
     call = f"{describe_call(first)} of {labels.clean(first.group)}"

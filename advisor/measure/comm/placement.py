@@ -36,7 +36,6 @@ class AxisRanks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.members)
 
     @property

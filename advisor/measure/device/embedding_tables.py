@@ -17,8 +17,6 @@ MAX_DESCRIBED = 20_000
 
 
 class Table(NamedTuple):
-    """An embedding table."""
-
     rows: int
     size: int
     used: int

@@ -125,8 +125,6 @@ SORTS = "aten::sort", "aten::argsort"
 
 
 class SortedPart(NamedTuple):
-    """The part that is taken of sorted rows."""
-
     size: int
     """Elements of a row."""
     taken: int
@@ -179,7 +177,6 @@ def find_sorted_part(a: Analysis, name: str, x: OpInputs, rows: Rows) -> SortedP
 
 
 def _are_of(data: Tensor, dims: list[Any]) -> bool:
-    """Return whether these are dimensions of a tensor that is not empty."""
     of = range(-len(data.shape), len(data.shape))
     return bool(dims) and 0 not in data.shape and all(type(d) is int and d in of for d in dims)
 

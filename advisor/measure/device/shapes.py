@@ -44,7 +44,6 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property

@@ -83,7 +83,6 @@ class _Blame(NamedTuple):
         return _Blame._make(column[rows] for column in self)
 
     def join(self, other: _Blame) -> _Blame:
-        """Return the pieces of both."""
         pairs: Iterable[Any] = zip(self, other, strict=True)
         return _Blame._make(np.concatenate(pair) for pair in pairs)
 

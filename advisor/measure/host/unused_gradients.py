@@ -260,7 +260,6 @@ def _products(
 
 
 def _result(name: str, dims: Any) -> Shape:
-    """Return the shape of a product."""
     first = 1 if name == "aten::addmm" else 0
     left, right = _operand(dims, first), _operand(dims, first + 1)
     return (*left[:-1], right[-1]) if len(left) >= 2 and len(right) >= 2 else ()

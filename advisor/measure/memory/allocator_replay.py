@@ -78,7 +78,6 @@ class AllocatorModel:
         self._next = 1 << 50  # addresses of new segments: above any that is recorded
 
     def pool(self, size: int, stream: Any, private: Any) -> _Pool:
-        """Return the pool that serves a request."""
         key = (size <= SMALL, stream, private)
         if key not in self._pools:
             self._pools[key] = _Pool(key[0])

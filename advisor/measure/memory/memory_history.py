@@ -56,7 +56,6 @@ class MemoryHistory:
 
     @property
     def count(self) -> int:
-        """Number of events."""
         return self.events.height
 
     @cached_property

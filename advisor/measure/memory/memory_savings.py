@@ -75,8 +75,6 @@ class MemoryChange(NamedTuple):
 
 
 class FreedMemory(NamedTuple):
-    """Memory that one change frees."""
-
     name: str
     """Name of a change of ``find_changes``, or ``expandable segments``."""
     bytes: int

@@ -61,7 +61,6 @@ class JoinedCollectives:
 
     @property
     def rows(self) -> int:
-        """Number of collectives."""
         return len(self.key)
 
     @property

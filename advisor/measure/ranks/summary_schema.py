@@ -184,7 +184,6 @@ class UnreadRank(Struct, frozen=True, kw_only=True):
 
 
 def pack_findings(findings: Sequence[Finding]) -> bytes:
-    """Compress findings."""
     return zlib.compress(msgspec.msgpack.encode(findings), 6)
 
 
@@ -206,7 +205,6 @@ def _inflate(data: bytes, max_bytes: int) -> bytes:
 
 
 def encode(summary: RankSummary | UnreadRank) -> bytes:
-    """Encode a summary as msgpack."""
     tagged = {"unread" if isinstance(summary, UnreadRank) else "summary": summary}
     return msgspec.msgpack.encode(tagged)
 
@@ -289,7 +287,6 @@ def _at_one_time(summaries: Sequence[RankSummary]) -> tuple[list[RankSummary], l
 
 
 def _size(run: Sequence[RankSummary]) -> int:
-    """Count the ranks of a run."""
     return len({(s.rank, s.rank < 0 and s.path) for s in run})
 
 

@@ -34,8 +34,6 @@ class Lane(NamedTuple):
 
 
 class StepLanes(NamedTuple):
-    """Lanes of a representative step."""
-
     step: str
     """Name of the step."""
     dur_ns: int
@@ -79,7 +77,6 @@ def build_step_lanes(a: Analysis) -> StepLanes | None:
 
 
 def _kinds(a: Analysis, rows: NDArray[np.intp]) -> NDArray[np.int64]:
-    """Return the index of each row in CLASSES."""
     kind = a.trace.gpu["kind"].gather(rows)
     result = np.zeros(len(rows), dtype=np.int64)
     result[(kind == "memcpy").to_numpy()] = 2

@@ -267,7 +267,6 @@ class StepRecords:
         return float(np.median(result)) if len(result) >= MIN_AROUND else None
 
     def kept_by_window(self, window: int) -> Bools:
-        """Return which steps one window kept."""
         result: Bools = self.active & (self.column("window") == window)
         return result
 

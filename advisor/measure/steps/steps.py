@@ -94,7 +94,6 @@ class Steps:
 
     @cached_property
     def used(self) -> pl.DataFrame:
-        """Steps that count."""
         return self.table.filter("used")
 
     @cached_property

@@ -49,7 +49,6 @@ class RangeGroup(NamedTuple):
 
     @property
     def is_step_range(self) -> bool:
-        """Whether the program calls the ranges steps."""
         return bool(self.marks["name"].str.contains(_NAMED).any())
 
 

@@ -153,7 +153,6 @@ class _Found:
     legend: dict[str, str] = field(default_factory=dict)
 
     def add(self, raw: bytes) -> None:
-        """Add a line of the file."""
         if b"CCL version" in raw and (version := _VERSION.search(raw)) is not None:
             self.lines += 1
             self._name(self.versions, f"{version[1].decode()}CCL {version[2].decode()}")
@@ -286,7 +285,6 @@ class _Found:
             self.gpus.setdefault(words[0], {}).update(named)
 
     def log(self) -> NetworkLog:
-        """Return all facts as a NetworkLog."""
         links: Counter[str] = Counter()
         nearest: Counter[str] = Counter()
         index = {name: place for place, name in enumerate(self.columns)}

@@ -32,8 +32,6 @@ _ZIP_BLOCK, _TAR_BLOCK, _UNPACKED = 1 << 20, 1 << 16, 4 << 20
 
 
 class Member(NamedTuple):
-    """Member of an archive."""
-
     name: str
     size: int
     offset: int | None

@@ -67,8 +67,6 @@ def open_locally(
 
 @dataclass
 class _Copy:
-    """Download of one file."""
-
     _source: RemoteFile
     _path: Path
     _most: int

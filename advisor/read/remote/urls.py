@@ -35,7 +35,6 @@ def scheme(url: str) -> str:
 
 
 def is_web(url: str) -> bool:
-    """Return whether a URL is read by HTTP."""
     return scheme(url) in WEB
 
 

@@ -428,5 +428,4 @@ def sentences(device: DeviceMemory) -> list[str]:
 
 
 def assumptions(view: MemoryView) -> list[str]:
-    """List what the savings assume."""
     return [f"{each.change}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]

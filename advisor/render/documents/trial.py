@@ -37,7 +37,6 @@ _STYLES: Final[dict[str, Style]] = {"gain": "good", "slower": "bad", "dropped": 
 
 
 def build(report: TrialReport, options: RenderOptions = DEFAULT) -> Document:
-    """Build the document of a report of trials."""
     fields = [
         TextField("program", [" ".join(report.program)]),
         TextField("runs", describe_runs(report)),

@@ -67,7 +67,6 @@ class Formats:
 
 
 def _class_in(module: Any) -> type[Renderer[Any]]:
-    """Return the renderer class in a file."""
     own: type[Renderer[Any]] | None = next(classes_in(module, Renderer), None)
     if own is None:
         raise TypeError(f"{module.__name__} has no Renderer")

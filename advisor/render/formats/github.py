@@ -98,12 +98,10 @@ def _command(name: str, properties: dict[str, str], text: str, *, lines: bool = 
 
 
 def escape_data(text: str) -> str:
-    """Escape the message of a command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def escape_property(text: str) -> str:
-    """Escape the value of a property."""
     safe = escape_data(labels.shorten(labels.clean(text), 1000))
     return safe.replace(":", "%3A").replace(",", "%2C")
 

@@ -87,7 +87,6 @@ class _Page:
         return parts
 
     def block(self, part: d.Block, level: int) -> list[str]:
-        """Write one block."""
         match part:
             case d.Section() if not part.has_lines:
                 return []

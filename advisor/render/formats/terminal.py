@@ -117,7 +117,6 @@ class _Screen:
             self.page.wrap(f"{', '.join(self.left_out)}.", style="dim")
 
     def blocks(self, blocks: Sequence[d.Block]) -> None:
-        """Draw them below each other."""
         before: d.Block | None = None
         for place, block in enumerate(blocks):
             match block:
@@ -311,7 +310,6 @@ class Page:
         return "".join(f"{line.rstrip()}\n" for line in self._buffer.getvalue().splitlines())
 
     def blank_line(self) -> None:
-        """Add an empty line."""
         self._buffer.write("\n")
 
     def line(self, *parts: str | tuple[str, str], indent: int = 0) -> None:

@@ -176,7 +176,6 @@ class Study:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Section of the report on the ranks."""
         job, clocks = self.job, self.job.joined.clocks
         classes = [*CLASSES, "waiting"]
         return Ranks(

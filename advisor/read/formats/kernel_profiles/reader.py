@@ -37,7 +37,6 @@ def layout_of(head: bytes) -> Layout | None:
 
 
 def trace_of(profiles: KernelProfiles, bytes_read: int) -> Trace:
-    """Return a blank trace with kernel profiles."""
     import polars as pl
 
     from advisor.core.trace import blank_trace

@@ -690,7 +690,6 @@ class _Run:
         return self.timed and _has_only_times(report) and self.stem == _stem(report.path)
 
     def add(self, report: KernelProfiles) -> None:
-        """Add the counters and times of a report to its kernels."""
         if _has_only_times(report):
             self.timed, self.stem = True, _stem(report.path)
         for kernel in report.kernels:

@@ -180,7 +180,6 @@ MAX_CALLS = 10_000
 def describe_trace(
     splitter: Splitter, assembler: Assembler, frames: dict[str, pl.DataFrame], facts: Facts
 ) -> TraceMeta:
-    """Return the facts of a trace that has been read."""
     head = splitter.head
     stated = head.get("distributedInfo")
     distributed: dict[str, Any] = stated if isinstance(stated, dict) else {}

@@ -475,7 +475,6 @@ class NsysTables:
         return tuple({device.id: device for device in result}.values())
 
     def programs(self, pids: list[str]) -> list[str]:
-        """Return the names of these processes."""
         rows = self._db.read("PROCESSES", {"pid": pl.Int64, "name": pl.String})
         if set(rows.columns) != {"pid", "name"}:
             return []

@@ -97,7 +97,6 @@ def read_modules(host: XlaHost, names: object) -> None:
 def add_plane(
     host: XlaHost, plane: Plane, lines: list[XLine], events: Events, process: str
 ) -> None:
-    """Add the threads of a plane."""
     if not len(events.ts):
         return
     threads = [f"{process}:{line.id}" for line in lines]

@@ -60,7 +60,6 @@ class Events:
     """Rows and values of the wanted stats with a text."""
 
     def number(self, name: str, missing: int = -1) -> Ints:
-        """Return a stat as a column."""
         result = np.full(len(self.ts), missing, dtype=np.int64)
         if name in self.numbers:
             rows, values = self.numbers[name]
@@ -354,7 +353,6 @@ def _appended(before: tuple[Ints, Ints] | None, rows: Ints, values: Ints) -> tup
 
 
 def _joined(parts: list[Events]) -> Events:
-    """Join the events of chunks."""
     if len(parts) == 1:
         return parts[0]
     whole = Events(

@@ -220,7 +220,9 @@ def _order(
                 folded.append(replace(best, folded_under=rival.rule))
                 shown.add(index)
         elif gain >= (floor if alone >= floor else WARNING_SHARE * a.step_ns):
-            after = chosen[-1].rule if alone < floor and chosen else None
+            after = None
+            if alone < floor and chosen:  # the one without which most of the gain stays out
+                after = max(chosen, key=lambda c: marginal_gain(best, [c], estimator)).rule
             place = len(chosen) + 1
             ranged = _with_range(best, gain, chosen, estimator)
             chosen.append(replace(ranged, priority=place, pays_after=after))

@@ -585,9 +585,8 @@ def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool
     if impact is None or impact.gain_ns is None:
         return t.format_gain(finding)
     if finding.pays_after is not None:
-        others = [] if report is None else report.findings
-        before = next((f.priority for f in others if f.rule == finding.pays_after), None)
-        after = "another fix" if before is None else f"fix {before}"
+        above = (finding.priority or 2) - 1
+        after = "another fix" if report is None else f"fixes 1–{above}" if above > 1 else "fix 1"
         return f"none alone, about {describe_marginal_gain(finding)} after {after}"
     amount = t.format_saving(impact)
     if not amount.startswith(("up to ", "at least ")):

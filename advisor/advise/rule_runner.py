@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from advisor.replay.ranks.study import Study
 
 RULE_FAILED = "the rule failed"
+MAIN_PLACE = 0.5
+"""Share of a finding's instances at its first place from which a sampled line is named."""
 MANY_ROWS = 2_000_000
 """Number of events from which ranks are examined one after another. Threads share one interpreter,
 gain a fifth of this part's time, and need much memory beside the trace."""
@@ -260,7 +262,9 @@ def _completed(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Outcom
         line = a.recorded.hottest_line(rule.sampled_part)
         where = where if line is None else [line.location, *where]
     elif where and a.recorded is not None and not any(place.file for place in where):
-        where = [_with_sampled_line(place, a) for place in where]
+        counts = [place.count or 1 for place in where]
+        if counts[0] >= MAIN_PLACE * sum(counts):  # else its line is that of a bystander
+            where = [_with_sampled_line(place, a) for place in where]
     finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
     return structs.replace(finding, trace_rank=rank, device=a.device_id)

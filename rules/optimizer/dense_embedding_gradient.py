@@ -14,6 +14,7 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.replay.selection import rows_under
+from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SPARSE_UPDATE, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
@@ -30,6 +31,8 @@ NODE = rf"{BACKWARD}|^autograd::engine::evaluate_function: EmbeddingBackward\d*$
 PARTS = (r"^torch::autograd::AccumulateGrad$", r"^Optimizer\.step#")
 """Patterns of the other parts with work on whole tables."""
 _OPTIMIZER = r"^Optimizer\.step#(\w+)\.step$"
+MOSTLY = 0.5
+"""Share of an operator's values from which its kernels are places of the finding."""
 TAKE_SPARSE = {"Adagrad", "SGD"}
 """Optimizers of PyTorch for all parameters that take sparse gradients as well."""
 LIGHTNING = r"(?:^|/)(?:pytorch_)?lightning/"
@@ -139,7 +142,9 @@ class DenseEmbeddingGradient(Rule):
                 amount_per_step(a, "of it, making the gradient", work.gradient_ns),
                 self.compare("share", work.ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, work.backward, work.cost, top=1),
+            where=kernel_work.kernel_locations(a, work.kernels)
+            if work.kernels.any()
+            else costliest_places(a, work.backward, work.cost, top=1),
             breaks="" if a.device_id is None else "sizes repeat",
             edits=work.edits(*self._remaining(a, tables, work.ns / max(a.step_count, 1))),
             assumptions=[
@@ -205,6 +210,8 @@ class _TableWork:
         """Cost of each row of ``backward``: its time on a CPU."""
         if not self._on_gpu:
             self.cost = cpu["dur"].to_numpy()[self.backward]
+        self.kernels = np.zeros(a.trace.gpu.height, dtype=np.bool_)
+        """Kernels that are mostly of these tables, of all parts, aligned with ``trace.gpu``."""
         self._parts: list[tuple[Select, float]] = []
         self.ns = self.gradient_ns = 0.0
         for pattern in (self._gradient, *PARTS):
@@ -249,6 +256,7 @@ class _TableWork:
             chosen = np.append(inside, False)[launch] & a.in_window
             weight = np.append(share, 0.0)[np.append(around, -1)[launch]]
             dur = a.trace.gpu["dur"].to_numpy()
+            self.kernels |= chosen & (weight >= MOSTLY)
         else:
             parent = stacks.parent_rows(a.trace)
             chosen = ops & (np.append(stacks.innermost_ancestor(parent, ops), -1)[parent] < 0)

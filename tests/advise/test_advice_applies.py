@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 import advisor
+from advisor.advise.report_text import describe_gain
 from advisor.core.report import Report
+from advisor.measure import Analysis
+from advisor.measure.host.sampled_code import line_of_operator
+from advisor.read.directory import open_run
 from advisor.render.formats import REPORTS
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -47,6 +51,34 @@ def test_the_line_of_an_upload_is_not_that_of_a_cast() -> None:
     places = [place for finding in report.findings for place in finding.where if place.file]
     assert {place.line for place in places} == {38}
     assert not any("copy_kernel" in (place.kernel or "") for place in places)
+
+
+def test_a_line_is_of_the_place_with_most_of_a_finding() -> None:
+    """Driver calls are spread over the model's operators: layer_norm's line 31 has a third. The
+    thread waits for the GPU in line 128, ``loss.backward()``, which reads no value."""
+    places = [p for f in report_of("h100/points_max_split").findings for p in f.where[:1]]
+    assert places and not any(place.file for place in places)
+    run = open_run(str(CORPUS / "h100/gpt2_eager_attention"))
+    (trace,) = run.traces.values()
+    assert run.recording is not None
+    a = Analysis(trace, None, run.recording.ranks[0])
+    assert a.recorded is not None and line_of_operator(a, "aten::_local_scalar_dense") is None
+
+
+def test_attention_that_runs_fused_is_no_finding_though_it_runs_in_fp32() -> None:
+    """144 calls of the memory-efficient kernel; before, the program had 144 softmax kernels."""
+    after = report_of("pairs/sam_2_fp32_few_syncs.json.gz")
+    assert any("attention runs fused (13%" in check.text for check in after.passed)
+    assert "unfused-attention" not in {finding.rule for finding in after.findings}
+
+
+def test_a_gain_that_waits_for_fixes_names_those_that_it_is_counted_after() -> None:
+    """Products in tensor cores gain nothing alone, nor after the second fix alone; 3.96 ms after
+    the first, 8.18 after both."""
+    report = report_of("pairs/loader_autograd_workers0.json.gz")
+    (late,) = [finding for finding in report.findings if finding.pays_after]
+    assert (late.rule, late.pays_after) == ("fp32-matmul", "single-process-loader")
+    assert describe_gain(late, report).endswith(" after fixes 1–2")
 
 
 def test_workers_alone_are_the_fix_where_pinning_is_another() -> None:

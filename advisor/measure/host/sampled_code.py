@@ -136,7 +136,10 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
         if line is not None:
             return line
     spans = union(own["ts"].to_numpy(), (own["ts"] + own["dur"]).to_numpy())
-    return line_of_share(recorded.stacks, intersect(spans, a.spans).total / a.span_ns)
+    known = recorded.stacks
+    if a.device_id is not None:  # the thread waits in backward(): what it runs itself is elsewhere
+        known = [s._replace(frames=()) if s.part == "backward" else s for s in known]
+    return line_of_share(known, intersect(spans, a.spans).total / a.span_ns)
 
 
 def _line_of_symbol(a: Analysis, outermost: NDArray[np.int64], ns: int) -> HottestLine | None:

@@ -432,7 +432,7 @@ def build_ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> R
             some = len(replayed) <= FEW_RANKS
             named = f"ranks {format_ranks(replayed)}"
             who = named if some else t.count_noun(len(replayed), "rank")
-            result.note += f" Gains are of {who} replayed together."
+            result.note += f" Gains are estimated for {who} as one job."
     known = {line.rank for line in result.lines}
     result.lines += [_rank_line(number, a) for number, a in analyses.items() if number not in known]
     return result

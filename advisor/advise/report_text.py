@@ -478,7 +478,7 @@ SMALL_SHARE: Final = 2 * MIN_GAIN_SHARE
 """Share of the step below which a gain is not the first to fix: twice what two runs differ by."""
 
 
-POSSIBLE: Final = "a possibility (confidence {})"
+POSSIBLE: Final = "a possibility (confidence in the cause {})"
 """Words for a cause that is not sure, in a verdict, a finding and a note."""
 MIN_SURE: Final = 0.5
 """Confidence below which a cause is called a possibility wherever it stands."""
@@ -653,7 +653,7 @@ def _reasons(
         ends.append(("high end", decided_by[1]))
     # the assumption that has a range itself, or says what happens at worst
     ranged = [labels.clean(text) for text in finding.assumptions if RANGED.search(text)]
-    assumed = ranged[0] if ranged else _parts_removed(finding)
+    assumed = ranged[0] if ranged else _parts_removed(finding, low / gain, high / gain)
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         if low < NO_GAIN * gain:
             if ranged and ranged[0].startswith("at worst"):
@@ -678,9 +678,9 @@ def _reasons(
     return [f"{' and '.join(which)}: {why}" for why, which in reasons.items() if why]
 
 
-def _parts_removed(finding: Finding) -> str:
-    """Say which parts of the time the fix removes at worst and at best; empty: it does not have one
-    such range."""
+def _parts_removed(finding: Finding, least: float, most: float) -> str:
+    """Say which parts of the time the fix removes at worst and at best, which make its gain
+    ``least`` and ``most`` times as large; empty: it does not have one such range."""
     ranges = {
         (edit.factor, edit.factor_low, edit.factor_high)
         for edit in finding.edits
@@ -688,16 +688,16 @@ def _parts_removed(finding: Finding) -> str:
     }
     if len(ranges) != 1:
         return ""
-    usual, best, worst = (1.0 if factor is None else factor for factor in ranges.pop())
+    usual, _, worst = (1.0 if factor is None else factor for factor in ranges.pop())
     if usual == 1:
         return ""
-    removed, most, least = (t.format_share(1 - factor) for factor in (usual, best, worst))
     if any(edit.op == "make_async" for edit in finding.edits):
-        ends = f"{least} to {most}" if (best, worst) != (0, 1) else "anything from none to all"
-        return f"the fix ends {ends} of the idle time around these calls"
+        return "it depends on how much of the idle time around these calls the fix ends"
     if worst == 1:
         return ""
-    return f"we assume that the fix removes {removed} of this time ({least} to {most})"
+    parts = ((1 - usual) * times for times in (1.0, least, most))
+    removed, low, high = (t.format_share(min(part, 1.0)) for part in parts)
+    return f"we assume that the fix removes {removed} of this time ({low} to {high})"
 
 
 RANGED: Final = re.compile(r"[\d%] to \d|at worst|at best")
@@ -717,7 +717,7 @@ DECIDED_BY: Final = {
     "past": "measured gains of such fixes were {past} of the estimate",
     "not proven": "this estimate has been checked on few programs",
     "device work": "at best only the GPU's own work remains",
-    "late launches": "later launches stay late, so only the time of these calls is saved",
+    "late launches": "only the time of these calls is saved, as no launch after them comes earlier",
 }
 ENDS_DIFFER: Final = {
     "low end": {

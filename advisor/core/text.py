@@ -42,7 +42,7 @@ CAUSE_LABELS: Final = {
     "communication": "host in MPI",
     "host_code": "CPU code (sampled)",
     "launch": "launch calls",
-    "compile": "preparing kernels",
+    "compile": "one-off set-up",
     "allocation": "allocating memory",
     "profiler": "the profiler",
     "stream": "another stream",
@@ -353,13 +353,14 @@ def is_upper_bound(impact: Impact) -> bool:
     """Return whether the gain is the upper end of its range, and the range is wide or the gain is
     exposed time: no fix saves more, and it may save much less."""
     gain = impact.gain_ns or 0
-    above = format_duration(impact.high_ns or 0) != format_duration(gain)
-    if above and (impact.high_ns or 0) > gain:
+    if (impact.high_ns or 0) > NEAR_HIGH * gain:
         return False
     wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW * gain
     return impact.kind == "upper bound" or (wide and impact.high_ns is not None)
 
 
+NEAR_HIGH = 1.05
+"""High end of a range over the gain, up to which they count as one."""
 WIDE_LOW = 0.5
 """Share of a gain below which the low end of its range is far from it."""
 
@@ -370,6 +371,8 @@ def format_gain_range(finding: Finding) -> str | None:
     if impact is None or impact.low_ns is None:
         return None
     high = impact.high_ns if impact.high_ns is not None else impact.gain_ns
+    if high is not None and is_upper_bound(impact):
+        high = impact.gain_ns
     if high is None or format_duration(impact.low_ns) == format_duration(high):
         return None
     if impact.high_ns is None and impact.kind == "lower bound":

@@ -61,8 +61,9 @@ class ManyParameterGroups(Rule):
     worst_fused_factor = Factor(0.7, "of it, at worst", CHOSEN)
 
     fix = (
-        "Merge parameters with the same settings into one group: {groups} groups have {settings} "
-        "different settings. The update of each parameter stays the same.{fused}"
+        "Merge parameters with the same settings into one group, where the optimizer is made: "
+        "{groups} groups have {settings} different settings. The update of each parameter stays "
+        "the same.{fused}"
     )
     code = (
         "merged = {{}}\n"

@@ -123,12 +123,13 @@ class PageableCopies(Rule):
             )
         },
         "no DataLoader": {
-            "fix": "Pin what stays in host memory once, before the loop. Copy the next batch with "
-            "non_blocking=True on a stream of its own, so that the compute of this one hides it. "
+            "fix": "Pin what stays in host memory once, before the loop: the tensors that batches "
+            "are taken from. Copy the next batch with non_blocking=True on a stream of its own, so "
+            "that the compute of this one hides it. "
             "Where each step makes its batch anew, let what makes it write into a pinned buffer "
             "(out=), after uploads.synchronize(). Copying a batch into one can take as "
             "long as it saves.",
-            "code": "loader = [[t.pin_memory() for t in batch] for batch in batches]   # once\n"
+            "code": "loader = host_batches([[t.pin_memory() for t in x] for x in data])   # once\n"
             + COPY_AHEAD,
         },
     }

@@ -550,7 +550,7 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
     ]
     shown = section(REPORTS.render("terminal", report(0, notes=notes), details=True), "Notes")
     words = " ".join(shown.split())
-    assert "A chance note a possibility (confidence 42%)" in words
+    assert "A chance note a possibility (confidence in the cause 42%)" in words
     assert "A cost note of the recording" in words
     assert "A guess note not proven on real traces, and may gain nothing" in words
     assert shown.count("    fix ") == 3
@@ -572,7 +572,7 @@ def test_a_note_that_is_worth_more_than_a_finding_says_why_it_is_not_ranked(
     big = finding(1, "a chance", priority=None, **told)
     made = report(2, notes=[big])
     assert big.impact.gain_ns >= made.findings[-1].impact.gain_ns
-    why = "a possibility (confidence 42%)"
+    why = "a possibility (confidence in the cause 42%)"
     for page in (
         REPORTS.render("terminal", made, width=120, details=True),
         REPORTS.render("html", made),

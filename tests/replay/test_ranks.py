@@ -347,7 +347,7 @@ def test_a_report_prices_the_late_rank_by_replaying_all(
     first, second = sorted(devices)[-1:-3:-1]
     assert found.impact.gain_ns / 1e3 == pytest.approx(first - second, rel=0.05)
     assert found.impact.method == "replay"
-    assert report.ranks is not None and "replayed together" in report.ranks.note
+    assert report.ranks is not None and "as one job" in report.ranks.note
 
 
 def test_an_edit_may_name_one_rank() -> None:

@@ -496,4 +496,4 @@ def describe_change(job: JobMeasurements, deviation: Deviation) -> str:
         return "the work spread evenly over the ranks"
     if deviation.arrives_late:
         return f"{who} arriving with the others"
-    return f"{who} as fast as the median"
+    return f"{who} as fast as the {'other' if len(job.stage) == 2 else 'median'}"

@@ -267,7 +267,9 @@ class Study:
             names = f" (ranks {rank_numbers(late)} are late)" if len(late) > 1 else ""
             if len(late) == len(self.numbers):
                 names = " (each of them is late at times)"
-            changes.append((f"every rank as fast as the median{names}", every))
+            two = len(self.numbers) == 2
+            same = "both ranks equally fast" if two else "every rank as fast as the median"
+            changes.append((f"{same}{names}", every))
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")
                 hidden = no_transfers(self.replay, kind)

@@ -25,48 +25,23 @@ __version__ = "0.2.0"
 
 _HOME = {
     "AdvisorError": ("advisor.core.errors", "AdvisorError"),
-    "Analysis": ("advisor.measure", "Analysis"),
-    "Edit": ("advisor.core.finding", "Edit"),
+    "Analysis": ("advisor.measure", "Analysis"), "Edit": ("advisor.core.finding", "Edit"),
     "Finding": ("advisor.core.finding", "Finding"),
     "Options": ("advisor.advise.options", "Options"),
-    "ReadOptions": ("advisor.read", "ReadOptions"),
-    "Rule": ("advisor.core.rule", "Rule"),
-    "Run": ("advisor.core.trace", "Run"),
-    "Select": ("advisor.core.finding", "Select"),
-    "Trace": ("advisor.core.trace", "Trace"),
-    "Impact": ("advisor.core.finding", "Impact"),
-    "analyze": ("advisor.advise.engine", "analyze"),
-    "compare": ("advisor.compare", "compare"),
-    "open": ("advisor.read", "open_run"),
-    "phase": ("advisor.recorder.api", "phase"),
-    "profile": ("advisor.recorder.api", "profile"),
-    "record": ("advisor.recorder.api", "record"),
-    "step": ("advisor.recorder.api", "step"),
-    "whatif": ("advisor.replay.result", "what_if"),
-}
+    "ReadOptions": ("advisor.read", "ReadOptions"), "Rule": ("advisor.core.rule", "Rule"),
+    "Run": ("advisor.core.trace", "Run"), "Select": ("advisor.core.finding", "Select"),
+    "Trace": ("advisor.core.trace", "Trace"), "Impact": ("advisor.core.finding", "Impact"),
+    "analyze": ("advisor.advise.engine", "analyze"), "compare": ("advisor.compare", "compare"),
+    "open": ("advisor.read", "open_run"), "phase": ("advisor.recorder.api", "phase"),
+    "profile": ("advisor.recorder.api", "profile"), "record": ("advisor.recorder.api", "record"),
+    "step": ("advisor.recorder.api", "step"), "whatif": ("advisor.replay.result", "what_if"),
+}  # fmt: skip
 
 __all__ = [
-    "AdvisorError",
-    "Analysis",
-    "Edit",
-    "Finding",
-    "Impact",
-    "Options",
-    "ReadOptions",
-    "Rule",
-    "Run",
-    "Select",
-    "Trace",
-    "__version__",
-    "analyze",
-    "compare",
-    "open",
-    "phase",
-    "profile",
-    "record",
-    "step",
-    "whatif",
-]
+    "AdvisorError", "Analysis", "Edit", "Finding", "Impact", "Options", "ReadOptions", "Rule",
+    "Run", "Select", "Trace", "__version__", "analyze", "compare", "open", "phase", "profile",
+    "record", "step", "whatif",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

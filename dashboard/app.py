@@ -100,21 +100,15 @@ class MenuPage(NamedTuple):
 
 
 PAGES = (
-    MenuPage("runs", "/runs", "Runs"),
-    MenuPage("overview", "/", "Overview"),
-    MenuPage("job", "/job", "Job"),
-    MenuPage("findings", "/findings", "Findings"),
+    MenuPage("runs", "/runs", "Runs"), MenuPage("overview", "/", "Overview"),
+    MenuPage("job", "/job", "Job"), MenuPage("findings", "/findings", "Findings"),
     MenuPage("timeline", "/timeline", "Timeline"),
-    MenuPage("kernels", "/kernels", "Kernels and ops"),
-    MenuPage("memory", "/memory", "Memory"),
+    MenuPage("kernels", "/kernels", "Kernels and ops"), MenuPage("memory", "/memory", "Memory"),
     MenuPage("distributed", "/distributed", "Distributed"),
-    MenuPage("network", "/network", "Network"),
-    MenuPage("run", "/run", "Run"),
-    MenuPage("trials", "/trials", "Trials"),
-    MenuPage("gpus", "/gpus", "Cost and GPUs"),
-    MenuPage("compare", "/compare", "Compare"),
-    MenuPage("live", "/live", "Live"),
-)
+    MenuPage("network", "/network", "Network"), MenuPage("run", "/run", "Run"),
+    MenuPage("trials", "/trials", "Trials"), MenuPage("gpus", "/gpus", "Cost and GPUs"),
+    MenuPage("compare", "/compare", "Compare"), MenuPage("live", "/live", "Live"),
+)  # fmt: skip
 
 
 Layout = Callable[..., Any]

@@ -310,14 +310,9 @@ def banner(lines: Sequence[str], cls: str = "banner") -> Any:
 
 
 _TOKENS = {
-    "Keyword": "kw",
-    "Literal.String": "st",
-    "Comment": "cm",
-    "Literal.Number": "nu",
-    "Name.Function": "fn",
-    "Name.Decorator": "fn",
-    "Operator.Word": "kw",
-}
+    "Keyword": "kw", "Literal.String": "st", "Comment": "cm", "Literal.Number": "nu",
+    "Name.Function": "fn", "Name.Decorator": "fn", "Operator.Word": "kw",
+}  # fmt: skip
 
 
 def code(text: str, language: str = "python", name: str = "") -> Any:

@@ -32,14 +32,8 @@ LoadState = Literal["unread", "loading", "ready", "failed"]
 T = TypeVar("T")
 
 WARM_MEASUREMENTS = (
-    "breakdown",
-    "gaps",
-    "kernels",
-    "hot_kernels",
-    "families",
-    "collectives",
-    "memory",
-)
+    "breakdown", "gaps", "kernels", "hot_kernels", "families", "collectives", "memory",
+)  # fmt: skip
 """Measurements that every page needs, made before the first page is shown."""
 STEPS_BYTES = 256 << 10
 """Growth of the steps, bytes, at which a run without a window is read again: some thousand."""

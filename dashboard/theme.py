@@ -42,12 +42,8 @@ PLAIN: Final = charts.OTHER_LOOK.colour
 
 
 GROUPS: Final = {
-    "time": CLASSES,
-    "idle": CAUSES,
-    "host": PHASES | HOST,
-    "kernels": FAMILIES,
-    "phases": PHASES,
-}
+    "time": CLASSES, "idle": CAUSES, "host": PHASES | HOST, "kernels": FAMILIES, "phases": PHASES,
+}  # fmt: skip
 """Colours by group: classes of device time, causes of idle time, classes of host time and phases,
 kernel families, phases of the step."""
 

@@ -219,14 +219,8 @@ def _marginal_in_report(
 # -- ranks side by side ---------------------------------------------------------------------------
 
 RANK_HEAD: Final = [
-    "rank",
-    "step",
-    "GPU busy",
-    "exposed comm.",
-    "idle",
-    "comes last",
-    "others wait",
-]
+    "rank", "step", "GPU busy", "exposed comm.", "idle", "comes last", "others wait",
+]  # fmt: skip
 OF_DEVICE: Final = ("GPU busy", "idle")
 """Columns that a job without devices does not have."""
 

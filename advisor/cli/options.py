@@ -246,25 +246,12 @@ def parse_size(text: str | None) -> int | None:
 # -- options of an analysis: a command names those that it has -------------------------------------
 
 ANALYSIS: Final[dict[str, Any]] = {
-    "rank": Rank,
-    "window": Window,
-    "steps": Steps,
-    "rules": Rules,
-    "memory_snapshot": MemorySnapshot,
-    "kernel_profile": KernelProfile,
-    "capture": CaptureFile,
-    "compile_log": CompileLogs,
-    "max_size": MaxSize,
-    "ranks": RankList,
-    "workers": Workers,
-    "cluster": Cluster,
-    "price": Price,
-    "prices": PriceTable,
-    "paid_gpus": PaidGpus,
-    "recorded_gpu": RecordedGpu,
-    "node_size": NodeSize,
-    "node_bandwidth": NodeBandwidth,
-}
+    "rank": Rank, "window": Window, "steps": Steps, "rules": Rules,
+    "memory_snapshot": MemorySnapshot, "kernel_profile": KernelProfile, "capture": CaptureFile,
+    "compile_log": CompileLogs, "max_size": MaxSize, "ranks": RankList, "workers": Workers,
+    "cluster": Cluster, "price": Price, "prices": PriceTable, "paid_gpus": PaidGpus,
+    "recorded_gpu": RecordedGpu, "node_size": NodeSize, "node_bandwidth": NodeBandwidth,
+}  # fmt: skip
 """Analysis options and their declarations. Each is a field of ``Options`` or ``ReadOptions`` of
 that name, except those that :func:`analysis` translates."""
 

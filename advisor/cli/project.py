@@ -168,31 +168,22 @@ def _plain(projector: Projector, found: tuple[TargetGpu, ...], notes: list[str])
     from advisor.replay.predictions import count_comparisons
 
     return {
-        "schema": 1,
-        "source": projector.recorded_gpu.name,
-        "measured_step_ns": projector.a.step_ns,
-        "replayed": projector.replayed,
-        "same_host": projector.same_host,
-        "notes": notes,
-        "rests_on": count_comparisons(),
+        "schema": 1, "source": projector.recorded_gpu.name,
+        "measured_step_ns": projector.a.step_ns, "replayed": projector.replayed,
+        "same_host": projector.same_host, "notes": notes, "rests_on": count_comparisons(),
         "gpus": [_row(c) for c in found],
-    }
+    }  # fmt: skip
 
 
 def _row(choice: TargetGpu) -> dict[str, Any]:
     p = choice.projection
     kept = {name: v for name, v in p._asdict().items() if name not in ("fit", "measured_ns")}
     return {
-        **kept,
-        "speedup": p.speedup,
-        "price_per_hour": choice.price,
-        "cost_per_million_steps": choice.cost,
-        "low_cost": choice.low_cost,
-        "high_cost": choice.high_cost,
-        "cost_per_epoch": choice.epoch_cost,
-        "memory": p.fit,
+        **kept, "speedup": p.speedup, "price_per_hour": choice.price,
+        "cost_per_million_steps": choice.cost, "low_cost": choice.low_cost,
+        "high_cost": choice.high_cost, "cost_per_epoch": choice.epoch_cost, "memory": p.fit,
         "refused": p.refused or None,
-    }
+    }  # fmt: skip
 
 
 def _splits(

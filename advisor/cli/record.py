@@ -87,15 +87,9 @@ def command(
     from advisor.recorder.options import switched_off
 
     chosen = {
-        "out": out,
-        "skip": skip,
-        "warmup": warmup,
-        "active": active,
-        "ranks": ranks,
-        "deep": deep or None,
-        "signal": signal,
-        "report": None if report else False,
-    }
+        "out": out, "skip": skip, "warmup": warmup, "active": active, "ranks": ranks,
+        "deep": deep or None, "signal": signal, "report": None if report else False,
+    }  # fmt: skip
     words = launch.command_line(program)
     if behind := launch.warn_misplaced(program, OPTIONS):
         print(f"advisor: {behind}", file=sys.stderr)

@@ -305,13 +305,8 @@ COMPILE_LOG: Final = AuxiliaryInput(
     ),
 )
 AUXILIARY_INPUTS: Final = (
-    SNAPSHOT,
-    COUNTERS,
-    TRITON_CACHE,
-    FLIGHT_RECORDER,
-    NETWORK_LOG,
-    COMPILE_LOG,
-)
+    SNAPSHOT, COUNTERS, TRITON_CACHE, FLIGHT_RECORDER, NETWORK_LOG, COMPILE_LOG,
+)  # fmt: skip
 """Auxiliary inputs in order of precedence: of several in one folder the first has the verdict."""
 AUXILIARY_INPUTS_BY_NAME: Final = {kind.name: kind for kind in AUXILIARY_INPUTS}
 

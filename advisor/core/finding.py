@@ -10,34 +10,16 @@ from advisor.core.rule import Evidence, Per
 
 Severity = Literal["info", "warning", "critical"]
 Category = Literal[
-    "input",
-    "host",
-    "sync",
-    "transfer",
-    "kernel",
-    "memory",
-    "optimizer",
-    "compile",
-    "distributed",
-    "hardware",
-    "inference",
-]
+    "input", "host", "sync", "transfer", "kernel", "memory", "optimizer", "compile", "distributed",
+    "hardware", "inference",
+]  # fmt: skip
 GainKind = Literal["", "replay", "recorded", "upper bound", "lower bound"]
 Currency = Literal["step_time", "run_time", "memory", "risk", "unpriced"]
 Validation = Literal["real traces", "recordings", "synthetic"]
 RangeCause = Literal[
-    "",
-    "assumption",
-    "faster host",
-    "slower host",
-    "hand-over",
-    "replay error",
-    "shared cores",
-    "past",
-    "not proven",
-    "device work",
-    "late launches",
-]
+    "", "assumption", "faster host", "slower host", "hand-over", "replay error", "shared cores",
+    "past", "not proven", "device work", "late launches",
+]  # fmt: skip
 """Cause of an end of a gain's range: the finding's own assumption; a host that is faster
 without the profiler; one that is slower than expected, as while it is profiled; taking results over
 from other processes; the error of the replay; past estimates of the kind, and how far off they
@@ -46,36 +28,15 @@ that are late with the fix too. Empty: nothing."""
 StepProperty = Literal["", "sizes repeat"]
 """Property of a step. ``sizes repeat``: every step launches the same kernels on the same sizes."""
 Instants = Literal[
-    "",
-    "step_start",
-    "graph_break",
-    "between_steps",
-    "read_loop",
-    "after_read",
-    "round_trip",
-    "recompute",
-    "second_forward",
-    "repeated_backward",
-    "rebuilt_weights",
-    "unused_gradient",
-    "new_shape",
-    "graph_entry",
-    "without_gradient",
-    "loop",
-]
+    "", "step_start", "graph_break", "between_steps", "read_loop", "after_read", "round_trip",
+    "recompute", "second_forward", "repeated_backward", "rebuilt_weights", "unused_gradient",
+    "new_shape", "graph_entry", "without_gradient", "loop",
+]  # fmt: skip
 """Contexts that ``Select.at`` names; its docstring says what each is."""
 Operation = Literal[
-    "remove",
-    "scale",
-    "roofline",
-    "overlap",
-    "make_async",
-    "merge",
-    "drop_launch",
-    "parallelize",
-    "resize",
-    "remove_skew",
-]
+    "remove", "scale", "roofline", "overlap", "make_async", "merge", "drop_launch", "parallelize",
+    "resize", "remove_skew",
+]  # fmt: skip
 
 
 GUESSED_STEP_SOURCES = ("device sequence", "repeating ranges")

@@ -43,17 +43,9 @@ VerdictRole = Literal[
 explains the memory in a snapshot, why a request failed, how much of the run no step takes, who else
 uses the GPU."""
 HostCheck = Literal[
-    "",
-    "loading data",
-    "the loop's own code",
-    "Python inside forward",
-    "saving",
-    "garbage collection",
-    "debug settings",
-    "threads",
-    "CPU limits",
-    "slow steps",
-]
+    "", "loading data", "the loop's own code", "Python inside forward", "saving",
+    "garbage collection", "debug settings", "threads", "CPU limits", "slow steps",
+]  # fmt: skip
 """Checks that the verdict lists on steps that the host computes, in its order."""
 
 

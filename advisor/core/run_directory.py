@@ -217,16 +217,10 @@ class StepRow(Struct, kw_only=True, omit_defaults=True, gc=False):
 
 
 THROTTLE_BITS = {
-    "idle": 0x1,
-    "application clocks": 0x2,
-    "software power cap": 0x4,
-    "hardware slowdown": 0x8,
-    "sync boost": 0x10,
-    "software thermal": 0x20,
-    "hardware thermal": 0x40,
-    "power brake": 0x80,
+    "idle": 0x1, "application clocks": 0x2, "software power cap": 0x4, "hardware slowdown": 0x8,
+    "sync boost": 0x10, "software thermal": 0x20, "hardware thermal": 0x40, "power brake": 0x80,
     "display clocks": 0x100,
-}
+}  # fmt: skip
 """Bits of ``Gpu.throttle`` (nvmlClocksEventReasons)."""
 
 

@@ -34,36 +34,21 @@ CLASS_LABELS: Final = {
 """Full names of the classes of device time; ``exposed``: under none of those before it."""
 
 CAUSE_LABELS: Final = {
-    "loader": "data loader",
-    "sync": "host in a sync",
-    "copy": "host in a copy",
-    "dispatch": "CPU operators",
-    "python": "Python code",
-    "communication": "host in MPI",
-    "host_code": "CPU code (sampled)",
-    "launch": "launch calls",
-    "compile": "one-off set-up",
-    "allocation": "allocating memory",
-    "profiler": "the profiler",
-    "stream": "another stream",
-    "other_thread": "another thread",
-    "end": "nothing recorded",
-}
+    "loader": "data loader", "sync": "host in a sync", "copy": "host in a copy",
+    "dispatch": "CPU operators", "python": "Python code", "communication": "host in MPI",
+    "host_code": "CPU code (sampled)", "launch": "launch calls", "compile": "one-off set-up",
+    "allocation": "allocating memory", "profiler": "the profiler", "stream": "another stream",
+    "other_thread": "another thread", "end": "nothing recorded",
+}  # fmt: skip
 """Names of idle causes (``measure.host.gaps.CAUSES``)."""
 
 HOST_LABELS: Final = {
-    **CAUSE_LABELS,
-    "sync": "waiting in a sync",
-    "copy": "waiting in a copy",
-    "communication": "in MPI",
-    "drain": "waiting for the queue to drain",
-    "unknown": "outside operators",
-    "unrecorded": "nothing recorded",
-    "autograd": "waiting for backward",
-    "data": "loading data",
-    "h2d": "uploads",
+    **CAUSE_LABELS, "sync": "waiting in a sync", "copy": "waiting in a copy",
+    "communication": "in MPI", "drain": "waiting for the queue to drain",
+    "unknown": "outside operators", "unrecorded": "nothing recorded",
+    "autograd": "waiting for backward", "data": "loading data", "h2d": "uploads",
     "other": "code outside these phases",
-}
+}  # fmt: skip
 """Names of classes of host time (``measure.steps.timeline.CLASSES``), and of recorded phases."""
 
 PATH_LABELS: Final = {
@@ -441,13 +426,9 @@ _REASON: Final = re.compile(
 """Begin of a reason, behind a clause long enough to stand alone."""
 
 _PER: Final[Mapping[str, str]] = {
-    "step": "per step",
-    "repetition": "per repetition",
-    "inference": "per inference",
-    "recording": "of the recording",
-    "window": "of the window",
-    "run": "over the run",
-}
+    "step": "per step", "repetition": "per repetition", "inference": "per inference",
+    "recording": "of the recording", "window": "of the window", "run": "over the run",
+}  # fmt: skip
 
 
 def format_per(unit: Per) -> str:

@@ -71,16 +71,11 @@ _MEMORY_ARGS = {"bytes": "Bytes", **_spelled("address", "allocated", "reserved")
 _INPUTS = _spelled("dims", "types", "strides", "concrete")
 _COMMS = dict(zip(COMMS_SCHEMA, _spelled(*COMM_FIELDS).values(), strict=True))
 _DEVICE_PROPERTIES = {
-    "id": "id",
-    "name": "name",
-    "memory_bytes": "totalGlobalMem",
-    "sms": "numSms",
+    "id": "id", "name": "name", "memory_bytes": "totalGlobalMem", "sms": "numSms",
     "max_threads_per_sm": "maxThreadsPerMultiprocessor",
-    "registers_per_sm": "regsPerMultiprocessor",
-    "shared_per_sm": "sharedMemPerMultiprocessor",
-    "shared_per_block_optin": "sharedMemPerBlockOptin",
-    "warp_size": "warpSize",
-}
+    "registers_per_sm": "regsPerMultiprocessor", "shared_per_sm": "sharedMemPerMultiprocessor",
+    "shared_per_block_optin": "sharedMemPerBlockOptin", "warp_size": "warpSize",
+}  # fmt: skip
 
 Event = dict[str, Any]
 
@@ -214,15 +209,9 @@ def iterate_events(trace: Trace) -> Iterator[Event]:
 
 def _slice(row: Event, category: str, name: str, pid: Any, tid: Any, args: Event) -> Event:
     return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": pid,
-        "tid": tid,
-        "ts": to_microseconds(row["ts"]),
-        "dur": to_microseconds(row["dur"]),
-        "args": args,
-    }
+        "ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid,
+        "ts": to_microseconds(row["ts"]), "dur": to_microseconds(row["dur"]), "args": args,
+    }  # fmt: skip
 
 
 def _args(row: Event, wanted: dict[str, str]) -> Event:
@@ -357,16 +346,11 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> bytes:
 def _track_slice(item: Slice, pid: int, tid: int, origin: int, text: Shown) -> bytes:
     return msgspec.json.encode(
         {
-            "ph": "X",
-            "cat": CATEGORY,
-            "name": text(item.name, 200),
-            "pid": pid,
-            "tid": tid,
-            "ts": to_microseconds(origin + item.ts),
-            "dur": to_microseconds(item.dur),
+            "ph": "X", "cat": CATEGORY, "name": text(item.name, 200), "pid": pid, "tid": tid,
+            "ts": to_microseconds(origin + item.ts), "dur": to_microseconds(item.dur),
             "args": item.args,
         }
-    )
+    )  # fmt: skip
 
 
 def to_microseconds(ns: int) -> Raw:

@@ -48,13 +48,9 @@ def build_tables(a: Analysis, report: Report) -> dict[str, CsvTable]:
     """Build the tables by name: ``findings``, ``steps``, ``kernels``, ``operators``, ``rooflines``,
     ``idle``. All times in ns. A table without rows was not measured, or is empty."""
     return {
-        "findings": _findings(report),
-        "steps": _steps(a),
-        "kernels": _kernels(a),
-        "operators": _operators(a),
-        "rooflines": _rooflines(a),
-        "idle": _idle(a),
-    }
+        "findings": _findings(report), "steps": _steps(a), "kernels": _kernels(a),
+        "operators": _operators(a), "rooflines": _rooflines(a), "idle": _idle(a),
+    }  # fmt: skip
 
 
 def _cell(value: Cell) -> Cell:

@@ -135,16 +135,9 @@ _HOMES = re.compile(
     rb"([A-Za-z0-9._-]{2,40})"
 )
 _HOME_MARKS = (
-    b"/home/",
-    b"/home\\",
-    b"/Users/",
-    b"/Users\\",
-    b"Users\\",
-    b"%2Fhome%2F",
-    b"%2fhome%2f",
-    b"~",
+    b"/home/", b"/home\\", b"/Users/", b"/Users\\", b"Users\\", b"%2Fhome%2F", b"%2fhome%2f", b"~",
     b"torchinductor_",
-)
+)  # fmt: skip
 _NAMED_MARKS = {
     b"host": (b'host"', b'hostname"', b'host_name"', b"hostname=", b"host="),
     b"node": (b'nodename"', b'node_name"', b"nodename="),

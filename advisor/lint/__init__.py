@@ -27,14 +27,9 @@ IGNORE = "advisor: ignore"
 """Text of a comment that removes the hints of its line."""
 _SKIPPED = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
 _CHECKS = (
-    check_loader,
-    check_loop,
-    check_evaluation,
-    check_single_evaluation,
-    check_parallel,
-    check_settings,
-    check_estimators,
-)
+    check_loader, check_loop, check_evaluation, check_single_evaluation, check_parallel,
+    check_settings, check_estimators,
+)  # fmt: skip
 
 
 def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:

@@ -18,14 +18,9 @@ _EVAL = re.compile(
     r"(?:^|_)(?:eval\w*|valid\w*|val|test|infer\w*|predict\w*)(?:$|_)", re.IGNORECASE
 )
 _NO_GRAD = {
-    "torch.no_grad",
-    "torch.inference_mode",
-    "no_grad",
-    "inference_mode",
-    "torch.set_grad_enabled",
-    "torch.autograd.no_grad",
-    "torch.autograd.inference_mode",
-}
+    "torch.no_grad", "torch.inference_mode", "no_grad", "inference_mode", "torch.set_grad_enabled",
+    "torch.autograd.no_grad", "torch.autograd.inference_mode",
+}  # fmt: skip
 _DDP = {"torch.nn.parallel.DistributedDataParallel", "DistributedDataParallel", "DDP"}
 _DP = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "DataParallel"}
 

@@ -288,16 +288,10 @@ def _host(
         ranges = [code for name, code in names.items() if is_range(str(name)[:100])]
         kinds[np.isin(coded, ranges)] = HOST_KINDS.index("annotation")
     columns: Columns = {
-        **_times(events),
-        "kind": kinds,
-        "name": coded,
-        "thread": _threads(events, threads),
-        "correlation": missing,
-        "external": missing,
-        "sequence": missing,
-        "inputs": none,
+        **_times(events), "kind": kinds, "name": coded, "thread": _threads(events, threads),
+        "correlation": missing, "external": missing, "sequence": missing, "inputs": none,
         "comm": none,
-    }
+    }  # fmt: skip
     if kind in ("op", "annotation", "runtime"):
         args = [e.args or NO_ARGS for e in events]
         columns["external"] = _external(args)

@@ -221,14 +221,9 @@ def table_names(head: bytes, path: str) -> frozenset[str]:
 
 
 _KNOWN = (
-    "StringIds",
-    "NVTX_EVENTS",
-    "CUPTI_ACTIVITY_KIND",
-    "TARGET_INFO",
-    "rocpd_",
-    "compute_kernel_metric_value",
-    "TABLE KERN (",
-)
+    "StringIds", "NVTX_EVENTS", "CUPTI_ACTIVITY_KIND", "TARGET_INFO", "rocpd_",
+    "compute_kernel_metric_value", "TABLE KERN (",
+)  # fmt: skip
 
 
 @contextmanager

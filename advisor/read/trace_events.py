@@ -34,14 +34,9 @@ HOST_CATEGORIES: dict[str, str] = {
     "overhead": "overhead",
 }
 DEVICE_CATEGORIES: dict[str, str] = {
-    "kernel": "kernel",
-    "concurrent_kernel": "kernel",
-    "cuda functions": "kernel",
-    "gpu_memcpy": "memcpy",
-    "memcpy": "memcpy",
-    "gpu_memset": "memset",
-    "memset": "memset",
-}
+    "kernel": "kernel", "concurrent_kernel": "kernel", "cuda functions": "kernel",
+    "gpu_memcpy": "memcpy", "memcpy": "memcpy", "gpu_memset": "memset", "memset": "memset",
+}  # fmt: skip
 _RANGE = re.compile(
     r"^(?:ProfilerStep|Optimizer\.|##|DistributedDataParallel\.|\[|advisor::|enumerate\()"
 )
@@ -168,14 +163,10 @@ def _memory(name: str | None) -> str | None:
 
 
 _SYNC_NAMES = {
-    "context sync": "context",
-    "device sync": "context",
-    "stream sync": "stream",
-    "stream synchronize": "stream",
-    "event sync": "event",
-    "event synchronize": "event",
+    "context sync": "context", "device sync": "context", "stream sync": "stream",
+    "stream synchronize": "stream", "event sync": "event", "event synchronize": "event",
     "stream wait event": "stream_wait",
-}
+}  # fmt: skip
 
 
 def sync_kind(name: str) -> str | None:

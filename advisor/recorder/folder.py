@@ -126,13 +126,9 @@ def _launch() -> str:
     On one machine: the process that started them. On several: what the launcher calls the job."""
     env = os.environ
     names = [
-        "TORCHELASTIC_RUN_ID",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-    ]
+        "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+        "SLURM_JOB_ID", "SLURM_STEP_ID",
+    ]  # fmt: skip
     parts = [env.get(name, "") for name in names]
     if env.get("LOCAL_WORLD_SIZE", "") == env.get("WORLD_SIZE", ""):
         mother = multiprocessing.parent_process()

@@ -152,13 +152,9 @@ PADDING_EVERY = 10
 MAX_MASK = 1 << 24
 """Largest mask that is looked at, elements."""
 MASKS = {
-    "attention_mask": True,
-    "input_mask": True,
-    "token_mask": True,
-    "padding_mask": False,
-    "key_padding_mask": False,
-    "src_key_padding_mask": False,
-}
+    "attention_mask": True, "input_mask": True, "token_mask": True, "padding_mask": False,
+    "key_padding_mask": False, "src_key_padding_mask": False,
+}  # fmt: skip
 """Keys under which models expect a mask, and whether true means a token (else padding)."""
 
 

@@ -21,15 +21,10 @@ MAX_FAILURES = 5
 """Failures in a row, for other reasons, after which a query is given up as well."""
 KIB = 1024
 GPM = {
-    "sm_util": "SM_UTIL",
-    "sm_occupancy": "SM_OCCUPANCY",
-    "tensor": "ANY_TENSOR_UTIL",
-    "dram": "DRAM_BW_UTIL",
-    "fp64": "FP64_UTIL",
-    "fp32": "FP32_UTIL",
-    "fp16": "FP16_UTIL",
+    "sm_util": "SM_UTIL", "sm_occupancy": "SM_OCCUPANCY", "tensor": "ANY_TENSOR_UTIL",
+    "dram": "DRAM_BW_UTIL", "fp64": "FP64_UTIL", "fp32": "FP32_UTIL", "fp16": "FP16_UTIL",
     "integer": "INTEGER_UTIL",
-}
+}  # fmt: skip
 """GPM metrics recorded (Hopper and later), by name after ``NVML_GPM_METRIC_``; values in %."""
 GPM_MIN_NS = 200_000_000
 """Least interval between two GPM samples, ns: their difference is the metric."""

@@ -28,13 +28,8 @@ MAX_ENTRIES = 512
 LEAVING = tape.FORWARDED | {tape.LEAVE, tape.FETCHED, tape.BACKWARD_END, tape.OPTIMIZER_END}
 """Codes that end the innermost phase."""
 KNOWN = LEAVING | {
-    tape.FETCH,
-    tape.FETCHED_INSIDE,
-    tape.BATCH,
-    tape.OPTIMIZED_BY,
-    tape.BOUNDARY,
-    tape.FORWARD_OF,
-}
+    tape.FETCH, tape.FETCHED_INSIDE, tape.BATCH, tape.OPTIMIZED_BY, tape.BOUNDARY, tape.FORWARD_OF,
+}  # fmt: skip
 """Codes that a pattern may have besides phases."""
 TIMELESS = frozenset((tape.BATCH, tape.OPTIMIZED_BY, tape.FORWARD_OF))
 

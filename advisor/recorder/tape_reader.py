@@ -67,34 +67,22 @@ class TapeReader:
         self._optimizer = 0
         self._fetch_began = 0
         self._handlers: dict[int, Callable[[Any], None]] = {
-            tape.LEAVE: self.clock.leave,
-            tape.FETCH: self._fetch,
-            tape.FETCHED: self._fetched,
+            tape.LEAVE: self.clock.leave, tape.FETCH: self._fetch, tape.FETCHED: self._fetched,
             tape.FETCHED_INSIDE: lambda now: self.steps.on_batch(),
-            tape.EXHAUSTED: self._exhausted,
-            tape.ITERATE: self.steps.on_iterate,
-            tape.ITERATED: self.loaders.on_epoch,
-            tape.LOADER: self.loaders.on_fetch_from,
+            tape.EXHAUSTED: self._exhausted, tape.ITERATE: self.steps.on_iterate,
+            tape.ITERATED: self.loaders.on_epoch, tape.LOADER: self.loaders.on_fetch_from,
             tape.BATCH: self.steps.set_batch,
             **{code: partial(self._forward_end, code) for code in tape.FORWARDED},
-            tape.BACKWARD_END: self._backward_end,
-            tape.OPTIMIZED_BY: self._optimized_by,
-            tape.OPTIMIZER_END: self._optimizer_end,
-            tape.SAVE: self.steps.on_checkpoint,
-            tape.APPLIED: self.steps.on_update,
-            tape.BOUNDARY: self.steps.on_step_end,
-            tape.BEGIN: self.steps.begin,
-            tape.BREAK_OFF: self.steps.stop,
-            tape.ABANDON: self.steps.drop_step,
-            tape.RESET: self.clock.leave_all,
-            tape.PAUSE: self._pause,
-            tape.MEMORY: self._memory,
+            tape.BACKWARD_END: self._backward_end, tape.OPTIMIZED_BY: self._optimized_by,
+            tape.OPTIMIZER_END: self._optimizer_end, tape.SAVE: self.steps.on_checkpoint,
+            tape.APPLIED: self.steps.on_update, tape.BOUNDARY: self.steps.on_step_end,
+            tape.BEGIN: self.steps.begin, tape.BREAK_OFF: self.steps.stop,
+            tape.ABANDON: self.steps.drop_step, tape.RESET: self.clock.leave_all,
+            tape.PAUSE: self._pause, tape.MEMORY: self._memory,
             tape.CUDA_EVENT: self.steps.add_event,
-            tape.MARKS_END: lambda _: self.steps.without_events(),
-            tape.FORWARD_OF: _pass,
-            tape.GENERATE: _pass,
-            tape.GENERATED: _pass,
-        }
+            tape.MARKS_END: lambda _: self.steps.without_events(), tape.FORWARD_OF: _pass,
+            tape.GENERATE: _pass, tape.GENERATED: _pass,
+        }  # fmt: skip
 
     def read(self, taken: list[Any], *, aside: bool = False) -> None:
         """Read a piece cut off the tape. ``aside``: in the writer's thread, where repeated steps

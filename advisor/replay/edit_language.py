@@ -30,17 +30,10 @@ from advisor.core.finding import Edit, Instants, Operation, Select
 from advisor.core.trace import BLOCKING_CALLS, CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
 
 VERBS: dict[str, Operation] = {
-    "remove": "remove",
-    "scale": "scale",
-    "roofline": "roofline",
-    "resize": "resize",
-    "overlap": "overlap",
-    "async": "make_async",
-    "merge": "merge",
-    "graph": "drop_launch",
-    "parallelize": "parallelize",
-    "remove_skew": "remove_skew",
-}
+    "remove": "remove", "scale": "scale", "roofline": "roofline", "resize": "resize",
+    "overlap": "overlap", "async": "make_async", "merge": "merge", "graph": "drop_launch",
+    "parallelize": "parallelize", "remove_skew": "remove_skew",
+}  # fmt: skip
 FORMER_VERBS = {"make_async": "async", "spread": "parallelize", "punctual": "remove_skew"}
 """Former verbs that are still accepted, with their present names."""
 

@@ -34,14 +34,9 @@ SLOW_LAUNCH_NS = 50_000
 """Length above which a launch call did something else than launch, or waited, ns."""
 
 _ORDER = {
-    NodeKind.SYNC_END: 0,
-    NodeKind.LOADER_END: 0,
-    NodeKind.STEP: 1,
-    NodeKind.HANDOFF: 2,
-    NodeKind.LAUNCH: 3,
-    NodeKind.SYNC: 3,
-    NodeKind.LOADER: 3,
-}
+    NodeKind.SYNC_END: 0, NodeKind.LOADER_END: 0, NodeKind.STEP: 1, NodeKind.HANDOFF: 2,
+    NodeKind.LAUNCH: 3, NodeKind.SYNC: 3, NodeKind.LOADER: 3,
+}  # fmt: skip
 """Order at one instant of a thread: ends, then boundaries, then hand-overs, then starts."""
 _AT_ONE_INSTANT = np.array([_ORDER.get(kind, 0) for kind in NodeKind])
 

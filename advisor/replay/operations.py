@@ -157,14 +157,7 @@ def parallelize(patch: GraphEdits, edit: Edit, factor: float | None) -> None:
 
 
 OPERATIONS: dict[Operation, Callable[[GraphEdits, Edit, float | None], None]] = {
-    "remove": remove,
-    "scale": scale,
-    "roofline": roofline,
-    "resize": resize,
-    "overlap": overlap,
-    "make_async": make_async,
-    "merge": merge,
-    "drop_launch": drop_launch,
-    "parallelize": parallelize,
-    "remove_skew": remove_skew,
-}
+    "remove": remove, "scale": scale, "roofline": roofline, "resize": resize, "overlap": overlap,
+    "make_async": make_async, "merge": merge, "drop_launch": drop_launch,
+    "parallelize": parallelize, "remove_skew": remove_skew,
+}  # fmt: skip

@@ -269,13 +269,9 @@ def path_composition(
         host & (graph.kind[path.node] == NodeKind.LOADER_END.value)
     )
     parts = {
-        "communication": talks,
-        "copying": copied,
-        "compute": own & ~talks & ~copied,
-        "loader": fed,
-        "host": host & ~fed,
-        "latency": ~own & ~host & ~fed,
-    }
+        "communication": talks, "copying": copied, "compute": own & ~talks & ~copied,
+        "loader": fed, "host": host & ~fed, "latency": ~own & ~host & ~fed,
+    }  # fmt: skip
     return {
         name: float(path.ns[own_part].sum()) for name, own_part in parts.items() if own_part.any()
     }

@@ -458,14 +458,9 @@ LONGEST = 60
 """Maximum number of characters of a word that are compared."""
 
 _KINDS = {
-    "kernel": "kernels",
-    "memcpy": "copies",
-    "memset": "memsets",
-    "op": "operators",
-    "python": "Python frames",
-    "annotation": "ranges",
-    "runtime": "runtime calls",
-}
+    "kernel": "kernels", "memcpy": "copies", "memset": "memsets", "op": "operators",
+    "python": "Python frames", "annotation": "ranges", "runtime": "runtime calls",
+}  # fmt: skip
 
 
 class NearMatches(NamedTuple):

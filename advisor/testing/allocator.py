@@ -252,17 +252,12 @@ class FakeAllocator:
         self.now += 7
         self.events.append(
             {
-                "action": action,
-                "device_free" if action == "oom" else "addr": address,
-                "size": size,
-                "stream": stream,
-                "time_us": self.now,
-                "compile_context": "N/A",
-                "user_metadata": self.label,
-                "pool_id": tuple(pool),
+                "action": action, "device_free" if action == "oom" else "addr": address,
+                "size": size, "stream": stream, "time_us": self.now, "compile_context": "N/A",
+                "user_metadata": self.label, "pool_id": tuple(pool),
                 "frames": self._frames_of_now(),
             }
-        )
+        )  # fmt: skip
 
     def snapshot(self) -> dict[str, Any]:
         """Return what ``torch.cuda.memory._snapshot()`` of PyTorch 2.10 returns."""

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
     from advisor.testing.record import RecordBuilder
 
 _LIMITS: dict[str, Any] = {
-    "maxThreadsPerBlock": 1024,
-    "maxThreadsPerMultiprocessor": 2048,
-    "regsPerBlock": 65536,
-    "regsPerMultiprocessor": 65536,
-    "warpSize": 32,
-    "sharedMemPerBlock": 49152,
-}
+    "maxThreadsPerBlock": 1024, "maxThreadsPerMultiprocessor": 2048, "regsPerBlock": 65536,
+    "regsPerMultiprocessor": 65536, "warpSize": 32, "sharedMemPerBlock": 49152,
+}  # fmt: skip
 DEVICES: dict[str, dict[str, Any]] = {
     "A100": {
         "name": "NVIDIA A100-SXM4-80GB",
@@ -580,15 +576,9 @@ class TraceBuilder:
         self, cat: str, name: str, ts: float, dur: float, pid: int, tid: int, args: dict[str, Any]
     ) -> dict[str, Any]:
         event = {
-            "ph": "X",
-            "cat": cat,
-            "name": name,
-            "pid": pid,
-            "tid": tid,
-            "ts": round(ts, 3),
-            "dur": round(dur, 3),
-            "args": args,
-        }
+            "ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": round(ts, 3),
+            "dur": round(dur, 3), "args": args,
+        }  # fmt: skip
         self.events.append(event)
         return event
 

@@ -49,14 +49,10 @@ POLL_SECONDS = 0.01
 
 QUIET_ENVIRONMENT: Mapping[str, str] = {
     # nobody hears of a run that is only tried
-    "WANDB_MODE": "disabled",
-    "CLEARML_OFFLINE_MODE": "1",
-    "NEPTUNE_MODE": "debug",
-    "COMET_MODE": "disabled",
-    "SWANLAB_MODE": "disabled",
-    "PYTHONDONTWRITEBYTECODE": "1",
+    "WANDB_MODE": "disabled", "CLEARML_OFFLINE_MODE": "1", "NEPTUNE_MODE": "debug",
+    "COMET_MODE": "disabled", "SWANLAB_MODE": "disabled", "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONHASHSEED": "0",
-}
+}  # fmt: skip
 
 
 class TrialProgram:

@@ -223,13 +223,8 @@ def _outliers(ranks: Ranks, entry: OpenedPath) -> Any:
             ]
         )
     header = (
-        "Who",
-        "What",
-        "Others wait per step, hidden or not",
-        "Comes last",
-        "Gain",
-        "Significance",
-    )
+        "Who", "What", "Others wait per step, hidden or not", "Comes last", "Gain", "Significance",
+    )  # fmt: skip
     return card(
         "Outliers",
         table(header, rows, numbers=(2, 3), names=(0, 1, 4, 5), caption="", stacked=True),
@@ -301,14 +296,10 @@ def _ranks(ranks: Ranks, entry: OpenedPath) -> Any:
     rows = []
     for place, row in enumerate(ranks.lines):
         made: dict[str, Any] = {
-            "id": key_of(entry.key, place),
-            "query": _rank_query(entry, place, row.rank),
-            "rank": row.rank,
-            "rank_text": str(row.rank),
-            "host": shorten(clean(row.host), 80),
-            "step": row.step_ns,
-            "step_text": t.format_duration(row.step_ns),
-        }
+            "id": key_of(entry.key, place), "query": _rank_query(entry, place, row.rank),
+            "rank": row.rank, "rank_text": str(row.rank), "host": shorten(clean(row.host), 80),
+            "step": row.step_ns, "step_text": t.format_duration(row.step_ns),
+        }  # fmt: skip
         for (field, _), value in zip(classes, row.time, strict=False):
             made |= {field: value, f"{field}_text": t.format_duration(value)}
         rows.append(made)

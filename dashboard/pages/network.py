@@ -28,20 +28,14 @@ from advisor.render.document import FieldList
 from advisor.render.documents import auxiliary_sections
 
 KINDS: Final = {
-    "P2P": "directly between GPUs",
-    "SHM": "through host memory",
-    "NVLS": "NVLink SHARP, in the switch",
-    "NET/Socket": "between nodes, over TCP",
+    "P2P": "directly between GPUs", "SHM": "through host memory",
+    "NVLS": "NVLink SHARP, in the switch", "NET/Socket": "between nodes, over TCP",
     "GDRDMA": "between nodes, the adapter reads GPU memory",
-    "NET/": "between nodes, through host memory",
-    "NV": "NVLink",
-    "XGMI": "Infinity Fabric",
-    "PIX": "one PCIe switch",
-    "PXB": "several PCIe switches",
-    "PHB": "through the CPU's PCIe bridge",
-    "NODE": "through several PCIe bridges of one CPU",
+    "NET/": "between nodes, through host memory", "NV": "NVLink", "XGMI": "Infinity Fabric",
+    "PIX": "one PCIe switch", "PXB": "several PCIe switches",
+    "PHB": "through the CPU's PCIe bridge", "NODE": "through several PCIe bridges of one CPU",
     "SYS": "between CPU sockets",
-}
+}  # fmt: skip
 """Meaning of a transport or link by a part of its name (NCCL; the legend of ``nvidia-smi topo
 -m``). The first that fits counts."""
 MAX_RANKS: Final = 200

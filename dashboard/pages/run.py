@@ -197,16 +197,9 @@ def _shown(value: object) -> str:
 STATES = {"done": "recorded", "never": "never opened"}
 
 LOADER = (
-    "workers",
-    "batch_size",
-    "pin_memory",
-    "persistent_workers",
-    "prefetch_factor",
-    "drop_last",
-    "multiprocessing_context",
-    "length",
-    "dataset",
-)
+    "workers", "batch_size", "pin_memory", "persistent_workers", "prefetch_factor", "drop_last",
+    "multiprocessing_context", "length", "dataset",
+)  # fmt: skip
 
 
 def _loaders(a: Analysis) -> Any:

@@ -143,15 +143,11 @@ def _row(entries: list[OpenedPath], place: int) -> list[Any]:
     if 0 < summary.started_unix_ns < 4 << 60:
         started = f"{datetime.fromtimestamp(summary.started_unix_ns / 1e9):%Y-%m-%d %H:%M}"
     return [
-        name,
-        element("Span", started, cls="nowrap"),
-        labels.clean(summary.commit) or t.EMPTY_CELL,
-        _step(entry),
-        _change(entry, entries[place + 1 :]),
-        t.format_count(summary.steps),
+        name, element("Span", started, cls="nowrap"), labels.clean(summary.commit) or t.EMPTY_CELL,
+        _step(entry), _change(entry, entries[place + 1 :]), t.format_count(summary.steps),
         t.format_count(summary.ranks),
         element("Div", verdict, element("Div", command, cls="dim mono") if command else None),
-    ]
+    ]  # fmt: skip
 
 
 def _step(entry: OpenedPath) -> Any:

@@ -435,15 +435,9 @@ BASE = {part: ALL.index(part[0]) for part in SETS}
 """Place of each set's first category: a lane holds one set, its slices the place in the set."""
 
 TITLES = (
-    (STEPS, "Steps"),
-    (PHASES, "Phases"),
-    (IDLE, "Idle, by cause"),
-    (KERNELS, "GPU work"),
-    (COPIES, "Copies"),
-    (SYNCS, "Syncs"),
-    (ACTIVITY, "Thread activity"),
-    (HOST, "Host calls"),
-)
+    (STEPS, "Steps"), (PHASES, "Phases"), (IDLE, "Idle, by cause"), (KERNELS, "GPU work"),
+    (COPIES, "Copies"), (SYNCS, "Syncs"), (ACTIVITY, "Thread activity"), (HOST, "Host calls"),
+)  # fmt: skip
 """Sets with their titles, for a legend."""
 
 SLOTS = max(len(part) for part in BASE)

@@ -27,14 +27,10 @@ def describe_slice(a: Analysis, index: TimelineIndex, position: int) -> dict[str
     row = int(index.row[position])
     group = index.groups[lane.group]
     details: dict[str, Any] = {
-        **locate_slice(index, position),
-        "name": index.names[int(index.name[position])][:MAX_TEXT],
-        "group": group.label,
-        "category": index.category(position),
-        "facts": [],
-        "links": [],
+        **locate_slice(index, position), "name": index.names[int(index.name[position])][:MAX_TEXT],
+        "group": group.label, "category": index.category(position), "facts": [], "links": [],
         "line": None,
-    }
+    }  # fmt: skip
     if row < 0:
         return details
     if lane.source == "cpu":
@@ -159,10 +155,8 @@ def _device(a: Analysis, index: TimelineIndex, row: int, details: dict[str, Any]
         delay = event["ts"] - a.trace.cpu["ts"][launch]
     flops, moved, dur = measured["flops"], measured["moved"], event["dur"]
     details["facts"] += [
-        ("device", event["device"], "id"),
-        ("stream", event["stream"], "id"),
-        ("launch to start", delay, "ns"),
-        ("operator", _text(measured["op_name"]), ""),
+        ("device", event["device"], "id"), ("stream", event["stream"], "id"),
+        ("launch to start", delay, "ns"), ("operator", _text(measured["op_name"]), ""),
         ("family", measured["family"] if event["kind"] == "kernel" else None, ""),
         ("input type", _text(measured["dtype"]), ""),
         ("tensor cores", _yes(measured["tensor_core"]) if event["kind"] == "kernel" else None, ""),
@@ -170,19 +164,15 @@ def _device(a: Analysis, index: TimelineIndex, row: int, details: dict[str, Any]
         ("memory traffic, at least", moved / dur * 1e9 if moved and dur else None, "B/s"),
         ("bytes", event["bytes"], "bytes"),
         ("rate", None if event["gbps"] is None else event["gbps"] * 1e9, "B/s"),
-        ("direction", event["copy"], ""),
-        ("from", _text(event["src"]), ""),
-        ("to", _text(event["dst"]), ""),
-        ("blocks", event["blocks"], "count"),
+        ("direction", event["copy"], ""), ("from", _text(event["src"]), ""),
+        ("to", _text(event["dst"]), ""), ("blocks", event["blocks"], "count"),
         ("threads per block", event["threads"], "count"),
         ("registers per thread", event["registers"], "count"),
         ("shared memory per block", event["shared"], "bytes"),
-        ("occupancy", measured["occupancy"], "%"),
-        ("waves", measured["waves"], "count"),
-        ("CUDA graph", event["graph"], "id"),
-        *_comm(a, event["comm"]),
+        ("occupancy", measured["occupancy"], "%"), ("waves", measured["waves"], "count"),
+        ("CUDA graph", event["graph"], "id"), *_comm(a, event["comm"]),
         ("correlation", event["correlation"], "id"),
-    ]
+    ]  # fmt: skip
     op = event["op"]
     if op is not None:
         details["facts"] += list(_inputs(a, a.trace.cpu["inputs"][op]))

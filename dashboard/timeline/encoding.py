@@ -64,14 +64,10 @@ def encode_view(
     for cells in (view.runs.cell, view.flagged.cell):
         low = min(low, int(cells.min())) if len(cells) else low
     slices = (
-        index.start[positions] - x0,
-        index.end[positions] - index.start[positions],
-        index.name[positions],
-        positions,
-        view.lane,
-        base[view.lane] + index.slot[positions],
+        index.start[positions] - x0, index.end[positions] - index.start[positions],
+        index.name[positions], positions, view.lane, base[view.lane] + index.slot[positions],
         slice_flags,
-    )
+    )  # fmt: skip
     runs = view.runs
     sampled = [sample_counter(index.counters[i], x0, x1, px) for i in counters]
     both = np.stack(sampled) if sampled else np.zeros((0, 2, px))

@@ -35,21 +35,12 @@ FOLD_BEYOND = 2
 MAX_THREADS = 256
 
 _CALL_SLOT = {
-    "launch": "host-launch",
-    "graph_launch": "host-launch",
-    "memcpy": "host-launch",
-    "memset": "host-launch",
-    "memcpy_blocking": "host-copy",
-    "sync_device": "host-sync",
-    "sync_stream": "host-sync",
-    "sync_event": "host-sync",
-    "malloc": "host-allocation",
-    "free": "host-allocation",
-    "host_alloc": "host-allocation",
-    "host_free": "host-allocation",
-    "module_load": "host-load",
-    "graph_capture": "host-load",
-}
+    "launch": "host-launch", "graph_launch": "host-launch", "memcpy": "host-launch",
+    "memset": "host-launch", "memcpy_blocking": "host-copy", "sync_device": "host-sync",
+    "sync_stream": "host-sync", "sync_event": "host-sync", "malloc": "host-allocation",
+    "free": "host-allocation", "host_alloc": "host-allocation", "host_free": "host-allocation",
+    "module_load": "host-load", "graph_capture": "host-load",
+}  # fmt: skip
 _PHASE = (
     ("phase-data", r"(?i)^advisor::data|^enumerate\(Data(?:Loader|Pipe)\)#|load_batch|data_?load"),
     ("phase-h2d", r"(?i)^advisor::h2d|copy_batch_to|to_device"),
@@ -102,12 +93,8 @@ def _steps(b: IndexBuilder, a: Analysis) -> None:
     rows = np.arange(table.height)
     slot = np.where(table["used"].to_numpy(), 0, _slot(STEPS, "step-aside"))
     columns = (
-        table["ts"].to_numpy(),
-        table["end"].to_numpy(),
-        b.names.column(table["name"]),
-        slot,
-        rows,
-    )
+        table["ts"].to_numpy(), table["end"].to_numpy(), b.names.column(table["name"]), slot, rows,
+    )  # fmt: skip
     b.tracks("steps", "Steps", "steps", "steps", STEPS, columns)
 
 
@@ -333,14 +320,9 @@ def _activity(b: IndexBuilder, a: Analysis) -> dict[int, Any]:
         lo, hi = np.searchsorted(owner, [number, number + 1])
         pieces = np.arange(lo, hi)
         lanes[number] = (
-            "activity",
-            ACTIVITY,
-            start[pieces],
-            end[pieces],
-            labels[code[pieces]],
-            code[pieces],
+            "activity", ACTIVITY, start[pieces], end[pieces], labels[code[pieces]], code[pieces],
             row[pieces],
-        )
+        )  # fmt: skip
     return lanes
 
 

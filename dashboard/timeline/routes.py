@@ -305,17 +305,9 @@ def _label(rows: list[dict[str, Any]], width: int) -> None:
 
 
 _ANSWERS: dict[str, Callable[[RankTimeline, Any], Reply]] = {
-    "info": _info,
-    "beside": _beside,
-    "names": _names,
-    "view": _view,
-    "slice": _slice,
-    "at": _at,
-    "search": _search,
-    "find": _find,
-    "range": _range,
-    "table": _table,
-}
+    "info": _info, "beside": _beside, "names": _names, "view": _view, "slice": _slice, "at": _at,
+    "search": _search, "find": _find, "range": _range, "table": _table,
+}  # fmt: skip
 
 
 MAX_NS = 1 << 60

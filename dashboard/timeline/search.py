@@ -138,14 +138,9 @@ def finding_summary(key: str, finding: Finding) -> dict[str, Any]:
         for p in timed
     ]
     return {
-        "key": key,
-        "rule": finding.rule,
-        "title": finding.title,
-        "severity": finding.severity,
-        "rank": finding.trace_rank,
-        "edits": len(finding.edits),
-        "places": places,
-    }
+        "key": key, "rule": finding.rule, "title": finding.title, "severity": finding.severity,
+        "rank": finding.trace_rank, "edits": len(finding.edits), "places": places,
+    }  # fmt: skip
 
 
 def affected_slices(a: Analysis, index: TimelineIndex, finding: Finding) -> NDArray[np.bool_]:

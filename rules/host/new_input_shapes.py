@@ -181,15 +181,10 @@ class NewInputShapes(Rule):
         repeated = min(1.0, len(calls) * (REPEATED_NS if usual is None else usual) / ns)
         stays = 1 / (trials or self.trials) if cause == SEARCH else 0.0
         return {
-            "name": name,
-            "ns": ns,
-            "median": float(np.median(calls["dur"].to_numpy())),
-            "usual": usual,
-            "trials": trials,
-            "cause": cause,
-            "repeated": repeated,
+            "name": name, "ns": ns, "median": float(np.median(calls["dur"].to_numpy())),
+            "usual": usual, "trials": trials, "cause": cause, "repeated": repeated,
             "left": min(1.0, repeated + stays),
-        }
+        }  # fmt: skip
 
     def _still_lost(self, a: Analysis, share: float) -> float | None:
         """Return how much of such a share of the step the last steps of the run still lose, by

@@ -193,18 +193,9 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 __all__ = [
-    "GpuMatch",
-    "GpuSpec",
-    "Link",
-    "Pcie",
-    "PeakRates",
-    "PublishedSource",
-    "canonical_dtype",
-    "find_gpu",
-    "is_at_least_as_fast",
-    "known_gpus",
-    "lookup",
-]
+    "GpuMatch", "GpuSpec", "Link", "Pcie", "PeakRates", "PublishedSource", "canonical_dtype",
+    "find_gpu", "is_at_least_as_fast", "known_gpus", "lookup",
+]  # fmt: skip
 
 # Drivers keep some memory back, and ECC on GDDR takes another sixteenth: a T4 sold with 16 GiB
 # reports 14.8 (0.92). The nearest different memory size of one chip is 10 of 12 GiB (0.83).

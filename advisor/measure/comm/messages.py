@@ -15,15 +15,9 @@ from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import ancestor_chains, parent_rows
 
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "send_recv",
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv",
     "other",
-)
+)  # fmt: skip
 
 _KINDS = (  # the longer words first: "allreduce" contains "reduce"
     (re.compile(r"reducescatter"), "reduce_scatter"),
@@ -100,14 +94,9 @@ def bus_factor(kind: str, group_size: int | None) -> float | None:
         return None
     share = (group_size - 1) / group_size
     return {
-        "all_reduce": 2 * share,
-        "all_gather": share,
-        "reduce_scatter": share,
-        "all_to_all": share,
-        "broadcast": 1.0,
-        "reduce": 1.0,
-        "send_recv": 1.0,
-    }.get(kind)
+        "all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share,
+        "broadcast": 1.0, "reduce": 1.0, "send_recv": 1.0,
+    }.get(kind)  # fmt: skip
 
 
 _SOURCE: dict[str, Any] = {

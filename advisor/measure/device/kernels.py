@@ -106,20 +106,14 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     )
     return pl.DataFrame(
         {
-            "family": _enum(family, Family),
-            "communication": communication,
-            "tensor_core": _optional_bool(tensor_core),
-            "eligible": _optional_bool(eligible),
-            "dtype": _enum(dtype, Format),
-            "flops": pl.Series(flops).fill_nan(None),
-            "moved": pl.Series(moved).fill_nan(None),
-            "waves": resident.waves,
-            "occupancy": resident.occupancy,
-            "op_name": op_name,
-            "op_row": op_row,
+            "family": _enum(family, Family), "communication": communication,
+            "tensor_core": _optional_bool(tensor_core), "eligible": _optional_bool(eligible),
+            "dtype": _enum(dtype, Format), "flops": pl.Series(flops).fill_nan(None),
+            "moved": pl.Series(moved).fill_nan(None), "waves": resident.waves,
+            "occupancy": resident.occupancy, "op_name": op_name, "op_row": op_row,
             "sdpa": pl.Series(launches.sdpa, dtype=pl.Int32).replace(NO_ROW, None),
         }
-    )
+    )  # fmt: skip
 
 
 def _other_lookups(trace: Trace, family: Codes, op_name: pl.Series, op_row: pl.Series) -> Rows:

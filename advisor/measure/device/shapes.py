@@ -18,20 +18,12 @@ MAX_LIST = 100_000
 """Tensors of a list that are read, at most."""
 
 _MAIN_INPUT = {
-    "aten::addmm": 1,
-    "aten::addmm_": 1,
-    "aten::baddbmm": 1,
-    "aten::baddbmm_": 1,
-    "aten::addbmm": 1,
-    "aten::addmv": 1,
-    "aten::_addmm_activation": 1,
-    "aten::copy_": 1,
-    "_C::static_scaled_fp8_quant": 1,
-    "_C::dynamic_scaled_fp8_quant": 1,
-    "_C::dynamic_per_token_scaled_fp8_quant": 1,
-    "vllm::inplace_fused_experts": 1,
+    "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1, "aten::baddbmm_": 1,
+    "aten::addbmm": 1, "aten::addmv": 1, "aten::_addmm_activation": 1, "aten::copy_": 1,
+    "_C::static_scaled_fp8_quant": 1, "_C::dynamic_scaled_fp8_quant": 1,
+    "_C::dynamic_per_token_scaled_fp8_quant": 1, "vllm::inplace_fused_experts": 1,
     "vllm::outplace_fused_experts": 1,
-}
+}  # fmt: skip
 """Operator -> position of its main operand, where that is not the first floating-point tensor."""
 
 

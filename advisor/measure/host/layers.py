@@ -47,18 +47,10 @@ MAX_GROUPS, MAX_KINDS, MAX_OUTLIERS = 400, 100, 20
 """Entries of each list in a report, at most."""
 
 NODES_SCHEMA: dict[str, Any] = {
-    "node": pl.Int32,
-    "parent": pl.Int32,
-    "name": pl.String,
-    "kind": pl.String,
-    "calls": pl.Int64,
-    "kernels": pl.Int64,
-    "own": pl.Int64,
-    "ns": pl.Int64,
-    "backward": pl.Int64,
-    "flops": pl.Float64,
-    "moved": pl.Float64,
-}
+    "node": pl.Int32, "parent": pl.Int32, "name": pl.String, "kind": pl.String, "calls": pl.Int64,
+    "kernels": pl.Int64, "own": pl.Int64, "ns": pl.Int64, "backward": pl.Int64,
+    "flops": pl.Float64, "moved": pl.Float64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -269,15 +261,11 @@ def _sums(
     names = [tree.name[each] for each in kept.tolist()]
     time = columns["ns"][kept]
     data: dict[str, Any] = {
-        "node": np.arange(len(kept)),
-        "parent": up,
-        "name": names,
-        "kind": [split_number(name)[0] for name in names],
-        "calls": calls[kept],
-        **{name: values[kept].astype(np.int64) for name, values in columns.items()},
-        "flops": None,
+        "node": np.arange(len(kept)), "parent": up, "name": names,
+        "kind": [split_number(name)[0] for name in names], "calls": calls[kept],
+        **{name: values[kept].astype(np.int64) for name, values in columns.items()}, "flops": None,
         "moved": None,
-    }
+    }  # fmt: skip
     if known:
         matrix, sure, moved = (known[each][kept] for each in ("matrix", "sure", "moved_ns"))
         data["flops"] = np.where(

@@ -23,12 +23,8 @@ MAX_NODES = 500
 REST = "(rest)"
 
 TREE_SCHEMA: dict[str, Any] = {
-    "node": pl.Int32,
-    "parent": pl.Int32,
-    "name": pl.String,
-    "count": pl.Int64,
-    "ns": pl.Int64,
-}
+    "node": pl.Int32, "parent": pl.Int32, "name": pl.String, "count": pl.Int64, "ns": pl.Int64,
+}  # fmt: skip
 TABLE_SCHEMA: dict[str, Any] = {
     "name": pl.String,
     "count": pl.Int64,

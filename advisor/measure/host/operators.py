@@ -32,27 +32,13 @@ BOUNDS = ("compute", "memory", "launch", "unknown")
 Bound = pl.Enum(BOUNDS)
 
 SCHEMA: dict[str, Any] = {
-    "op": pl.String,
-    "inputs": pl.Int64,
-    "family": Family,
-    "dtype": Format,
-    "tensor_core": pl.Boolean,
-    "kernel": pl.String,
-    "calls": pl.Int64,
-    "kernels": pl.Int64,
-    "dur": pl.Int64,
-    "share": pl.Float64,
-    "flops": pl.Float64,
-    "moved": pl.Float64,
-    "flops_per_s": pl.Float64,
-    "bytes_per_s": pl.Float64,
-    "attainable_flops_per_s": pl.Float64,
-    "attainable_bytes_per_s": pl.Float64,
-    "bound": Bound,
-    "efficiency": pl.Float64,
-    "saved": pl.Float64,
-    "longest": pl.Int64,
-}
+    "op": pl.String, "inputs": pl.Int64, "family": Family, "dtype": Format,
+    "tensor_core": pl.Boolean, "kernel": pl.String, "calls": pl.Int64, "kernels": pl.Int64,
+    "dur": pl.Int64, "share": pl.Float64, "flops": pl.Float64, "moved": pl.Float64,
+    "flops_per_s": pl.Float64, "bytes_per_s": pl.Float64, "attainable_flops_per_s": pl.Float64,
+    "attainable_bytes_per_s": pl.Float64, "bound": Bound, "efficiency": pl.Float64,
+    "saved": pl.Float64, "longest": pl.Int64,
+}  # fmt: skip
 
 
 class Roofs(NamedTuple):

@@ -282,13 +282,9 @@ ROLES: tuple[tuple[str, str], ...] = (
 """Role -> pattern of a kernel's or its operator's name; the first that fits wins."""
 
 _OF_FAMILY = {
-    "gemm": "dense gemm",
-    "communication": "collectives",
-    "attention": "attention",
-    "copy": "copies",
-    "memset": "copies",
-    "layout": "copies",
-}
+    "gemm": "dense gemm", "communication": "collectives", "attention": "attention",
+    "copy": "copies", "memset": "copies", "layout": "copies",
+}  # fmt: skip
 
 
 @cache_by_name

@@ -10,21 +10,10 @@ from advisor.measure.memory.memory_history import PHASES, MemoryHistory
 from advisor.measure.memory.memory_origin import ROLES
 
 CATEGORIES = (
-    "weights",
-    "gradients",
-    "optimizer state",
-    "activations",
-    "KV cache",
-    "inputs",
-    "autocast copies",
-    "earlier steps",
-    "backward temporaries",
-    "optimizer temporaries",
-    "communication buffers",
-    "workspace",
-    "CUDA graph pools",
-    "not attributed",
-)
+    "weights", "gradients", "optimizer state", "activations", "KV cache", "inputs",
+    "autocast copies", "earlier steps", "backward temporaries", "optimizer temporaries",
+    "communication buffers", "workspace", "CUDA graph pools", "not attributed",
+)  # fmt: skip
 """Categories of blocks. ``autocast copies``: weights in autocast's type, kept until its region
 ends. ``earlier steps``: made by a forward pass of a step before, and held still. ``not
 attributed``: neither call path nor lifetime nor sizes identify it; its line may be known."""

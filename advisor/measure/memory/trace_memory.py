@@ -46,14 +46,9 @@ MEMORY_SCHEMA: dict[str, Any] = {
 """Columns of ``Analysis.memory``."""
 
 ALLOCATIONS_SCHEMA: dict[str, Any] = {
-    "host": pl.Int32,
-    "call": pl.String,
-    "ts": pl.Int64,
-    "dur": pl.Int64,
-    "step": pl.Int32,
-    "line": pl.Int32,
-    "op": pl.Int32,
-}
+    "host": pl.Int32, "call": pl.String, "ts": pl.Int64, "dur": pl.Int64, "step": pl.Int32,
+    "line": pl.Int32, "op": pl.Int32,
+}  # fmt: skip
 """Columns of ``Analysis.allocations``."""
 
 RECOMPUTE_SCHEMA: dict[str, Any] = {

@@ -349,13 +349,9 @@ MAX_DISTANCE = 0.1
 """Share of the step by which times of similar ranks may differ, over all classes together."""
 FAMILIES = 6
 LABELS = {
-    "compute": "compute",
-    "copies": "copies",
-    "input": "waiting for input",
-    "host": "host time",
-    "communication": "transfers",
-    "waiting": "waiting for others",
-}
+    "compute": "compute", "copies": "copies", "input": "waiting for input", "host": "host time",
+    "communication": "transfers", "waiting": "waiting for others",
+}  # fmt: skip
 
 
 def find_clusters(

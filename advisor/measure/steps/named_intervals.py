@@ -197,20 +197,16 @@ def select_instants(a: Analysis, select: Select) -> Intervals:
 
 
 _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
-    "step_start": step_starts,
-    "between_steps": between_steps,
-    "read_loop": attrgetter("read_loops"),
-    "after_read": attrgetter("after_reads"),
-    "round_trip": attrgetter("trip_intervals"),
-    "recompute": attrgetter("recompute_time"),
+    "step_start": step_starts, "between_steps": between_steps,
+    "read_loop": attrgetter("read_loops"), "after_read": attrgetter("after_reads"),
+    "round_trip": attrgetter("trip_intervals"), "recompute": attrgetter("recompute_time"),
     "second_forward": attrgetter("second_forwards"),
     "repeated_backward": attrgetter("repeated_backwards"),
     "rebuilt_weights": attrgetter("rebuilt_weights_time"),
     "unused_gradient": attrgetter("unused_gradient_work.spans"),
-    "new_shape": attrgetter("new_shape_spans"),
-    "graph_entry": graph_entries,
+    "new_shape": attrgetter("new_shape_spans"), "graph_entry": graph_entries,
     "without_gradient": without_gradient,
-}
+}  # fmt: skip
 """Name -> intervals; those that edits of one finding use repeatedly are cached."""
 
 

@@ -45,21 +45,11 @@ CLASSES = (
 CODE = {name: code for code, name in enumerate(CLASSES)}
 
 _CALL_CLASS = {
-    "launch": "launch",
-    "graph_launch": "launch",
-    "memcpy": "launch",
-    "memcpy_blocking": "launch",
-    "memset": "launch",
-    "sync_device": "sync",
-    "sync_stream": "sync",
-    "sync_event": "sync",
-    "malloc": "allocation",
-    "free": "allocation",
-    "host_alloc": "allocation",
-    "host_free": "allocation",
-    "graph_capture": "compile",
-    "module_load": "compile",
-}
+    "launch": "launch", "graph_launch": "launch", "memcpy": "launch", "memcpy_blocking": "launch",
+    "memset": "launch", "sync_device": "sync", "sync_stream": "sync", "sync_event": "sync",
+    "malloc": "allocation", "free": "allocation", "host_alloc": "allocation",
+    "host_free": "allocation", "graph_capture": "compile", "module_load": "compile",
+}  # fmt: skip
 # Calls that are not listed (cudaEventRecord, cudaFuncSetAttribute, …) belong to what is around.
 
 COMPILE = (
@@ -207,17 +197,9 @@ def classify(trace: Trace) -> HostClasses:
     is_python = (kind == "python").to_numpy()
     is_annotation = (kind == "annotation").to_numpy()
     patterns = (
-        LOADER,
-        COMPILE,
-        PROFILER,
-        _WAITS,
-        _BLOCKING,
-        _AWAITS,
-        _COMPILED,
-        _COLLECTIVE,
-        LOADING,
+        LOADER, COMPILE, PROFILER, _WAITS, _BLOCKING, _AWAITS, _COMPILED, _COLLECTIVE, LOADING,
         _MPI,
-    )
+    )  # fmt: skip
     loader, compiling, profiling, waiting, blocking, awaits, compiled, collective, loading, mpi = (
         _match_names(cpu["name"], *patterns)
     )

@@ -335,22 +335,14 @@ class _Found:
 
 
 _READERS: tuple[tuple[str, Callable[[_Found, str, str, str], None]], ...] = (
-    (" via ", _Found._channel),
-    ("Using network ", _Found._network),
-    ("NET/Socket : Using", _Found._socket),
-    ("NET/IB : ", _Found._verbs),
-    ("Failed to open libibverbs", _Found._no_verbs),
-    (" to ", _Found._setting),
-    ("ranks ", _Found._comm),
-    ("Ranks ", _Found._comm),
-    ("coll channels", _Found._channels),
-    ("GPU Direct RDMA", _Found._gdr),
-    ("NVLS multicast", _Found._nvls),
-    ("Pattern 4,", _Found._graph),
-    ("NET/", _Found._nic),
-    ("-> Algo ", _Found._algorithm),
+    (" via ", _Found._channel), ("Using network ", _Found._network),
+    ("NET/Socket : Using", _Found._socket), ("NET/IB : ", _Found._verbs),
+    ("Failed to open libibverbs", _Found._no_verbs), (" to ", _Found._setting),
+    ("ranks ", _Found._comm), ("Ranks ", _Found._comm), ("coll channels", _Found._channels),
+    ("GPU Direct RDMA", _Found._gdr), ("NVLS multicast", _Found._nvls),
+    ("Pattern 4,", _Found._graph), ("NET/", _Found._nic), ("-> Algo ", _Found._algorithm),
     ("P2P is disabled between", _Found._peer),
-)
+)  # fmt: skip
 """Text that a line must contain, and the method that reads it."""
 
 

@@ -23,13 +23,9 @@ _BESIDE = (("profile", "graph"), ("profile", "layers"), ("profile", "layerinfo")
            ("profile", "layer_info"))  # fmt: skip
 """Parts of the names of two files that belong together."""
 _PRECISIONS = (
-    ("fp8", r"FP8"),
-    ("int8", r"Int8|INT8"),
-    ("int4", r"INT4|Int4"),
-    ("bf16", r"BF16|BFloat16"),
-    ("fp16", r"FP16|Half"),
-    ("fp32", r"FP32|Float"),
-)
+    ("fp8", r"FP8"), ("int8", r"Int8|INT8"), ("int4", r"INT4|Int4"), ("bf16", r"BF16|BFloat16"),
+    ("fp16", r"FP16|Half"), ("fp32", r"FP32|Float"),
+)  # fmt: skip
 
 
 class TensorRTReader(Reader):

@@ -223,15 +223,9 @@ def _file(archive: str, kind: str) -> Iterator[Any]:
 
 
 _DAMAGE = (
-    zipfile.BadZipFile,
-    tarfile.TarError,
-    gzip.BadGzipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    NotImplementedError,
-    ValueError,
-)
+    zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, EOFError,
+    NotImplementedError, ValueError,
+)  # fmt: skip
 
 
 @contextmanager

@@ -205,24 +205,14 @@ def build_profiler_advice(report: Report) -> list[Section]:
 
 
 STALLS: Final = {
-    "selected": "issuing",
-    "not selected": "its turn",
-    "long scoreboard": "memory",
-    "short scoreboard": "shared memory",
-    "lg throttle": "memory queue",
-    "mio throttle": "shared-memory queue",
-    "tex throttle": "texture queue",
-    "math pipe throttle": "arithmetic unit",
-    "barrier": "other warps",
-    "membar": "visible writes",
-    "wait": "last instruction",
-    "imc miss": "constants",
-    "no instruction": "code",
-    "branch resolving": "branch",
-    "dispatch stall": "dispatcher",
-    "drain": "last writes",
+    "selected": "issuing", "not selected": "its turn", "long scoreboard": "memory",
+    "short scoreboard": "shared memory", "lg throttle": "memory queue",
+    "mio throttle": "shared-memory queue", "tex throttle": "texture queue",
+    "math pipe throttle": "arithmetic unit", "barrier": "other warps", "membar": "visible writes",
+    "wait": "last instruction", "imc miss": "constants", "no instruction": "code",
+    "branch resolving": "branch", "dispatch stall": "dispatcher", "drain": "last writes",
     "sleeping": "sleep",
-}
+}  # fmt: skip
 """Words for what a warp waits for, by Nsight Compute's name of the stall
 (https://docs.nvidia.com/nsight-compute/ProfilingGuide/#statistical-sampler)."""
 

@@ -13,24 +13,12 @@ MAX_ROLES: Final = 6
 MAX_NAME: Final = 40
 """Characters of a phase's name: a model's class, where nothing else tells phases apart."""
 COLUMN_TITLES: Final = (
-    "phase",
-    "steps",
-    "batch",
-    "tokens",
-    "step",
-    "per token",
-    "tokens/s",
-    "busy",
-    "limit",
-)
+    "phase", "steps", "batch", "tokens", "step", "per token", "tokens/s", "busy", "limit",
+)  # fmt: skip
 ENGINE_NAMES: Final = {
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "tensorrt-llm": "TensorRT-LLM",
-    "atom": "ATOM",
-    "xdit": "xDiT",
-    "transformers": "transformers",
-}
+    "vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "atom": "ATOM",
+    "xdit": "xDiT", "transformers": "transformers",
+}  # fmt: skip
 
 
 def sections(report: Report) -> Iterator[Block]:
@@ -59,16 +47,11 @@ def build_row(phase: InferencePhase) -> list[str]:
         share = "" if phase.limit_inferred else t.format_share(phase.limit_share)
         limit = f"{phase.limit} {share}".strip()  # the line below says that it is inferred
     return [
-        labels.shorten(labels.clean(phase.name), MAX_NAME),
-        f"{phase.steps:,}",
-        _count(phase.requests),
-        _count(phase.tokens),
-        t.format_duration(phase.ns),
-        t.format_cell(phase.ns_per_token, t.format_duration),
-        _count(phase.tokens_per_s),
-        t.format_cell(phase.busy_share, t.format_share),
-        limit,
-    ]
+        labels.shorten(labels.clean(phase.name), MAX_NAME), f"{phase.steps:,}",
+        _count(phase.requests), _count(phase.tokens), t.format_duration(phase.ns),
+        t.format_cell(phase.ns_per_token, t.format_duration), _count(phase.tokens_per_s),
+        t.format_cell(phase.busy_share, t.format_share), limit,
+    ]  # fmt: skip
 
 
 def _count(value: float | None) -> str:

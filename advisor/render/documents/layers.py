@@ -110,17 +110,12 @@ def _row(layer: Layer, depth: int) -> list[Inline]:
     if layer.modules > 1 and "–" not in layer.name:
         name += f" ×{layer.modules}"
     return [
-        name,
-        t.format_cell(layer.calls, t.format_count),
-        t.format_duration(layer.ns),
-        t.format_share(layer.share),
-        t.format_cell(layer.flops, _scaled),
-        t.format_cell(layer.bytes, t.format_bytes),
-        _rate(layer.flops_per_s, 1e12),
-        _rate(layer.bytes_per_s, 1e9),
-        t.format_cell(layer.kept_bytes, t.format_bytes),
+        name, t.format_cell(layer.calls, t.format_count), t.format_duration(layer.ns),
+        t.format_share(layer.share), t.format_cell(layer.flops, _scaled),
+        t.format_cell(layer.bytes, t.format_bytes), _rate(layer.flops_per_s, 1e12),
+        _rate(layer.bytes_per_s, 1e9), t.format_cell(layer.kept_bytes, t.format_bytes),
         t.format_cell(layer.peak_bytes, t.format_bytes),
-    ]
+    ]  # fmt: skip
 
 
 def _rate(per_second: float | None, unit: float) -> str:

@@ -38,15 +38,11 @@ from advisor.replay.project.project import (
 from advisor.replay.project.splits import Split
 
 LIMITS: Final = {
-    "compute": "bound by arithmetic",
-    "memory": "bound by memory",
-    "mixture": "matrix products, shapes not known",
-    "unknown": "kernels of no known kind",
-    "launch": "no longer than the shortest kernel",
-    "copy": "copies from and to the host",
-    "link": "between GPUs",
-    "unchanged": "other, taken to stay",
-}
+    "compute": "bound by arithmetic", "memory": "bound by memory",
+    "mixture": "matrix products, shapes not known", "unknown": "kernels of no known kind",
+    "launch": "no longer than the shortest kernel", "copy": "copies from and to the host",
+    "link": "between GPUs", "unchanged": "other, taken to stay",
+}  # fmt: skip
 
 
 def build(

@@ -70,15 +70,10 @@ def _axis(axis: MeshAxis) -> list[Inline]:
         stride = axis.ranks[1] - axis.ranks[0]
         members = f"{axis.size}: {axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
     return [
-        axis.axis if axis.named else f"{axis.axis}*",
-        members,
-        ", ".join(kinds),
-        t.format_cell(axis.bytes, t.format_bytes),
-        t.format_duration(axis.ns),
-        _waiting(axis),
-        t.format_duration(axis.exposed_ns),
-        _rate(axis),
-    ]
+        axis.axis if axis.named else f"{axis.axis}*", members, ", ".join(kinds),
+        t.format_cell(axis.bytes, t.format_bytes), t.format_duration(axis.ns), _waiting(axis),
+        t.format_duration(axis.exposed_ns), _rate(axis),
+    ]  # fmt: skip
 
 
 def _rate(axis: MeshAxis) -> str:

@@ -27,18 +27,11 @@ from advisor.render.document import (
 )
 
 CATEGORIES = {
-    "input": "Input pipeline",
-    "host": "Host and launches",
-    "sync": "Synchronisation",
-    "transfer": "Transfers",
-    "kernel": "Kernels",
-    "memory": "Memory",
-    "optimizer": "Optimizer",
-    "compile": "Compilation and CUDA graphs",
-    "distributed": "Distributed",
-    "hardware": "Hardware",
+    "input": "Input pipeline", "host": "Host and launches", "sync": "Synchronisation",
+    "transfer": "Transfers", "kernel": "Kernels", "memory": "Memory", "optimizer": "Optimizer",
+    "compile": "Compilation and CUDA graphs", "distributed": "Distributed", "hardware": "Hardware",
     "inference": "Inference",
-}
+}  # fmt: skip
 FRAMEWORKS = {
     ANY_FRAMEWORK: ("In any language", "text"),
     CUDA: ("C++ with CUDA", "cpp"),

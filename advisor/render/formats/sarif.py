@@ -160,13 +160,9 @@ def _properties(finding: Finding) -> dict[str, Any]:
     }
     if impact is not None:
         properties |= {
-            "currency": impact.currency,
-            "gainNs": impact.gain_ns,
-            "lowNs": impact.low_ns,
-            "highNs": impact.high_ns,
-            "freedBytes": impact.freed_bytes,
-            "method": impact.method,
-        }
+            "currency": impact.currency, "gainNs": impact.gain_ns, "lowNs": impact.low_ns,
+            "highNs": impact.high_ns, "freedBytes": impact.freed_bytes, "method": impact.method,
+        }  # fmt: skip
     return {name: value for name, value in properties.items() if value is not None}
 
 

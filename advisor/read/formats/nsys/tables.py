@@ -201,14 +201,9 @@ class NsysTables:
         (``--cuda-memory-usage=true``), with the running total of each, bytes, since the recording
         began; ``None``: not recorded."""
         types = {
-            "start": pl.Int64,
-            "globalPid": pl.Int64,
-            "deviceId": pl.Int32,
-            "bytes": pl.Int64,
-            "address": pl.Int64,
-            "memKind": pl.Int64,
-            "memoryOperationType": pl.Int64,
-        }
+            "start": pl.Int64, "globalPid": pl.Int64, "deviceId": pl.Int32, "bytes": pl.Int64,
+            "address": pl.Int64, "memKind": pl.Int64, "memoryOperationType": pl.Int64,
+        }  # fmt: skip
         if not self._db.has_table(MEMORY, "start", "bytes"):
             return None
         rows = select_columns(self._db.read(MEMORY, types), types)

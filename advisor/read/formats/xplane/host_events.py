@@ -138,16 +138,12 @@ def add_plane(
     call[kind != _RUNTIME] = -1
     table = pl.DataFrame(
         {
-            "ts": events.ts,
-            "dur": events.dur,
-            "kind": _decoded(CPU_KINDS, kind),
-            "name": _decoded(tuple(shown), name),
-            "process": process,
-            "thread": of_line.gather(events.line),
-            "call": _decoded(CALLS, call),
+            "ts": events.ts, "dur": events.dur, "kind": _decoded(CPU_KINDS, kind),
+            "name": _decoded(tuple(shown), name), "process": process,
+            "thread": of_line.gather(events.line), "call": _decoded(CALLS, call),
             "correlation": np.where(kind == _RUNTIME, given, -1),
         }
-    )
+    )  # fmt: skip
     number = events.number("step_num")
     steps = (number >= 0) & (events.dur > 0)
     mark = table.select("thread", "ts", "dur").with_columns(number=pl.Series(number))

@@ -81,9 +81,7 @@ def _idle(report: Report) -> tuple[list[Segment], Segment | None]:
     if not report.idle:
         return [total] if part.ns > 0 else [], total
     own = report.scope.framework
-    causes = [
-        (item.cause, t.cause_label(item.cause, own), item.ns, item.share) for item in report.idle
-    ]
+    causes = [(item.cause, t.idle_label(item, own), item.ns, item.share) for item in report.idle]
     return _ranked("idle", causes, charts.CAUSES.get, "other causes"), total
 
 

@@ -303,14 +303,16 @@ def headline_numbers(report: Report) -> list[Line]:
     if report.replay is not None and report.time:
         critical = report.replay.critical
         path = path_parts(critical, report.scope.framework, report.per)
-        unknown = sum(part.share for part in report.idle if part.cause == "unknown")
+        unknown = sum(part.share for part in report.idle if part.cause in ("unknown", "end"))
         if unknown >= MOSTLY_UNKNOWN:  # what the host does then is not recorded
             path = []
         share = report.busy_share
         if report.replay.unprofiled and report.step is not None:
             share = report.step.busy_share or share
         if path and _has_hidden_work(critical, share):
-            path.append(f"the GPU works beside the host: {t.format_share(share)} busy")
+            most = f", so a faster host saves {t.format_share(1 - (share or 0.0))} at most"
+            most *= (share or 0.0) >= ABOUT_EVEN
+            path.append(f"the GPU works beside the host: {t.format_share(share)} busy{most}")
         named = "critical path" + ", unprofiled" * report.replay.unprofiled
         lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:
@@ -427,6 +429,10 @@ MOSTLY_UNKNOWN: Final = 0.5
 BOTH_WORK: Final = 1.25
 """Share of the step on the host plus share in which the device works, from which the report
 says that they overlap."""
+
+
+ABOUT_EVEN: Final = 0.8
+"""Busy share from which a host that is all of the critical path limits little."""
 
 
 def _has_hidden_work(critical: Mapping[str, float], busy: float | None) -> bool:

@@ -409,7 +409,7 @@ def _idle_without_fix(report: Report, a: Analysis) -> str:
         return f". {_not_shown(report, a, causes[0].share)}"
     own, meta = report.scope.framework, a.trace.meta
     named = [
-        f"{t.cause_label(part.cause, own)}{_sampled(part)} ({t.format_share(part.share)}"
+        f"{t.idle_label(part, own)}{_sampled(part)} ({t.format_share(part.share)}"
         for part in causes
     ]
     named[0] += f" of the {report.per}"

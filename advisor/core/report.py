@@ -275,6 +275,8 @@ class IdleCause(Struct, frozen=True):
     """Share of the step."""
     functions: list[SampledFunction] = field(default_factory=list)
     """Functions that samples of the CPU show meanwhile, most first; empty: no samples."""
+    outside_operators: bool = False
+    """Whether an ``unknown`` cause is mostly code of the host outside recorded operators."""
 
 
 class TimeShare(Struct, frozen=True):

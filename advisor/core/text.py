@@ -15,7 +15,7 @@ from advisor.core.labels import clean, kernel_label, shorten
 
 if TYPE_CHECKING:
     from advisor.core.finding import Finding, Impact, Location
-    from advisor.core.report import Crash
+    from advisor.core.report import Crash, IdleCause
     from advisor.core.rule import Evidence, Per
 
 
@@ -444,6 +444,12 @@ def format_of(unit: Per) -> str:
 def cause_label(cause: str, framework: str | None = None) -> str:
     """Return the name of an idle cause, in the words of the program's framework."""
     return _own(cause, framework) or CAUSE_LABELS.get(cause, clean(cause).replace("_", " "))
+
+
+def idle_label(part: IdleCause, framework: str | None = None) -> str:
+    """Return the name of a part of the idle time; of an unknown one, what is known of it."""
+    name = HOST_LABELS["unknown"] if part.outside_operators else ""
+    return name or cause_label(part.cause, framework)
 
 
 def host_label(name: str, framework: str | None = None) -> str:

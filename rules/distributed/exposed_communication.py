@@ -49,7 +49,8 @@ MIN_BLOCKED_SHARE = 0.01
 POINT_TO_POINT = ("send", "recv", "send_recv")
 """Kinds with which a stage of a pipeline waits for work, whatever the network does."""
 MESSAGES_DIFFER = (
-    "at worst {:.0%} of this time is waiting for a late rank, which this fix does not shorten"
+    "at worst {:.0%} of this time is waiting for a late rank (the traces of all ranks show it), "
+    "which this fix does not shorten"
 )
 SLOWEST_GB_PER_S = 0.125
 """Rate of 1 Gbit/s, the slowest network between GPUs, GB/s."""

@@ -505,12 +505,42 @@ def test_a_gain_at_the_upper_end_of_a_wide_range_is_up_to_it(
     assert report_text.describe_gain(first) == "up to 15 ms (0–15 ms), 12%"
 
 
+@pytest.mark.parametrize(
+    ("name", "outside"),
+    [
+        # Python without stacks, between operators that are recorded
+        ("h100/photo_tagger", True),
+        ("pairs/loader_profiler_workers0.json.gz", True),
+        # 32% of the step with work queued, and a trace without operators
+        ("two_ranks_rank0.json.gz", False),
+        ("nsys/ee4fcf3_report1.sqlite.gz", False),
+    ],
+)
+def test_idle_time_outside_operators_is_not_called_unknown(
+    name: str, outside: bool, shared_file: Callable[[str], str]
+) -> None:
+    report = analyze(shared_file(name))
+    (part,) = [each for each in report.idle if each.cause == "unknown"]
+    assert part.outside_operators is outside
+    page = str(report)
+    assert ("? outside operators" in page, "? unknown" in page) == (outside, not outside)
+
+
+def test_a_path_is_not_of_a_host_of_which_nothing_is_recorded(
+    shared_file: Callable[[str], str],
+) -> None:
+    """Seven operators, calls and kernels in 13.3 s."""
+    page = str(analyze(shared_file("triton_example.json.gz")))
+    assert "critical path" not in page
+
+
 def test_two_ranks_have_no_median(shared_file: Callable[[str], str]) -> None:
     report = analyze(shared_file("nsys/mfu_2gpu_before.sqlite.gz"))
     assert report.ranks is not None
     texts = [each.text for each in report.ranks.what_if]
     assert any(text.startswith("both ranks equally fast") for text in texts)
     assert not any("median" in text for text in texts)
+    assert "every all-to-all transfer hidden, at best" in texts
 
 
 @pytest.mark.parametrize(

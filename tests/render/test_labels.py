@@ -138,3 +138,12 @@ def test_names_that_differ_in_nothing_that_fits_are_numbered() -> None:
 def test_nothing_stays_nothing() -> None:
     assert labels.distinct_labels([None, "a", None], 10) == ["", "a", ""]
     assert labels.distinct_labels([], 10) == []
+
+
+def test_a_name_that_differs_by_a_number_keeps_a_word_that_says_something() -> None:
+    names = [
+        f"kernel<int, int, __nv_bfloat16, float, 0, 1, {n}, cublasGemvParamsEx<int, X>>"
+        for n in (6, 7)
+    ]
+    for label, number in zip(labels.distinct_labels(names, 34), "67", strict=True):
+        assert "bfloat16" in label and number in label

@@ -273,7 +273,7 @@ class Study:
             for kind in sorted({key.kind for key in self.job.joined.keys}):
                 name = kind.replace("_", "-")
                 hidden = no_transfers(self.replay, kind)
-                changes.append((f"every {name} transfer hidden under compute", hidden))
+                changes.append((f"every {name} transfer hidden, at best", hidden))
         return [
             RanksWhatIf(text=text, gain_ns=gain.gain, low_ns=gain.low, high_ns=gain.high)
             for text, gain in sorted(changes, key=lambda item: -item[1].gain)

@@ -75,7 +75,7 @@ def command(
         raise AdvisorError("project: say which GPU with --gpu NAME, or --all; or --gpus N")
     if gpus and (gpu or all_gpus):
         raise AdvisorError("--gpus N is of the recorded GPU: give it without --gpu and --all")
-    from advisor.advise.engine import open_first_windows
+    from advisor.advise.one_run import open_first_windows
     from advisor.core.files import read_toml
     from advisor.core.prices import read_prices
     from advisor.render.documents.project import build

@@ -104,7 +104,7 @@ def command(
         changes = [" ".join(changes)] if changes else []
     edit = [*changes, *edit]
     edits = [parse_edit(line) for line in edit]
-    from advisor.advise.engine import open_first_windows
+    from advisor.advise.one_run import open_first_windows
     from advisor.render.documents import whatif as documents
 
     wanted = out.choose_renderer(PREDICTIONS, format_name, output)

@@ -283,7 +283,7 @@ class Tools:
     ) -> Projected:
         """Predict the step on another GPU (gpu), or with more or fewer GPUs (gpus), for each split
         of the job; of many ranks for the one with most work."""
-        from advisor.advise.engine import open_first_windows
+        from advisor.advise.one_run import open_first_windows
         from advisor.core.gpus import find_gpu
         from advisor.measure.comm.links import NodeLinks
         from advisor.read import ReadOptions
@@ -331,7 +331,7 @@ class Tools:
 
     def _all_ranks(self, given: str, rank: int | None) -> Run:
         """Return the run with all ranks of its report: of many, the analysis holds the first."""
-        from advisor.advise.engine import open_first_windows
+        from advisor.advise.one_run import open_first_windows
         from advisor.read import ReadOptions
 
         found = self._examined(given, rank)

@@ -210,8 +210,7 @@ class CollectivesInStep(Rule):
             return
         if (climb_stack(parent, forward, rows) < 0).any():
             return  # something else is flattened too, which stays
-        dur = a.trace.cpu["dur"].to_numpy()
-        ns = int(dur[rows_in_steps(a, rows)].sum())
+        ns = int(a.trace.cpu["dur"].gather(rows_in_steps(a, rows)).sum())
         if ns < self.min_share * a.span_ns:
             return
         left, best, worst = _KINDS["buffers"].left
@@ -222,7 +221,7 @@ class CollectivesInStep(Rule):
                 amount_per_step(a, "host time of the broadcasts", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, rows, dur[rows]),
+            where=costliest_places(a, rows),
             edits=[
                 scale_edit(Select(on="gpu", under=_COALESCED), left, best, worst),
                 scale_edit(Select(on="host", kind=("op",), under=_COALESCED), left, best, worst),

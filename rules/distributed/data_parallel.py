@@ -86,7 +86,7 @@ class DataParallel(Rule):
                     f"{t.format_duration(min(busy.values()))}",
                 ),
             ],
-            where=costliest_places(a, forward.astype(np.int64), dur[forward].astype(np.int64)),
+            where=costliest_places(a, forward.astype(np.int64)),
             edits=[
                 Edit(op="remove", select=Select(on="gpu", under=EXTRA)),
                 Edit(op="remove", select=Select(on="host", kind=("op",), name=EXTRA)),

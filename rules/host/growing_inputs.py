@@ -100,7 +100,7 @@ class GrowingInputs(Rule):
                 amount_per_step(a, "time in them", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, rows, a.trace.cpu["dur"].to_numpy()[rows], top=1),
+            where=costliest_places(a, rows, top=1),
             **self._effect(a, rows, ns, costliest),
         )
 

@@ -109,7 +109,7 @@ class RepeatedBackward(Rule):
             return
         cpu = a.trace.cpu
         rows = np.flatnonzero(name_matches(cpu["name"], ENGINE_NODE).to_numpy())
-        ts, dur = cpu["ts"].to_numpy()[rows], cpu["dur"].to_numpy()[rows]
+        ts = cpu["ts"].to_numpy()[rows]
         inside = covered_length(ts, ts + 1, a.steps.host_spans) > 0
         repeated = inside & (covered_length(ts, ts + 1, again) > 0)
         if not repeated.any():
@@ -125,7 +125,7 @@ class RepeatedBackward(Rule):
                 *times,
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, rows[repeated], dur[repeated], top=1),
+            where=costliest_places(a, rows[repeated], top=1),
             edits=remove_at("repeated_backward"),
             **self._case_of(a, rows, repeated),
         )

@@ -159,7 +159,7 @@ class ConstantProjections(Rule):
                 amount_per_step(a, "time of these layers", ns),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, rows, dur, top=1),
+            where=costliest_places(a, rows, top=1),
             edits=self._edits(a, rows, ns),
         )
 

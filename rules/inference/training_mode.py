@@ -75,7 +75,7 @@ class TrainingMode(Rule):
                 amount_per_step(a, "host time in them", ns),
                 self.compare("steps", a.step_count, "min_steps", "count"),
             ],
-            where=costliest_places(a, layers, a.trace.cpu["dur"].to_numpy()[layers].astype(int)),
+            where=costliest_places(a, layers),
             known_cost=True,
             edits=[
                 Edit(op="remove", select=Select(on="host", kind=("op",), name=DROPOUT)),

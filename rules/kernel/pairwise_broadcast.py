@@ -194,7 +194,7 @@ class PairwiseBroadcast(Rule):
                     amount_per_step(a, "time of these operators", ns),
                     self.compare("share", ns / a.span_ns, "min_share", per=a.per),
                 ],
-                where=costliest_places(a, made, a.trace.cpu["dur"].to_numpy()[made]),
+                where=costliest_places(a, made),
                 edits=[scale_operators(a, rows, saved)],
                 alternatives="fuse" if a.device_id is not None else "loss",
                 **self.case(case, code=_einsum(most)),

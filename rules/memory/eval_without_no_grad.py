@@ -147,7 +147,7 @@ class EvalWithoutNoGrad(Rule):
                 self.compare("share of the forward pass", share, "min_share"),
                 self.compare("share", lost / a.span_ns, "min_step", per=a.per),
             ],
-            where=costliest_places(a, here, cpu["dur"].to_numpy()[here].astype(np.int64)),
+            where=costliest_places(a, here),
             impact=impact_risk(
                 "the memory that the graphs hold depends on how long results are kept"
             ),

@@ -87,7 +87,7 @@ class GrowingConcatenation(Rule):
                 self.compare("lengths in a row", len(most.lengths), "min_lengths", "count"),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, calls, a.trace.cpu["dur"].to_numpy()[calls].astype(int)),
+            where=costliest_places(a, calls),
             edits=[
                 scale_operators(
                     a, calls, ((1 - self.factor) * ns, ns, (1 - self.worst_factor) * ns)

@@ -137,7 +137,7 @@ class ManyParameterGroups(Rule):
                 self.compare("tensors in a group", rounds.tensors, "max_tensors", ""),
                 self.compare("optimizer, share", ns / a.span_ns, "min_share", per=a.per),
             ],
-            where=costliest_places(a, steps, dur[steps], top=1),
+            where=costliest_places(a, steps, top=1),
             edits=[
                 scale_edit(Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP), *keeps)
             ],

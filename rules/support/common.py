@@ -191,7 +191,7 @@ def locate_row(a: Analysis, row: int | None, **fields: Any) -> Location:
 def costliest_places(
     a: Analysis,
     host: Rows,
-    cost: Rows,
+    cost: Rows | None = None,
     *,
     ts: Rows | None = None,
     dur: Rows | None = None,
@@ -202,17 +202,18 @@ def costliest_places(
 ) -> list[Location]:
     """Return the places of the program that cost most, the most expensive first.
 
-    ``host`` are rows of ``trace.cpu`` (-1: none) and ``cost`` what each of them costs, ns. Rows
-    are of one place when they share the innermost frame of user code around them; without stacks
-    when they share the innermost op; else their own name. ``ts`` and ``dur`` describe each
-    instance (by default the host row itself); ``kernel`` is a row of ``trace.gpu`` to name; rows of
-    one ``instance`` count once (by default each row is one); ``gap``, of which gap of the device
-    each row is a piece, if gaps are to be counted. What counts is of the op and kernel of the most
-    expensive row, which are named."""
+    ``host`` are rows of ``trace.cpu`` (-1: none) and ``cost`` what each of them costs, ns, by
+    default its duration. Rows are of one place when they share the innermost frame of user code
+    around them; without stacks when they share the innermost op; else their own name. ``ts`` and
+    ``dur`` describe each instance (by default the host row itself); ``kernel`` is a row of
+    ``trace.gpu`` to name; rows of one ``instance`` count once (by default each row is one);
+    ``gap``, of which gap of the device each row is a piece, if gaps are to be counted. What counts
+    is of the op and kernel of the most expensive row, which are named."""
+    cpu = a.trace.cpu
+    cost = cpu["dur"].to_numpy()[host] if cost is None else cost
     known = np.flatnonzero((host >= 0) & (cost > 0))
     if not len(known):
         return []
-    cpu = a.trace.cpu
     hosts = host[known]
     frame = a.user_frame[hosts].astype(np.int64)
     op = climb_stack(parent_rows(a.trace), is_operator(a.trace), hosts)
@@ -334,7 +335,7 @@ def find_places(a: Analysis, stretches: Intervals, rows: Rows) -> list[Location]
     gpu = a.trace.gpu
     work = np.flatnonzero(rows_launched_in(a, stretches)) if a.device_id is not None else rows[:0]
     if int(gpu["dur"].gather(work).sum() or 0) <= stretches.total:
-        return costliest_places(a, rows, a.trace.cpu["dur"].to_numpy()[rows], top=1)
+        return costliest_places(a, rows, top=1)
     table = gpu.select("ts", "dur", "op")[work].with_columns(gpu=pl.Series(work))
     return device_places(a, table, "dur")[:1]
 

@@ -353,16 +353,9 @@ class Application(dash.Dash):
     """Dash application with this document around its pages."""
 
     def interpolate_index(
-        self,
-        metas: str = "",
-        title: str = "",
-        css: str = "",
-        config: str = "",
-        scripts: str = "",
-        app_entry: str = "",
-        favicon: str = "",
-        renderer: str = "",
-    ) -> str:
+        self, metas: str = "", title: str = "", css: str = "", config: str = "", scripts: str = "",
+        app_entry: str = "", favicon: str = "", renderer: str = "",
+    ) -> str:  # fmt: skip
         """Build the document from the parts that Dash made."""
         parts = {"metas": metas, "title": title, "css": css, "config": config}
         parts |= {"scripts": scripts, "app_entry": app_entry, "renderer": renderer}

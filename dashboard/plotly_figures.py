@@ -302,15 +302,10 @@ def _shade(name: str) -> str:
 
 
 def line_chart(
-    series: Sequence[tuple[str, Sequence[float], Sequence[Any], str]],
-    *,
-    x: str,
-    y: str,
-    height: int = 200,
-    step: bool = False,
-    ends: tuple[float, float] | None = None,
+    series: Sequence[tuple[str, Sequence[float], Sequence[Any], str]], *, x: str, y: str,
+    height: int = 200, step: bool = False, ends: tuple[float, float] | None = None,
     dots: tuple[str, Sequence[float], Sequence[Any]] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis. ``dots``: name and
     points that no line joins."""
     made = empty_figure(height)
@@ -402,15 +397,10 @@ def downsample(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[
 
 
 def rank_class_heatmap(
-    values: Sequence[Sequence[float | None]],
-    about: Sequence[Sequence[str | None]],
-    keys: Sequence[Sequence[str | None]],
-    labels: Sequence[str],
-    ranks: Sequence[str] | None,
-    scale: float,
-    height: int,
-    effects: Collection[int] = (),
-) -> Any:
+    values: Sequence[Sequence[float | None]], about: Sequence[Sequence[str | None]],
+    keys: Sequence[Sequence[str | None]], labels: Sequence[str], ranks: Sequence[str] | None,
+    scale: float, height: int, effects: Collection[int] = (),
+) -> Any:  # fmt: skip
     """Draw ranks × classes, in strips below each other: less than the median blue, more red; rows
     in ``effects`` in greys.
 

@@ -35,15 +35,9 @@ class RecordBuilder:
         ] = []
 
     def step(
-        self,
-        ms: float,
-        *,
-        window: int | None = None,
-        gc: float = 0.0,
-        evaluation: float = 0.0,
-        fields: dict[str, Any] | None = None,
-        **phases: float,
-    ) -> None:
+        self, ms: float, *, window: int | None = None, gc: float = 0.0, evaluation: float = 0.0,
+        fields: dict[str, Any] | None = None, **phases: float,
+    ) -> None:  # fmt: skip
         """Add a step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: other
         fields of :class:`~advisor.core.run_directory.StepRow`."""
         dur = round(ms * MS)

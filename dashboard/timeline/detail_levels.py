@@ -52,14 +52,9 @@ class VisibleSlices(NamedTuple):
 
 
 def level_of_detail(
-    index: TimelineIndex,
-    lanes: Sequence[int],
-    x0: int,
-    x1: int,
-    px: int,
-    flags: NDArray[np.uint8] | None = None,
-    max_slices: int = MAX_SLICES,
-) -> VisibleSlices:
+    index: TimelineIndex, lanes: Sequence[int], x0: int, x1: int, px: int,
+    flags: NDArray[np.uint8] | None = None, max_slices: int = MAX_SLICES,
+) -> VisibleSlices:  # fmt: skip
     """Choose the slices and cells to draw of [x0, x1) of the given lanes on ``px`` pixels.
 
     ``flags``: a byte for each slice of the index; narrow slices that have one are
@@ -169,13 +164,9 @@ def _narrow(
 
 
 def _flagged(
-    index: TimelineIndex,
-    lanes: Sequence[int],
-    k: int,
-    low: int,
-    high: int,
+    index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int,
     flags: NDArray[np.uint8] | None,
-) -> FlaggedRuns:
+) -> FlaggedRuns:  # fmt: skip
     """Find cells of flagged narrow slices. One that touches several marks the one it begins in."""
     none = np.zeros(0, dtype=np.int64)
     nothing = FlaggedRuns(none.astype(np.uint16), none, none, none.astype(np.uint8))
@@ -328,13 +319,9 @@ def stored_levels(slices: int, length: int) -> range:
 
 
 def build_pyramid(
-    bounds: Sequence[tuple[int, int]],
-    start: Ints,
-    end: Ints,
-    slot: NDArray[np.uint8],
-    begin: int,
+    bounds: Sequence[tuple[int, int]], start: Ints, end: Ints, slot: NDArray[np.uint8], begin: int,
     length: int,
-) -> dict[int, DetailLevel]:
+) -> dict[int, DetailLevel]:  # fmt: skip
     """Build the runs of every stored level. ``bounds``: first and last slice of each lane.
 
     Each level is the one below it with pairs of cells joined, and the slices that became narrow."""

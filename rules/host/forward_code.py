@@ -169,15 +169,9 @@ class ForwardCode(Rule):
 
 
 def _forward(
-    *,
-    stretch: float = 4_000,
-    times: int = 1,
-    rest: float = 8_000,
-    samples: int = 20,
-    inside: bool = True,
-    gpu: str | None = None,
-    collective: bool = False,
-) -> TraceBuilder:
+    *, stretch: float = 4_000, times: int = 1, rest: float = 8_000, samples: int = 20,
+    inside: bool = True, gpu: str | None = None, collective: bool = False,
+) -> TraceBuilder:  # fmt: skip
     b = TraceBuilder(gpu, rank=0, world_size=2) if collective else TraceBuilder(gpu=gpu)
     for _ in b.steps():
         if not inside:

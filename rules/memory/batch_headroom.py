@@ -178,16 +178,10 @@ def _activity(a: Analysis) -> tuple[str, float, str] | None:
 
 
 def _run(
-    held: float | None,
-    *,
-    gpm: float | None = None,
-    utilisation: int | None = None,
-    window: bool = False,
-    prepares: bool = False,
-    frees: bool = False,
-    data: float = 0,
+    held: float | None, *, gpm: float | None = None, utilisation: int | None = None,
+    window: bool = False, prepares: bool = False, frees: bool = False, data: float = 0,
     others: float = 0,
-) -> TraceBuilder:
+) -> TraceBuilder:  # fmt: skip
     from advisor.core.run_directory import GpuSample, RecordedDevice
 
     b = TraceBuilder()

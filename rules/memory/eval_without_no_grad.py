@@ -301,13 +301,9 @@ def _spans(a: Analysis, rows_: NDArray[np.intp] | Rows) -> Intervals:
 
 
 def _trace(
-    more: int,
-    *,
-    graph: bool = True,
-    backward: bool = True,
-    gpu: bool = True,
+    more: int, *, graph: bool = True, backward: bool = True, gpu: bool = True,
     name: str = "aten::linear",
-) -> TraceBuilder:
+) -> TraceBuilder:  # fmt: skip
     b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
     first = 0
 

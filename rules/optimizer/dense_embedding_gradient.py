@@ -279,13 +279,9 @@ class _TableWork:
 
 
 def _recommender(
-    *,
-    gpu: str | None = "A100",
-    rows: int = 400_000,
-    tied: bool = False,
-    sparse: bool = False,
+    *, gpu: str | None = "A100", rows: int = 400_000, tied: bool = False, sparse: bool = False,
     us: float = 900,
-) -> TraceBuilder:
+) -> TraceBuilder:  # fmt: skip
     b = TraceBuilder(gpu=gpu)
     table = [rows, 32]
 

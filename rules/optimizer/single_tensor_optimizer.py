@@ -332,13 +332,9 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
 
 
 def _on_host(
-    count: int,
-    name: str = "aten::mul_",
-    *,
-    us: float = 4,
-    rest: float = 2_000,
+    count: int, name: str = "aten::mul_", *, us: float = 4, rest: float = 2_000,
     optimizer: str = "AdamW",
-) -> TraceBuilder:
+) -> TraceBuilder:  # fmt: skip
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.on_host("aten::mm", rest)

@@ -189,13 +189,9 @@ def backward_chains(a: Analysis, chains: NDArray[np.int64]) -> NDArray[np.int64]
 
 
 def fuse_kernels(
-    a: Analysis,
-    selected: Mask,
-    select: Select,
-    saved: Iterable[float],
-    chained: Mask,
+    a: Analysis, selected: Mask, select: Select, saved: Iterable[float], chained: Mask,
     launches: int,
-) -> list[Edit]:
+) -> list[Edit]:  # fmt: skip
     """The Edits that fuse the ``chained`` ones of the ``selected`` kernels, which take ``saved``
     (ns) less, so that ``launches`` of them are left.
 

@@ -43,9 +43,9 @@ MAX_VERDICT = 180
 
 
 def verdict_head(verdict: str) -> list[Any]:
-    """Build a verdict's heading: its first sentence, with those after it that have room. The others
-    are the paragraph under it."""
-    first, rest = t.split_sentences(verdict, MAX_VERDICT)
+    """Build a verdict's heading: the problem, with the sentences after it that have room. The
+    others are the paragraph under it."""
+    first, rest = t.split_verdict(verdict, MAX_VERDICT)
     return [element("H1", first), element("P", rest, cls="lead") if rest else None]
 
 
@@ -450,6 +450,10 @@ def two_columns(parts: Sequence[Segment], links: Mapping[str, str] | None = None
     return [bar_legend("", half, links) for half in (parts[:middle], parts[middle:]) if half]
 
 
+MIN_LINKED = 0.025
+"""Share of the bar from which a part is wide enough to be clicked: the name of each leads there."""
+
+
 def draw_strip(
     parts: Sequence[Segment],
     label: str,
@@ -466,7 +470,7 @@ def draw_strip(
         style = {"flex": f"{max(part.share, 0.0):.6f} 1 0", "backgroundColor": part.look.colour}
         cls = f"part-{part.key}{' idle' * (part.kind == 'idle')}"
         href = (links or {}).get(part.key)
-        if href is None:
+        if href is None or part.share < MIN_LINKED:
             made.append(element("Span", cls=cls, style=style, title=words))
         else:
             named = element("Span", words, cls="visually-hidden")

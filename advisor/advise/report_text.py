@@ -348,8 +348,8 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread)]
     busy = "" if report.busy_share is None else of
     tiles.append(("GPU busy", t.format_share(own or report.busy_share), busy))
-    whose = report.mfu_format or "device's"
-    tiles.append(("MFU", t.format_share(report.mfu), f"of the {whose} peak" if report.mfu else ""))
+    whose = f"{report.mfu_format} peak" if report.mfu_format else "peak of the formats used"
+    tiles.append(("MFU", t.format_share(report.mfu), f"of the {whose}" if report.mfu else ""))
     capacity, peak = report.memory_capacity_bytes, report.memory_peak_bytes
     note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
     if peak is None:
@@ -358,11 +358,7 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     if report.communication_ns is not None:
         hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
         tiles.append(("Communication", t.format_duration(report.communication_ns), hidden))
-    if report.replay is not None:
-        error = replay_error(report.replay), "gains come from this replay"
-        return [*tiles, ("Replay error", *error)]
-    gains = report.step_ns and any(finding.impact is not None for finding in report.findings)
-    return [*tiles, ("Replay error", t.NOT_MEASURED, "gains are upper bounds")] if gains else tiles
+    return tiles
 
 
 def describe_energy(report: Report) -> list[str]:

@@ -400,6 +400,16 @@ def split_sentences(text: str, room: int) -> tuple[str, str]:
     return first, " ".join(others)
 
 
+def split_verdict(verdict: str, room: int) -> tuple[str, str]:
+    """Return a page's headline and the text below it: the first problem comes before the
+    measurement that a verdict opens with, which the page's figures have too."""
+    measured, first, rest = verdict.partition(" First: ")
+    if not first or split_sentences(measured, 0)[1]:  # a crash, say, comes before all
+        return split_sentences(verdict, room)
+    title, more = split_sentences(f"{rest[:1].upper()}{rest[1:]}", room)
+    return title, f"{more} {clean(measured)}".strip()
+
+
 def first_sentence(text: str) -> str:
     """Return a text's first sentence, or as many of its words as have room."""
     text = clean(text).strip()

@@ -5,7 +5,7 @@ class here and its place in a document."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -55,9 +55,11 @@ def share_cells(shares: Sequence[float], width: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Bar(Figure):
-    """Bar of the step's time, in which each instant counts once."""
+    """Bar of the step's time, in which each instant counts once; its legend is that of one step
+    below it, too."""
 
     bar: StepBar
+    step: StepTimeline | None = None
 
     def table(self) -> Grid:
         """Return a row a part; the parts of idle time below all of it."""
@@ -93,7 +95,11 @@ class Bar(Figure):
             for segment in bar.segments
         ]
         head = table_head(["", "time", t.format_of(bar.per)])
-        return join(drawn, tag("table", head, tag("tbody", *rows), cls="legend"))
+        legend = tag("table", head, tag("tbody", *rows), cls="legend")
+        if self.step is None:
+            return join(drawn, legend)
+        explained = set(map(colour_class_of_segment, bar.segments))
+        return join(drawn, self.step.draw_lanes(explained), legend)
 
     def lines(self, width: int) -> list[Parts]:
         """Draw the bar; below it work on the left, causes of idle time on the right, or below each
@@ -245,18 +251,17 @@ def _rect(cls: str, x: float, width: float) -> Markup:
 
 
 @dataclass(frozen=True)
-class StepTimeline(Figure):
+class StepTimeline:
     """Timeline of one step: a lane a stream, and when the device was idle for which cause."""
 
+    title: str
     strip: StepLanes
     framework: str | None
     caption: str
     """Unit of shares, such as ``of the step``."""
 
-    def table(self) -> None:
-        """Return ``None``: only a page shows it."""
-
-    def html(self, *, small: bool = False) -> Markup:
+    def draw_lanes(self, explained: Collection[str]) -> Markup:
+        """Draw the lanes; ``explained``: classes of colours that a legend beside them has."""
         from advisor.measure.steps.step_lanes import CELLS
 
         shown = self.strip
@@ -281,6 +286,7 @@ class StepTimeline(Figure):
         keys = [
             tag("li", legend_key(_kind(kind)), self._label(kind))
             for kind in sorted(kinds, key=_kind)
+            if _kind(kind) not in explained
         ]
         more = (
             f"{t.count_noun(shown.omitted_streams, 'more stream')} with less work."
@@ -288,8 +294,9 @@ class StepTimeline(Figure):
             else ""
         )
         return join(
+            tag("h3", self.title),
             tag("div", *lanes, axis, cls="strips"),
-            tag("ul", *keys, cls="keys"),
+            tag("ul", *keys, cls="keys") if keys else "",
             tag("p", more) if more else "",
         )
 

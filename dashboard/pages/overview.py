@@ -123,7 +123,7 @@ def _head(view: PageView, report: Report) -> Any:
         *verdict_head(report.verdict),
         element(
             "P",
-            element("B", "Do this first: "),
+            element("B", "First fix: "),
             link(
                 t.first_sentence(first.fix),
                 href=f"{view.href('/findings')}#{anchor(first)}",
@@ -161,7 +161,7 @@ def _staircase(view: PageView) -> Any:
                 id={"fix": stair.priority},
                 label=what,
                 checked=stair.priority in kept,
-                size="xs",
+                size=24,
                 radius="sm",
             )
             if stair.priority is not None
@@ -265,11 +265,18 @@ def finding_line(view: PageView, finding: Finding) -> Any:
     """Show a finding in two lines, linked to its details."""
     impact = finding.impact
     where = report_text.named_places(finding, 1)
-    places = " · ".join(where[0][1]) if where else ""
+    sampled = report_text.line_not_recorded(view.loaded.report, finding)
+    places = [" · ".join(where[0][1])] if where else []
+    if sampled.startswith(report_text.SAMPLED_LINE):
+        places.insert(0, f"{sampled[:1].upper()}{sampled[1:]}")
+    order = report_text.order_parts(finding, view.loaded.report)
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
         amount = element(
-            "Span", t.format_saving(impact), element("Small", _share(impact)), cls="saving"
+            "Span",
+            t.format_saving(impact),
+            element("Small", _share(impact)),
+            cls="saving uncertain" if impact.unit == "run" else "saving",
         )
     return element(
         "Li",
@@ -282,10 +289,9 @@ def finding_line(view: PageView, finding: Finding) -> Any:
         ),
         amount,
         element("Span", t.first_sentence(finding.fix), cls="fix"),
-        element("Span", places, cls="where") if places else None,
         *(
-            element("Span", labels.clean(why[:1].upper() + why[1:]), cls="where")
-            for why in report_text.order_parts(finding, view.loaded.report)
+            element("Span", labels.clean(line), cls="where")
+            for line in (*places, *(why[:1].upper() + why[1:] for why in order))
         ),
     )
 

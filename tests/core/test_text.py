@@ -15,3 +15,14 @@ def test_sentences_beyond_the_room_are_left_whole_for_the_rest() -> None:
         "A fix saves about 36.4 ms (24%).",
     )
     assert t.split_sentences(text, 5)[0] == "GPU busy 70% of a 155 ms step."
+
+
+def test_a_page_leads_with_the_problem_and_a_crash_with_itself() -> None:
+    verdict = "GPU busy 70% of a 155 ms step. First: the loader is slow. A fix saves 30 ms."
+    assert t.split_verdict(verdict, 30) == (
+        "The loader is slow.",
+        "A fix saves 30 ms. GPU busy 70% of a 155 ms step.",
+    )
+    assert t.split_verdict(f"It ended. {verdict}", 30) == t.split_sentences(
+        f"It ended. {verdict}", 30
+    )

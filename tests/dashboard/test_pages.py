@@ -15,8 +15,9 @@ import polars as pl
 import pytest
 
 from advisor import cli
-from advisor.core.text import host_label
+from advisor.core.text import host_label, split_verdict
 from advisor.dashboard.app import PAGES
+from advisor.dashboard.components import MAX_VERDICT
 from advisor.dashboard.pages.distributed import _folded as folded
 from advisor.testing import TraceBuilder
 
@@ -155,7 +156,7 @@ def _busy_share(report: dict[str, Any]) -> Any:
 
 def _the_overview_shows_the_figures(t: Any, report: dict[str, Any]) -> None:
     said = t.page.locator(".page-overview .page-head :is(h1, .lead)").all_inner_texts()
-    assert " ".join(said) == report["verdict"]
+    assert " ".join(said) == " ".join(filter(None, split_verdict(report["verdict"], MAX_VERDICT)))
     tiles = _tiles(t)
     unit = "Recording" if report["scope"]["step_source"] == "whole trace" else "Step"
     assert agrees(tiles[unit], _step_ns(report))
@@ -578,6 +579,10 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
         finding = list(_texts(findings.layout()))
     # the reason stands beside the gains that are in another order
     assert any(text.startswith("Ranked above") for text in first)
+    # the line of the program stands before the operator
+    line = next(i for i, text in enumerate(first) if text.startswith("Stack samples point to"))
+    assert line < first.index("aten::copy_")
+    assert "Replay error" not in first and any("comes within" in text for text in first)
     launches, steps = kernel_rows(loaded.main)[0]["count"], loaded.main.step_count
     assert launches * steps == loaded.main.hot_kernels["count"][0]
     recorded = loaded.main.recorded
@@ -586,7 +591,7 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     assert any(f"{timed} of {len(recorded.steps)} steps are timed" in text for text in shown)
     assert any(text.startswith("Above the axis: step 0, 9.23 s") for text in shown)
     # what to do stands before the figures, and limits that change nothing after the checks
-    fix = first.index("Do this first: ")
+    fix = first.index("First fix: ")
     assert fix < first.index("GPU busy") < first.index("Skipped checks")
     limit = next(i for i, text in enumerate(first) if "launched before the recording" in text)
     assert limit > first.index("Skipped checks")

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from advisor.advise.engine import examine
 from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
-from advisor.core.text import split_sentences
+from advisor.core.text import split_sentences, split_verdict
 from advisor.measure.steps.step_lanes import CELLS, build_step_lanes
+from advisor.render.document import Document, Paragraph, Section
 from advisor.render.formats import REPORTS
-from advisor.render.formats.html import MAX_TITLE, style
+from advisor.render.formats.html import MAX_TITLE, Html, style
 from advisor.render.html import esc
 from advisor.testing import TraceBuilder
 
@@ -152,10 +153,10 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
 def test_the_first_fix_stands_above_the_figures_and_leads_to_its_card(report: Make) -> None:
     first = report(3)
     source = REPORTS.render("html", first)
-    assert 'Do this first: </b><a href="#f1">' in source
-    assert source.index("Do this first") < source.index('class="tiles"')
+    assert 'First fix: </b><a href="#f1">' in source
+    assert source.index("First fix") < source.index('class="tiles"')
     assert 'id="f1"' in source
-    assert "Do this first" not in REPORTS.render("html", report(0))
+    assert "First fix" not in REPORTS.render("html", report(0))
 
 
 def test_links_of_the_contents_lead_to_sections(report: Make) -> None:
@@ -164,6 +165,32 @@ def test_links_of_the_contents_lead_to_sections(report: Make) -> None:
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
     assert "#what-to-change" in links and len(set(ids)) == len(ids)
     assert {str(href)[1:] for href in links if str(href).startswith("#")} <= set(ids)
+
+
+def test_sections_of_one_title_have_addresses_of_their_own() -> None:
+    titles = ("GPU 0", "GPU 0", "Main", "gpu 0")
+    parts = [Section(title, [Paragraph("text")]) for title in titles]
+    page = Page(Html().draw(Document("", parts, name="report")))
+    ids = [str(attrs["id"]) for _, attrs in page.tags if attrs.get("id")]
+    links = [str(attrs["href"])[1:] for tag, attrs in page.tags if tag == "a"]
+    assert len(set(ids)) == len(ids) == len(titles) + 1
+    assert links == ["main", *(each for each in ids if each != "main")]
+
+
+def test_one_legend_explains_the_bar_and_the_lanes_of_a_step(tmp_path: Path) -> None:
+    b = TraceBuilder(launch_us=5, latency_us=0)
+    for _ in range(3):
+        with b.step():
+            with b.op("aten::mm"):
+                b.launch("ampere_sgemm", 1000, stream=7)
+            b.sync()
+            b.host(3000)
+    found = examine(b.write(tmp_path / "step.json"))
+    page = Page(REPORTS.render("html", found.report, analysis=found.main))
+    assert "A typical step" in page.text and "stream 7" in page.text
+    colours = [str(attrs.get("class")) for tag, attrs in page.tags if tag == "span"]
+    keys = [name for name in colours if name.startswith("key ")]
+    assert len(keys) > 1 and len(set(keys)) == len(keys)
 
 
 def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:
@@ -270,7 +297,7 @@ def test_a_real_trace_makes_a_small_sound_page(
     assert len(text.encode()) < 200_000
     page = Page(text)
     assert {tag for tag, _ in page.tags} <= OURS
-    assert "".join(split_sentences(found.report.verdict, MAX_TITLE)) in page.text
+    assert "".join(split_verdict(found.report.verdict, MAX_TITLE)) in page.text
     for finding in found.report.findings:
         assert finding.title in page.text
 

@@ -51,7 +51,6 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
     demand comes after the fixes."""
     context = [
         *inference.sections(report),
-        *_timeline(report, options),
         *_ranks(report),
         *ranks.build_mesh_sections(report),
         *memory.sections(report),
@@ -70,7 +69,7 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
                 indent=0,
             ),
             *_tiles(report),
-            *_time(report),
+            *_time(report, options),
             *_findings(report, options.width),
             *(block for block in context if block not in on_demand),
             *ranks.build_what_if(report),
@@ -96,7 +95,7 @@ def _tiles(report: Report) -> Iterator[Block]:
     yield Tiles(report_text.figures_of_merit(report) if report.time else known)
 
 
-def _time(report: Report) -> Iterator[Block]:
+def _time(report: Report, options: RenderOptions) -> Iterator[Block]:
     bar = report_charts.build_step_bar(report)
     if bar is None:
         return
@@ -104,23 +103,24 @@ def _time(report: Report) -> Iterator[Block]:
         TextField(label, parts, detail=label not in _ON_HOST)
         for label, parts in report_text.headline_numbers(report)
     ]
-    yield Section(bar.title, [Bar(bar), FieldList(rows)], bar.aside, short=True)
+    drawn = Bar(bar, _timeline(report, options))
+    yield Section(bar.title, [drawn, FieldList(rows)], bar.aside, short=True)
 
 
-def _timeline(report: Report, options: RenderOptions) -> Iterator[Block]:
-    """Draw one step, a lane a stream; nothing without ``options.analysis``."""
+def _timeline(report: Report, options: RenderOptions) -> StepTimeline | None:
+    """Return one step, a lane a stream; ``None`` without ``options.analysis``."""
     if options.analysis is None:
-        return
+        return None
     from advisor.measure.steps.step_lanes import build_step_lanes
 
     shown = build_step_lanes(options.analysis)
     if shown is None:
-        return
+        return None
     title = "The recording"
     if report.per == "step":
         title = f"A typical step: {options.clean(shown.step)}"
-    figure = StepTimeline(shown, report.scope.framework, t.format_of(report.per))
-    yield Section(f"{title}, {t.format_duration(shown.dur_ns)}", [figure])
+    title = f"{title}, {t.format_duration(shown.dur_ns)}"
+    return StepTimeline(title, shown, report.scope.framework, t.format_of(report.per))
 
 
 def _ranks(report: Report) -> Iterator[Block]:

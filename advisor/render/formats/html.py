@@ -1,5 +1,6 @@
 """A document as one HTML file to mail or attach, that loads nothing and runs nothing."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Final
@@ -31,7 +32,7 @@ class Html(DocumentRenderer):
     suffixes = (".html", ".htm")
 
     def draw(self, document: d.Document, options: RenderOptions = DEFAULT) -> str:
-        title, rest = t.split_sentences(document.headline or f"advisor {document.name}", MAX_TITLE)
+        title, rest = t.split_verdict(document.headline or f"advisor {document.name}", MAX_TITLE)
         lead = [b for b in document.blocks[:1] if isinstance(b, d.FieldList)]
         head = tag(
             "head",
@@ -44,7 +45,7 @@ class Html(DocumentRenderer):
             tag("title", title),
             Markup(f"<style>\n{style()}</style>"),
         )
-        action = tag("b", "Do this first: "), tag("a", document.action, href="#f1")
+        action = tag("b", "First fix: "), tag("a", document.action, href="#f1")
         first = tag("p", *action, cls="first") if document.action else ""
         badge = tag("span", document.badge, cls=f"badge {document.status}".strip())
         header = tag(
@@ -55,15 +56,18 @@ class Html(DocumentRenderer):
             first,
             *(block(part) for part in lead),
         )
+        parts = document.blocks[len(lead) :]
+        anchors = _anchors(parts)
         contents = [
-            tag("li", tag("a", part.title, href=f"#{_anchor(part.title)}"))
-            for part in document.blocks
+            tag("li", tag("a", part.title, href=f"#{anchor}"))
+            for part, anchor in zip(parts, anchors, strict=True)
             if isinstance(part, d.Section)
         ]
         if len(contents) >= MIN_CONTENTS:
             listed = tag("nav", tag("ul", *contents), cls="contents", aria_label="Contents")
             header = join(header, listed)
-        main = tag("main", *(block(part) for part in document.blocks[len(lead) :]), id="main")
+        drawn = (block(part, 2, anchor) for part, anchor in zip(parts, anchors, strict=True))
+        main = tag("main", *drawn, id="main")
         notes = [tag("p", note, cls="soft") for note in document.notes]
         body = tag(
             "body",
@@ -83,8 +87,8 @@ def style() -> str:
     return f"{sheet}{charts.css_rules()}"
 
 
-def block(part: d.Block, level: int = 2) -> Markup:
-    """Draw a part of the page, its headings of ``level`` and below."""
+def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
+    """Draw a part of the page, its headings of ``level`` and below. ``anchor``: of a section."""
     match part:
         case d.Section():
             title = " · ".join(filter(None, (part.title, part.aside)))
@@ -94,7 +98,7 @@ def block(part: d.Block, level: int = 2) -> Markup:
                 inner = [tag("details", summary, *inner)]
             else:
                 inner = [tag(f"h{level}", title), *inner]
-            return tag("section", *inner, id=_anchor(part.title) if level == 2 else None)
+            return tag("section", *inner, id=anchor)
         case d.Card():
             return card(part, level)
         case d.Paragraph():
@@ -139,9 +143,16 @@ def block(part: d.Block, level: int = 2) -> Markup:
     return Markup()
 
 
-def _anchor(title: str) -> str:
-    """Return the address of a section: its title's letters and digits."""
-    return "".join(each if each.isalnum() else "-" for each in title.lower())
+def _anchors(parts: Sequence[d.Block]) -> list[str]:
+    """Return the address of each section: its title's letters and digits, and a number where they
+    are those of one before."""
+    result: list[str] = []
+    for part in parts:
+        title = part.title if isinstance(part, d.Section) else ""
+        anchor = "".join(each if each.isalnum() else "-" for each in title.lower())
+        own = f"{anchor}-{len(result)}" if anchor in (*result, "main") else anchor
+        result.append(own if anchor else "")
+    return result
 
 
 def card(part: d.Card, level: int) -> Markup:

@@ -333,6 +333,7 @@ class LongStep(Rule):
         compiling = _compiling_time(a, step)
         if compiling < self.min_explained * excess:
             compiling = took if re.search(_COMPILERS, what) else 0.0
+        others = a.steps.used.filter(pl.col("ts") != step["ts"])["dur"].to_numpy().mean()
         because = f", {t.format_duration(took)} of it in {labels.clean(what)}" if what else ""
         if compiling:
             because = f", {t.format_duration(compiling)} of it compiling or loading code"
@@ -343,8 +344,8 @@ class LongStep(Rule):
         yield Finding(
             title=f"{step['name']} takes {dur[longest] / median:.0f} times as long as the others",
             summary=(
-                f"{step['name']} takes {t.format_duration(dur[longest])}{because}; the median of "
-                f"{t.count_noun(steps.height, 'step')} is {t.format_duration(median)}."
+                f"{step['name']} takes {t.format_duration(dur[longest])}{because}; the other "
+                f"profiled steps take {t.format_duration(others)} on average."
             ),
             evidence=[
                 Evidence("longest step", int(dur[longest]), "ns"),

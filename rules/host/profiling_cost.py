@@ -76,8 +76,9 @@ class SlowProfiledSteps(Rule):
         case = case or ("on the CPU" if a.trains_on_host else "")
         yield Finding(
             summary=(
-                f"A step takes {t.format_duration(profiled)} while it is profiled, and "
-                f"{t.format_duration(around)} around the window ({overhead:+.0%}). Host times "
+                f"By the recorder's clock a step takes {t.format_duration(profiled)} while it is "
+                f"profiled, and {t.format_duration(around)} around the window ({overhead:+.0%}; "
+                "both are medians). Host times "
                 + ("" if a.trains_on_host else "and idle time ")
                 + "in this report are longer than in an unprofiled step."
             ),

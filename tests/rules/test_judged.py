@@ -14,7 +14,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
 from advisor.core.finding import Finding
-from advisor.core.text import location_figures
+from advisor.core.text import format_duration, location_figures
 from advisor.measure import Analysis
 from advisor.read import open_run, read_trace
 from advisor.replay.window_replayer import WindowReplayer
@@ -365,6 +365,9 @@ def test_a_long_step_that_compiles_is_advised_to_compile_before_the_loop() -> No
         (finding,) = found(Analysis(trace.trace()), "long-step")
         fixes[name] = finding.fix
         assert ("compiling or loading code" in finding.summary) == (name != "a checkpoint")
+        # by the mean of the report's scope, not a further time of the same steps
+        mean = Analysis(trace.trace()).steps.used["dur"].to_numpy().mean()
+        assert f"the other profiled steps take {format_duration(mean)} on" in finding.summary
     assert fixes["a new shape is compiled"].startswith("Compile before the loop")
     assert "torch._dynamo" not in fixes["a checkpoint"]
 

@@ -106,7 +106,10 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
     low = 10 ** math.floor(math.log10(max(min([*intensity, 1.0]), 1e-3)))
     # a decade of its own for the labels of the roofs
     high = 10 ** (math.ceil(math.log10(max([*intensity, 1e3]))) + 1)
-    _roofs(made, hardware, low, high)
+    top = max([peak for name in ROOFS if (peak := hardware.peak(name))], default=1e12) / 1e12
+    bottom = max(min([rate for rate in rates if rate > 0], default=0.01), top / DECADES)
+    bottom = 10 ** math.floor(math.log10(bottom))
+    _roofs(made, hardware, low, high, bottom * 1e12)
     largest = max(kernels["dur"].max() or 1, 1)
     rows = zip(
         intensity,
@@ -147,8 +150,6 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
                 "%{customdata[1]} of device work, %{customdata[2]} of the roof<extra></extra>",
             )
         )
-    top = max([peak for name in ROOFS if (peak := hardware.peak(name))], default=1e12) / 1e12
-    bottom = max(min([rate for rate in rates if rate > 0], default=0.01), top / DECADES)
     made.update_xaxes(
         type="log",
         range=[math.log10(low), math.log10(high)],
@@ -159,7 +160,7 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
     )
     made.update_yaxes(
         type="log",
-        range=[math.floor(math.log10(bottom)), math.log10(top) + 0.35],
+        range=[math.log10(bottom), math.log10(top) + 0.35],
         dtick=1,
         exponentformat="power",
         title="TFLOP/s",
@@ -171,8 +172,9 @@ def roofline(kernels: pl.DataFrame, hardware: GpuSpec, work_ns: int) -> Any:
 ROOFS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 
 
-def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
-    """Draw the memory roof, and a flat one for each peak that the device has (equal ones once)."""
+def _roofs(made: Any, hardware: GpuSpec, low: float, high: float, bottom: float) -> None:
+    """Draw the memory roof, and a flat one for each peak that the device has (equal ones once).
+    ``bottom``: the lowest rate that is seen, FLOP/s."""
     peaks: dict[float, list[str]] = {}
     for name in ROOFS:
         if name != "int8" and (peak := hardware.peak(name)):
@@ -181,14 +183,14 @@ def _roofs(made: Any, hardware: GpuSpec, low: float, high: float) -> None:
     top = max(peaks, default=bandwidth * high)
     ridge = min(top / bandwidth, high)
     _roof(made, [low, ridge], [low * bandwidth, ridge * bandwidth])
+    start = max(low, bottom / bandwidth) * 10**ROOM  # below the roof, and above the axis
     made.add_annotation(
-        **_LABEL,
-        x=math.log10(low),
-        y=math.log10(low * bandwidth / 1e12),
+        **_LABEL | {"yanchor": "top"},
+        x=math.log10(start),
+        y=math.log10(start * bandwidth / 1e12),
         xanchor="left",
         text=f"{t.format_value(bandwidth, 'B/s')}",
-        xshift=14,
-        yshift=16,
+        xshift=6,
     )
     labels: list[tuple[float, list[str]]] = []  # above the highest roof of each
     nearest = math.inf
@@ -252,6 +254,7 @@ def icicle(tree: pl.DataFrame, root: str) -> Any:
             tiling={"orientation": "v", "pad": 1},
             marker={"colors": ["#dedcf6", *(_shade(name) for name in tree["name"])]},
             textfont={"size": 12, "color": "#1c1c1f"},
+            texttemplate="%{label}<br>%{customdata[1]}, %{customdata[2]}",
             customdata=[
                 [name, t.format_duration(value), t.format_share(value / max(total, 1))]
                 for name, value in zip([root, *full], [total, *values], strict=True)

@@ -40,6 +40,14 @@ window.dash_clientside.advisor = Object.assign(window.dash_clientside.advisor ||
     history.replaceState(history.state, "", keep(location.href));
     return links.map(keep);
   },
+  // What a chosen row is about stands below the grid, maybe below the window.
+  reveal: function () {
+    "use strict";
+    requestAnimationFrame(function () {
+      document.getElementById("kernel-detail").scrollIntoView({ block: "nearest" });
+    });
+    return window.dash_clientside.no_update;
+  },
   chooseRank: function (rank, search) {
     "use strict";
     var query = new URLSearchParams(search || "");

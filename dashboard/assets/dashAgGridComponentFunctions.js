@@ -62,3 +62,46 @@ window.dashAgGridComponentFunctions.AdvisorName = function (props) {
   Grid.dashRenderType = true;
   window.dash_ag_grid = { AgGrid: Grid };
 })();
+// A figure waits until it is near the window, or for a while: what draws it (1.5 MB) then delays
+// nothing of what is read first, and paper has all figures.
+(function () {
+  "use strict";
+  var PATIENCE_MS = 6000,
+    Graph = null;
+  function Late(props) {
+    var place = React.useRef(null),
+      state = React.useState(false);
+    React.useEffect(function () {
+      function come() {
+        state[1](true);
+      }
+      var timer = setTimeout(come, PATIENCE_MS),
+        watch = new IntersectionObserver(
+          function (seen) {
+            if (seen[seen.length - 1].isIntersecting) {
+              come();
+            }
+          },
+          { rootMargin: "300px" },
+        );
+      watch.observe(place.current);
+      window.addEventListener("beforeprint", come);
+      return function () {
+        clearTimeout(timer);
+        watch.disconnect();
+        window.removeEventListener("beforeprint", come);
+      };
+    }, []);
+    return state[0]
+      ? React.createElement(Graph, props)
+      : React.createElement("div", { ref: place, style: props.style });
+  }
+  Object.defineProperty(window, "dash_core_components", {
+    configurable: true,
+    set: function (library) {
+      Graph = library.Graph;
+      var value = Object.assign({}, library, { Graph: Late });
+      Object.defineProperty(window, "dash_core_components", { value: value, writable: true });
+    },
+  });
+})();

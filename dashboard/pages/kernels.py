@@ -4,7 +4,7 @@ from typing import Any
 
 import dash
 import polars as pl
-from dash import Input, Output, State
+from dash import ClientsideFunction, Input, Output, State
 from msgspec.structs import asdict
 
 from advisor.advise.program_wording import ACTIVITIES, record_gpu_work, record_with
@@ -211,6 +211,7 @@ def _roofline(view: PageView) -> Any:
             plotly_figures.roofline(known, a.hardware, _device_work(a)),
             "roofline",
             height=420,
+            narrow_height=600,
             description=description,
         ),
         remark(description + " Area shows time. Peaks are the vendor's figures."),
@@ -237,6 +238,7 @@ def _tree(view: PageView) -> Any:
         )
     what = "GPU time" if a.device_id is not None else "host time"
     description = f"Modules and operators by {what}, outermost on top. Click one to zoom in."
+    description += " Violet: modules and ranges, darker for the backward pass. Green: operators."
     if tree["name"].str.starts_with(KERNEL).any():
         description += " Blue: kernels of what launches several."
     return card(
@@ -289,6 +291,12 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
     register_search(app, "kernel-grid")
     register_search(app, RATES)
     register_search(app, "op-grid")
+    app.clientside_callback(
+        ClientsideFunction("advisor", "reveal"),
+        Output("kernel-detail", "title"),
+        Input("kernel-detail", "children"),
+        prevent_initial_call=True,
+    )
 
     @app.callback(
         Output("kernel-detail", "children"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 pytest.importorskip("plotly")
 
+from advisor.core.gpus import lookup
 from advisor.dashboard.pages import memory
-from advisor.dashboard.plotly_figures import icicle
+from advisor.dashboard.plotly_figures import icicle, roofline
 
 
 def test_ranges_that_overlap_fit_into_what_contains_them_and_keep_their_times() -> None:
@@ -75,3 +77,26 @@ def test_a_memory_chart_begins_where_something_happens() -> None:
     assert _busy_part([0.0, 1.0, 91.0, 95.0, 101.0], peak=3) == [90.5, 101.0]
     assert _busy_part([0.0, 1.0, 91.0, 95.0, 101.0], peak=1) is None  # the peak is before that
     assert _busy_part([0.0, 30.0, 60.0, 100.0], peak=2) is None
+
+
+def test_the_labels_of_a_roofline_stand_apart_and_inside() -> None:
+    kernels = pl.DataFrame(
+        {
+            "name": ["a", "b"],
+            "family": ["gemm", "copy"],
+            "flops_per_s": [4e14, 1e9],
+            "bytes_per_s": [1e12, 1e12],
+            "dur": [10, 5],
+            "roofline": [0.4, 0.3],
+        }
+    )
+    hardware = lookup("NVIDIA H100 80GB HBM3")
+    assert hardware is not None
+    made = roofline(kernels, hardware, 15)
+    memory, *flat = made.layout.annotations
+    low, high = made.layout.yaxis.range
+    room = (600 - 44 - 48 - 120) / (high - low)  # px a decade at 390 px, six names above
+    heights = sorted(each.y for each in flat)
+    assert all((b - a) * room >= 14 for a, b in pairwise(heights))
+    # below the roof, with room for a line above the axis
+    assert memory.yanchor == "top" and (memory.y - low) * room >= 14

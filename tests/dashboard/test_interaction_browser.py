@@ -210,11 +210,50 @@ def test_a_kernel_is_chosen_with_the_keyboard_and_found_on_the_timeline(
         "data-full"
     )
     page.locator(".detail code", has_text=name[:30]).wait_for()
+    page.wait_for_function(  # what is told of it comes into view
+        "() => document.querySelector('.detail').getBoundingClientRect().bottom <= innerHeight + 1"
+    )
     page.locator(".detail a").click()
     page.wait_for_url("**/timeline?**")
     assert "x0=" in page.url and "x1=" in page.url
     t.settle()
     assert t.wrong == []
+
+
+def test_a_figure_below_the_window_waits_until_it_is_near(h100: str, show: Any, tab: Any) -> None:
+    t = tab(show(h100))
+    page = t.open("/kernels")
+    page.locator("#kernel-grid .ag-row").first.wait_for()
+    assert page.locator(".js-plotly-plot").count() == 0
+    page.locator(".figure").last.scroll_into_view_if_needed()
+    page.locator(".js-plotly-plot .iciclelayer").wait_for(timeout=5_000)  # not by the time
+    t.open("/kernels")
+    page.locator(".figure").first.wait_for(state="attached")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.locator(".js-plotly-plot").nth(1).wait_for(state="attached", timeout=5_000)
+    assert t.wrong == []
+
+
+# links within a text may be of its height
+SMALL = """() => [...document.querySelectorAll("main :is(a, button, input)")].filter(node => {
+  const box = node.getBoundingClientRect();
+  return box.width && (box.height < 24 || box.width < 24)
+    && !node.closest(".lines, .modebar, p, [target=_blank]");
+}).map(node => node.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_what_is_clicked_is_24_pixels_high(h100: str, show: Any, tab: Any, width: int) -> None:
+    t = tab(show(h100), width=width)
+    for path in ("/", "/findings", "/timeline"):
+        page = t.open(path)
+        t.settle()
+        parts = "part-" if path == "/" else "nothing"  # of the bar: their names lead there, too
+        assert [node for node in page.evaluate(SMALL) if parts not in node] == [], path
+    assert all(
+        box["height"] >= 24 and box["width"] >= 24
+        for box in (each.bounding_box() for each in t.open("/").locator(".stair input").all())
+    )
 
 
 def test_the_field_above_a_grid_filters_it(h100: str, show: Any, tab: Any) -> None:
@@ -519,7 +558,7 @@ def test_the_progress_page_turns_into_the_run(h100: str, tab: Any, served: Any) 
         page = t.open("/")
         assert t.text("main h1") == "Reading the trace"
         shown.session.start()
-        page.locator("main h1", has_text="GPU busy").wait_for()
+        page.locator("main .page-head", has_text="GPU busy").wait_for()
         assert t.wrong == []
 
 

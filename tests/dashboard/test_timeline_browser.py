@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -316,10 +317,21 @@ def test_a_drag_on_the_axis_zooms(a100: Any) -> None:
     )
 
 
+def _names_do_not_overlap(page: Any) -> None:
+    boxes = sorted(page.evaluate(NAMES))
+    assert len(boxes) > 5 and all(end - top >= 24 for top, end in boxes)
+    assert all(end <= top for (_, end), (top, _) in pairwise(boxes))
+
+
+NAMES = """() => [...document.querySelectorAll(".tl-labels .tl-label")].map(
+  node => node.getBoundingClientRect()).map(box => [box.top, box.bottom])"""
+
+
 def test_lanes_fold_and_unfold_by_keyboard(a100: Any) -> None:
     page = a100.open("/timeline")
     settle(page)
     label = page.get_by_role("button", name="Main thread 3113936", exact=True)
+    _names_do_not_overlap(page)
     assert label.get_attribute("aria-expanded") == "true"
     rows = "() => advisorTimeline.current.layout.rows.length"
     before = page.evaluate(rows)
@@ -594,6 +606,7 @@ def test_on_a_narrow_screen_labels_have_lines_of_their_own(
     page = made.open("/timeline")
     settle(page)
     assert page.evaluate("() => advisorTimeline.current.narrow")
+    _names_do_not_overlap(page)
     width = page.evaluate("() => advisorTimeline.current.width")
     assert width > 300
     assert len(colours(page)) > 50

@@ -18,7 +18,14 @@ const GAP = 7;
 const COUNTER = 40;
 const HALO = 4;
 const HEAD = 22;
-export const LABEL = 14;
+// of a name, which is clicked: no less than WCAG 2.5.8 asks of a target
+export const LABEL = 24;
+
+// How far a name that stands beside low lanes reaches above them.
+/** @param {number} height of the lanes */
+export function overhang(height) {
+  return Math.max(0, Math.ceil((LABEL - height) / 2));
+}
 
 // Rows of the picture from top to bottom: {y, h, lane} and {y, h, counter}, and the groups' boxes.
 // Pinned groups come first; their rows stay where they are when the others scroll.
@@ -50,20 +57,22 @@ export function layOut(info, folded, narrow, pinned) {
   /** @type {number[]} */
   const byLane = [];
   let pins = 0;
+  let below = 0; // the name of the group before
   function place(group, number, pin) {
-    y += narrow ? LABEL : 0;
-    const top = y;
     const shut = folded[group.key];
     const shown = shut ? 1 : group.count;
-    const h = HEIGHT[group.kind] || 16;
+    const own = shut && group.count === 1 ? THIN : HEIGHT[group.kind] || 16;
+    const over = overhang(shown * (own + 1));
+    y = narrow ? y + LABEL : Math.max(y, below + over);
+    const top = y;
+    below = top - over + LABEL;
     for (let i = 0; i < shown; i++) {
-      const own = shut && group.count === 1 ? THIN : h;
       byLane[group.first + i] = rows.length;
       rows.push({ y, h: own, lane: group.first + i, group: number, pin });
       y += own + 1;
     }
     boxes.push({ y: top, h: y - top, group, shut, pin });
-    y += GAP;
+    y += narrow ? 0 : GAP;
   }
   function isPinned(group) {
     return pinned.indexOf(group.key) >= 0;
@@ -93,7 +102,7 @@ export function layOut(info, folded, narrow, pinned) {
         y += COUNTER;
       });
     } else {
-      y += THIN * 2;
+      y += LABEL;
     }
     boxes.push({ y: first, h: y - first, counters: true, shut: all, pin: false });
   }

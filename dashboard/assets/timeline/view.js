@@ -2,7 +2,7 @@
 
 import { Data } from "./data.js";
 import { Input } from "./input.js";
-import { LABEL, Paint, layOut } from "./paint.js";
+import { LABEL, Paint, layOut, overhang } from "./paint.js";
 import { Panel } from "./panel.js";
 import * as ui from "./ui.js";
 
@@ -517,9 +517,7 @@ export class Timeline {
           ui.el("span", { cls: "tl-text", text }),
         ],
       );
-      node.style.height = self.narrow
-        ? LABEL + "px"
-        : Math.max(Math.min(box.h, many ? 24 : 22), 14) + "px";
+      node.style.height = LABEL + "px";
       const pin = box.counters
         ? null
         : ui.el(
@@ -540,9 +538,9 @@ export class Timeline {
       }
       // the label stays in sight while any of its lanes is
       const frame = ui.el("div", { cls: "tl-box" }, [ui.el("div", { cls: "tl-row" }, [node, pin])]);
-      const above = self.narrow ? LABEL + 2 : 0;
+      const above = self.narrow ? LABEL : overhang(box.h);
       frame.style.top = box.y - above + "px";
-      frame.style.height = Math.max(box.h + above, 14) + "px";
+      frame.style.height = Math.max(box.h + above, LABEL) + "px";
       node.addEventListener("click", () => {
         self.fold(key);
       });

@@ -17,6 +17,7 @@ meets are handed to ``on_loss``, at once."""
 
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -110,7 +111,10 @@ class StackSampler(BackgroundThread):
         stack: list[tuple[CodeType, int]] = []
         called = ""
         while frame is not None and len(stack) < MAX_DEPTH:
-            if not _is_own(frame.f_code):
+            if _is_own(frame.f_code):
+                if stack and stack[-1][0].co_filename == threading.__file__:
+                    return 0  # the recorder waits for a thread of its own to start
+            else:
                 if not stack:
                     called = self._called(frame)
                     if _is_loss(frame):

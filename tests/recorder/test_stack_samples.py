@@ -17,6 +17,7 @@ import pytest
 from advisor.core.run_directory import Event, RankInfo, RankRecord, read_recording
 from advisor.measure.host.stacks import MIN_SAMPLES, hottest_line, read_stacks
 from advisor.measure.steps.step_records import StepRecords
+from advisor.recorder import stack_samples
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
 
 PROGRAM = """
@@ -197,6 +198,16 @@ def test_what_it_meets_stays_with_it() -> None:
         raise RuntimeError
 
     assert not sampled(lambda: busy(0.1), thread=broken)
+
+
+def test_waiting_for_a_thread_of_the_recorder_to_start_is_none_of_the_programs_time() -> None:
+    def work(file: str) -> int:
+        wait = "def wait(): threading.Event().wait(0.3)"
+        exec(compile(wait, file, "exec"), space := {"threading": threading})
+        return total(sampled(space["wait"]))
+
+    assert work("train.py") > 0
+    assert work(str(Path(stack_samples.__file__).with_name("background.py"))) == 0
 
 
 def test_no_frame_is_kept() -> None:

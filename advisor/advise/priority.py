@@ -210,6 +210,8 @@ def _order(
         if removes_whole_idle_kind(findings[index]):
             general = index, gain
             index, gain = _named_cause(findings, scales, waiting, general, chosen, estimator, a)
+        elif _is_of_all_code(findings[index]):
+            index, gain = _cause_inside(findings, scales, waiting, (index, gain), chosen, estimator)
         waiting.remove(index)
         best, alone = findings[index], _own_gain(findings[index])
         rival = next((c for c in chosen if are_alternatives(c, best)), None)
@@ -271,6 +273,33 @@ def _named_cause(
     return result
 
 
+def _is_of_all_code(finding: Finding) -> bool:
+    """Tell whether a finding is on all code of a place, whatever it does."""
+    return finding.subject == HOST_CODE and not finding.edits
+
+
+def _cause_inside(
+    findings: list[Finding],
+    scales: list[float],
+    waiting: list[int],
+    whole: tuple[int, float],
+    chosen: list[Finding],
+    estimator: GainEstimator,
+) -> tuple[int, float]:
+    """Return the finding to choose before one on all code of a function: one that says what takes
+    much of its time, in the same function; if there is none, it is that on all code."""
+    here = {place.function for place in findings[whole[0]].where} - {None}
+    least = LEADS_FROM * whole[1] * scales[whole[0]]
+    inside = [
+        (index, gain)
+        for index in waiting
+        if findings[index].edits
+        and any(place.function in here for place in findings[index].where[:1])
+        and (gain := marginal_gain(findings[index], chosen, estimator)) * scales[index] >= least
+    ]
+    return max(inside, key=lambda each: each[1] * scales[each[0]], default=whole)
+
+
 def _fills_queue(finding: Finding, a: Analysis) -> bool:
     """Tell whether only this finding's waits keep the host from getting ahead of the GPU and
     filling its queue."""
@@ -329,7 +358,7 @@ def _best(
 
 def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
     """Return what a finding's fix saves after those of the chosen ones, ns per step."""
-    if finding.subject == HOST_CODE and not finding.edits:
+    if _is_of_all_code(finding):
         return _own_gain(finding) * (1 - _share_seen(finding, chosen))
     if not chosen or not estimator.overlaps(finding):
         return _own_gain(finding)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.operator_arguments import inputs_at, range_taken, readers_behind
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
@@ -29,22 +29,32 @@ class GrowingConcatenation(Rule):
     grows with the length. A tensor allocated once takes the new part by index.
 
     The recorded shapes show it: concatenations of two tensors whose first is longer by just the
-    second each time, and equal in all other dimensions.
+    second each time, and equal in all other dimensions. Or the first is as long each time, because
+    the oldest entries are sliced off the result: a replay memory, a window of past values.
 
     The gain is the time of these concatenations in the recorded passes. It is larger later in the
     sequence."""
 
     id = "growing-concatenation"
     title = "A tensor grows by concatenation and is copied whole each time"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/grown_cache.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/grown_cache.cured", *CURED_RECORDINGS)
+    found_in: ClassVar[tuple[str, ...]] = (
+        "recorded/grown_cache.slow",
+        "recorded/sliding_window.slow",
+    )
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/grown_cache.cured",
+        "recorded/sliding_window.cured",
+        *CURED_RECORDINGS,
+    )
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache#fixed-size-cache",
         "https://docs.pytorch.org/docs/stable/generated/torch.cat.html",
     )
 
-    min_lengths = Threshold(3, "lengths in a row, each longer by what was appended", CHOSEN)
+    min_lengths = Threshold(
+        3, "lengths in a row, each longer by what was appended; or calls that slide", CHOSEN
+    )
     min_share = Threshold(0.05, "of the step in these concatenations", XPROF)
     factor = Factor(0.1, "of their time, to copy the new part alone", CHOSEN)
     worst_factor = Factor(0.5, "of it, where launches or allocations are most of it", CHOSEN)
@@ -59,6 +69,21 @@ class GrowingConcatenation(Rule):
         "length += 1\n"
         "keys = cache[:, :, :length]"
     )
+    cases: ClassVar[dict[str, dict[str, Any]]] = {
+        "the oldest entries are dropped": {
+            "fix": "Allocate the tensor once with its capacity, and write each new part over the "
+            "oldest, at a place that goes round. Entries are then not in the order of their age: "
+            "the oldest is at the place to be written next.",
+            "code": "memory = new.new_empty(capacity, *new.shape[1:])   # once\n"
+            "rows = (place + torch.arange(len(new))) % capacity\n"
+            "memory[rows] = new   # not torch.cat([memory, new])[-capacity:]\n"
+            "place = (place + len(new)) % capacity\n"
+            "filled = min(filled + len(new), capacity)",
+            "verify": "Profile again: aten::cat takes no share of the step.",
+            "falsified_by": "the same time per pass at a tenth of the capacity",
+            "assumptions": ("what reads the tensor can index it by place",),
+        }
+    }
     verify = "Profile again late in the sequence: aten::cat takes no share of the step."
     falsified_by = "the same time per pass at ten times the length"
     assumptions = ("the largest length is known when the loop begins",)
@@ -67,32 +92,40 @@ class GrowingConcatenation(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or a.trace.inputs.is_empty():
             return
-        found = [one for one in _appends(a) if len(one.lengths) >= self.min_lengths]
+        found = [one for one in _appends(a) if one.count >= self.min_lengths]
         if not found:
             return
         calls = rows_in_steps(a, np.sort(np.concatenate([one.calls for one in found])))
         ns = time_of_operators(a, calls)
         if ns < self.min_share * a.span_ns:
             return
-        most = max(found, key=lambda one: len(one.calls))
+        rows = rows_in_steps(a, np.sort(np.concatenate([calls, *(one.slices for one in found)])))
+        most = max(found, key=lambda one: (len(one.calls), one.lengths[-1]))
+        kinds, last = t.count_noun(len(found), "kind"), most.lengths[-1]
+        lengths = f"{most.lengths[0]:,} entries in the first recorded one, {last:,} in the last"
+        if most.slides:
+            lengths = f"{last:,} entries, the oldest of which are sliced off again"
         yield Finding(
             summary=(
-                f"torch.cat appends to {t.count_noun(len(found), 'kind')} of tensor in each pass: "
-                f"{most.lengths[0]:,} entries in the first recorded one, {most.lengths[-1]:,} in "
-                f"the last, each time copied whole. This takes {of_step(a, ns)}."
+                f"torch.cat appends to {kinds} of tensor in each pass: {lengths}, each time copied "
+                f"whole. This takes {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "such concatenations", len(calls), "count"),
                 amount_per_step(a, "time in them", ns),
-                self.compare("lengths in a row", len(most.lengths), "min_lengths", "count"),
+                self.compare(
+                    "calls that slide" if most.slides else "lengths in a row",
+                    most.count,
+                    "min_lengths",
+                    "count",
+                ),
                 self.compare("share", ns / a.span_ns, "min_share", per=a.per),
             ],
             where=costliest_places(a, calls),
             edits=[
-                scale_operators(
-                    a, calls, ((1 - self.factor) * ns, ns, (1 - self.worst_factor) * ns)
-                )
+                scale_operators(a, rows, ((1 - self.factor) * ns, ns, (1 - self.worst_factor) * ns))
             ],
+            **(self.case("the oldest entries are dropped") if most.slides else {}),
         )
 
     @staticmethod
@@ -101,6 +134,8 @@ class GrowingConcatenation(Rule):
             "keys and values": _cache(range(100, 105)),
             "on a CPU": _cache(range(100, 105), gpu=None),
             "a cache of one length": (_cache([100] * 5), "not found"),
+            "a window that slides": _cache([100] * 5, dropped=1),
+            "an end is read": (_cache([100] * 5, dropped=101 - 8), "not found"),
             "two outputs joined": (_cache([100, 90, 104, 88]), "not found"),
             "two passes": (_cache([100, 101]), "not found"),
             "hardly any time": (_cache(range(100, 105), us=4), "min_share"),
@@ -119,6 +154,18 @@ class _Kind(NamedTuple):
 class _Appends(NamedTuple):
     lengths: list[int]
     calls: Rows
+    slices: Rows
+    """Where the tensor is as long each time: what slices the oldest entries off."""
+
+    @property
+    def slides(self) -> bool:
+        """Whether the oldest entries are sliced off each time."""
+        return bool(len(self.slices))
+
+    @property
+    def count(self) -> int:
+        """Number of lengths; of calls, where it slides."""
+        return len(self.calls) if self.slides else len(self.lengths)
 
 
 def _appends(a: Analysis) -> list[_Appends]:
@@ -143,23 +190,41 @@ def _appends(a: Analysis) -> list[_Appends]:
         if 0 < appended < length:
             others = (*shapes[0][:axis], 0, *shapes[0][axis + 1 :])
             kinds[_Kind(axis, others, appended)].append((row, length))
-    return [_longest_run(kind.appended, rows) for kind, rows in kinds.items()]
+    return [_longest_run(a, kind, rows) for kind, rows in kinds.items()]
 
 
-def _longest_run(appended: int, rows: list[tuple[int, int]]) -> _Appends:
+def _longest_run(a: Analysis, kind: _Kind, rows: list[tuple[int, int]]) -> _Appends:
     """The run of most lengths, in order of time, each equal to the one before or longer by what is
     appended."""
     runs: list[list[tuple[int, int]]] = [rows[:1]]
     for before, (row, length) in pairwise(rows):
-        if length - before[1] not in (0, appended):
+        if length - before[1] not in (0, kind.appended):
             runs.append([])
         runs[-1].append((row, length))
-    best = max(runs, key=lambda run: len({length for _, length in run}))
+    best = max(runs, key=lambda run: (len({length for _, length in run}), len(run)))
     lengths = sorted({length for _, length in best})
-    return _Appends(lengths, np.array([row for row, _ in best], dtype=np.int64))
+    calls = np.array([row for row, _ in best], dtype=np.int64)
+    slices = _slices(a, kind, calls, lengths[0]) if len(lengths) == 1 else []
+    return _Appends(lengths, calls, np.array(slices, dtype=np.int64))
 
 
-def _cache(lengths: Sequence[int], *, gpu: str | None = "A100", us: float = 400) -> TraceBuilder:
+def _slices(a: Analysis, kind: _Kind, calls: Rows, length: int) -> list[int]:
+    """Find the first readers of the results, if each takes all but the oldest entries of one."""
+    whole = length + kind.appended
+    shape = (*kind.others[: kind.axis], whole, *kind.others[kind.axis + 1 :])
+    found = []
+    for row in calls.tolist():
+        reader, name, x = next(readers_behind(a, row, shape), (0, "", None))
+        part = None if x is None else range_taken(name, x, kind.axis, whole)
+        if part != (kind.appended, whole):
+            return []
+        found.append(reader)
+    return found
+
+
+def _cache(
+    lengths: Sequence[int], *, gpu: str | None = "A100", us: float = 400, dropped: int = 0
+) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
     for _, length in zip(b.steps(len(lengths)), lengths, strict=False):
         for _ in range(4):
@@ -170,4 +235,9 @@ def _cache(lengths: Sequence[int], *, gpu: str | None = "A100", us: float = 400)
             with b.op("aten::cat", lists, ["TensorList", "Scalar"], host_us=20 if gpu else us):
                 if gpu:
                     b.launch("CatArrayBatchedCopy", us)
+            if dropped:
+                of = [[8, 16, length + 1, 64], [], [], [], []]
+                types = ["float", "Scalar", "Scalar", "Scalar", "Scalar"]
+                with b.op("aten::slice", of, types, concrete=["", "2", str(dropped), "", "1"]):
+                    pass
     return b

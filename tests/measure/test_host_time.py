@@ -352,6 +352,11 @@ def test_a_line_is_named_by_the_function_that_calls_an_operator():
     assert line_of_function([stack._replace(samples=3) for stack in stacks], "unique") is None
     two = [stacks[0], stacks[1]._replace(samples=20)]
     assert line_of_function(two, "unique") is None  # two lines share it
+    in_c = [SampledStack(20, ("train.py(30): main", "train.py(50): push"), "torch.cat")]
+    found = line_of_function([*stacks, *in_c], "cat")
+    assert found is not None and (found.location.line, found.location.function) == (50, "push")
+    numpy = [SampledStack(20, in_c[0].frames, "numpy.cat")]
+    assert line_of_function([*stacks, *numpy], "cat") is None
 
 
 @pytest.mark.parametrize("name", ["big_uploads", "blocking_upload"])

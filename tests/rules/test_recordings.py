@@ -40,6 +40,7 @@ CASES = {
     "dense_embedding": "dense-embedding-gradient",
     "slices": "slice-gradients",
     "grown_cache": "growing-concatenation",
+    "sliding_window": "growing-concatenation",
     "growing_metric": "growing-inputs",
     "last_position": "dropped-positions",
     "micro_batches": "small-micro-batches",
@@ -84,7 +85,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "picture_answers",
             "second_forward",
         ),
-        *("single_tensor", "slices", "table_in_forward", "unfrozen"),
+        *("single_tensor", "slices", "sliding_window", "table_in_forward", "unfrozen"),
     ],
 )
 def test_what_the_cure_saved_lies_in_the_range_of_the_gain(name: str) -> None:
@@ -96,6 +97,16 @@ def test_what_the_cure_saved_lies_in_the_range_of_the_gain(name: str) -> None:
     found = next(f.impact for f in slow.findings if f.rule == CASES[name])
     assert found is not None and found.low_ns is not None and found.high_ns is not None
     assert found.low_ns <= slow.step.ns - cured.step.ns <= found.high_ns
+
+
+def test_of_a_function_of_the_loop_what_takes_its_time_is_said_and_its_line() -> None:
+    """A window of past values is kept by concatenation in ``Window.push``, which is nearly all of
+    the loop's own code: the general finding would gain more, and says less."""
+    report = analyze(RECORDED / "sliding_window.slow", Options(config={}))
+    first, second = report.findings[:2]
+    assert (first.rule, first.where[0].function) == ("growing-concatenation", "Window.push")
+    assert first.where[0].line == 14
+    assert (second.rule, second.folded_under) == ("loop-phases", first.rule)
 
 
 def test_a_loop_that_sleeps_and_evaluates_is_first_told_so() -> None:

@@ -487,14 +487,9 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
 
 def line_of_function(stacks: Sequence[SampledStack], function: str) -> HottestLine | None:
     """Find the line of the user's code with most samples that end in a function of PyTorch or a
-    library, named as :func:`normalize_operator_name` does. ``None``: too few such samples, or
-    several lines share them."""
-    own = []
-    for stack in stacks:
-        leaf = parse_frame(stack.frames[-1])
-        if leaf is not None and normalize_operator_name(leaf.function) == function:
-            own.append(stack)
-    own = [stack for stack in own if frame_rank(stack.frames[-1]) < 2]
+    library, named as :func:`normalize_operator_name` does, or in its call of one in C
+    (``torch.cat``, ``.sum``). ``None``: too few such samples, or several lines share them."""
+    own = [stack for stack in stacks if function in _ends_in(stack)]
     count = sum(stack.samples for stack in own)
     lines = _lines_of(own)
     if count < MIN_SAMPLES or not lines.samples:
@@ -503,6 +498,15 @@ def line_of_function(stacks: Sequence[SampledStack], function: str) -> HottestLi
     if samples < MIN_OF_LOOP * count:
         return None
     return lines.hottest(line, samples / sum(stack.samples for stack in stacks))
+
+
+def _ends_in(stack: SampledStack) -> Iterator[str]:
+    """Yield names of the innermost function, if it is not the user's, and of what it calls in C."""
+    leaf = parse_frame(stack.frames[-1])
+    if leaf is not None and frame_rank(stack.frames[-1]) < 2:
+        yield normalize_operator_name(leaf.function)
+    if stack.called.startswith(("torch.", ".")):
+        yield normalize_operator_name(stack.called)
 
 
 def normalize_operator_name(name: str) -> str:

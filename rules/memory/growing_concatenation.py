@@ -92,7 +92,7 @@ class GrowingConcatenation(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or a.trace.inputs.is_empty():
             return
-        found = [one for one in _appends(a) if one.count >= self.min_lengths]
+        found = [one for one in _appends(a) if one.evidence >= self.min_lengths]
         if not found:
             return
         calls = rows_in_steps(a, np.sort(np.concatenate([one.calls for one in found])))
@@ -115,7 +115,7 @@ class GrowingConcatenation(Rule):
                 amount_per_step(a, "time in them", ns),
                 self.compare(
                     "calls that slide" if most.slides else "lengths in a row",
-                    most.count,
+                    most.evidence,
                     "min_lengths",
                     "count",
                 ),
@@ -163,7 +163,7 @@ class _Appends(NamedTuple):
         return bool(len(self.slices))
 
     @property
-    def count(self) -> int:
+    def evidence(self) -> int:
         """Number of lengths; of calls, where it slides."""
         return len(self.calls) if self.slides else len(self.lengths)
 

@@ -155,7 +155,7 @@ class _Appends(NamedTuple):
     lengths: list[int]
     calls: Rows
     slices: Rows
-    """Where the tensor is as long each time: what slices the oldest entries off."""
+    """Calls that slice the oldest entries off again, so that the tensor is as long each time."""
 
     @property
     def slides(self) -> bool:

@@ -89,17 +89,19 @@ _WEIGHTS = re.compile(
 )
 _CAST = re.compile(r"autocast::cached_cast")
 _AUTOCAST_ENDS = re.compile(r"(?:^|/)torch/(?:amp|cuda/amp)/autocast_mode\.py$")
-_PRODUCT = re.compile(
-    r"(?:at::_ops|aten)::(?:addmm|addbmm|baddbmm|bmm|mm|matmul|linear|_?convolution|conv[123]d"
-    r"|_scaled_dot_product_\w*attention)\b"
-    r"|torch/functional\.py:einsum$|torch/nn/modules/(?:linear|conv)\.py:\w*forward$"
-)
-"""Operators that autocast computes in 16 bits, by a frame's file and name."""
-_KEEPS_TYPE = re.compile(
-    r"(?:at::_ops|aten)::(?:relu|gelu|silu|sigmoid|tanh|dropout|contiguous|clone|reshape|mul_Tensor"
-    r"|mul)\b|torch/nn/functional\.py:(?:relu|silu|dropout|leaky_relu)$"
-)
-_SOFTMAX = re.compile(r"(?:at::_ops|aten)::_?softmax\b|torch/nn/functional\.py:softmax$")
+_OUTPUTS = {
+    "softmax": re.compile(r"(?:at::_ops|aten)::_?softmax\b|torch/nn/functional\.py:softmax$"),
+    "product": re.compile(
+        r"(?:at::_ops|aten)::(?:addmm|addbmm|baddbmm|bmm|mm|matmul|linear|_?convolution|conv[123]d"
+        r"|_scaled_dot_product_\w*attention)\b"
+        r"|torch/functional\.py:einsum$|torch/nn/modules/(?:linear|conv)\.py:\w*forward$"
+    ),
+    "same type": re.compile(
+        r"(?:at::_ops|aten)::(?:relu|gelu|silu|sigmoid|tanh|dropout|contiguous|clone|reshape"
+        r"|mul_Tensor|mul)\b|torch/nn/functional\.py:(?:relu|silu|dropout|leaky_relu)$"
+    ),
+}
+"""Operators by what autocast makes of their results, by a frame's file and name."""
 _LOSS = re.compile(r"cross_entropy|log_softmax|nll_loss|CrossEntropy|lm_loss|loss_function")
 _LOSS_FILE = re.compile(r"(?:^|/)torch/nn/modules/loss\.py$|/loss/loss_utils\.py$")
 
@@ -129,12 +131,9 @@ class AllocationOrigin(NamedTuple):
     region ends), ``gradient`` (``zero_grad``), ``optimizer``."""
     cast: bool = False
     """Whether it is a copy in the type of autocast."""
-    product: bool = False
-    """Whether it is made by a matrix product or a convolution."""
-    keeps_type: bool = False
-    """Whether an operator makes it whose result has the type of what it reads."""
-    softmax: bool = False
-    """Whether it is made by PyTorch's own softmax."""
+    output: str = ""
+    """Operator that makes it: ``softmax``, ``product`` (in 16 bits under autocast), ``same type``
+    (in that of what it reads); empty: another."""
     depth: int = 0
     """Module calls in the stack."""
 
@@ -166,9 +165,7 @@ def find_origin(stack: Stack | None) -> AllocationOrigin:
         ),
         released=_released(stack),
         cast=any(_CAST.search(f.name) for f in stack),
-        product=any(map(_PRODUCT.search, calls)),
-        keeps_type=any(map(_KEEPS_TYPE.search, calls)),
-        softmax=any(map(_SOFTMAX.search, calls)),
+        output=next((o for o, known in _OUTPUTS.items() if any(map(known.search, calls))), ""),
         depth=sum(_calls_module(f) for f in stack),
     )
 

@@ -492,18 +492,14 @@ def _half_precision(peak: PeakMemory) -> MemoryChange | None:
     if any(origin.cast for origin in h.origins):
         return None
     made = _of(peak, "activations", "earlier steps") & (lives.start_event >= 0)
-    forward = np.flatnonzero(made)
-    forward = forward[np.argsort(lives.start_event[forward], kind="stable")]
+    forward = np.flatnonzero(made)[np.argsort(lives.start_event[made], kind="stable")]
     share = np.ones(len(forward))
     newest: dict[int, float] = {}  # by size, which stands for the shape
     # one block after the other: what it reads is known by those before
     for place, row in enumerate(forward.tolist()):
-        origin, size = h.origins[int(lives.stack[row])], int(lives.size[row])
-        if origin.softmax:
-            share[place] = 1.5
-        elif origin.product or (origin.keeps_type and newest.get(size) == 0.5):
-            share[place] = 0.5
-        newest[size] = share[place]
+        output, size = h.origins[int(lives.stack[row])].output, int(lives.size[row])
+        half = output == "product" or (output == "same type" and newest.get(size) == 0.5)
+        newest[size] = share[place] = 1.5 if output == "softmax" else 0.5 if half else 1.0
     rows, share = forward[share != 1], share[share != 1]
     weights = np.flatnonzero(_of(peak, "weights"))
     runs = np.isin(h.phase, [PHASES.index("forward"), PHASES.index("backward")])

@@ -265,8 +265,8 @@ def _head(words: list[str], room: int) -> int:
 
 
 def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
-    """Find the places of the words that tell a name from the others with its head, and of the most
-    telling word where none of those says much: one list for each name."""
+    """Find the places of the words that tell a name from the others with its head, else of the most
+    telling word: one list for each name."""
     # the second "float" of a name is another word than its first
     keys = []
     where: defaultdict[tuple[str, int], int] = defaultdict(int)
@@ -294,7 +294,7 @@ def _picked(rests: list[list[str]], offset: list[int]) -> list[list[int]]:
                 break
             places.append(best)
             others &= where[own[best]]
-        if own and all(_weight(own[at][0]) < 2 for at in places):  # a number alone says nothing
+        if not places and own:
             weights = [(_weight(word), -at) for at, (word, _) in enumerate(own)]
             top = max(weights)
             if top[0] > 1:
@@ -335,6 +335,9 @@ def _render(words: list[str], head: int, places: list[int], width: int) -> str:
             index += step
             if words[index - step] in "<>(), " and index - step not in (head,):
                 break
+    if places and all(_weight(words[at]) < 2 for at in kept if at >= head):  # a number says nothing
+        best = max(range(head, len(words)), key=lambda at: (_weight(words[at]), -at))
+        kept |= {best} if len(_joined(words, kept | {best})) <= width else set()
     return _joined(words, kept)
 
 

@@ -1,18 +1,73 @@
-"""Operators of the loop's own code, outside modules, loading, backward pass and optimizer."""
+"""The base of the rules about the loop's own code; and its operators, outside modules, loading,
+backward pass and optimizer."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core import labels
+from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
+from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import Rows
+
+PYTORCH = r"(?:^|/)torch/.*\.py\("
+OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
+"""Files of PyTorch that are the loop's own code; no loop can do without its Python elsewhere."""
+
+
+class LoopRule(Rule):
+    """Base of the rules about the loop's own code: what to do about it."""
+
+    host_check = "the loop's own code"
+    is_python_time = True
+    references = ("https://pytorch.org/tutorials/recipes/recipes/profiler_recipe.html",)
+
+    min_ms = Threshold(0.5, "ms per step: Python around small models takes as long", CHOSEN)
+    min_tensor_operators = Threshold(
+        32, "operators per step in a function: a loop over tensors", CHOSEN
+    )
+
+    fix = (
+        "Take this code out of the step: run it every N steps, compute its result once, or prepare "
+        "it in a DataLoader worker. Where it waits (a sleep, a server, a lock), wait in another "
+        "thread."
+    )
+    code = "if step % 100 == 0:       # not in every step\n    log(metrics)"
+    inference: ClassVar[Mapping[str, Any]] = {
+        "fix": "Compute once what is the same for many requests, and keep it. Replace loops and "
+        "sorted() over elements by operators on whole tensors or NumPy arrays, such as topk. Or "
+        "do this work in another process, while the model runs on the next batch. Where it waits "
+        "(a sleep, a server, a lock), wait in another thread.",
+        "code": "",
+        "assumptions": (
+            "the result can be kept, computed on whole arrays, or made beside the model",
+        ),
+    }
+    verify = "Record again: the step is shorter by this code's time."
+    falsified_by = "the same step time without this code"
+    assumptions = ("the step can go on without this code's result",)
+    confidence = 0.75
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "many operators": {
+            "title": "A function of the loop runs many small operators in each step",
+            "fix": "Run each operation once on all tensors. Use torch._foreach_norm and the like "
+            "for lists of parameters, and clip_grad_norm_(foreach=True) to clip. For metrics, run "
+            "one operator on the whole batch. Read results with .item() once, after the loop, or "
+            "every N steps.",
+            "code": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n"
+            "# metrics: one operator on the batch, such as\n"
+            "torch.bincount(target * n + predicted, minlength=n * n)",
+            "assumptions": ("its work can be done on all tensors at once, or in fewer steps",),
+        }
+    }
+
 
 TRAINS = (
     r"^nn\.Module: |^(?:Optimizer\.|enumerate\(DataLoader\)|advisor::|autograd::engine)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from advisor.core.finding import Finding
-from advisor.rules.host.loop_time import LoopPhases
+from advisor.rules.host.loop_phases import LoopPhases
 from advisor.testing import TraceBuilder
 
 MS = 1_000_000

@@ -1,0 +1,441 @@
+"""Phases of the loop that are no training, from the run's record."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core import labels
+from advisor.core import text as t
+from advisor.core.finding import HOST_CODE, Finding, Impact, Location, Outcomes, impact_without_gain
+from advisor.core.rule import Evidence, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host import stacks
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import LOOP, HottestLine, SampledStack, parse_frame
+from advisor.measure.steps.step_records import StepRecords
+from advisor.rules.support.citations import CHOSEN, XPROF
+from advisor.rules.support.common import (
+    LOOP_SHARE,
+    Rows,
+    impact_per_step,
+    own_phases,
+    recorded_steps,
+    row_numbers,
+    steps_seen,
+)
+from advisor.rules.support.library_functions import find_library_use
+from advisor.rules.support.loop_operators import (
+    OF_LOOP,
+    PYTORCH,
+    TRAINS,
+    LoopRule,
+    WholeOperators,
+    backward_of,
+    differentiated_operators,
+    largest_operators,
+    name_operators,
+    operator_time,
+    operators_beside_training,
+    whole_operators,
+)
+from advisor.testing import Examples, TraceBuilder
+
+_SORTS = r"^aten::(?:arg|m)?sort$"
+_SOME_VALUES: Mapping[str, Any] = {
+    "assumptions": ("only the largest or smallest values are used",),
+    "falsified_by": "a result that needs the order of all values",
+    "alternatives": "sort",
+}
+"""Assumption of the advice for a sort."""
+
+
+class _OwnCode(NamedTuple):
+    """The loop's own code in a step; times in ns, of the run's step."""
+
+    ns: float
+    by_hand: float
+    """Time without that of operators that nothing replaces."""
+    of_window: float
+    """Time of the run's step over that of the window's."""
+    rows: Rows
+    replaceable: Rows
+    """Rows of operators that the backward pass goes through and something replaces."""
+    line: HottestLine | None
+    case: str
+    """``the loss``, ``many operators`` or empty."""
+    largest: dict[str, float]
+
+
+def _gain_of(a: Analysis, own: float, what: str, *, loss: bool = False) -> Impact:
+    """Return the gain of a fix for code of so much recorded time, ns of a step. A loss is
+    computed all the same, in another way."""
+    return impact_per_step(
+        a,
+        (0.4 if loss else 0.9) * own,
+        low=0 if loss else 0.5 * own,
+        high=own,
+        method=f"recorded host time of {what}",
+        of_median=not recorded_steps(a).varies,
+    )
+
+
+class LoopPhases(LoopRule):
+    """Code between training phases adds to each step where the training computes on the CPU.
+    Without stacks, which loop-code needs, this rule takes its time from the recorder's phases:
+    ``between steps`` and ``other`` are neither loading, forward, backward nor optimizer. Evaluation
+    between steps is left out, and so are pauses for garbage collection. The Python stacks that the
+    recorder samples outside its windows name the function. Where they show that one function takes
+    the time, half as much is reported. Those in calls of torch.distributed are
+    no code of the loop but a wait for other ranks. Their share is left out too.
+
+    Where half of these stacks are in one kind of library function, such as ``json.dumps``, the
+    advice is about that. Products of matrices, and losses that are one function of PyTorch already,
+    have no replacement. They gain nothing, and are named where they are most of this time. If their
+    loss is over many classes, the labels that it ignores may save much: ignored-labels reports that
+    where the recorder met the loss."""
+
+    id = "loop-phases"
+    subject = HOST_CODE
+    title = "Code between the training phases takes much of the step"
+    inference: ClassVar[Mapping[str, Any]] = {
+        **LoopRule.inference,
+        "title": "Code outside the model takes much of the step",
+    }
+    cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **LoopRule.cases,
+        "the loss": {
+            "title": "Operators outside the model, such as the loss, take much of the step",
+            "fix": "Use PyTorch's own functions. cross_entropy takes logits and class numbers, in "
+            "place of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
+            "in place of sigmoid and logarithm. torch.cdist makes distances of all pairs without a "
+            "tensor of their differences. With torch.compile you fuse what has no such function.",
+            "code": "loss = F.cross_entropy(logits, target)\n"
+            "# not -(F.one_hot(target) * logits.softmax(-1).log()).sum(-1).mean()\n\n"
+            "distances = torch.cdist(a, b)\n"
+            "# not (a[:, :, None] - b[:, None]).square().sum(-1).sqrt()",
+            "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
+            "falsified_by": "the same step time with that function",
+            "alternatives": "loss",
+        },
+        "scores": {
+            "title": "Scores of many classes, for a loss, take much of the step",
+            "fix": "Check how many labels the loss ignores: the recording does not show it. If it "
+            "ignores many, compute scores only where there is a label. Loss and gradients stay the "
+            "same.",
+            "code": "keep = labels != -100                  # or your ignore_index\n"
+            "loss = F.cross_entropy(head(hidden[keep]), labels[keep])",
+            "assumptions": ("the loss ignores many labels", "only the loss uses the scores"),
+            "falsified_by": "few labels that are ignored",
+        },
+        "products": {
+            "title": "{operator} outside the model takes much of the step",
+            "fix": "Check whether all of its result is used, and whether it is the same in "
+            "several steps. This is one call of PyTorch already: only a smaller input or fewer "
+            "calls take less time.",
+            "assumptions": ("part of its result is not used, or is known from a step before",),
+            "falsified_by": "a result that is used as a whole, and differs in each step",
+        },
+        "a sort": {
+            "title": "Sorting outside the model takes much of the step",
+            "fix": "Take the values that are used with torch.topk: it does not sort all. "
+            "torch.kthvalue finds one value of an order.",
+            "code": "values, ids = torch.topk(scores, k)     # not argsort or sort\n"
+            "# the smallest: largest=False",
+            **_SOME_VALUES,
+        },
+        "a sort before sampling": {
+            "title": "Sorting outside the model takes much of the step",
+            "fix": "Take the largest values with torch.topk first: it does not sort all. Then "
+            "normalise, add up and sample only these.",
+            "code": "values, ids = torch.topk(logits, k)     # not torch.sort(logits)\n"
+            "probs = values.softmax(-1)\n"
+            "token = ids.gather(-1, torch.multinomial(probs, 1))",
+            **_SOME_VALUES,
+        },
+    }
+    min_sort_share = Threshold(
+        0.2, "of this time in sorts, from which they are named first", CHOSEN
+    )
+    max_small_us = Threshold(100, "µs per operator on average: longer ones compute", CHOSEN)
+    min_operator_share = Threshold(
+        1 / 3,
+        "of this time in operators: otherwise a loop over tensors is not what takes it",
+        CHOSEN,
+    )
+    min_product_share = Threshold(
+        0.5, "of the operators' time in products and in losses that are one function", CHOSEN
+    )
+    min_classes = Threshold(1000, "classes: scores of fewer are seldom what takes time", CHOSEN)
+    min_loss_share = Threshold(
+        1 / 3, "of this time the backward pass goes through: it is the loss", CHOSEN
+    )
+    min_share = Threshold(
+        LOOP_SHARE, "of the step; four times what counts where a GPU waits", XPROF
+    )
+    min_named_share = Threshold(
+        0.10, "of the step in one function that sampled stacks name, as in loop-code", XPROF
+    )
+    reads_record = True
+    found_in = ("recorded/waiting_loop.slow", "recorded/histograms.slow")
+    silent_in = (
+        "recorded/waiting_loop.cured",
+        "recorded/histograms.cured",
+        "recorded/anomaly.cured",
+        "recorded/leak.cured",
+    )
+    validation_note = (
+        "CPU recordings that sleep 0.1 s in each step, and that log histograms of weights and "
+        "gradients; silent without"
+    )
+
+    def check(self, a: Analysis) -> Outcomes:
+        recorded = recorded_steps(a)
+        if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
+            return
+        spent = {name: recorded.typical(own) for name, own in own_phases(recorded).items()}
+        pauses = recorded.typical(recorded.column("gc")[recorded.used]) if recorded.count else 0.0
+        step, ns = (
+            (recorded.mean if recorded.varies else recorded.median) or 0.0,
+            sum(spent.values()) - pauses,
+        )
+        ns = ns * recorded.loop_share if recorded.loop_share is not None else ns - _waits(a, step)
+        line = recorded.hottest_line(LOOP)
+        limit = self._limit(recorded, line)
+        if not step or ns < limit * step or ns < self.min_ms * 1e6:
+            return
+        rows = operators_beside_training(a)
+        differentiated = differentiated_operators(a, rows)
+        learnt = min(ns, operator_time(a, differentiated) * step / max(a.step_ns, 1))
+        loss = learnt >= self.min_loss_share * ns
+        ns -= 0 if loss else learnt
+        limit = self.min_share if loss else limit
+        if ns < limit * step or ns < self.min_ms * 1e6:
+            return
+        operators = len(rows) / max(a.step_count, 1)
+        many = (
+            line is not None
+            and line.library_function is None
+            and operators >= self.min_tensor_operators
+        )
+        spent_in_them = operator_time(a, rows)
+        of_window = step / max(a.step_ns, 1)
+        computes = spent_in_them * of_window >= self.min_operator_share * ns
+        many = many and computes
+        many = many and spent_in_them <= self.max_small_us * 1e3 * operators
+        whole = whole_operators(a, rows) if loss else None
+        fixed = 0.0 if whole is None else operator_time(a, whole.rows)
+        by_hand = ns - fixed * of_window
+        replaceable = by_hand >= self.min_share * step
+        if (
+            whole is not None
+            and fixed >= self.min_product_share * spent_in_them
+            and not replaceable
+        ):
+            yield from self._whole(a, whole, line, fixed * of_window / step)
+            return
+        largest = largest_operators(a, rows) if computes else {}
+        parts = differentiated[~np.isin(differentiated, [] if whole is None else whole.rows)]
+        case = "the loss" if loss else "many operators" if many else ""
+        code = _OwnCode(ns, by_hand, of_window, rows, parts, line, case, largest)
+        gain, place, texts, sentence = self._cure(a, code)
+        yield Finding(
+            summary=(
+                f"The loop's own code takes {t.format_duration(ns)} of the "
+                f"{'mean' if recorded.varies else 'median'} step "
+                f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
+                + "The backward pass goes through much of it. " * loss
+                + (sentence or _most_of_it(line))
+                + name_operators(largest, spent_in_them)
+            ),
+            evidence=[
+                Evidence("the loop's own code", ns, "ns", per="step"),
+                *(
+                    Evidence(f"phase '{name}'", own, "ns", per="step")
+                    for name, own in spent.items()
+                ),
+                *(
+                    [self.compare("share", ns / step, "min_share", per="step")]
+                    if line is None or ns >= self.min_share * step
+                    else [
+                        self.compare(
+                            "share of this function",
+                            line.share * ns / step,
+                            "min_named_share",
+                            per="step",
+                        )
+                    ]
+                ),
+                *([Evidence("operators in it", operators, "count", per="step")] if many else []),
+                steps_seen(recorded),
+            ],
+            where=[] if place is None else [place],
+            impact=gain,
+            **texts,
+        )
+
+    def _cure(
+        self, a: Analysis, code: _OwnCode
+    ) -> tuple[Impact, Location | None, dict[str, Any], str]:
+        """Return the gain, the place and the texts of what to do about the code, and the sentence
+        on a library function that takes most of it (``""``: none does)."""
+        recorded, line, loss = recorded_steps(a), code.line, code.case == "the loss"
+        gain = impact_per_step(a, code.by_hand, of_median=not recorded.varies)
+        place = None if line is None else line.location
+        if line is not None:
+            own = line.share * code.by_hand
+            own += backward_of(a, code.replaceable) * code.of_window if loss else 0
+            gain = _gain_of(a, own, "this function", loss=loss)
+        sorts = sum(own for name, own in code.largest.items() if re.search(_SORTS, name))
+        most = max(code.largest.values(), default=0)
+        if sorts and (sorts >= self.min_sort_share * code.ns if code.case else sorts == most):
+            if code.case:  # the rest of this code stays
+                gain = _gain_of(a, sorts * code.of_window, "the sorts")
+            names = a.trace.cpu["name"].gather(code.rows)
+            samples = name_matches(names, r"^aten::multinomial$").any()
+            return gain, place, self.case("a sort before sampling" if samples else "a sort"), ""
+        if code.case:
+            return gain, place, self.case(code.case), ""
+        use = find_library_use([each for each in recorded.stacks if each.part == LOOP])
+        known = {} if use is None else use.advice("the step")
+        if use is None or not known:
+            return gain, place, {}, ""
+        gain = _gain_of(a, use.time.share * code.ns, "this library function")
+        return gain, use.time.location or place, known, use.sentence("it").strip()
+
+    def _whole(
+        self, a: Analysis, whole: WholeOperators, line: HottestLine | None, share: float
+    ) -> Outcomes:
+        """Report products and the like, which nothing can replace: what they are, and for a loss
+        over many classes what may be left out of them."""
+        scores = whole.classes >= self.min_classes
+        if scores and recorded_steps(a).record.events_of("labels"):
+            return  # what the loss ignores is known: ignored-labels reports it
+        ns, name = operator_time(a, whole.rows), str(a.trace.cpu["name"][whole.row])
+        place = None if line is None else line.location
+        yield Finding(
+            summary=(
+                f"Products and losses outside the model's call take {share:.0%} of the step, "
+                f"without their backward pass. Most of it is {whole.name(a)}"
+                + ("." if place is None else f", at {place.function} ({place.file}:{place.line}).")
+            ),
+            evidence=[
+                Evidence("products and losses beside the model", ns, "ns", per="step"),
+                self.compare("share", share, "min_share", per="step"),
+                *([Evidence("classes", whole.classes, "count")] if scores else []),
+                steps_seen(recorded_steps(a)),
+            ],
+            where=[place or Location(op=name)],
+            impact=impact_without_gain(
+                "how many labels the loss ignores was not recorded"
+                if scores
+                else "the recording does not show that part of this work is not needed"
+            ),
+            **self.case("scores" if scores else "products", operator=labels.clean(name)),
+        )
+
+    def _limit(self, recorded: StepRecords, line: HottestLine | None) -> float:
+        """Share of the step from which this time is reported: less where the sampled stacks show
+        that one function takes it. Of a function that also trains, such as the loop itself,
+        PyTorch's code around operators does not count."""
+        if line is None:
+            return float(self.min_share)
+        place, own, total = line.location, 0, 0
+        trains = any(
+            stack.part in ("forward", "backward", "optimizer") and _position(stack, place) >= 0
+            for stack in recorded.stacks
+        )
+        for stack in (each for each in recorded.stacks if each.part == LOOP):
+            inside, total = _position(stack, place), total + stack.samples
+            below = stack.frames[inside + 1 :] if inside >= 0 and trains else ()
+            pytorch = any(re.search(PYTORCH, f) and not re.search(OF_LOOP, f) for f in below)
+            own += stack.samples * (inside >= 0 and not pytorch)
+        return float(min(self.min_share, self.min_named_share * total / max(own, 1)))
+
+    @staticmethod
+    def examples() -> Examples:
+        stacks = _recorded(forward=2, backward=2)
+        with stacks.step(), stacks.python("train.py(30): main"):
+            stacks.host(300)
+        loss, mined, counts, order, drawn = (_recorded(forward=2, backward=2) for _ in range(5))
+        for b, learnt, name in (
+            (loss, True, "aten::log"),
+            (mined, True, "aten::log"),
+            (counts, False, "aten::log"),
+            (order, False, "aten::sort"),
+            (drawn, False, "aten::sort"),
+        ):
+            for number in b.steps():
+                with b.range("advisor::forward"), b.op("aten::linear", host_us=2000):
+                    pass
+                with b.op(name, sequence=number if learnt else None, host_us=6000):
+                    pass
+                if b is mined:
+                    b.on_host("aten::sort", 3000)
+                if b is drawn:
+                    b.on_host("aten::multinomial", 50)
+                node = "autograd::engine::evaluate_function: LogBackward0"
+                with b.op(node, sequence=number if learnt else None, host_us=2000):
+                    pass
+        return {
+            "a loss by hand": loss,
+            "a sort in the loss": mined,
+            "metrics by hand": counts,
+            "a sort of all values": order,
+            "a sort before sampling": drawn,
+            "a wait between steps": _recorded(forward=2, backward=2, **{"between steps": 6}),
+            "stacks were sampled": _recorded(sampled=20, forward=2, backward=2),
+            "a function of a sixth of the step": _recorded(sampled=20, forward=4.3, backward=4),
+            "a sixth of the step, not sampled": (_recorded(forward=4.3, backward=4), "min_share"),
+            "PyTorch in the loop itself": (
+                _recorded(sampled=20, clips=1, forward=4.3, backward=4),
+                "min_share",
+            ),
+            "evaluation": (_recorded(evaluation=20, forward=3.5, backward=6), "min_share"),
+            "a small model": (_recorded(0.6, forward=0.2), "min_ms"),
+            "stacks": (stacks, "== 'python').any()"),
+        }
+
+
+def _waits(a: Analysis, step: float) -> float:
+    """Waits per step for collectives that the loop itself calls, by the window, ns of the run."""
+    table = a.collectives
+    if a.device_id is not None or table.is_empty() or not a.step_ns:
+        return 0.0
+    trains = name_matches(a.trace.cpu["name"], TRAINS).to_numpy()
+    of_loop = stacks.climb_stack(stacks.parent_rows(a.trace), trains, row_numbers(table["op"])) < 0
+    waits = table.filter(pl.Series(of_loop))["exposed"].to_numpy().sum()
+    return float(waits) / a.step_count * step / a.step_ns
+
+
+def _most_of_it(line: HottestLine | None) -> str:
+    if line is None:
+        return "advisor record --deep shows its lines."
+    place, inside = line.location, f", in {line.library_function}" if line.library_function else ""
+    return (
+        f"{line.share:.0%} of the sampled stacks are in {place.function} "
+        f"({place.file}:{place.line}){inside}."
+    )
+
+
+def _position(stack: SampledStack, place: Location) -> int:
+    """Return where a function's innermost frame is in a stack; -1: nowhere."""
+    for index in reversed(range(len(stack.frames))):
+        frame = parse_frame(stack.frames[index])
+        if frame is not None and (frame.file, frame.function) == (place.file, place.function):
+            return index
+    return -1
+
+
+def _recorded(ms: float = 10, sampled: int = 0, clips: int = 0, **phases: float) -> TraceBuilder:
+    b = TraceBuilder(gpu=None)
+    run = b.record_of_run()
+    run.steps(60, ms, **phases)
+    if sampled:
+        below = "torch/nn/utils/clip_grad.py(40): clip" if clips else "train.py(12): log"
+        backward = "torch/_tensor.py(623): Tensor.backward"
+        frames = ["train.py(50): <module>", "train.py(30): main", below, backward]
+        run.event("stacks", frames=frames, stacks=[[sampled, [0, 1, 2]], [sampled, [0, 1, 3]]])
+    return b

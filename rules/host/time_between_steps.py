@@ -1,0 +1,158 @@
+"""Much of a run lies between its training steps."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from advisor.core import text as t
+from advisor.core.finding import Finding, Location, Outcomes
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.host import stacks
+from advisor.measure.host.sampled_code import model_call
+from advisor.measure.host.stacks import SampledStack, parse_frame
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
+from advisor.rules.support.common import impact_over_run, recorded_steps, steps_seen
+from advisor.testing import Examples, TraceBuilder
+
+
+class TimeBetweenSteps(Rule):
+    """Much of the run is spent between the training steps: evaluation, checkpoints, rollouts,
+    generation of samples. The recorder tells this time from that of the steps.
+
+    Evaluation is wanted, but how often it runs and on how much data is a choice. It needs no
+    gradients and allows larger batches than training. What comes before the first step (imports,
+    making the model) does not count."""
+
+    id = "time-between-steps"
+    title = "Much of the run is spent between the training steps"
+    verdict_role = "time between steps"
+    reads_record = True
+    found_in = ("recorded/waiting_loop.slow",)
+    silent_in = ("recorded/waiting_loop.cured", *CURED_RECORDINGS)
+    validation_note = "a CPU recording that evaluates every twenty steps on much data"
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",
+    )
+
+    min_share = Threshold(0.30, "of the time of steps and what lies between them", CHOSEN)
+    min_steps = Threshold(20, "steps: fewer do not show how often it comes", CHOSEN)
+    saved_share = Factor(0.5, "of that time, by evaluating half as often", CHOSEN)
+    min_paused_share = Threshold(
+        0.5, "of the steps follow a pause: evaluation comes less often", CHOSEN
+    )
+
+    fix = (
+        "Evaluate less often, or on a fixed part of the data. Run it under torch.inference_mode() "
+        "with a larger batch and DataLoader workers, and save checkpoints from another thread."
+    )
+    code = (
+        "model.eval()\n"
+        "with torch.inference_mode():\n"
+        "    for batch in validation:            # a larger batch_size than in training\n"
+        "        metric.update(model(batch))\n"
+        "model.train()"
+    )
+    verify = "Record again: less time between the steps."
+    falsified_by = "time between the steps that the training itself needs, as rollouts do"
+    assumptions = ("evaluating half as often is enough",)
+    confidence = 0.6
+    alternatives = "between steps"
+    cases = {
+        "before each step": {
+            "fix": "If these are rollouts, step several environments at once, in their own "
+            "processes. Infer for all in one batch, and take several steps with each rollout.",
+            "code": "envs = gymnasium.vector.AsyncVectorEnv([make_env] * 8)   # one process each",
+            "assumptions": ("rollouts can run beside each other",),
+        },
+        "rollouts": {
+            "fix": "Call the policy once for all environments, not once for each: it takes a first "
+            "dimension of samples. Step the environments in processes of their own, and take "
+            "several training steps with each rollout.",
+            "code": "with torch.inference_mode():\n"
+            "    actions = policy(torch.as_tensor(observations))   # of all environments\n"
+            "observations, rewards, *_ = envs.step(actions.cpu().numpy())",
+            "assumptions": ("the policy is called for single environments, or they wait for it",),
+        },
+    }
+
+    def check(self, a: Analysis) -> Outcomes:
+        recorded = recorded_steps(a)
+        begin, end = recorded.span
+        outside = recorded.outside_steps_ns
+        steps = int(recorded.used.sum())
+        if steps < self.min_steps or recorded.inference or end <= begin:
+            return
+        whole = recorded.after_first_ns
+        if outside < self.min_share * whole:
+            return
+        times = sum(step.evaluation > 0 for step in recorded.steps if step.n)
+        each = times >= self.min_paused_share * steps
+        place = _rollout_of(recorded.stacks)
+        case = "rollouts" if place is not None else "before each step" if each else ""
+        what = "rollouts" if place is not None else "evaluation, checkpoints and the like"
+        yield Finding(
+            summary=(
+                f"{t.format_duration(outside)} ({outside / whole:.0%} of the time after the first "
+                f"step) lie between the training steps, in {t.count_noun(times, 'pause')} "
+                + ("before most steps." if each else f"for {what}.")
+            ),
+            where=[] if place is None else [place],
+            evidence=[
+                Evidence("time between steps", outside, "ns"),
+                self.compare("share of the run", outside / whole, "min_share"),
+                Evidence("pauses", times, "count"),
+                steps_seen(recorded),
+            ],
+            impact=impact_over_run(
+                self.saved_share * outside, high=outside, method="half of the time between steps"
+            ),
+            **(self.case(case) if case else {}),
+        )
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "evaluation every ten steps": _evaluated(every=10, ms=400),
+            "rollouts every ten steps": _evaluated(every=10, ms=400, rollouts=True),
+            "a rollout before each step": _evaluated(every=1, ms=12),
+            "a short evaluation": (_evaluated(every=20, ms=40), "min_share"),
+            "a few steps": (_evaluated(every=3, ms=400, steps=12), "min_steps"),
+        }
+
+
+_ROLLOUT = re.compile(
+    r"(?i)(?:gym(?:nasium)?|pettingzoo|envpool|stable_baselines3|torchrl)/"
+    r"|: (?:\w+\.)*_?(?:(?:collect_|do_|run_)?rollouts?|act|(?:select|choose|sample)_actions?"
+    r"|collect_(?:experience|trajector(?:y|ies)|samples)|self_play)$"
+)
+"""Frames of code that lets a policy act in environments: libraries of these, usual names."""
+
+
+def _rollout_of(samples: Sequence[SampledStack]) -> Location | None:
+    """Return the user's line that most sampled stacks of rollouts are in, outside of modules;
+    ``None``: there are too few of them."""
+    lines: Counter[str] = Counter()
+    for stack in samples:
+        outer = stack.frames[: model_call(stack.frames)]
+        own = [frame for frame in outer if stacks.frame_rank(frame) == 2]
+        if own and any(map(_ROLLOUT.search, stack.frames)):
+            lines[own[-1]] += stack.samples
+    frame = parse_frame(max(lines, key=lines.__getitem__)) if lines else None
+    if frame is None or lines.total() < stacks.MIN_SAMPLES:
+        return None
+    return Location(file=frame.file, line=frame.line, function=frame.function)
+
+
+def _evaluated(*, every: int, ms: float, steps: int = 80, rollouts: bool = False) -> TraceBuilder:
+    b = TraceBuilder()
+    r = b.record_of_run()
+    if rollouts:
+        r.event(
+            "stacks",
+            frames=["train.py(90): main", "train.py(40): rollout", "train.py(31): act"],
+            stacks=[[20, [0, 1, 2]]],
+        )
+    for n in range(steps):
+        r.step(10, forward=3, backward=6, evaluation=ms if n and n % every == 0 else 0)
+    return b

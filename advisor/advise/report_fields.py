@@ -33,7 +33,7 @@ from advisor.core.report import (
     TimeShare,
 )
 from advisor.measure.device.energy import step_energy
-from advisor.measure.host.gaps import queued_idle_ns
+from advisor.measure.host.gaps import is_outside_operators
 from advisor.measure.host.layers import report_layers
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
@@ -232,7 +232,7 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
     table = a.gaps.group_by("cause").agg(pl.col("dur").sum()).sort("dur", descending=True)
     rows = list(zip(table["cause"].cast(pl.String), table["dur"], strict=True))
     unknown = sum(ns for cause, ns in rows if cause == "unknown")
-    recorded = bool((a.trace.cpu["kind"] == "op").any())
+    outside = is_outside_operators(a)
     span = max(a.span_ns, 1)
     return {
         "idle": [
@@ -241,7 +241,7 @@ def _idle(a: Analysis, idle: int) -> dict[str, Any]:
                 ns / a.step_count,
                 ns / span,
                 _sampled(a, cause),
-                cause == "unknown" and recorded and queued_idle_ns(a) < ns / 2,
+                cause == "unknown" and outside,
             )
             for cause, ns in rows
             if ns

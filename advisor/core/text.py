@@ -451,15 +451,17 @@ def format_of(unit: Per) -> str:
     return f"of the {unit}"
 
 
-def cause_label(cause: str, framework: str | None = None) -> str:
-    """Return the name of an idle cause, in the words of the program's framework."""
+def cause_label(cause: str, framework: str | None = None, *, outside: bool = False) -> str:
+    """Return the name of an idle cause, in the words of the program's framework. ``outside``: what
+    is unknown is of code outside operators (``IdleCause.outside_operators``)."""
+    if outside and cause == "unknown":
+        return HOST_LABELS[cause]
     return _own(cause, framework) or CAUSE_LABELS.get(cause, clean(cause).replace("_", " "))
 
 
 def idle_label(part: IdleCause, framework: str | None = None) -> str:
     """Return the name of a part of the idle time; of an unknown one, what is known of it."""
-    name = HOST_LABELS["unknown"] if part.outside_operators else ""
-    return name or cause_label(part.cause, framework)
+    return cause_label(part.cause, framework, outside=part.outside_operators)
 
 
 def host_label(name: str, framework: str | None = None) -> str:

@@ -31,6 +31,7 @@ from advisor.export.rewrite import (
     write_events,
 )
 from advisor.measure import Analysis
+from advisor.measure.host.gaps import is_outside_operators
 from advisor.read.formats.kineto.reader import MAX_CALLS, OURS, whole_number
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.trace_events import COMM_FIELDS, EventArgs, call_class, copy_parts
@@ -375,13 +376,13 @@ def _gaps(a: Analysis, text: Shown) -> list[Slice]:
     keep = _longest(gaps["dur"].to_numpy())
     chosen = gaps[keep].select("ts", "dur", "cause", "gap", "host")
     names = a.trace.cpu["name"]
-    own = a.trace.meta.framework
+    own, outside = a.trace.meta.framework, is_outside_operators(a)
     result = []
     for ts, dur, cause, gap, row in chosen.iter_rows():
         args = {"cause": cause, "gap": gap}
         if row is not None:
             args["while"] = text(names[row], 200)
-        result.append(Slice(ts, dur, t.cause_label(cause, own), args))
+        result.append(Slice(ts, dur, t.cause_label(cause, own, outside=outside), args))
     return result
 
 

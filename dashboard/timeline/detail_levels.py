@@ -431,11 +431,11 @@ SLOTS = max(len(part) for part in BASE)
 """Size of the largest set."""
 
 
-def category_label(category: Category, framework: str | None) -> str:
+def category_label(category: Category, run: TimelineIndex) -> str:
     """Return a category's label, in the words of the framework that the program is written with."""
     kind, _, name = category.key.partition("-")
     if kind == "idle" or category.key == "host-loader":
-        return cause_label(name, framework)
+        return cause_label(name, run.framework, outside=run.outside)
     if kind == "act":
-        return host_label(name, framework)
+        return host_label(name, run.framework)
     return category.label

@@ -192,7 +192,8 @@ def _gap(a: Analysis, index: TimelineIndex, row: int, details: dict[str, Any]) -
     details["ts"], details["dur"] = gap["ts"], gap["dur"]
     pieces = a.gaps.filter(pl.col("gap") == gap["gap"])
     total = int(pieces["dur"].sum())
-    details["name"] = f"GPU idle: {cause_label(gap['cause'], a.trace.meta.framework)}"
+    cause = cause_label(gap["cause"], index.framework, outside=index.outside)
+    details["name"] = f"GPU idle: {cause}"
     details["facts"] += [
         ("complete gap", total if pieces.height > 1 else None, "ns"),
         ("step", gap["step"], "id"),

@@ -79,6 +79,8 @@ class TimelineIndex:
     """Distinct names, those with most time first."""
     framework: str | None = field(default=None, kw_only=True)
     """Framework of the program: some categories have other names there."""
+    outside: bool = field(default=False, kw_only=True)
+    """Whether idle time of an unknown cause is of code outside operators."""
     slice_of_row: dict[str, NDArray[np.int32]]
     """Slice that shows each row of the tables ``cpu`` and ``gpu``, aligned with them; -1: none."""
     longest: Ints
@@ -103,7 +105,7 @@ class TimelineIndex:
     def category(self, position: int) -> str:
         """Name a slice's category in the words of the framework of the program."""
         lane = self.lanes[self.lane_of(position)]
-        return category_label(ALL[lane.base + int(self.slot[position])], self.framework)
+        return category_label(ALL[lane.base + int(self.slot[position])], self)
 
     def within(self, lane: int, x0: int, x1: int) -> tuple[int, int]:
         """Return positions of the lane's slices that end after ``x0`` and start before ``x1``."""

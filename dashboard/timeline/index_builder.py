@@ -23,7 +23,7 @@ from advisor.dashboard.timeline.detail_levels import (
 )
 from advisor.dashboard.timeline.index import CategorySet, IndexBuilder, TimelineIndex
 from advisor.measure import Analysis
-from advisor.measure.host.gaps import CAUSES
+from advisor.measure.host.gaps import CAUSES, is_outside_operators
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import frame_rank, parent_rows
@@ -70,7 +70,12 @@ def build_index(a: Analysis, *, libraries: bool = True) -> TimelineIndex:
     _overhead(b, a)
     _tell_what_is_missing(b, a)
     index = b.index(counter_series(a))
-    return replace(index, slice_of_row=_places(index, a), framework=a.trace.meta.framework)
+    return replace(
+        index,
+        slice_of_row=_places(index, a),
+        framework=a.trace.meta.framework,
+        outside=is_outside_operators(a),
+    )
 
 
 def _places(index: TimelineIndex, a: Analysis) -> dict[str, NDArray[np.int32]]:
@@ -146,7 +151,11 @@ def _idle(b: IndexBuilder, a: Analysis) -> None:
     slot = gaps["cause"].to_physical().to_numpy()
     framework = a.trace.meta.framework
     labels = np.array(
-        [b.names.number_of(cause_label(cause, framework)) for cause in CAUSES], dtype=np.uint32
+        [
+            b.names.number_of(cause_label(cause, framework, outside=is_outside_operators(a)))
+            for cause in CAUSES
+        ],
+        dtype=np.uint32,
     )
     start = gaps["ts"].to_numpy()
     columns = (start, start + gaps["dur"].to_numpy(), labels[slot], slot, np.arange(gaps.height))

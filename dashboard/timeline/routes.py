@@ -161,7 +161,6 @@ def _info(line: RankTimeline, args: Any) -> Reply:
     index, a = line.index, line.analysis
     session = flask.current_app.config.get("ADVISOR_SESSION")
     device = a.device
-    framework = a.trace.meta.framework
     steps = a.steps
     return flask.jsonify(
         {
@@ -182,7 +181,7 @@ def _info(line: RankTimeline, args: Any) -> Reply:
                 "median": steps.used["dur"].median(),
             },
             "span": [int(a.spans.start[0]), int(a.spans.end[-1])] if len(a.spans) else None,
-            "categories": [[c.key, category_label(c, framework), c.colour] for c in ALL],
+            "categories": [[c.key, category_label(c, index), c.colour] for c in ALL],
             "sets": [[title, BASE[part], len(part)] for part, title in TITLES],
             "groups": [
                 {

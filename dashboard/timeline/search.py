@@ -15,7 +15,7 @@ from advisor.core.text import cause_label
 from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.dashboard.timeline.index import TimelineIndex
 from advisor.measure import Analysis
-from advisor.measure.host.gaps import CAUSES
+from advisor.measure.host.gaps import CAUSES, is_outside_operators
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
 MAX_NAMES = 8
@@ -207,9 +207,13 @@ def _idle(a: Analysis, x0: int, x1: int) -> list[dict[str, Any]]:
     cause = gaps["cause"].to_physical().to_numpy()
     total = np.bincount(cause, weights=overlap, minlength=len(CAUSES))
     order = np.argsort(-total, kind="stable").tolist()
-    framework = a.trace.meta.framework
+    own, outside = a.trace.meta.framework, is_outside_operators(a)
     return [
-        {"cause": CAUSES[i], "label": cause_label(CAUSES[i], framework), "ns": int(total[i])}
+        {
+            "cause": CAUSES[i],
+            "label": cause_label(CAUSES[i], own, outside=outside),
+            "ns": int(total[i]),
+        }
         for i in order
         if total[i]
     ]

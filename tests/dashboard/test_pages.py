@@ -605,6 +605,9 @@ def test_what_the_recorder_timed_without_the_gpu_is_in_the_chart_and_counted() -
     spans = [(index.start[i], index.end[i]) for i in range(lane.lo, lane.hi)]
     aside = loaded.main.steps.table.filter(~pl.col("used"))
     assert spans == list(zip(aside["ts"], aside["end"], strict=True))
+    # the timeline's names of idle time are the bar's
+    assert "outside operators" in first and "unknown" not in first
+    assert "outside operators" in index.names and "unknown" not in index.names
 
 
 def test_an_alternative_is_no_fix_that_comes_with_another(monkeypatch: pytest.MonkeyPatch) -> None:

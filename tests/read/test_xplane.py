@@ -546,7 +546,7 @@ def test_the_timeline_names_the_input_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "input.xplane.pb"
     path.write_bytes(_resnet("input"))
     index = build_index(Analysis(read_trace(str(path))))
-    shown = {*index.names, *(category_label(category, index.framework) for category in ALL)}
+    shown = {*index.names, *(category_label(category, index) for category in ALL)}
     assert "input pipeline" in shown
     assert not [name for name in shown if PYTORCHS.search(name)]
 

@@ -144,6 +144,13 @@ def queued_idle_ns(a: Analysis) -> int:
     return int(a.gaps["dur"].filter(queued).sum())
 
 
+def is_outside_operators(a: Analysis) -> bool:
+    """Return whether idle time of an unknown cause is mostly code of the host outside recorded
+    operators."""
+    unknown = int(a.gaps["dur"].filter(a.gaps["cause"] == "unknown").sum())
+    return bool((a.trace.cpu["kind"] == "op").any()) and queued_idle_ns(a) < unknown / 2
+
+
 def _blame(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _Blame:
     cpu = a.trace.cpu
     count = len(part)

@@ -99,6 +99,11 @@ class Listener:
     def on_first_backward(self) -> None:
         """Called when the first backward begins."""
 
+    def on_forward_elsewhere(self, module: Any) -> bool:
+        """An outermost module is called in another thread than the watched one, while such calls
+        are looked at. Return whether the calling thread is watched from now on."""
+        return False
+
     def on_other_thread(self, *, updates: bool) -> None:
         """Called when a backward or an optimizer step (``updates``) begins in an unwatched thread,
         which may become the watched one."""
@@ -411,9 +416,26 @@ def _forward(
     tape = on.tape
     put, hook_state = tape.log.extend, tape.hook_state
     evaluated = 0  # the model that ran last in evaluation mode, with a graph
+    elsewhere: set[int] = set()  # unwatched threads inside of a call
+
+    def call_elsewhere(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        this = get_ident()
+        outermost = this not in elsewhere
+        elsewhere.add(this)
+        try:
+            return (module._compiled_call_impl or module._call_impl)(*args, **kwargs)
+        finally:
+            if outermost:
+                elsewhere.discard(this)
 
     def forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal evaluated
+        if hook_state[7]:
+            this = get_ident()
+            if this == hook_state[0]:
+                hook_state[7] -= 1
+            elif this in elsewhere or not on.on_forward_elsewhere(module):
+                return call_elsewhere(module, args, kwargs)
         before, result = hook_state[1], None
         if hook_state[3] and hook_state[6] and not hook_state[5]:
             on.read_tape()  # of an optimizer that is not seen, a step's end is known by now

@@ -27,7 +27,7 @@ def {_NAME}(self, *args, **kwargs):
     if not (
         torch.compiler.is_dynamo_compiling()
         or _advisor_here[1] in _advisor_inside
-        or _advisor_thread() != _advisor_here[0]
+        or (_advisor_thread() != _advisor_here[0] and not _advisor_here[7])
     ):
         return _advisor_forward(self, args, kwargs)
     if self._compiled_call_impl is not None:

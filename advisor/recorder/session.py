@@ -409,6 +409,14 @@ class RecordingSession(Listener):
             self.windows.restarts = True
             self.tape.hook_state[ACT_ON_OPTIMIZER_STEP] = 1
 
+    def on_forward_elsewhere(self, module: Any) -> bool:
+        """Consider watching the calling thread instead: a model is called in it."""
+        try:
+            return os.getpid() == self._pid and self._watched.consider_forward(module)
+        except Exception as error:
+            self.on_internal_error(error)
+            return False
+
     def on_other_thread(self, *, updates: bool) -> None:
         """Consider watching the calling thread instead: a backward or an optimizer step
         (``updates``) begins in it."""

@@ -21,11 +21,14 @@ MAX_PHASES = 64
 MAX_TAPE = 20_000_000
 """Most entries that wait to be read: minutes of a disk that does not answer."""
 
-THREAD, PHASE, WATCHED, ACT_ON_OPTIMIZER_STEP, LAST_LOADER, OPTIMIZED, HAS_TRAINED = range(7)
+(
+    THREAD, PHASE, WATCHED, ACT_ON_OPTIMIZER_STEP, LAST_LOADER, OPTIMIZED, HAS_TRAINED, SEEKING
+) = range(8)  # fmt: skip
 """Indices of ``Tape.hook_state``: the watched thread (-1: recording is off; hooks ignore other
 threads), its open phase, whether watchers listen to phases, whether something must be done after an
-optimizer step, the last loader noted, whether an optimizer has ever stepped, and whether a backward
-or update has ended the search for inference steps."""
+optimizer step, the last loader noted, whether an optimizer has ever stepped, whether a backward or
+update has ended the search for inference steps, and how many more forwards of the watched thread
+are awaited while those of others are looked at: their model may be the one that serves."""
 
 (
     LEAVE,  # time: the innermost phase ends
@@ -70,10 +73,10 @@ class Tape:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.hook_state = [-1, OTHER, 0, 0, -1, 0, 1]
+        self.hook_state = [-1, OTHER, 0, 0, -1, 0, 1, 0]
         """State that hooks read, in one list, by ``THREAD``, ``PHASE``, ``WATCHED``,
-        ``ACT_ON_OPTIMIZER_STEP``, ``LAST_LOADER``, ``OPTIMIZED`` and ``HAS_TRAINED``: the caches
-        are cold when they run."""
+        ``ACT_ON_OPTIMIZER_STEP``, ``LAST_LOADER``, ``OPTIMIZED``, ``HAS_TRAINED`` and ``SEEKING``:
+        the caches are cold when they run."""
         self.watchers: list[Any] = []
         """Watchers called as phases begin and end (NVTX, CUDA events)."""
         self.names = list(PHASES)

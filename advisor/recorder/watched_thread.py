@@ -1,4 +1,4 @@
-"""Choice of the thread whose steps are recorded: the one that trains."""
+"""Choice of the thread whose steps are recorded: the one that trains, or whose model serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from advisor.recorder.call_depth import in_backward
-from advisor.recorder.tape import ABANDON, PHASE, RESET, THREAD
+from advisor.recorder.tape import ABANDON, PHASE, RESET, SEEKING, THREAD
 
 if TYPE_CHECKING:
     from advisor.recorder.session import RecordingSession
@@ -19,6 +19,10 @@ after which the unwatched thread is taken to be the one that trains."""
 STARTING_SECONDS = 0.05
 """Time that a thread about to train waits for the watched one to leave ``Thread.start``, s, once in
 a recording."""
+AWAITED_FORWARDS = 8
+"""Forwards of the watched thread from which its model is the one that is recorded."""
+FORWARDS_ELSEWHERE = 3
+"""Forwards of another thread, since the watched one's last, after which its model is."""
 WAITING = frozenset(("threading", "concurrent", "queue", "selectors", "asyncio", "multiprocessing"))
 """Top-level modules that the innermost frames of a waiting thread belong to."""
 
@@ -37,9 +41,13 @@ class WatchedThread:
         self._others: dict[int, tuple[int, int, float]] = {}
         """Updates by unwatched threads, by thread: the watched thread's passes at the first (-1: it
         made more since), the number of updates, and the time of the first, s."""
+        self._forwards: dict[int, tuple[int, int]] = {}
+        """Forwards by unwatched threads, by thread: those that the watched one is still awaited to
+        make at the first, and their number."""
 
     def begin(self) -> None:
         self._first, self._first_trained = threading.get_ident(), False
+        self._hook_state[SEEKING] = AWAITED_FORWARDS * (self._session.entry == "command")
         self._hook_state[THREAD] = self._first
 
     def consider(self, updates: bool) -> None:
@@ -47,6 +55,29 @@ class WatchedThread:
         optimizer step (``updates``) begins in it."""
         if not self._may_move(updates):
             return
+        self._move()
+
+    def consider_forward(self, module: Any) -> bool:
+        """Watch the calling thread instead if its model serves: it is called again and again, and
+        the watched thread calls none. Return whether it does. Transforms of images are modules too,
+        without parameters."""
+        this, awaited = threading.get_ident(), self._hook_state[SEEKING]
+        if next(module.parameters(), None) is None:
+            return False
+        before, count = self._forwards.get(this, (awaited, 0))
+        self._forwards[this] = awaited, count + 1 if before == awaited else 1
+        progress, fetched = self._session.progress()
+        if progress or fetched:
+            self._hook_state[SEEKING] = 0
+            return False
+        if count + 1 < FORWARDS_ELSEWHERE or before != awaited or not self._may_move(updates=False):
+            return False
+        self._hook_state[SEEKING] = 0
+        self._move()
+        return True
+
+    def _move(self) -> None:
+        """Watch the calling thread from now on."""
         now, this, watched = time.perf_counter_ns(), threading.get_ident(), self._hook_state[THREAD]
         trained = watched == self._first and bool(self._session.progress()[0])
         self._first_trained |= trained or this == self._first

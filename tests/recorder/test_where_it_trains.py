@@ -70,6 +70,85 @@ def test_training_elsewhere_under_the_command(where: str, program: Any, tmp_path
     assert len(record.steps) == 30
 
 
+SERVICE = """
+import queue, sys, threading
+import torch
+from torch import nn
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        for _ in range(4):  # one of its modules is called more often than itself
+            x = self.first(x).relu()
+        return self.second(x)
+
+net, flip, inbox, outbox = Net(), nn.Sequential(nn.Flatten()), queue.Queue(), queue.Queue()
+
+def serve():
+    while (x := inbox.get()) is not None:
+        with torch.no_grad():
+            outbox.put((net if how != "transforms" else flip)(x).sum().item())
+
+def ask(count):
+    for _ in range(count):
+        inbox.put(torch.randn(8, 64))
+        outbox.get()
+
+how = sys.argv[1]
+thread = threading.Thread(target=serve, daemon=True)
+thread.start()
+if how == "warm up first":
+    [net(torch.randn(8, 64)) for _ in range(2)]
+if how == "the main thread trains":
+    ask(6)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    for _ in range(50):
+        net(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        ask(1)
+elif how == "the main thread serves too":
+    for _ in range(50):
+        with torch.no_grad():
+            net(torch.randn(8, 64))
+        ask(1)
+else:
+    ask(50)
+inbox.put(None)
+thread.join()
+print(float(net(torch.ones(8, 64)).sum()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [
+        ("ask alone", 48),
+        ("the main thread trains", 50),
+        pytest.param("warm up first", 50, marks=pytest.mark.thorough),
+        pytest.param("transforms", 0, marks=pytest.mark.thorough),
+        pytest.param("the main thread serves too", 51, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_model_that_serves_in_another_thread(
+    how: str, steps: int, program: Any, tmp_path: Path
+) -> None:
+    """It is watched from its third call, and steps are those of the model, not of its modules."""
+    plain = program(SERVICE, how)
+    done = program(SERVICE, how, before=("-m", "advisor", "record", "--no-report", "-o", "run"))
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    recorded = tmp_path / "run"
+    found = [] if not recorded.exists() else list(read_recording(recorded).ranks.values())
+    assert sum(len(record.steps) for record in found) == steps
+    assert all(record.inference == (how != "the main thread trains") for record in found)
+
+
 @pytest.mark.parametrize("how", ["loader", "list", "data", "replaced"])
 def test_updates_by_hand_are_steps_all_of_them(how: str, recorded: Any, training: Any) -> None:
     """More of them than are kept while nothing is known."""

@@ -192,7 +192,7 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     if others:
         count = f"{len(steps)} of {total} steps are timed on the GPU"
         aside = ", ".join(filter(None, (aside, f"{count}; a dot is the host's time of another")))
-        description = f"Duration of {count}, in ms; of the others the host's time."
+        description += f" {count}; a dot is the host's time of another."
     shown_ms = np.where(known, recorded.durations, recorded.dur) / 1e6
     top = 1.08 * float(shown_ms[recorded.after_warmup].max(initial=0))
     # start-up of a first step would flatten all others: a line names it, a double click shows it

@@ -112,7 +112,8 @@ def _head(view: PageView, report: Report) -> Any:
     }
     # one step time leads; those of the whole run and of its window are a click away
     folded = [lines.pop(label) for label in ("run", "window") if "window" in lines]
-    first = next(iter(report_text.ranked_findings(report)), None)
+    risks = report.risks if report.scope.has_no_step_time else []  # of a snapshot's memory
+    first = next(iter((*report_text.ranked_findings(report), *risks)), None)
     return element(
         "Div",
         element(
@@ -278,6 +279,8 @@ def finding_line(view: PageView, finding: Finding) -> Any:
             element("Small", _share(impact)),
             cls="saving uncertain" if impact.unit == "run" else "saving",
         )
+    elif impact is not None and impact.freed_bytes:
+        amount = element("Span", t.format_gain(finding), cls="saving")
     return element(
         "Li",
         element("Span", str(finding.priority or "∙"), cls="rank"),

@@ -423,6 +423,15 @@ def test_the_memory_page_draws_a_snapshot_as_the_report_tells_it(tmp_path: Path)
     with app.server.test_request_context("/"):
         first = str(overview.layout())
         assert "What held the memory at the peak" in first and "Step" not in first
+    from benchmarks.public_traces import path_of
+
+    session = DashboardSession([str(path_of("memory/h100_fragments.pickle.gz"))]).load()
+    app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
+    with app.server.test_request_context("/"):
+        texts = list(_texts(overview.layout()))
+    # what to do first stands under the verdict, and what it frees beside the finding
+    assert texts.index("First fix: ") < texts.index("What held the memory at the peak")
+    assert any(text.startswith("frees ") and text.endswith("GiB") for text in texts)
 
 
 def test_counters_and_compiled_kernels_are_tables_of_the_overview_or_beside_kernels(

@@ -40,6 +40,7 @@ CASES = {
     "dense_embedding": "dense-embedding-gradient",
     "slices": "slice-gradients",
     "grown_cache": "growing-concatenation",
+    "experts": "dense-experts",
     "sliding_window": "growing-concatenation",
     "growing_metric": "growing-inputs",
     "last_position": "dropped-positions",
@@ -75,7 +76,14 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
 @pytest.mark.parametrize(
     "name",
     [
-        *("dense_embedding", "embedded_prefix", "float64", "gloo_accumulation", "growing_metric"),
+        *(
+            "dense_embedding",
+            "embedded_prefix",
+            "experts",
+            "float64",
+            "gloo_accumulation",
+            "growing_metric",
+        ),
         *(
             "hooks",
             "last_position",

@@ -1,0 +1,256 @@
+"""Every expert of a mixture computes every token, and a router chose few of them."""
+
+from collections import Counter
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.stacks import NODE_PREFIX
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    outermost_in_steps,
+)
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.testing import Examples, TraceBuilder
+
+PRODUCTS = ("aten::linear", "aten::matmul", "aten::addmm", "aten::mm")
+
+
+class Mixture(NamedTuple):
+    """Calls of the experts behind the choices of one kind."""
+
+    experts: int
+    chosen: int
+    """Experts that a router chooses for each token."""
+    tokens: int
+    made: list[int]
+    """Rows of ``trace.cpu``: products of the experts and what lies between them …"""
+    learnt: list[int]
+    """… and their gradients."""
+    layers: int
+    """Choices, of all steps."""
+
+
+class DenseExperts(Rule):
+    """A mixture of experts runs each expert on all tokens, and multiplies the results by weights
+    that are zero for all but the chosen experts. With two of eight chosen, three quarters of this
+    work is for nothing, forward and backward. An expert can run on its own tokens alone.
+
+    Found is a choice among as many entries as there are experts (``topk``). Behind it, before the
+    next choice, products of one shape run once for each expert, on all tokens. Their results are
+    multiplied by one weight for each token, or put together. Experts that run on their own tokens
+    have fewer rows.
+
+    The gain is the share of the experts that are not chosen, less what it takes to gather the rows
+    and to add them back. Smaller products run at a lower rate, which the range allows for."""
+
+    id = "dense-experts"
+    title = "Each expert computes all tokens, and few experts are chosen"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/experts.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/experts.cured",
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+    )
+    validation_note = (
+        "a CPU recording, torch 2.13, and its cure: 18.1 ms predicted, 21.3 ms measured. Another, "
+        "in no test: 31.6 ms predicted, 38.8 ms measured"
+    )
+    references = (
+        "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html",
+        "https://arxiv.org/abs/2211.15841",
+    )
+
+    min_share = Threshold(0.05, "of the step in work of experts that are not chosen", XPROF)
+    min_experts = Threshold(3, "experts: of two, half of the work is chosen at least", CHOSEN)
+    max_chosen = Threshold(0.5, "of the experts are chosen: with more, little is saved", CHOSEN)
+    gathering = Factor(0.2, "of this work, to gather rows and add them back", CHOSEN)
+    least = Factor(0.5, "of the saved share, where smaller products are slower", CHOSEN)
+
+    fix = (
+        "Run each expert on the tokens that chose it. On a GPU, reading how many these are makes "
+        "the host wait: sort the tokens by expert there, and use one grouped product "
+        "(torch.nn.functional.grouped_mm)."
+    )
+    code = (
+        "# weight, chosen = scores.topk(k)\n"
+        "for number, expert in enumerate(self.experts):\n"
+        "    rows, place = (chosen == number).nonzero(as_tuple=True)\n"
+        "    part = weight[rows, place, None] * expert(x[rows])\n"
+        "    out = out.index_add(0, rows, part)"
+    )
+    verify = "Record again: the experts' products have fewer rows. Compare the results."
+    falsified_by = "weights of experts that are not chosen and not zero"
+    assumptions = (
+        "the results of experts that are not chosen do not count",
+        "tokens choose the experts about equally often",
+    )
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+            return
+        for found in self._find(a):
+            rows = np.array([*found.made, *found.learnt])
+            ns = time_of_operators(a, rows)
+            idle = 1 - found.chosen / found.experts
+            central = ns * max(0.0, idle - self.gathering)
+            if central < self.min_share * a.span_ns:
+                continue
+            backward = " With its backward pass this" if found.learnt else " This"
+            made = np.array(found.made)
+            yield Finding(
+                summary=(
+                    f"Each of {found.experts} experts computes all {found.tokens:,} tokens, and "
+                    f"the router chooses {found.chosen} for a token.{backward} takes "
+                    f"{of_step(a, ns)}."
+                ),
+                evidence=[
+                    amount_per_step(a, "time of the experts", ns),
+                    amount_per_step(a, "choices", found.layers, "count"),
+                    Evidence("experts", found.experts, "count"),
+                    self.compare("chosen", found.chosen / found.experts, "max_chosen"),
+                    self.compare("for nothing", central / a.span_ns, "min_share", per=a.per),
+                ],
+                where=costliest_places(a, made, a.trace.cpu["dur"].to_numpy()[made]),
+                edits=[scale_operators(a, rows, (central, idle * ns, self.least * central))],
+            )
+
+    def _find(self, a: Analysis) -> list[Mixture]:
+        """Return mixtures by number of experts, of chosen ones and of tokens."""
+        table = outermost_in_steps(a)
+        names, inputs = table["name"].to_list(), table["inputs"].to_list()
+        choices = {
+            at: choice
+            for at in table.filter(pl.col("name") == "aten::topk")["inputs"].drop_nulls().unique()
+            if (choice := self._choice(inputs_at(a, at))) is not None
+        }
+        if not choices:
+            return []
+        described = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
+        rows, steps = table["row"].to_numpy(), a.steps.used["ts"].to_numpy()
+        step = np.searchsorted(steps, table["ts"].to_numpy(), side="right")
+        nodes = table.filter(pl.col("name").str.starts_with(NODE_PREFIX))["row"]
+        numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
+        places = [n for n, name in enumerate(names) if name == "aten::topk"]
+        found: dict[tuple[int, int, int], Mixture] = {}
+        for place, after in zip(places, [*places[1:], len(rows)], strict=True):
+            if inputs[place] not in choices:
+                continue
+            experts, chosen, tokens = key = choices[inputs[place]]
+            inside = [n for n in range(place, after) if step[n] == step[place]]
+            inside = [n for n in inside if inputs[n] is not None]
+            own = _products_of(names, inputs, described, inside, key)
+            if not own or not _are_weighed(names, inputs, described, inside, key):
+                continue
+            one = found.setdefault(key, Mixture(experts, chosen, tokens, [], [], 0))
+            block = rows[own[0] : own[-1] + 1]
+            one.made.extend(block.tolist())
+            ends = a.trace.cpu["sequence"].gather(block).drop_nulls()
+            if len(ends):
+                of = (numbers >= int(ends.min())) & (numbers <= int(ends.max()))  # type: ignore[arg-type]
+                one.learnt.extend(nodes.filter(pl.Series(of)).to_list())
+            found[key] = one._replace(layers=one.layers + 1)
+        return list(found.values())
+
+    def _choice(self, x: OpInputs) -> tuple[int, int, int] | None:
+        """Return the numbers of experts, of chosen ones and of tokens; ``None``: no such choice."""
+        scores, chosen = x.tensor(0), x.argument(1)
+        if scores is None or not isinstance(chosen, int) or not scores.shape:
+            return None
+        experts = scores.shape[-1]
+        few = 0 < chosen <= self.max_chosen * experts and experts >= self.min_experts
+        last = x.argument(2) in (-1, len(scores.shape) - 1)
+        return (experts, chosen, prod(scores.shape[:-1])) if few and last else None
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "two of eight": _mixture(),
+            "on a GPU": _mixture(gpu="A100"),
+            "in inference": _mixture(trains=False),
+            "six of eight": (_mixture(chosen=6), "not choices"),
+            "experts of their own tokens": (_mixture(rows=80), "not own"),
+            "layers behind a choice": (_mixture(weighs=False), "_are_weighed"),
+            "hardly any time": (_mixture(us=8), "min_share"),
+        }
+
+
+def _tokens(x: OpInputs) -> int:
+    """Return the rows of an operator's first tensor of features, 0: none."""
+    shape = next((t.shape for t in x.tensors if len(t.shape) >= 2), ())
+    return prod(shape[:-1])
+
+
+def _products_of(
+    names: list[str], inputs: list[int], described: dict[int, OpInputs], inside: list[int],
+    choice: tuple[int, int, int],
+) -> list[int]:  # fmt: skip
+    """Return the places of products that run once for each expert, on all tokens."""
+    experts, _, tokens = choice
+    products = [
+        n for n in inside if names[n] in PRODUCTS and _tokens(described[inputs[n]]) == tokens
+    ]
+    often = Counter((names[n], inputs[n]) for n in products)
+    return [n for n in products if often[names[n], inputs[n]] % experts == 0]
+
+
+def _are_weighed(
+    names: list[str], inputs: list[int], described: dict[int, OpInputs], inside: list[int],
+    choice: tuple[int, int, int],
+) -> bool:  # fmt: skip
+    """Return whether results are multiplied by one weight for each token, or put together, once for
+    each expert."""
+    experts, _, tokens = choice
+    weights = 0
+    for n in inside:
+        x = described[inputs[n]]
+        if names[n] in ("aten::mul", "aten::mul_"):
+            weights += any(t.shape[-1:] == (1,) and prod(t.shape) == tokens for t in x.tensors)
+        elif names[n] in ("aten::stack", "aten::cat"):
+            joined = x.shapes(0)
+            if len(joined) == experts and all(prod(one[:-1]) == tokens for one in joined):
+                return True
+    return weights >= experts
+
+
+def _mixture(
+    *, gpu: str | None = None, chosen: int = 2, rows: int = 320, weighs: bool = True,
+    trains: bool = True, us: float = 500,
+) -> TraceBuilder:  # fmt: skip
+    """Eight experts of two layers, 320 tokens."""
+    b = TraceBuilder(gpu=gpu)
+
+    def run(name: str, shapes: list[list[int]], time: float, **more: Any) -> None:
+        with b.op(name, shapes, host_us=9 if gpu else time, **more):
+            if gpu:
+                b.launch("ampere_sgemm_128x64_nn", time)
+
+    for number in b.steps():
+        node = 100 * number
+        run("aten::tanh", [[320, 192]], 5000)
+        arguments = ["", str(chosen), "-1", "True", "True"]
+        run("aten::topk", [[320, 8], [], [], [], []], 9, concrete=arguments)
+        for expert in range(8):
+            more: dict[str, Any] = {"sequence": node + 4 * expert} if trains else {}
+            run("aten::linear", [[rows, 192], [384, 192], [384]], us, **more)
+            run("aten::gelu", [[rows, 384]], us / 10)
+            run("aten::linear", [[rows, 384], [192, 384], [192]], us, **more)
+            if weighs:
+                run("aten::mul", [[rows, 1], [rows, 192]], 9)
+        for expert in reversed(range(8 if trains else 0)):
+            run(f"{NODE_PREFIX}AddmmBackward0", [], 2 * us, sequence=node + 4 * expert)
+        b.on_host("aten::gelu", 300)
+        if gpu:
+            b.sync()
+    return b

@@ -353,9 +353,16 @@ class Application(dash.Dash):
     """Dash application with this document around its pages."""
 
     def interpolate_index(
-        self, metas: str = "", title: str = "", css: str = "", config: str = "", scripts: str = "",
-        app_entry: str = "", favicon: str = "", renderer: str = "",
-    ) -> str:  # fmt: skip
+        self,
+        metas: str = "",
+        title: str = "",
+        css: str = "",
+        config: str = "",
+        scripts: str = "",
+        app_entry: str = "",
+        favicon: str = "",
+        renderer: str = "",
+    ) -> str:
         """Build the document from the parts that Dash made."""
         parts = {"metas": metas, "title": title, "css": css, "config": config}
         parts |= {"scripts": scripts, "app_entry": app_entry, "renderer": renderer}

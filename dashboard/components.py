@@ -117,10 +117,15 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> Any:
 
 
 def table(
-    header: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers: Iterable[int] = (),
-    caption: str = "", names: Iterable[int] = (0,), chosen: int | None = None,
+    header: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    numbers: Iterable[int] = (),
+    caption: str = "",
+    names: Iterable[int] = (0,),
+    chosen: int | None = None,
     stacked: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Build a table; columns in ``numbers`` are right-aligned, those in ``names`` may break.
 
     ``stacked``: in a narrow window each row is a block, its cells below each other with their

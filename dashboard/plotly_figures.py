@@ -305,10 +305,15 @@ def _shade(name: str) -> str:
 
 
 def line_chart(
-    series: Sequence[tuple[str, Sequence[float], Sequence[Any], str]], *, x: str, y: str,
-    height: int = 200, step: bool = False, ends: tuple[float, float] | None = None,
+    series: Sequence[tuple[str, Sequence[float], Sequence[Any], str]],
+    *,
+    x: str,
+    y: str,
+    height: int = 200,
+    step: bool = False,
+    ends: tuple[float, float] | None = None,
     dots: tuple[str, Sequence[float], Sequence[Any]] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Draw series over time: (name, x, y, colour) each. ``ends``: of the x axis. ``dots``: name and
     points that no line joins."""
     made = empty_figure(height)
@@ -400,10 +405,15 @@ def downsample(x: Sequence[float], y: Sequence[Any]) -> tuple[list[float], list[
 
 
 def rank_class_heatmap(
-    values: Sequence[Sequence[float | None]], about: Sequence[Sequence[str | None]],
-    keys: Sequence[Sequence[str | None]], labels: Sequence[str], ranks: Sequence[str] | None,
-    scale: float, height: int, effects: Collection[int] = (),
-) -> Any:  # fmt: skip
+    values: Sequence[Sequence[float | None]],
+    about: Sequence[Sequence[str | None]],
+    keys: Sequence[Sequence[str | None]],
+    labels: Sequence[str],
+    ranks: Sequence[str] | None,
+    scale: float,
+    height: int,
+    effects: Collection[int] = (),
+) -> Any:
     """Draw ranks × classes, in strips below each other: less than the median blue, more red; rows
     in ``effects`` in greys.
 

@@ -131,9 +131,15 @@ def _agreed(steps: int, run: Setup) -> int:
 
 
 def record(
-    name: str, run: Setup, folder: str | os.PathLike[str], *, steps: int | None = None,
-    stacks: bool | None = None, shapes: bool = True, memory: bool = True,
-) -> list[Path]:  # fmt: skip
+    name: str,
+    run: Setup,
+    folder: str | os.PathLike[str],
+    *,
+    steps: int | None = None,
+    stacks: bool | None = None,
+    shapes: bool = True,
+    memory: bool = True,
+) -> list[Path]:
     """Run a few steps under ``torch.profiler`` and write a trace a process into ``folder``.
 
     The first steps are left out. The folder is made; the files, ``NAME.json.gz`` or
@@ -147,9 +153,16 @@ def record(
 
 
 def record_run(
-    name: str, run: Setup, folder: str | os.PathLike[str], *, steps: int | None = None,
-    around: int | None = None, stacks: bool | None = None, shapes: bool = True, memory: bool = True,
-) -> list[Path]:  # fmt: skip
+    name: str,
+    run: Setup,
+    folder: str | os.PathLike[str],
+    *,
+    steps: int | None = None,
+    around: int | None = None,
+    stacks: bool | None = None,
+    shapes: bool = True,
+    memory: bool = True,
+) -> list[Path]:
     """Run and record with ``advisor.record``: every step, loaders, memory, host and GPU, and a
     trace of some steps. ``folder``, which must be new or empty, becomes the run directory.
 
@@ -213,9 +226,16 @@ def _record(
 
 
 def profiled(
-    program: Iterator[Any], run: Setup, path: Path, *, steps: int, stacks: bool = True,
-    shapes: bool = True, memory: bool = True, level: int = 1,
-) -> None:  # fmt: skip
+    program: Iterator[Any],
+    run: Setup,
+    path: Path,
+    *,
+    steps: int,
+    stacks: bool = True,
+    shapes: bool = True,
+    memory: bool = True,
+    level: int = 1,
+) -> None:
     """Trace the next steps of a program, after some to warm up, into ``path``."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -308,9 +328,14 @@ def in_processes(
 
 
 def _rank(
-    task: Callable[..., Any], name: str, run: Setup, options: tuple[Any, ...], count: int,
-    meeting: str, results: Any,
-) -> None:  # fmt: skip
+    task: Callable[..., Any],
+    name: str,
+    run: Setup,
+    options: tuple[Any, ...],
+    count: int,
+    meeting: str,
+    results: Any,
+) -> None:
     """Run one process: join the others, do the task, hand over the result."""
     from datetime import timedelta
 

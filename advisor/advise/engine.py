@@ -152,9 +152,13 @@ def open_ranks(source: str | Path | Sequence[str | Path], options: Options) -> R
 
 
 def _advise(
-    run: Run, analyses: dict[int, Analysis], results: dict[int, RankFindings], rules: list[Rule],
-    compared: Study | None, summaries: Sequence[RankSummary],
-) -> tuple[Report, GainEstimator]:  # fmt: skip
+    run: Run,
+    analyses: dict[int, Analysis],
+    results: dict[int, RankFindings],
+    rules: list[Rule],
+    compared: Study | None,
+    summaries: Sequence[RankSummary],
+) -> tuple[Report, GainEstimator]:
     """Return the report of the first rank, from what the rules found on each, and its estimator."""
     main, a = next(iter(analyses.items()))
     estimator = results[main].estimator or estimator_for(a, main)
@@ -194,9 +198,13 @@ def _own_estimator(
 
 
 def _of_all_ranks(
-    checked: RankFindings, own: GainEstimator, study: Study, a: Analysis, rules: list[Rule],
+    checked: RankFindings,
+    own: GainEstimator,
+    study: Study,
+    a: Analysis,
+    rules: list[Rule],
     of_rank: OfRank,
-) -> tuple[RankFindings, GainEstimator]:  # fmt: skip
+) -> tuple[RankFindings, GainEstimator]:
     """Add the findings of other ranks and of their comparison to those of one rank. Findings of
     single ranks get the job's gain, if the ranks can be replayed. Also returns the estimator."""
     from advisor.replay.ranks.estimator import RanksEstimator

@@ -131,9 +131,15 @@ class MemoryFit(NamedTuple):
 
 
 def find_fit(
-    peak: PeakMemory, a: Analysis | None, capacity: int, *, gpu: GpuSpec | None = None,
-    ranks: int = 1, scale: float = 1.0, driver_share: float = 0.0,
-) -> MemoryFit:  # fmt: skip
+    peak: PeakMemory,
+    a: Analysis | None,
+    capacity: int,
+    *,
+    gpu: GpuSpec | None = None,
+    ranks: int = 1,
+    scale: float = 1.0,
+    driver_share: float = 0.0,
+) -> MemoryFit:
     """Find the cheapest changes with which a device's history fits.
 
     ``a``: trace of the same program, for the time of changes. ``gpu``: GPU to run on. ``ranks``:

@@ -243,9 +243,14 @@ def removes_whole_idle_kind(finding: Finding) -> bool:
 
 
 def _named_cause(
-    findings: list[Finding], scales: list[float], waiting: list[int], general: tuple[int, float],
-    chosen: list[Finding], estimator: GainEstimator, a: Analysis,
-) -> tuple[int, float]:  # fmt: skip
+    findings: list[Finding],
+    scales: list[float],
+    waiting: list[int],
+    general: tuple[int, float],
+    chosen: list[Finding],
+    estimator: GainEstimator,
+    a: Analysis,
+) -> tuple[int, float]:
     """Return the finding to choose before a general one that gains more, and its gain. It names
     code whose fix saves much; if there is none, it is the general one."""
     result, most = general, 0.0
@@ -332,9 +337,13 @@ def is_vague(finding: Finding) -> bool:
 
 
 def _best(
-    findings: list[Finding], scales: list[float], waiting: list[int], latest: list[float],
-    chosen: list[Finding], estimator: GainEstimator,
-) -> tuple[int, float]:  # fmt: skip
+    findings: list[Finding],
+    scales: list[float],
+    waiting: list[int],
+    latest: list[float],
+    chosen: list[Finding],
+    estimator: GainEstimator,
+) -> tuple[int, float]:
     """Return the waiting finding with the largest marginal gain × weight, in the run's step, and
     that gain, in the window's.
 

@@ -53,10 +53,17 @@ if TYPE_CHECKING:
 
 
 def write_report(
-    run: Run, analyses: Mapping[int, Analysis], checked: RankFindings, ranked: PrioritizedFindings,
-    estimator: GainEstimator, rules: Sequence[Rule], hot: Sequence[HotLine] = (),
-    problems: Sequence[str] = (), ranks: Study | None = None, summaries: Sequence[RankSummary] = (),
-) -> Report:  # fmt: skip
+    run: Run,
+    analyses: Mapping[int, Analysis],
+    checked: RankFindings,
+    ranked: PrioritizedFindings,
+    estimator: GainEstimator,
+    rules: Sequence[Rule],
+    hot: Sequence[HotLine] = (),
+    problems: Sequence[str] = (),
+    ranks: Study | None = None,
+    summaries: Sequence[RankSummary] = (),
+) -> Report:
     """Write the report of the first rank, with findings on other ranks and across them. ``hot``:
     hottest lines of Python. ``problems``: faults of files beside the traces. ``ranks``: comparison
     of all ranks. ``summaries``: ranks that were measured elsewhere."""

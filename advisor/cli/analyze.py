@@ -299,10 +299,16 @@ def _let_interrupts_through() -> None:
 
 
 def deliver(
-    report: Report, renderer: Renderer[Report], output: Path | None = None, *,
-    top: int | None = None, details: bool = False, brief: bool = False,
-    analysis: Analysis | None = None, redact: Iterable[str] | None = None,
-) -> None:  # fmt: skip
+    report: Report,
+    renderer: Renderer[Report],
+    output: Path | None = None,
+    *,
+    top: int | None = None,
+    details: bool = False,
+    brief: bool = False,
+    analysis: Analysis | None = None,
+    redact: Iterable[str] | None = None,
+) -> None:
     """Render a report and show it, or write it to a file. ``analysis`` is for its timeline.
     ``redact`` names users and hosts to remove along with other private text; ``None`` removes
     nothing."""

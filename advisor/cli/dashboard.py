@@ -81,10 +81,18 @@ MemorySnapshot = Annotated[
     memory_snapshot=MemorySnapshot,
 )
 def command(
-    paths: Paths, host: Host = "127.0.0.1", port: Port = 8050, browser: Browser = True,
-    no_token: NoToken = False, token_file: TokenFile = None, perfetto_url: PerfettoUrl = PERFETTO,
-    editor: Editor = EDITOR, live: Live = False, *, options: o.Options,
-) -> None:  # fmt: skip
+    paths: Paths,
+    host: Host = "127.0.0.1",
+    port: Port = 8050,
+    browser: Browser = True,
+    no_token: NoToken = False,
+    token_file: TokenFile = None,
+    perfetto_url: PerfettoUrl = PERFETTO,
+    editor: Editor = EDITOR,
+    live: Live = False,
+    *,
+    options: o.Options,
+) -> None:
     """Show traces and runs in the browser: the step's time, the fixes, and the timeline.
 
     With several paths the first is compared with each of the others."""

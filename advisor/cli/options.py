@@ -285,9 +285,14 @@ def with_options(*names: str, **own: Any) -> Callable[[Callable[..., None]], Cal
 
 
 def analysis(
-    *, steps: str | None = None, rules: Path | None = None, max_size: str | None = None,
-    price: str | None = None, prices: Path | None = None, **others: Any,
-) -> Options:  # fmt: skip
+    *,
+    steps: str | None = None,
+    rules: Path | None = None,
+    max_size: str | None = None,
+    price: str | None = None,
+    prices: Path | None = None,
+    **others: Any,
+) -> Options:
     """Build the Options of these command-line values; ``others`` are fields taken as they are.
     Raises AdvisorError for an invalid value."""
     from advisor.core.gpus import find_gpu

@@ -90,9 +90,13 @@ class ProcessPool(Executor):
     much it is replaced (0: never); ``environ``: variables added to its environment."""
 
     def __init__(
-        self, count: int, *, depth: int = 1, recycle: int = 0,
+        self,
+        count: int,
+        *,
+        depth: int = 1,
+        recycle: int = 0,
         environ: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.count, self.depth, self.recycle = max(1, count), depth, recycle
         # our own search path, spelled out, and nothing else: -S skips site, -P the current folder
         path = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]

@@ -39,9 +39,14 @@ class _Head(msgspec.Struct):
 
 
 def decode_json(
-    text: bytes | str, kind: type[AnySaved], name: str, schema: str, max_bytes: int | None = None,
-    *, older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
-) -> AnySaved:  # fmt: skip
+    text: bytes | str,
+    kind: type[AnySaved],
+    name: str,
+    schema: str,
+    max_bytes: int | None = None,
+    *,
+    older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
+) -> AnySaved:
     """Return what JSON of this schema holds; ``name``: what a person calls it. ``older``: by
     earlier schema, how its JSON becomes that of this one. Raises AdvisorError if it is something
     else, of another version, or larger than ``max_bytes``."""

@@ -355,9 +355,15 @@ class Rule:
         return [text.format_map(values | {"workers": "{workers}"}) for text in assumptions]
 
     def compare(
-        self, label: str, value: float | str | None, limit: str, unit: str = "share", *,
-        times: float = 1, per: Per | None = None,
-    ) -> Evidence:  # fmt: skip
+        self,
+        label: str,
+        value: float | str | None,
+        limit: str,
+        unit: str = "share",
+        *,
+        times: float = 1,
+        per: Per | None = None,
+    ) -> Evidence:
         """Return a measured value with the threshold that it is compared with. ``times`` converts
         the threshold's unit to ``unit``."""
         own: Threshold[Any] = getattr(type(self), limit)

@@ -82,9 +82,15 @@ Event = dict[str, Any]
 
 
 def write_tables(
-    trace: Trace, target: Path, extra: Extra | None = None, *, redacted: bool = False,
-    names: Iterable[str] = (), limit: int = DEFAULT_LIMIT, progress: Progress | None = None,
-) -> RewriteCounts:  # fmt: skip
+    trace: Trace,
+    target: Path,
+    extra: Extra | None = None,
+    *,
+    redacted: bool = False,
+    names: Iterable[str] = (),
+    limit: int = DEFAULT_LIMIT,
+    progress: Progress | None = None,
+) -> RewriteCounts:
     """Write the tables of a trace as :func:`~advisor.export.rewrite.rewrite` writes a JSON file.
     The numbers of a kernel's blocks and threads are written in one dimension."""
     path = trace.meta.path

@@ -46,9 +46,15 @@ class _Unsound(Exception):
 
 
 def rewrite(
-    path: str, target: Path, extra: Extra | None = None, *, redacted: bool = False,
-    names: Iterable[str] = (), limit: int = DEFAULT_LIMIT, progress: Progress | None = None,
-) -> RewriteCounts:  # fmt: skip
+    path: str,
+    target: Path,
+    extra: Extra | None = None,
+    *,
+    redacted: bool = False,
+    names: Iterable[str] = (),
+    limit: int = DEFAULT_LIMIT,
+    progress: Progress | None = None,
+) -> RewriteCounts:
     """Write a trace to ``target`` (packed when it ends in .gz or .zst), whole or not at all.
 
     The events come first and byte by byte as they were, unless ``redacted``; then what ``extra``
@@ -99,9 +105,13 @@ def _write(
 
 
 def write_events(
-    file: BinaryIO, texts: Iterable[tuple[bytes, int]], head: Callable[[], dict[str, Any]],
-    extra: Extra | None, redactor: Redactor | None, written: RewriteCounts,
-) -> None:  # fmt: skip
+    file: BinaryIO,
+    texts: Iterable[tuple[bytes, int]],
+    head: Callable[[], dict[str, Any]],
+    extra: Extra | None,
+    redactor: Redactor | None,
+    written: RewriteCounts,
+) -> None:
     """Write the list of events: texts of several events each, then what ``extra`` yields for
     ``head()``, which is called once the others are written."""
     file.write(b'{"traceEvents":[')

@@ -52,9 +52,13 @@ def record(
 
 
 def try_knobs(
-    allowed: AllowedFolders, script: str, arguments: list[str], out: str, only: list[str],
+    allowed: AllowedFolders,
+    script: str,
+    arguments: list[str],
+    out: str,
+    only: list[str],
     budget_s: float,
-) -> Tried:  # fmt: skip
+) -> Tried:
     """Run ``advisor try`` on a script, in its own folder, into a new run directory.
 
     Raises AdvisorError if the script is outside, the run directory exists, or a knob is unknown."""

@@ -185,9 +185,13 @@ def ranks_in(trace: Trace) -> list[Trace]:
 
 
 def _of_rank(
-    trace: Trace, number: int, host: NDArray[np.bool_], device: NDArray[np.bool_],
-    threads: NDArray[np.bool_], left: int,
-) -> Trace:  # fmt: skip
+    trace: Trace,
+    number: int,
+    host: NDArray[np.bool_],
+    device: NDArray[np.bool_],
+    threads: NDArray[np.bool_],
+    left: int,
+) -> Trace:
     """Return the rows of one rank, with row references moved accordingly."""
     place = np.full(trace.cpu.height + 1, -1, dtype=np.int32)
     place[:-1][host] = np.arange(int(host.sum()), dtype=np.int32)

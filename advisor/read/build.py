@@ -50,11 +50,17 @@ Columns = dict[str, Any]
 
 
 def build_trace(
-    meta: TraceMeta, *, host: pl.DataFrame | None = None, device: pl.DataFrame | None = None,
-    sync: pl.DataFrame | None = None, memory: pl.DataFrame | None = None,
-    counters: pl.DataFrame | None = None, inputs: pl.DataFrame | None = None,
-    comms: pl.DataFrame | None = None, thread_names: dict[tuple[str, str], str] | None = None,
-) -> Trace:  # fmt: skip
+    meta: TraceMeta,
+    *,
+    host: pl.DataFrame | None = None,
+    device: pl.DataFrame | None = None,
+    sync: pl.DataFrame | None = None,
+    memory: pl.DataFrame | None = None,
+    counters: pl.DataFrame | None = None,
+    inputs: pl.DataFrame | None = None,
+    comms: pl.DataFrame | None = None,
+    thread_names: dict[tuple[str, str], str] | None = None,
+) -> Trace:
     """Return the trace of these rows, given in any order.
 
     ``host``: ``ts`` and ``dur`` (ns), ``kind`` (one of CPU_KINDS), ``name``, ``thread`` (as it is

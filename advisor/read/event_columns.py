@@ -272,9 +272,13 @@ def _times(events: list[TraceEvent]) -> Columns:
 
 
 def _host(
-    kind: str, events: list[TraceEvent], names: _Codes, threads: _Codes, inputs: _Codes,
+    kind: str,
+    events: list[TraceEvent],
+    names: _Codes,
+    threads: _Codes,
+    inputs: _Codes,
     comms: _Codes,
-) -> Columns:  # fmt: skip
+) -> Columns:
     count = len(events)
     none = np.full(count, -1, dtype=np.int32)
     missing = np.full(count, MISSING, dtype=np.int64)

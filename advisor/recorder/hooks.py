@@ -364,9 +364,13 @@ def _iter(on: Listener) -> Callable[[Any], Any]:
 
 
 def _timed(
-    on: Listener, phase: int, *, inside: frozenset[int], end: int = LEAVE,
+    on: Listener,
+    phase: int,
+    *,
+    inside: frozenset[int],
+    end: int = LEAVE,
     applies: Callable[[Any, Any], bool] | None = None,
-) -> Callable[[Any], Any]:  # fmt: skip
+) -> Callable[[Any], Any]:
     """Return a wrapper that times calls as a phase, except inside the phases ``inside``.
 
     ``applies`` looks at the arguments. ``end`` is the code of a call that returned."""

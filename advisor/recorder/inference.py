@@ -92,9 +92,13 @@ class InferenceStepFinder:
     calls are steps."""
 
     def __init__(
-        self, emit: Callable[[InferenceStep], None], module_calls_suspended: Callable[[], bool],
-        on_restart: Callable[[str], None], *, splits_calls: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        emit: Callable[[InferenceStep], None],
+        module_calls_suspended: Callable[[], bool],
+        on_restart: Callable[[str], None],
+        *,
+        splits_calls: bool = True,
+    ) -> None:
         self._emit = emit
         self._module_calls_suspended = module_calls_suspended
         self._on_restart = on_restart

@@ -97,9 +97,13 @@ class StepMatcher:
         self._since, self._seen = entry, dict(self._steps.event_counts)
 
     def ended(
-        self, state: Hashable, codes: list[int], values: list[Any], entry: int,
+        self,
+        state: Hashable,
+        codes: list[int],
+        values: list[Any],
+        entry: int,
         result: tuple[StepSegment, int] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Learn from a step that ended before ``entry``, in ``state`` (``None``: it cannot repeat).
         ``result`` is its segment and number of batches; ``None``: it was no plain step."""
         since, before, seen = self._since, self._state, self._seen

@@ -76,9 +76,14 @@ class Windows:
     ``host_is_ahead`` tells whether host step times mean nothing, because the device lags behind."""
 
     def __init__(
-        self, options: RecordOptions, rank: int, write_event: Callable[[dict[str, Any]], None],
-        hooks: Hooks, ranges: TraceRanges, host_is_ahead: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+        self,
+        options: RecordOptions,
+        rank: int,
+        write_event: Callable[[dict[str, Any]], None],
+        hooks: Hooks,
+        ranges: TraceRanges,
+        host_is_ahead: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._host_is_ahead = host_is_ahead
         self._options = options
         self._ranges = ranges

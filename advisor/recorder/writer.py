@@ -67,10 +67,14 @@ class Writer:
     """Writer of one rank's files. Any thread may call ``put``; the rest is the thread's own."""
 
     def __init__(
-        self, *, out: str, rank: Callable[[], tuple[int, int]], names: list[str],
+        self,
+        *,
+        out: str,
+        rank: Callable[[], tuple[int, int]],
+        names: list[str],
         describe: Callable[[str], tuple[rundir.Manifest, rundir.RankInfo]],
         failed: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._out = out
         self._rank = rank
         self._names = names

@@ -219,9 +219,14 @@ class EdgeList:
         self._parts: list[tuple[Array, ...]] = []
 
     def add(
-        self, src: Array, dst: Array, weight: Array | float, kind: EdgeKind, *,
+        self,
+        src: Array,
+        dst: Array,
+        weight: Array | float,
+        kind: EdgeKind,
+        *,
         from_start: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Append edges; those that do not lead forward in the node order are left out."""
         src, dst = np.asarray(src, dtype=np.int64), np.asarray(dst, dtype=np.int64)
         weight = np.broadcast_to(np.asarray(weight, dtype=float), src.shape)

@@ -240,9 +240,13 @@ def _binding(graph: Graph, time: Array, weight: Array, dur: Array) -> tuple[Arra
 
 
 def path_composition(
-    graph: Graph, time: Array, weight: Array, dur: Array, communication: pl.Series,
+    graph: Graph,
+    time: Array,
+    weight: Array,
+    dur: Array,
+    communication: pl.Series,
     copies: pl.Series,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return the critical path's time by what it consists of, ns: ``host``, ``compute``,
     ``copying``, ``communication``, ``loader``, ``latency``. Work launched before the window is an
     earlier step's. ``communication``, ``copies``: aligned with ``trace.gpu``."""

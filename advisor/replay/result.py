@@ -121,11 +121,18 @@ def what_if(
 
 
 def what_if(
-    run: Run, edits: Sequence[Edit | str] = (), rank: int | None = None, *,
-    steps: tuple[int | None, int | None] | None = None, mesh: str | None = None,
-    recorded_mesh: str | None = None, node_size: int | None = None,
-    node_bandwidth: float | None = None, same_batch: bool = False, micro_batches: int | None = None,
-) -> WhatIfResult | MeshResult:  # fmt: skip
+    run: Run,
+    edits: Sequence[Edit | str] = (),
+    rank: int | None = None,
+    *,
+    steps: tuple[int | None, int | None] | None = None,
+    mesh: str | None = None,
+    recorded_mesh: str | None = None,
+    node_size: int | None = None,
+    node_bandwidth: float | None = None,
+    same_batch: bool = False,
+    micro_batches: int | None = None,
+) -> WhatIfResult | MeshResult:
     """Replay one rank's steps with edits (Edit objects, or lines of the edit language); or with
     ``mesh`` (``dp=8,tp=4``) on another device mesh.
 

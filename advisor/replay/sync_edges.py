@@ -110,9 +110,15 @@ def _sync_return(delay: Array, waited: Array, kinds: list[str], latencies: Laten
 
 
 def _awaited(
-    trace: Trace, work: DeviceWork, row: Array, call: list[str], called: Array, ended: Array,
-    own: dict[int, Array], apart: Array,
-) -> list[Array]:  # fmt: skip
+    trace: Trace,
+    work: DeviceWork,
+    row: Array,
+    call: list[str],
+    called: Array,
+    ended: Array,
+    own: dict[int, Array],
+    apart: Array,
+) -> list[Array]:
     """Return the device work (indices) that each blocking call waits for: of each stream concerned
     the last launched before the call; for a copy the copy itself."""
     marks = recorded_waits(trace, row)
@@ -190,9 +196,13 @@ class _Events:
     which may lie far behind later launches."""
 
     def __init__(
-        self, trace: Trace, work: DeviceWork, row: Array, marks: pl.DataFrame,
+        self,
+        trace: Trace,
+        work: DeviceWork,
+        row: Array,
+        marks: pl.DataFrame,
         lane_of: dict[int, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ends = work.ts + work.dur
         self.launch_ts = work.launch_ts
         launched = np.flatnonzero(work.launch >= 0)

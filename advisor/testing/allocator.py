@@ -84,9 +84,14 @@ class FakeAllocator:
     >>> m.write(path)"""
 
     def __init__(
-        self, total: int = 80 * GIB, *, device: int = 0, max_entries: int | None = None,
-        history: bool = True, expandable: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        total: int = 80 * GIB,
+        *,
+        device: int = 0,
+        max_entries: int | None = None,
+        history: bool = True,
+        expandable: bool = False,
+    ) -> None:
         self.total = total
         self.device = device
         self.max_entries = max_entries
@@ -340,10 +345,17 @@ class Training:
     of after the next forward pass, not before."""
 
     def __init__(
-        self, m: FakeAllocator, *, layers: int = 4, weights: int = 24 * MIB,
-        activation: int = 12 * MIB, logits: int = 64 * MIB, leak: int = 0,
-        kept_outputs: bool = False, late_zero: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        m: FakeAllocator,
+        *,
+        layers: int = 4,
+        weights: int = 24 * MIB,
+        activation: int = 12 * MIB,
+        logits: int = 64 * MIB,
+        leak: int = 0,
+        kept_outputs: bool = False,
+        late_zero: bool = False,
+    ) -> None:
         self.m = m
         self.layers, self.weights, self.activation = layers, weights, activation
         self.logits, self.leak = logits, leak

@@ -77,9 +77,15 @@ class TraceBuilder:
     >>> trace = b.trace()"""
 
     def __init__(
-        self, gpu: str | None = "A100", *, rank: int | None = None, world_size: int | None = None,
-        launch_us: float = 5.0, latency_us: float = 3.0, cuda_sync_rows: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        gpu: str | None = "A100",
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        launch_us: float = 5.0,
+        latency_us: float = 3.0,
+        cuda_sync_rows: bool = False,
+    ) -> None:
         self.now = 1000.0
         """Time on the clock of the current host thread, us."""
         self.events: list[dict[str, Any]] = []
@@ -133,10 +139,16 @@ class TraceBuilder:
 
     @contextmanager
     def op(
-        self, name: str, shapes: Sequence[Sequence[Any]] | None = None,
-        dtypes: str | Sequence[str] = "float", *, strides: Sequence[Sequence[int]] | None = None,
-        concrete: Sequence[str] | None = None, sequence: int | None = None, host_us: float = 2.0,
-    ) -> Iterator[None]:  # fmt: skip
+        self,
+        name: str,
+        shapes: Sequence[Sequence[Any]] | None = None,
+        dtypes: str | Sequence[str] = "float",
+        *,
+        strides: Sequence[Sequence[int]] | None = None,
+        concrete: Sequence[str] | None = None,
+        sequence: int | None = None,
+        host_us: float = 2.0,
+    ) -> Iterator[None]:
         """Add an op around what it launches; ``host_us``: its own host time before that."""
         args: dict[str, Any] = {"External id": self._next()}
         if shapes is not None:
@@ -200,10 +212,20 @@ class TraceBuilder:
     # -- the device -------------------------------------------------------------------------
 
     def launch(
-        self, kernel: str, us: float, *, stream: int = 7, blocks: int = 1024, threads: int = 256,
-        registers: int = 32, shared: int = 0, occupancy: float | None = 50,
-        call: str = "cudaLaunchKernel", comm: dict[str, Any] | None = None, after: float = 0.0,
-    ) -> int:  # fmt: skip
+        self,
+        kernel: str,
+        us: float,
+        *,
+        stream: int = 7,
+        blocks: int = 1024,
+        threads: int = 256,
+        registers: int = 32,
+        shared: int = 0,
+        occupancy: float | None = 50,
+        call: str = "cudaLaunchKernel",
+        comm: dict[str, Any] | None = None,
+        after: float = 0.0,
+    ) -> int:
         """Launch a kernel of ``us``; return its correlation id. ``after``: its earliest start."""
         args: dict[str, Any] = {
             "registers per thread": registers,
@@ -221,10 +243,17 @@ class TraceBuilder:
         return self._work("kernel", kernel, us, stream, call, args | (comm or {}), after)
 
     def run(
-        self, op: str, kernel: str, us: float, shapes: Sequence[Sequence[int]] | None = None,
-        dtypes: str | Sequence[str] = "float", *, times: int = 1, host_us: float = 2.0,
+        self,
+        op: str,
+        kernel: str,
+        us: float,
+        shapes: Sequence[Sequence[int]] | None = None,
+        dtypes: str | Sequence[str] = "float",
+        *,
+        times: int = 1,
+        host_us: float = 2.0,
         **launch: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add an op around one kernel, ``times`` over; ``launch``: arguments of :meth:`launch`."""
         for _ in range(times):
             with self.op(op, shapes, dtypes, host_us=host_us):
@@ -245,9 +274,16 @@ class TraceBuilder:
             self._device("kernel", name, us, 7, correlation, args)
 
     def copy(
-        self, direction: str, size: int, us: float | None = None, *, pinned: bool = True,
-        blocking: bool = False, stream: int = 7, op: str | None = "aten::copy_",
-    ) -> None:  # fmt: skip
+        self,
+        direction: str,
+        size: int,
+        us: float | None = None,
+        *,
+        pinned: bool = True,
+        blocking: bool = False,
+        stream: int = 7,
+        op: str | None = "aten::copy_",
+    ) -> None:
         """Add a copy (``HtoD``, ``DtoH``, ``DtoD``); ``us``: by default 20 GB/s pinned, 6 pageable.
 
         A blocking copy is followed by ``cudaStreamSynchronize`` inside its op, as PyTorch does
@@ -291,10 +327,20 @@ class TraceBuilder:
         self._work("gpu_memset", "Memset (Device)", us, stream, "cudaMemsetAsync", args, 0.0)
 
     def collective(
-        self, kind: str, size: int, us: float, *, group_size: int = 8, dtype: str = "Float",
-        stream: int = 20, group: str = "0", arguments: bool = True, wait: bool = False,
-        ranks: Sequence[int] = (), ends: tuple[int, int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        size: int,
+        us: float,
+        *,
+        group_size: int = 8,
+        dtype: str = "Float",
+        stream: int = 20,
+        group: str = "0",
+        arguments: bool = True,
+        wait: bool = False,
+        ranks: Sequence[int] = (),
+        ends: tuple[int, int] | None = None,
+    ) -> None:
         """Add an NCCL collective (``allreduce``, ``_allgather_base``, ``all_to_all``, …) of
         ``size`` bytes that starts when the compute stream has got this far. ``wait``: the compute
         stream waits for its end; ``ranks``: of the group, else the first ``group_size``; ``ends``:
@@ -420,9 +466,13 @@ class TraceBuilder:
         self._snapshot = allocator.pickled()
 
     def kernel_profile(
-        self, name: str, *, grid: tuple[int, int, int] | None, block: tuple[int, int, int] | None,
+        self,
+        name: str,
+        *,
+        grid: tuple[int, int, int] | None,
+        block: tuple[int, int, int] | None,
         metrics: dict[str, float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add hardware counters of one kernel, as from Nsight Compute."""
         from advisor.core.kernel_profile import KernelProfile, Metric
 
@@ -540,9 +590,15 @@ class TraceBuilder:
         event["dur"] = round(self.now - start, 3)
 
     def _work(
-        self, cat: str, name: str, us: float, stream: int, call: str, args: dict[str, Any],
+        self,
+        cat: str,
+        name: str,
+        us: float,
+        stream: int,
+        call: str,
+        args: dict[str, Any],
         after: float,
-    ) -> int:  # fmt: skip
+    ) -> int:
         correlation = self._next()
         given = {"correlation": correlation}
         driver = call.startswith("cu") and not call.startswith("cuda")
@@ -553,9 +609,15 @@ class TraceBuilder:
         return correlation
 
     def _device(
-        self, cat: str, name: str, us: float, stream: int, correlation: int, args: dict[str, Any],
+        self,
+        cat: str,
+        name: str,
+        us: float,
+        stream: int,
+        correlation: int,
+        args: dict[str, Any],
         after: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         start = max(self.now + self.latency_us, self._free.get(stream, 0.0), after)
         self._free[stream] = start + us
         where = {"device": 0, "context": 1, "stream": stream, "correlation": correlation}

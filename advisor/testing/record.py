@@ -35,9 +35,15 @@ class RecordBuilder:
         ] = []
 
     def step(
-        self, ms: float, *, window: int | None = None, gc: float = 0.0, evaluation: float = 0.0,
-        fields: dict[str, Any] | None = None, **phases: float,
-    ) -> None:  # fmt: skip
+        self,
+        ms: float,
+        *,
+        window: int | None = None,
+        gc: float = 0.0,
+        evaluation: float = 0.0,
+        fields: dict[str, Any] | None = None,
+        **phases: float,
+    ) -> None:
         """Add a step; ``phases``: milliseconds each, the rest is ``other``; ``fields``: other
         fields of :class:`~advisor.core.run_directory.StepRow`."""
         dur = round(ms * MS)

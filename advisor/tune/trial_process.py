@@ -79,9 +79,13 @@ class TrialProgram:
         return running.result()
 
     def start(
-        self, knob_settings: tuple[KnobSetting, ...], *, timeout: float, record: Path | None = None,
+        self,
+        knob_settings: tuple[KnobSetting, ...],
+        *,
+        timeout: float,
+        record: Path | None = None,
         **limits: Any,
-    ) -> RunningTrial:  # fmt: skip
+    ) -> RunningTrial:
         """Start one process. ``timeout``: seconds until it is ended, whatever it does, counted anew
         for each of its ``turns``. ``limits``: fields of :class:`TrialSpec`. Raises AdvisorError: it
         cannot be started."""

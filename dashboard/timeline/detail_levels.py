@@ -52,9 +52,14 @@ class VisibleSlices(NamedTuple):
 
 
 def level_of_detail(
-    index: TimelineIndex, lanes: Sequence[int], x0: int, x1: int, px: int,
-    flags: NDArray[np.uint8] | None = None, max_slices: int = MAX_SLICES,
-) -> VisibleSlices:  # fmt: skip
+    index: TimelineIndex,
+    lanes: Sequence[int],
+    x0: int,
+    x1: int,
+    px: int,
+    flags: NDArray[np.uint8] | None = None,
+    max_slices: int = MAX_SLICES,
+) -> VisibleSlices:
     """Choose the slices and cells to draw of [x0, x1) of the given lanes on ``px`` pixels.
 
     ``flags``: a byte for each slice of the index; narrow slices that have one are
@@ -164,9 +169,13 @@ def _narrow(
 
 
 def _flagged(
-    index: TimelineIndex, lanes: Sequence[int], k: int, low: int, high: int,
+    index: TimelineIndex,
+    lanes: Sequence[int],
+    k: int,
+    low: int,
+    high: int,
     flags: NDArray[np.uint8] | None,
-) -> FlaggedRuns:  # fmt: skip
+) -> FlaggedRuns:
     """Find cells of flagged narrow slices. One that touches several marks the one it begins in."""
     none = np.zeros(0, dtype=np.int64)
     nothing = FlaggedRuns(none.astype(np.uint16), none, none, none.astype(np.uint8))
@@ -319,9 +328,13 @@ def stored_levels(slices: int, length: int) -> range:
 
 
 def build_pyramid(
-    bounds: Sequence[tuple[int, int]], start: Ints, end: Ints, slot: NDArray[np.uint8], begin: int,
+    bounds: Sequence[tuple[int, int]],
+    start: Ints,
+    end: Ints,
+    slot: NDArray[np.uint8],
+    begin: int,
     length: int,
-) -> dict[int, DetailLevel]:  # fmt: skip
+) -> dict[int, DetailLevel]:
     """Build the runs of every stored level. ``bounds``: first and last slice of each lane.
 
     Each level is the one below it with pairs of cells joined, and the slices that became narrow."""

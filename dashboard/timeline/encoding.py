@@ -44,9 +44,15 @@ _FLAGGED = ("<u2", "<u4", "<u2", "u1")
 
 
 def encode_view(
-    index: TimelineIndex, view: VisibleSlices, span: tuple[int, int], px: int, counters: list[int],
-    flags: NDArray[np.uint8] | None = None, ms: float = 0.0, version: int = 0,
-) -> bytes:  # fmt: skip
+    index: TimelineIndex,
+    view: VisibleSlices,
+    span: tuple[int, int],
+    px: int,
+    counters: list[int],
+    flags: NDArray[np.uint8] | None = None,
+    ms: float = 0.0,
+    version: int = 0,
+) -> bytes:
     """Encode the answer to a view; ``counters``: which of the index's are wanted."""
     x0, x1 = span
     positions = view.position

@@ -165,9 +165,15 @@ class IndexBuilder:
         self.groups.append(LaneGroup(key, label, kind, first, len(parts), folded))
 
     def tracks(
-        self, key: str, label: str, kind: str, source: LaneSource, categories: CategorySet,
-        columns: tuple[Any, ...], folded: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        key: str,
+        label: str,
+        kind: str,
+        source: LaneSource,
+        categories: CategorySet,
+        columns: tuple[Any, ...],
+        folded: bool = False,
+    ) -> None:
         """Add slices that may overlap: (start, end, name, slot, row), in any order."""
         start, end, name, slot, row = (np.asarray(column) for column in columns)
         if not len(start):

@@ -30,9 +30,14 @@ class RankTimeline:
     """Timeline that the addresses answer from. Read-only but for remembered results."""
 
     def __init__(
-        self, analysis: Analysis, report: Report, rank: int, version: int = 0, *,
+        self,
+        analysis: Analysis,
+        report: Report,
+        rank: int,
+        version: int = 0,
+        *,
         libraries: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.analysis = analysis
         self.report = report
         self.rank = rank

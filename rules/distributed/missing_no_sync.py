@@ -267,9 +267,15 @@ def _broadcasts(a: Analysis, passes: int) -> list[Edit]:
 
 
 def _training(
-    passes: list[list[int]], *, profiled: str = "step", tensor: int = 0, optimizers: int = 1,
-    arguments: bool = True, gpu: str | None = "A100", broadcast_us: float = 0,
-) -> TraceBuilder:  # fmt: skip
+    passes: list[list[int]],
+    *,
+    profiled: str = "step",
+    tensor: int = 0,
+    optimizers: int = 1,
+    arguments: bool = True,
+    gpu: str | None = "A100",
+    broadcast_us: float = 0,
+) -> TraceBuilder:
     """Passes that reduce buckets of so many MiB; ``tensor``: MiB that each layer reduces too."""
     b = TraceBuilder(gpu)
 

@@ -169,9 +169,15 @@ class ForwardCode(Rule):
 
 
 def _forward(
-    *, stretch: float = 4_000, times: int = 1, rest: float = 8_000, samples: int = 20,
-    inside: bool = True, gpu: str | None = None, collective: bool = False,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    stretch: float = 4_000,
+    times: int = 1,
+    rest: float = 8_000,
+    samples: int = 20,
+    inside: bool = True,
+    gpu: str | None = None,
+    collective: bool = False,
+) -> TraceBuilder:
     b = TraceBuilder(gpu, rank=0, world_size=2) if collective else TraceBuilder(gpu=gpu)
     for _ in b.steps():
         if not inside:

@@ -290,9 +290,14 @@ def _estimate(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Impact:
 
 
 def _gc_run(
-    *, every: int, pause: float, longer: float | None = None, steps: int = 200, asked: int = 0,
+    *,
+    every: int,
+    pause: float,
+    longer: float | None = None,
+    steps: int = 200,
+    asked: int = 0,
     b: TraceBuilder | None = None,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = b or TraceBuilder()
     r = b.record_of_run(devices=[RecordedDevice()] if b.head["deviceProperties"] else [])
     for n in range(steps):

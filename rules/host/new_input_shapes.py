@@ -258,9 +258,15 @@ def _convolutions(*, trials: int = 6, benchmark: bool | None = None) -> TraceBui
 
 
 def _attention(
-    *, name: str = "aten::_cudnn_attention_forward", us: float = 40_000, repeated: float = 60,
-    others: int = 3, grows: bool = True, rest: float = 2000, late: float | None = None,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    name: str = "aten::_cudnn_attention_forward",
+    us: float = 40_000,
+    repeated: float = 60,
+    others: int = 3,
+    grows: bool = True,
+    rest: float = 2000,
+    late: float | None = None,
+) -> TraceBuilder:
     """Decoding steps of four layers, whose length grows by one per step or stays."""
     b = TraceBuilder()
     for number in b.steps(5):

@@ -417,9 +417,13 @@ def _what_ran(a: Analysis, steps: pl.DataFrame, index: int, least: float) -> tup
 
 
 def _training(
-    *, frame: str = "", annotation: str = "", thread: int | None = None, steps: int = 40,
+    *,
+    frame: str = "",
+    annotation: str = "",
+    thread: int | None = None,
+    steps: int = 40,
     every: int = 10,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder()
     for n in b.steps(steps):
         b.product(2000, wait=True)

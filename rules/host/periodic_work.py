@@ -189,9 +189,16 @@ class PeriodicWork(Rule):
 
 
 def _every(
-    period: int, ms: float, *, outside: bool = False, samples: int = 100, leaf: str = "",
-    device: float = 0.0, steps: int = 200, at: tuple[int, ...] = (),
-) -> TraceBuilder:  # fmt: skip
+    period: int,
+    ms: float,
+    *,
+    outside: bool = False,
+    samples: int = 100,
+    leaf: str = "",
+    device: float = 0.0,
+    steps: int = 200,
+    at: tuple[int, ...] = (),
+) -> TraceBuilder:
     """Steps of 8 ms, of which every ``period``-th has ``ms`` more."""
     b = TraceBuilder()
     r = b.record_of_run()

@@ -173,9 +173,15 @@ def _updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bo
 
 
 def _training(
-    passes: int, *, kept: int = 0, gpu: str | None = "A100", differentiated: bool = False,
-    twice: bool = False, rest: float = 500, updates: bool = False,
-) -> TraceBuilder:  # fmt: skip
+    passes: int,
+    *,
+    kept: int = 0,
+    gpu: str | None = "A100",
+    differentiated: bool = False,
+    twice: bool = False,
+    rest: float = 500,
+    updates: bool = False,
+) -> TraceBuilder:
     """Six layers, and so many backward passes through them and those of ``kept`` earlier steps.
     ``differentiated``: the first has derivatives of its own; ``twice``: all have."""
     b = TraceBuilder(gpu=gpu)

@@ -230,9 +230,15 @@ def _named(code: SampledCode, in_line: bool) -> str:
 
 
 def _served(
-    *, operator: str = "", kernel: float = 1000, pieces: int = 1, place: str = "",
-    samples: int = 40, every: int = 0, gpu: str | None = "A100",
-) -> TraceBuilder:  # fmt: skip
+    *,
+    operator: str = "",
+    kernel: float = 1000,
+    pieces: int = 1,
+    place: str = "",
+    samples: int = 40,
+    every: int = 0,
+    gpu: str | None = "A100",
+) -> TraceBuilder:
     """Steps of 6 ms of host work in ``pieces``, each before a launch."""
     b = TraceBuilder(gpu=gpu)
     for _ in b.steps():

@@ -146,9 +146,14 @@ def _recorded(*, again: int, forwards: int = 12) -> TraceBuilder:
 
 
 def _twice(
-    *, gpu: str | None = "A100", times: int = 2, batch: int = 32, graph: bool = False,
-    trained: bool = False, rest: float = 500,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    gpu: str | None = "A100",
+    times: int = 2,
+    batch: int = 32,
+    graph: bool = False,
+    trained: bool = False,
+    rest: float = 500,
+) -> TraceBuilder:
     """A network of six layers that runs so many times in each step."""
     b = TraceBuilder(gpu=gpu)
     number = 0

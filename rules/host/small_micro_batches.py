@@ -223,10 +223,17 @@ def _runs(
 
 
 def _training(
-    *, gpu: str | None = None, passes: int = 8, models: int = 1, updates: bool = False,
-    us: float = 60, backward_us: float = 60, trainer: str = "", weights: bool = True,
+    *,
+    gpu: str | None = None,
+    passes: int = 8,
+    models: int = 1,
+    updates: bool = False,
+    us: float = 60,
+    backward_us: float = 60,
+    trainer: str = "",
+    weights: bool = True,
     between: str = "",
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     """Passes of one model, or of ``models`` in turn, with 20 layers each."""
     b = TraceBuilder(gpu=gpu)
 

@@ -445,9 +445,13 @@ def _expect(dur: Floats, shapes: Floats, samples: Floats) -> Floats:
 
 
 def _irregular(
-    ms: object, *, shapes: bool = False, steps: int = 300, machine: float = 20,
+    ms: object,
+    *,
+    shapes: bool = False,
+    steps: int = 300,
+    machine: float = 20,
     compiles: bool = False,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     assert callable(ms)
     b = TraceBuilder()
     r = b.record_of_run(cpus_total=8)

@@ -368,9 +368,13 @@ def _of_other_rules(a: Analysis, rows: np.ndarray) -> np.ndarray:
 
 
 def _graph(
-    *, count: int = 100, trains: bool = True, between: str = "", loader: bool = False,
+    *,
+    count: int = 100,
+    trains: bool = True,
+    between: str = "",
+    loader: bool = False,
     rest: float = 300,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps(4):
         with b.range("enumerate(DataLoader)#_X.__next__") if loader else nullcontext():

@@ -293,10 +293,20 @@ ATTENTION = "aten::scaled_dot_product_attention"
 
 
 def _decode(
-    *, rows: int = 640, layers: int = 3, passes: int = 1, steps: int = 4, gpu: str | None = None,
-    rest: float = 200, trains: bool = False, chooses: str = "aten::argmax", classes: int = 6000,
-    encoder: str = "", scores: str = ATTENTION, grows: bool = False,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    rows: int = 640,
+    layers: int = 3,
+    passes: int = 1,
+    steps: int = 4,
+    gpu: str | None = None,
+    rest: float = 200,
+    trains: bool = False,
+    chooses: str = "aten::argmax",
+    classes: int = 6000,
+    encoder: str = "",
+    scores: str = ATTENTION,
+    grows: bool = False,
+) -> TraceBuilder:
     """Return steps that each decode tokens of 16 sequences, with layers on so many constant
     rows."""
     b = TraceBuilder(gpu)

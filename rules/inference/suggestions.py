@@ -468,9 +468,17 @@ def _ns(phase: InferencePhase) -> float:
 
 
 def _engine(
-    *, batch: int = 8, prefill: float = 0, prompts: int = 1, cached: int = 0, collective: float = 0,
-    decodes: int = 6, eager: bool = False, pieces: int = 1, kernel: float = 20,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    batch: int = 8,
+    prefill: float = 0,
+    prompts: int = 1,
+    cached: int = 0,
+    collective: float = 0,
+    decodes: int = 6,
+    eager: bool = False,
+    pieces: int = 1,
+    kernel: float = 20,
+) -> TraceBuilder:
     """Decode steps of 2 ms and steps with prompts, as vLLM marks them."""
     b = TraceBuilder("H100")
     product = [("nvjet_hsh_64x8", kernel)] * (1 if collective else 2)

@@ -208,9 +208,14 @@ def _device_ns(a: Analysis, edits: list[Edit]) -> int:
 
 
 def _tuning(
-    *, ignored: float = 0.75, samples: int = 8, positions: int = 1024, vocabulary: int = 32000,
-    us: float = 3000, gpu: str | None = None,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    ignored: float = 0.75,
+    samples: int = 8,
+    positions: int = 1024,
+    vocabulary: int = 32000,
+    us: float = 3000,
+    gpu: str | None = None,
+) -> TraceBuilder:
     """Instruction tuning: 8 rows of 128 labels."""
     b = TraceBuilder(gpu=gpu)
 

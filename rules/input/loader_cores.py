@@ -491,9 +491,15 @@ def _disk(hosts: list[tuple[int, HostSample]]) -> float | None:
 
 
 def _busy(
-    cpu: float, *, disk: float = 1e6, data: float = 6, workers: int = 8, cpus: int = 8,
-    children: float | None = None, threads: int | None = None,
-) -> TraceBuilder:  # fmt: skip
+    cpu: float,
+    *,
+    disk: float = 1e6,
+    data: float = 6,
+    workers: int = 8,
+    cpus: int = 8,
+    children: float | None = None,
+    threads: int | None = None,
+) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run(cpus=cpus, flags={} if threads is None else {"num_threads": threads})
     r.event("loader", id=1, workers=workers)

@@ -247,9 +247,13 @@ def _has_twice(inputs: OpInputs, length: int) -> bool:
 
 
 def _run(
-    padding: float | None, *, samples: int = 30, device: bool = False, beyond: float | None = None,
+    padding: float | None,
+    *,
+    samples: int = 30,
+    device: bool = False,
+    beyond: float | None = None,
     op: str = "aten::mm",
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps(4 if device else 0):
         b.run(op, "ampere_sgemm_128x64_nn", 9000, [[512, 512], [512, 512]])

@@ -166,10 +166,18 @@ def _duration(value: object) -> float:
 
 
 def _run(
-    *, workers: int = 4, epochs: int = 4, steps: int = 50, wait: float = 1000,
-    persistent: bool = False, evaluation: bool = False, between: float = 0.0, usual: float = 0.2,
-    spawn: float = 600, late: int = 0,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    workers: int = 4,
+    epochs: int = 4,
+    steps: int = 50,
+    wait: float = 1000,
+    persistent: bool = False,
+    evaluation: bool = False,
+    between: float = 0.0,
+    usual: float = 0.2,
+    spawn: float = 600,
+    late: int = 0,
+) -> TraceBuilder:
     """``late``: steps after which the start of an epoch is recorded; all times ms."""
     b = TraceBuilder()
     r = b.record_of_run(cpus=8)

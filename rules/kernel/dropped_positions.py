@@ -240,10 +240,16 @@ def _shape_of_product(a: Analysis, name: str, index: int | None) -> Shape | None
 
 
 def _model(
-    *, gpu: str | None = None, product: str = "aten::linear", taker: str = "aten::select",
-    args: list[str] | None = None, also: str = "", whole: bool = False, trains: bool = True,
+    *,
+    gpu: str | None = None,
+    product: str = "aten::linear",
+    taker: str = "aten::select",
+    args: list[str] | None = None,
+    also: str = "",
+    whole: bool = False,
+    trains: bool = True,
     us: float = 3000,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     """Sequences of 32 positions, and logits over 6,000 classes."""
     b = TraceBuilder(gpu=gpu)
     logits, hidden = [16, 32, 6000], [16, 32, 96]

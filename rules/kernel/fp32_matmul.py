@@ -421,9 +421,13 @@ class Fp32Matmul(Rule):
         )
 
     def _saved(
-        self, a: Analysis, slow: kernel_work.Mask, target: NumberFormat, derating: float,
+        self,
+        a: Analysis,
+        slow: kernel_work.Mask,
+        target: NumberFormat,
+        derating: float,
         blind: float,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Sum the time that the slow kernels save on the tensor cores, ns."""
         index = np.flatnonzero(slow)
         dur = a.trace.gpu["dur"].to_numpy()[index].astype(float)
@@ -639,9 +643,13 @@ class MixedPrecisionOff(Fp32Matmul):
         return replace(found, edits=edits, evidence=evidence, **text)
 
     def _saved(
-        self, a: Analysis, slow: kernel_work.Mask, target: NumberFormat, derating: float,
+        self,
+        a: Analysis,
+        slow: kernel_work.Mask,
+        target: NumberFormat,
+        derating: float,
         blind: float,
-    ) -> float:  # fmt: skip
+    ) -> float:
         casts = {self.best_derating: self.best_casts, self.worst_derating: self.worst_casts}
         moved = a.kernels["moved"].cast(pl.Float64).fill_null(0.0).to_numpy()[slow].sum()
         memory = attainable_roofs(a.hardware).memory

@@ -469,9 +469,13 @@ class _ChainSizes:
 
 
 def _step(
-    ops: list[str], *, shapes: bool = True, shrink: bool = False, products: float = 500,
+    ops: list[str],
+    *,
+    shapes: bool = True,
+    shrink: bool = False,
+    products: float = 500,
     gpu: str | None = "A100",
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     small = {"add", "rsqrt"} if "rsqrt" in ops else {"sqrt"} if "sqrt" in ops else set()
     gemm = "ampere_fp16_s16816gemm_fp16_128x128_ldg8_nn"
     pointwise = "void at::native::elementwise_kernel<128, 4>"

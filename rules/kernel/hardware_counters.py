@@ -573,9 +573,15 @@ def _stall(name: str) -> str:
 
 
 def _example(
-    *, sm: float = 10.0, dram: float = 10.0, l1: float = 10.0, theoretical: float = 100.0,
-    waves: float = 20.0, registers: float = 16.0, **metrics: float,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    sm: float = 10.0,
+    dram: float = 10.0,
+    l1: float = 10.0,
+    theoretical: float = 100.0,
+    waves: float = 20.0,
+    registers: float = 16.0,
+    **metrics: float,
+) -> TraceBuilder:
     """Two steps of a kernel that takes most of the time, with its counters beside them."""
     b = TraceBuilder()
     for _ in b.steps():

@@ -196,10 +196,15 @@ def _why(op: str, family: str, kernel: str, inputs: OpInputs | None) -> SlowCaus
 
 
 def _step(
-    op: str, shapes: list[list[int]] | None, us: float, *, types: list[str] | None = None,
-    strides: list[list[int]] | None = None, products: float = 500,
+    op: str,
+    shapes: list[list[int]] | None,
+    us: float,
+    *,
+    types: list[str] | None = None,
+    strides: list[list[int]] | None = None,
+    products: float = 500,
     kernel: str = "void at::native::elementwise_kernel<128, 4>",
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps():
         with b.op("aten::mm", [[8192, 4096], [4096, 2048]], "c10::Half"):

@@ -453,9 +453,15 @@ _TENSILE = "Cijk_some_kernel_MT128x128x32"
 
 
 def _products(
-    kernel: str, m: int, k: int, n: int, dtype: str = "c10::BFloat16", *,
-    strides: Sequence[Sequence[int]] | None = None, gpu: str = "A100",
-) -> TraceBuilder:  # fmt: skip
+    kernel: str,
+    m: int,
+    k: int,
+    n: int,
+    dtype: str = "c10::BFloat16",
+    *,
+    strides: Sequence[Sequence[int]] | None = None,
+    gpu: str = "A100",
+) -> TraceBuilder:
     def body(b: TraceBuilder) -> None:
         us = max(2000, 2e-6 * m * k * n / 100)  # at 100 TFLOP/s, of 271 on an A100 in bfloat16
         with b.op("aten::mm", [[m, k], [k, n]], dtype, strides=strides):

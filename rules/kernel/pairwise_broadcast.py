@@ -350,10 +350,17 @@ def _readers(a: Analysis, shapes: Collection[Shape]) -> dict[Shape, list[int] | 
 
 
 def _pairs(
-    first: str, *then: tuple[str, list[str]], gpu: str | None = None, rows: int = 384,
-    width: int = 64, whole: bool = False, backward: bool = False, dim: str = "", rest: float = 2000,
+    first: str,
+    *then: tuple[str, list[str]],
+    gpu: str | None = None,
+    rows: int = 384,
+    width: int = 64,
+    whole: bool = False,
+    backward: bool = False,
+    dim: str = "",
+    rest: float = 2000,
     read_by: str = "",
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     """A step that combines all pairs of ``rows`` rows."""
     b = TraceBuilder(gpu)
     given, result = [[rows, 1, width], [1, rows, width]], [rows, rows, width]

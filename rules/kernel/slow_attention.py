@@ -164,9 +164,14 @@ class SlowAttention(BelowRate):
 
 
 def _model(
-    width: int, tokens: int, dtype: str | None, us: float, kernel: str, gpu: str | None = "A100",
+    width: int,
+    tokens: int,
+    dtype: str | None,
+    us: float,
+    kernel: str,
+    gpu: str | None = "A100",
     products: float = 100,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder(gpu)
     shape = [8, tokens, 16, width]
     for _ in b.steps():

@@ -197,10 +197,14 @@ class SlowConvolution(BelowRate):
 
 
 def _network(
-    data: list[int], weight: list[int], us: float,
+    data: list[int],
+    weight: list[int],
+    us: float,
     kernel: str = "sm80_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize64x32x64",
-    *, dtype: str = "c10::Half", arguments: bool = True,
-) -> TraceBuilder:  # fmt: skip
+    *,
+    dtype: str = "c10::Half",
+    arguments: bool = True,
+) -> TraceBuilder:
     b = TraceBuilder()
     pad = weight[2] // 2
     concrete = ["", "", "", "[1, 1]", f"[{pad}, {pad}]", "[1, 1]", "False", "[0, 0]", "1"]

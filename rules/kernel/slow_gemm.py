@@ -176,9 +176,13 @@ def explain_slow_product(p: MatrixProduct, units: int | None, *, amd: bool) -> l
 
 
 def _products(
-    left: list[int], right: list[int], us: float, op: str = "aten::mm",
-    dtype: str = "c10::BFloat16", kernel: str = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn",
-) -> TraceBuilder:  # fmt: skip
+    left: list[int],
+    right: list[int],
+    us: float,
+    op: str = "aten::mm",
+    dtype: str = "c10::BFloat16",
+    kernel: str = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn",
+) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps():
         b.run(op, kernel, us, [left, right], dtype, times=6)

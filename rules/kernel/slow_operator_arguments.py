@@ -364,9 +364,13 @@ def _call(b: TraceBuilder, name: str, shape: list[int], given: Sequence[str], **
 
 
 def _fft(
-    length: int, name: str = TO_COMPLEX, *, pad: bool = True, gpu: str | None = None,
+    length: int,
+    name: str = TO_COMPLEX,
+    *,
+    pad: bool = True,
+    gpu: str | None = None,
     rest: float = 2000,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder(gpu)
     for _ in b.steps():
         if pad:

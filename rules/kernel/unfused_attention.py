@@ -245,9 +245,14 @@ class UnfusedAttention(Rule):
         return spent + part * kernel_work.summed_duration(a, products & in_backward & ~forward)
 
     def _edits(
-        self, a: Analysis, rows: kernel_work.Mask, blocks: kernel_work.AttentionBlocks,
-        attention: kernel_work.Mask, unnumbered: float, fused: kernel_work.FusedEstimate | None,
-    ) -> list[Edit]:  # fmt: skip
+        self,
+        a: Analysis,
+        rows: kernel_work.Mask,
+        blocks: kernel_work.AttentionBlocks,
+        attention: kernel_work.Mask,
+        unnumbered: float,
+        fused: kernel_work.FusedEstimate | None,
+    ) -> list[Edit]:
         """Merges the kernels of ``attention``, by operator. What else the operators launch keeps
         its time; those that are mostly elsewhere (additions, casts) are scaled, not merged."""
         op = a.kernels["op_name"]
@@ -284,9 +289,13 @@ class UnfusedAttention(Rule):
         return edits
 
     def _fused_time(
-        self, a: Analysis, blocks: kernel_work.AttentionBlocks,
-        fused: kernel_work.FusedEstimate | None, *, training: bool,
-    ) -> tuple[float, float, float]:  # fmt: skip
+        self,
+        a: Analysis,
+        blocks: kernel_work.AttentionBlocks,
+        fused: kernel_work.FusedEstimate | None,
+        *,
+        training: bool,
+    ) -> tuple[float, float, float]:
         """Estimate what the fused kernels take, ns: expected, at best, at worst."""
         passes = 1 + kernel_work.BACKWARD * training
         if fused is None:

@@ -178,10 +178,16 @@ def _activity(a: Analysis) -> tuple[str, float, str] | None:
 
 
 def _run(
-    held: float | None, *, gpm: float | None = None, utilisation: int | None = None,
-    window: bool = False, prepares: bool = False, frees: bool = False, data: float = 0,
+    held: float | None,
+    *,
+    gpm: float | None = None,
+    utilisation: int | None = None,
+    window: bool = False,
+    prepares: bool = False,
+    frees: bool = False,
+    data: float = 0,
     others: float = 0,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     from advisor.core.run_directory import GpuSample, RecordedDevice
 
     b = TraceBuilder()

@@ -301,9 +301,13 @@ def _spans(a: Analysis, rows_: NDArray[np.intp] | Rows) -> Intervals:
 
 
 def _trace(
-    more: int, *, graph: bool = True, backward: bool = True, gpu: bool = True,
+    more: int,
+    *,
+    graph: bool = True,
+    backward: bool = True,
+    gpu: bool = True,
     name: str = "aten::linear",
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder() if gpu else TraceBuilder(gpu=None)
     first = 0
 

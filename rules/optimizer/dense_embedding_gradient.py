@@ -279,9 +279,13 @@ class _TableWork:
 
 
 def _recommender(
-    *, gpu: str | None = "A100", rows: int = 400_000, tied: bool = False, sparse: bool = False,
+    *,
+    gpu: str | None = "A100",
+    rows: int = 400_000,
+    tied: bool = False,
+    sparse: bool = False,
     us: float = 900,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
     table = [rows, 32]
 

@@ -332,9 +332,13 @@ def _step(kind: str, *, stacks: bool = False) -> TraceBuilder:
 
 
 def _on_host(
-    count: int, name: str = "aten::mul_", *, us: float = 4, rest: float = 2_000,
+    count: int,
+    name: str = "aten::mul_",
+    *,
+    us: float = 4,
+    rest: float = 2_000,
     optimizer: str = "AdamW",
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.on_host("aten::mm", rest)

@@ -182,9 +182,13 @@ def _reference_network(modules: Sequence[str]) -> str:
 
 
 def _training(
-    *, unused: bool = True, dropped: bool = False, gpu: str | None = None, us: float = 600,
+    *,
+    unused: bool = True,
+    dropped: bool = False,
+    gpu: str | None = None,
+    us: float = 600,
     models: Sequence[str] = (),
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     """Four layers [256, 512], of which an optimizer holds the last one's adapter [8, 512].
     ``dropped``: another optimizer holds the layers, and drops these gradients."""
     b = TraceBuilder(gpu=gpu)

@@ -189,10 +189,17 @@ def locate_row(a: Analysis, row: int | None, **fields: Any) -> Location:
 
 
 def costliest_places(
-    a: Analysis, host: Rows, cost: Rows | None = None, *, ts: Rows | None = None,
-    dur: Rows | None = None, kernel: Rows | None = None, instance: Rows | None = None,
-    gap: Rows | None = None, top: int = 3,
-) -> list[Location]:  # fmt: skip
+    a: Analysis,
+    host: Rows,
+    cost: Rows | None = None,
+    *,
+    ts: Rows | None = None,
+    dur: Rows | None = None,
+    kernel: Rows | None = None,
+    instance: Rows | None = None,
+    gap: Rows | None = None,
+    top: int = 3,
+) -> list[Location]:
     """Return the places of the program that cost most, the most expensive first.
 
     ``host`` are rows of ``trace.cpu`` (-1: none) and ``cost`` what each of them costs, ns, by
@@ -446,10 +453,17 @@ def own_cores(a: Analysis, cpus: int) -> float:
 
 
 def impact_per_step(
-    a: Analysis, gain: float, *, low: float = 0.0, high: float | None = None, method: str = METHOD,
-    kind: GainKind = "recorded", of_median: bool = False, of_host: bool = True,
+    a: Analysis,
+    gain: float,
+    *,
+    low: float = 0.0,
+    high: float | None = None,
+    method: str = METHOD,
+    kind: GainKind = "recorded",
+    of_median: bool = False,
+    of_host: bool = True,
     outside: float = 0.0,
-) -> Impact:  # fmt: skip
+) -> Impact:
     """An impact in time per step, from recorded times, ns: of the mean step, or ``of_median``. No
     fix saves more than that step, whatever other steps take; one ``of_host`` time saves no more
     than a GPU waits, in the step and ``outside`` of it."""

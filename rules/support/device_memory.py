@@ -116,9 +116,13 @@ def measure_growth(values: Floats) -> tuple[float, bool]:
 
 
 def snapshot_example(
-    b: TraceBuilder | None = None, *, steps: int = 3, total: int = 80 << 30, history: bool = True,
+    b: TraceBuilder | None = None,
+    *,
+    steps: int = 3,
+    total: int = 80 << 30,
+    history: bool = True,
     **training: Any,
-) -> TraceBuilder:  # fmt: skip
+) -> TraceBuilder:
     """An example with the memory snapshot of ``steps`` training steps on a GPU of ``total`` bytes,
     or of those before memory runs out. ``training``: arguments of the simulated training."""
     from advisor.testing.allocator import DeviceFull, FakeAllocator, Training

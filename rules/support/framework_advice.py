@@ -14,9 +14,15 @@ HIP_NAMES = (
 
 
 def in_any_language(
-    fix: str, *, cuda: str = "", code: str = "", verify: str = "", title: str = "",
-    falsified_by: str = "", terms: Mapping[str, str] | None = None,
-) -> dict[str, FrameworkAdvice]:  # fmt: skip
+    fix: str,
+    *,
+    cuda: str = "",
+    code: str = "",
+    verify: str = "",
+    title: str = "",
+    falsified_by: str = "",
+    terms: Mapping[str, str] | None = None,
+) -> dict[str, FrameworkAdvice]:
     """Entries of ``Rule.framework_advice``: ``fix`` in any language, and in C++ with CUDA or HIP
     what to call and ``code`` too."""
     any_language = FrameworkAdvice(fix, "", verify, title, falsified_by, terms or {})

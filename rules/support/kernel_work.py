@@ -189,9 +189,13 @@ def backward_chains(a: Analysis, chains: NDArray[np.int64]) -> NDArray[np.int64]
 
 
 def fuse_kernels(
-    a: Analysis, selected: Mask, select: Select, saved: Iterable[float], chained: Mask,
+    a: Analysis,
+    selected: Mask,
+    select: Select,
+    saved: Iterable[float],
+    chained: Mask,
     launches: int,
-) -> list[Edit]:  # fmt: skip
+) -> list[Edit]:
     """The Edits that fuse the ``chained`` ones of the ``selected`` kernels, which take ``saved``
     (ns) less, so that ``launches`` of them are left.
 

@@ -16,9 +16,17 @@ class LibraryFix:
     """A kind of library function, and what to write in its place."""
 
     def __init__(
-        self, work: str, fix: str, code: str = "", *, frames: str = "", calls: str = "",
-        workers: str = "", workers_first: bool = False, assumptions: tuple[str, ...] = ONCE,
-    ) -> None:  # fmt: skip
+        self,
+        work: str,
+        fix: str,
+        code: str = "",
+        *,
+        frames: str = "",
+        calls: str = "",
+        workers: str = "",
+        workers_first: bool = False,
+        assumptions: tuple[str, ...] = ONCE,
+    ) -> None:
         self.work = work
         """Name of what it does, the subject of a title: ``Parsing text``."""
         self.fix = fix

@@ -207,9 +207,13 @@ def _numel(sizes: tuple[tuple[int, ...], ...]) -> int:
 
 
 def _problem(
-    kind: Kind, ranks: list[int], waiting: list[int], at: list[tuple[int, FlightCall]],
-    group: _Group, by_rank: dict[int, FlightDump],
-) -> CollectiveProblem:  # fmt: skip
+    kind: Kind,
+    ranks: list[int],
+    waiting: list[int],
+    at: list[tuple[int, FlightCall]],
+    group: _Group,
+    by_rank: dict[int, FlightDump],
+) -> CollectiveProblem:
     ways: dict[Any, list[tuple[int, FlightCall]]] = defaultdict(list)
     for rank, call in sorted(at, key=lambda each: (each[1].state == "completed", each[0])):
         where = call.where

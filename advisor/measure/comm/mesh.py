@@ -217,9 +217,14 @@ def report_mesh(
 
 
 def _report_axis(
-    a: Analysis, axis: Any, size: int | None, members: list[int], rows: pl.DataFrame,
-    machine: NodeLinks, waits: pl.DataFrame | None,
-) -> MeshAxis:  # fmt: skip
+    a: Analysis,
+    axis: Any,
+    size: int | None,
+    members: list[int],
+    rows: pl.DataFrame,
+    machine: NodeLinks,
+    waits: pl.DataFrame | None,
+) -> MeshAxis:
     steps = a.step_count
     large = rows.filter(pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= MIN_RATE_BYTES))
     kinds = rows["collective"].cast(pl.String).value_counts(sort=True)

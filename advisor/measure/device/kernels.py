@@ -226,9 +226,14 @@ def _tensor_core(
 
 
 def _eligible(
-    family: Codes, matrix: Bools, names: _Names, dtype: Codes, tensor_core: Codes, vector: Bools,
+    family: Codes,
+    matrix: Bools,
+    names: _Names,
+    dtype: Codes,
+    tensor_core: Codes,
+    vector: Bools,
     compute: tuple[int, int] | None,
-) -> Codes:  # fmt: skip
+) -> Codes:
     """Tell whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
     result = np.where(family == CODE["other"], _UNKNOWN, _FALSE)
     possible = (dtype != NO_ROW) & (dtype != FORMATS.index("fp64"))

@@ -76,9 +76,13 @@ def calls_by_inputs(a: Analysis, pattern: str) -> Iterator[tuple[str, OpInputs, 
 
 
 def readers_behind(
-    a: Analysis, row: int, shape: tuple[int, ...], types: Collection[str] | None = None, *,
+    a: Analysis,
+    row: int,
+    shape: tuple[int, ...],
+    types: Collection[str] | None = None,
+    *,
     count: int = MAX_AFTER,
-) -> Iterator[tuple[int, str, OpInputs]]:  # fmt: skip
+) -> Iterator[tuple[int, str, OpInputs]]:
     """Yield those of the next ``count`` outermost operators that its thread gives a tensor of this
     shape: row, name and inputs. ``types``: of such a tensor; ``None``: any."""
     cpu, order = a.trace.cpu, outermost_rows(a.trace)

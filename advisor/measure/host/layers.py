@@ -199,9 +199,14 @@ def _forward(a: Analysis, rows: Rows) -> Rows:
 
 
 def _sums(
-    a: Analysis, tree: ModuleTree, target: NDArray[np.int32], scopes: NDArray[np.int32],
-    work: pl.DataFrame, node: Rows, backward: Rows,
-) -> tuple[pl.DataFrame, NDArray[np.float64]]:  # fmt: skip
+    a: Analysis,
+    tree: ModuleTree,
+    target: NDArray[np.int32],
+    scopes: NDArray[np.int32],
+    work: pl.DataFrame,
+    node: Rows,
+    backward: Rows,
+) -> tuple[pl.DataFrame, NDArray[np.float64]]:
     """Return ``LayerTable.nodes`` and time per step; nodes that were grafted away have no parent,
     calls or time, and are left out of the table's order by their place at its end."""
     count = len(target)

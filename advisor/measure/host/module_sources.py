@@ -152,9 +152,13 @@ Source = tuple[Find, NDArray[np.int32]]
 
 
 def _nested(
-    trace: Trace, tree: ModuleTree, rows: Rows, names: Callable[[str], tuple[str, ...]], *,
+    trace: Trace,
+    tree: ModuleTree,
+    rows: Rows,
+    names: Callable[[str], tuple[str, ...]],
+    *,
     in_order: bool = False,
-) -> Source:  # fmt: skip
+) -> Source:
     """Find modules that are host rows with others inside them. ``in_order``: rows of one name in
     one call are different modules, numbered in order of time."""
     parent = parent_rows(trace)

@@ -242,9 +242,14 @@ def _copy_before(
 
 
 def _released(
-    trace: Trace, work: _LaunchOrder, rows: NDArray[np.int64], kind: NDArray[np.int8],
-    copy: NDArray[np.int64], ts: Ints, end: Ints,
-) -> Ints:  # fmt: skip
+    trace: Trace,
+    work: _LaunchOrder,
+    rows: NDArray[np.int64],
+    kind: NDArray[np.int8],
+    copy: NDArray[np.int64],
+    ts: Ints,
+    end: Ints,
+) -> Ints:
     """Return the end of each call's awaited work, ns; -1: it had ended before, or is not known."""
     gpu, cpu = trace.gpu, trace.cpu
     result = np.full(len(rows), -1, dtype=np.int64)

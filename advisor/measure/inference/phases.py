@@ -103,9 +103,14 @@ def _mean(values: list[int | None]) -> float | None:
 
 
 def _phase(
-    label: str, rows: Ints, passes: ForwardPasses, kernels: _Kernels | None, *, whole: bool,
+    label: str,
+    rows: Ints,
+    passes: ForwardPasses,
+    kernels: _Kernels | None,
+    *,
+    whole: bool,
     host: float,
-) -> InferencePhase:  # fmt: skip
+) -> InferencePhase:
     """Summarise one phase. ``whole``: the records of the device are complete. ``host``: part of the
     host's time that the run's own steps have."""
     start, end = (times[rows] for times in passes.pass_intervals)

@@ -51,9 +51,16 @@ def group_medians(values: Floats, first: Ints) -> Floats:
 
 
 def align_cells(
-    rank: Ints, first: Ints, start: Floats, end: Floats, usable: Bools, ranks: int, *, unix: bool,
+    rank: Ints,
+    first: Ints,
+    start: Floats,
+    end: Floats,
+    usable: Bools,
+    ranks: int,
+    *,
+    unix: bool,
     pairs: Bools | None = None,
-) -> Clocks:  # fmt: skip
+) -> Clocks:
     """Estimate offsets and drifts of ``ranks`` clocks.
 
     ``rank``, ``start``, ``end``: by cell, sorted by row; ``first``: first cell of each row and the

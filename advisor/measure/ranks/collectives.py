@@ -154,9 +154,15 @@ def pack_collectives(a: Analysis, table: pl.DataFrame, steps: pl.DataFrame) -> C
 
 
 def short_key(
-    known: bool, group: str | None, ranks: str | None, kind: str, size: int | None,
-    annotation: str | None, source: int | None = None, target: int | None = None,
-) -> str:  # fmt: skip
+    known: bool,
+    group: str | None,
+    ranks: str | None,
+    kind: str,
+    size: int | None,
+    annotation: str | None,
+    source: int | None = None,
+    target: int | None = None,
+) -> str:
     """Build the short key that matches a collective across ranks: the members' list as a digest."""
     members = "" if ranks is None else hashlib.blake2s(ranks.encode(), digest_size=6).hexdigest()
     parts = ("s" if known else "n", (group or "")[:80], members, kind, size, annotation or "")

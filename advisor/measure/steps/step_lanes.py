@@ -98,9 +98,13 @@ def _idle(a: Analysis, begin: int, end: int) -> list[Lane]:
 
 
 def _grid(
-    start: NDArray[np.int64], stop: NDArray[np.int64], kind: NDArray[np.int64], begin: int,
-    end: int, kinds: int,
-) -> NDArray[np.float64]:  # fmt: skip
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    kind: NDArray[np.int64],
+    begin: int,
+    end: int,
+    kinds: int,
+) -> NDArray[np.float64]:
     """Return the time of each kind (row) in each cell (column), ns."""
     width = (end - begin) / CELLS
     low = (np.clip(start, begin, end) - begin) / width

@@ -35,10 +35,14 @@ LIMIT = 64 << 30
 
 @contextmanager
 def open_locally(
-    source: RemoteFile, *, folder: str | Path | None = None, max_bytes: int = LIMIT,
-    timeout: float | None = None, progress: Callable[[str, int], None] | None = None,
+    source: RemoteFile,
+    *,
+    folder: str | Path | None = None,
+    max_bytes: int = LIMIT,
+    timeout: float | None = None,
+    progress: Callable[[str, int], None] | None = None,
     check: Callable[[bytes, str], None] | None = None,
-) -> Iterator[Path]:  # fmt: skip
+) -> Iterator[Path]:
     """Open a local path to a file, for the time of the ``with`` block: its own if it is local, else
     a copy of the same name in a temporary folder.
 

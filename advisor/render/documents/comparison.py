@@ -106,10 +106,15 @@ def _limits(c: Comparison) -> Iterator[Block]:
 
 
 def _table(
-    title: str, first: str, lines: list[comparison_text.ComparedFigure],
-    notes: Sequence[Paragraph] = (), *, above: Sequence[Block] = (), short: bool = False,
+    title: str,
+    first: str,
+    lines: list[comparison_text.ComparedFigure],
+    notes: Sequence[Paragraph] = (),
+    *,
+    above: Sequence[Block] = (),
+    short: bool = False,
     aside: str = "",
-) -> Iterator[Section]:  # fmt: skip
+) -> Iterator[Section]:
     """Build a table of figures side by side; ``first``: the head of their names."""
     looks: dict[str, Style] = {"better": "good", "worse": "bad"}
     rows: list[list[Inline]] = [

@@ -354,9 +354,14 @@ class Page:
             self.wrap(clean(below), indent=2, style="dim")
 
     def flow(
-        self, label: str, parts: Iterable[str], *, indent: int = 4, separator: str = " · ",
+        self,
+        label: str,
+        parts: Iterable[str],
+        *,
+        indent: int = 4,
+        separator: str = " · ",
         style: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a name and parts beside it; a line is broken between parts where that is possible."""
         room = max(20, self.width - indent - LABEL_WIDTH)
         lines = _flowed([clean(part) for part in parts if part], room, separator)
@@ -386,9 +391,14 @@ class Page:
             depth = _breaks(line, depth)[1]
 
     def table(
-        self, head: Sequence[str], rows: Sequence[Sequence[str | tuple[str, str]]], *,
-        indent: int = 2, align: str = "", below: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        head: Sequence[str],
+        rows: Sequence[Sequence[str | tuple[str, str]]],
+        *,
+        indent: int = 2,
+        align: str = "",
+        below: Sequence[str] = (),
+    ) -> None:
         """Columns as wide as their content; ``align``: a letter a column, else the first to the
         left and figures to the right. Where that is too wide, they stand closer, and the first is
         shortened. ``below``: a line below each row."""

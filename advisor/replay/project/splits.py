@@ -209,10 +209,17 @@ def find_epoch(a: Analysis, steps: int | None, samples: int | None) -> float | N
 
 
 def project_ranks(
-    run: Run, rank: int | None, mesh: str, *, steps: tuple[int | None, int | None] | None = None,
-    recorded_mesh: str | None = None, node_size: int | None = None,
-    node_bandwidth: float | None = None, same_batch: bool = False, micro_batches: int | None = None,
-) -> MeshResult:  # fmt: skip
+    run: Run,
+    rank: int | None,
+    mesh: str,
+    *,
+    steps: tuple[int | None, int | None] | None = None,
+    recorded_mesh: str | None = None,
+    node_size: int | None = None,
+    node_bandwidth: float | None = None,
+    same_batch: bool = False,
+    micro_batches: int | None = None,
+) -> MeshResult:
     """Project the step of a rank onto another mesh; without ``rank`` the slowest's, with the
     median's beside it. Raises AdvisorError: the mesh cannot be read or projected."""
     there = parse_mesh(mesh)

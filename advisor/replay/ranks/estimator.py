@@ -55,9 +55,13 @@ class RanksEstimator(GainEstimator):
     (``of_rank``), else nothing. Changes that are no finding's are added with :meth:`add_change`."""
 
     def __init__(
-        self, own: GainEstimator, study: Study, rank: int, findings: Sequence[Finding] = (),
+        self,
+        own: GainEstimator,
+        study: Study,
+        rank: int,
+        findings: Sequence[Finding] = (),
         of_rank: OfRank | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.own = own
         self.study = study
         self.place = study.summary_index(rank)

@@ -297,9 +297,13 @@ class _Process:
         return result
 
     def _timed(
-        self, table: str, more: Types, of: Callable[[pl.DataFrame], pl.DataFrame], kind: Any,
+        self,
+        table: str,
+        more: Types,
+        of: Callable[[pl.DataFrame], pl.DataFrame],
+        kind: Any,
         said: tuple[str, ...] = ("stack_id",),
-    ) -> pl.DataFrame:  # fmt: skip
+    ) -> pl.DataFrame:
         """Apply ``of`` to a table in either layout, some thousands of rows at a time, with their
         times and places, the columns ``more``, and the columns ``said`` of their events."""
         direct: Types = {"start": pl.Int64, "end": pl.Int64, **_PLACE}

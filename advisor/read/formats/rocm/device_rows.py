@@ -40,9 +40,13 @@ def parse_roctx_ranges(texts: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame | N
 
 
 def trace_of(
-    meta: TraceMeta, host: list[pl.DataFrame], device: list[pl.DataFrame],
-    inputs: pl.DataFrame | None, programs: list[str], counters: pl.DataFrame | None = None,
-) -> Trace:  # fmt: skip
+    meta: TraceMeta,
+    host: list[pl.DataFrame],
+    device: list[pl.DataFrame],
+    inputs: pl.DataFrame | None,
+    programs: list[str],
+    counters: pl.DataFrame | None = None,
+) -> Trace:
     """Return the trace of these rows, whose lists are emptied. Raises AdvisorError if none."""
     rows = {"host": stack_frames(host), "device": stack_frames(device)}
     if not any(part.height for part in rows.values()):

@@ -124,12 +124,20 @@ def _compiled(k: MatchedKernel, launches: float | None, ns: float | None) -> Tri
     return TritonKernel(
         name=labels.clean(own.name),
         file=None if own.place is None else labels.clean(own.place[0]),
-        line=None if own.place is None else own.place[1], target=labels.clean(own.target),
-        num_warps=own.num_warps, num_stages=list(own.num_stages), registers=own.registers,
-        shared_bytes=own.shared, local_bytes=own.local, spilled_bytes=own.spilled,
-        occupancy=None if k.occupancy is None else k.occupancy / 100, occupancy_limiter=k.limiter,
-        variants=own.variants, launches=launches, step_ns=ns,
-    )  # fmt: skip
+        line=None if own.place is None else own.place[1],
+        target=labels.clean(own.target),
+        num_warps=own.num_warps,
+        num_stages=list(own.num_stages),
+        registers=own.registers,
+        shared_bytes=own.shared,
+        local_bytes=own.local,
+        spilled_bytes=own.spilled,
+        occupancy=None if k.occupancy is None else k.occupancy / 100,
+        occupancy_limiter=k.limiter,
+        variants=own.variants,
+        launches=launches,
+        step_ns=ns,
+    )
 
 
 def counters_verdict(report: Report) -> tuple[Status, str]:

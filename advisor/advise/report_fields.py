@@ -164,14 +164,22 @@ def _recorded_scope(a: Analysis) -> Scope:
     dur = recorded.timed_durations
     device = next(iter(recorded.record.rank.devices), None)
     return Scope(
-        rank=a.trace.meta.rank, step_source="record", steps_found=len(recorded.steps),
-        steps_used=recorded.count, outliers=[], span_ns=int(dur.sum()), step_ns=a.step_ns,
+        rank=a.trace.meta.rank,
+        step_source="record",
+        steps_found=len(recorded.steps),
+        steps_used=recorded.count,
+        outliers=[],
+        span_ns=int(dur.sum()),
+        step_ns=a.step_ns,
         step_min_ns=int(dur.min()) if len(dur) else 0,
-        step_max_ns=int(dur.max()) if len(dur) else 0, step_median_ns=recorded.median or 0.0,
+        step_max_ns=int(dur.max()) if len(dur) else 0,
+        step_median_ns=recorded.median or 0.0,
         device=None if device is None else device.index,
-        device_name=None if device is None else device.name, device_known=False, devices_seen=0,
+        device_name=None if device is None else device.name,
+        device_known=False,
+        devices_seen=0,
         framework=a.trace.meta.framework,
-    )  # fmt: skip
+    )
 
 
 def _phases(a: Analysis) -> list[HostShare]:

@@ -189,17 +189,24 @@ def describe_side(report: Report, path: str = "") -> Side:
     first = report.inputs[0] if report.inputs else None
     scope = report.scope
     return Side(
-        path=path or (first.path if first is not None else ""), rank=scope.rank,
-        window=first.window if first is not None else 0, ranks=max(1, len(report.inputs)),
-        status=report.status, verdict=report.verdict, device_name=scope.device_name,
-        step_source=scope.step_source, steps_used=scope.steps_used, step_ns=scope.step_ns,
+        path=path or (first.path if first is not None else ""),
+        rank=scope.rank,
+        window=first.window if first is not None else 0,
+        ranks=max(1, len(report.inputs)),
+        status=report.status,
+        verdict=report.verdict,
+        device_name=scope.device_name,
+        step_source=scope.step_source,
+        steps_used=scope.steps_used,
+        step_ns=scope.step_ns,
         record_shapes=first.record_shapes if first is not None else None,
         with_stack=first.with_stack if first is not None else None,
         profile_memory=first.profile_memory if first is not None else None,
         truncated=any(item.truncated for item in report.inputs),
         samples=None if report.recorded is None else report.recorded.samples_per_step,
-        crash=t.describe_crashes(report.crashes), framework=scope.framework,
-    )  # fmt: skip
+        crash=t.describe_crashes(report.crashes),
+        framework=scope.framework,
+    )
 
 
 def compile_payback(before: Report, after: Report, steps: StepTimeChange) -> list[str]:

@@ -63,12 +63,22 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     base = result.before or 1.0
     low = max(result.low, -result.before)  # no step takes less than nothing
     return StepTimeChange(
-        verdict=verdict, source=source, before=shapes[0], after=shapes[1],
-        statistic=result.statistic, method=result.method, paired=paired, level=CONFIDENCE_LEVEL,
-        difference_ns=result.amount, low_ns=low, high_ns=result.high, share=result.amount / base,
-        share_low=low / base, share_high=result.high / base,
+        verdict=verdict,
+        source=source,
+        before=shapes[0],
+        after=shapes[1],
+        statistic=result.statistic,
+        method=result.method,
+        paired=paired,
+        level=CONFIDENCE_LEVEL,
+        difference_ns=result.amount,
+        low_ns=low,
+        high_ns=result.high,
+        share=result.amount / base,
+        share_low=low / base,
+        share_high=result.high / base,
         notes=_notes(source, result.statistic, sides, reports),
-    )  # fmt: skip
+    )
 
 
 def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]:

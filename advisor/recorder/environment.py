@@ -84,13 +84,20 @@ def rank_info() -> RankInfo:
     unix, perf = clock_anchors()
     cgroup = _try(Cgroup)
     return RankInfo(
-        rank=_try(lambda: _of_job("rank")), local_rank=_int(os.environ.get("LOCAL_RANK")),
-        pid=os.getpid(), anchor_unix_ns=unix, anchor_perf_ns=perf,
-        devices=_try(list_devices) or [], cpus=_try(lambda: usable_cpus(cgroup)),
-        cpus_total=os.cpu_count(), memory_bytes=_try(lambda: _memory(cgroup)),
-        flags=_try(read_flags) or {}, env=_try(environment) or {}, ulimits=_try(ulimits) or {},
+        rank=_try(lambda: _of_job("rank")),
+        local_rank=_int(os.environ.get("LOCAL_RANK")),
+        pid=os.getpid(),
+        anchor_unix_ns=unix,
+        anchor_perf_ns=perf,
+        devices=_try(list_devices) or [],
+        cpus=_try(lambda: usable_cpus(cgroup)),
+        cpus_total=os.cpu_count(),
+        memory_bytes=_try(lambda: _memory(cgroup)),
+        flags=_try(read_flags) or {},
+        env=_try(environment) or {},
+        ulimits=_try(ulimits) or {},
         shm_bytes=_try(_shm),
-    )  # fmt: skip
+    )
 
 
 def clock_anchors() -> tuple[int, int]:

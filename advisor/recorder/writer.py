@@ -341,10 +341,17 @@ class Writer:
         names = self._names
         phases = {names[i]: ns for i, ns in enumerate(result.phases) if ns}
         step = rundir.StepRow(
-            n=result.n, t=result.t, dur=sum(result.phases), phases=phases, micro=result.micro,
-            window=result.window, gc=result.gc, evaluation=result.gap,
-            unused_graphs=result.unused_graphs, exporting=result.exporting,
-        )  # fmt: skip
+            n=result.n,
+            t=result.t,
+            dur=sum(result.phases),
+            phases=phases,
+            micro=result.micro,
+            window=result.window,
+            gc=result.gc,
+            evaluation=result.gap,
+            unused_graphs=result.unused_graphs,
+            exporting=result.exporting,
+        )
         if result.marks is not None and result.marks.times is not None:
             step.gpu = {names[i]: ns for i, ns in enumerate(result.marks.times) if ns}
         self._describe_batches(step, result.batch)

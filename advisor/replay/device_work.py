@@ -80,13 +80,21 @@ def device_work(
     lane = gpu.join(numbered, on=["device", "stream"], how="left", maintain_order="left")["lane"]
     group, groups = _groups(trace, gpu, launch)
     work = DeviceWork(
-        row=row, ts=ts[row], dur=dur[row], lane=lane.to_numpy().astype(np.int64),
-        lanes=[(int(d), int(s)) for d, s in pairs.iter_rows()], launch=launch, launch_ts=launch_ts,
-        group=group, groups=groups, kind=gpu["kind"].to_physical().to_numpy().astype(np.int64),
+        row=row,
+        ts=ts[row],
+        dur=dur[row],
+        lane=lane.to_numpy().astype(np.int64),
+        lanes=[(int(d), int(s)) for d, s in pairs.iter_rows()],
+        launch=launch,
+        launch_ts=launch_ts,
+        group=group,
+        groups=groups,
+        kind=gpu["kind"].to_physical().to_numpy().astype(np.int64),
         launch_overhead=_launch_overhead(trace, gpu, launch, blocking),
-        previous=np.zeros(0, dtype=np.int64), on_step_threads=np.ones(len(launch), dtype=bool),
+        previous=np.zeros(0, dtype=np.int64),
+        on_step_threads=np.ones(len(launch), dtype=bool),
         step_threads=threads,
-    )  # fmt: skip
+    )
     return work._replace(previous=_previous(work), on_step_threads=_on_step_threads(trace, work))
 
 

@@ -194,11 +194,22 @@ def _join(
     lane = np.concatenate([[-1], thread, work.lane])
     none = np.zeros(0, dtype=np.int64)
     return Graph(
-        kind=kinds[order], row=rows[order], lane=lane[order],
-        time=(ends[order] - start).astype(float), dur=dur[order], src=none, dst=none,
-        weight=none.astype(float), edge=none.astype(np.uint8), from_start=none.astype(bool),
-        lanes=work.lanes, step_boundaries=none, last_nodes=[], origin=start, steps=(0, 0),
-    )  # fmt: skip
+        kind=kinds[order],
+        row=rows[order],
+        lane=lane[order],
+        time=(ends[order] - start).astype(float),
+        dur=dur[order],
+        src=none,
+        dst=none,
+        weight=none.astype(float),
+        edge=none.astype(np.uint8),
+        from_start=none.astype(bool),
+        lanes=work.lanes,
+        step_boundaries=none,
+        last_nodes=[],
+        origin=start,
+        steps=(0, 0),
+    )
 
 
 def _same_as_before(values: Array) -> Array:

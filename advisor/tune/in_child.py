@@ -275,16 +275,26 @@ class TrialRecorder:
             kind = kind or "error"
         warm = self.warm
         return TrialResult(
-            steps_ns=self.steps_ns, blocks=self.blocks,
-            warm_ns=sum(warm) // len(warm) if warm else None, losses=losses, norms=norms,
+            steps_ns=self.steps_ns,
+            blocks=self.blocks,
+            warm_ns=sum(warm) // len(warm) if warm else None,
+            losses=losses,
+            norms=norms,
             loss_dtype=dtype,
             samples=sum(self.batches) / len(self.batches) if self.batches else None,
             batch=sorted(self.batches)[len(self.batches) // 2] if self.batches else None,
-            device_bytes=device, device_free=free, host_bytes=_resident(), device=name,
-            torch=str(torch.__version__), problem=problem, kind=kind,
-            moved=len(self.overlay.moved), refused=self.overlay.refused,
-            idle=[item.id for item in self.applied if not item.used], ended=not problem,
-        )  # fmt: skip
+            device_bytes=device,
+            device_free=free,
+            host_bytes=_resident(),
+            device=name,
+            torch=str(torch.__version__),
+            problem=problem,
+            kind=kind,
+            moved=len(self.overlay.moved),
+            refused=self.overlay.refused,
+            idle=[item.id for item in self.applied if not item.used],
+            ended=not problem,
+        )
 
 
 class PauseControl:

@@ -156,11 +156,19 @@ def _entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
     ):
         return None
     return predictions.Prediction(
-        unix=int(time.time()), source="try", rule=trial.rule, knob=str(trial.knob_setting),
-        device=report.device, torch=report.torch, predicted=trial.predicted,
-        low=trial.predicted_low, high=trial.predicted_high, measured=trial.gain,
-        measured_low=trial.gain_low, measured_high=trial.gain_high,
-    )  # fmt: skip
+        unix=int(time.time()),
+        source="try",
+        rule=trial.rule,
+        knob=str(trial.knob_setting),
+        device=report.device,
+        torch=report.torch,
+        predicted=trial.predicted,
+        low=trial.predicted_low,
+        high=trial.predicted_high,
+        measured=trial.gain,
+        measured_low=trial.gain_low,
+        measured_high=trial.gain_high,
+    )
 
 
 def command_of(run: Path) -> list[str]:

@@ -199,11 +199,22 @@ class IndexBuilder:
         finish = max(int(end.max()) if len(end) else 0, begin + 1)
         bounds = [(lane.lo, lane.hi) for lane in self.lanes]
         return TimelineIndex(
-            start=start, end=end, name=name, slot=slot, row=row, lanes=tuple(self.lanes),
-            groups=tuple(self.groups), names=names, slice_of_row={}, longest=_longest(end - start),
-            pyramid=build_pyramid(bounds, start, end, slot, begin, finish - begin), begin=begin,
-            finish=finish, counters=counters, notes=tuple(self.notes),
-        )  # fmt: skip
+            start=start,
+            end=end,
+            name=name,
+            slot=slot,
+            row=row,
+            lanes=tuple(self.lanes),
+            groups=tuple(self.groups),
+            names=names,
+            slice_of_row={},
+            longest=_longest(end - start),
+            pyramid=build_pyramid(bounds, start, end, slot, begin, finish - begin),
+            begin=begin,
+            finish=finish,
+            counters=counters,
+            notes=tuple(self.notes),
+        )
 
 
 def _longest(duration: Ints) -> Ints:

@@ -240,17 +240,25 @@ def _report_axis(
     slots = count_micro_batches(a, rows) if axis == "pipeline" else None
     exposed = _sum(rows["exposed"]) / steps
     return MeshAxis(
-        axis=axis, named=bool(rows["axis_named"].all()), size=size, ranks=members,
-        collectives=dict(kinds.iter_rows()), calls=rows.height / steps,
+        axis=axis,
+        named=bool(rows["axis_named"].all()),
+        size=size,
+        ranks=members,
+        collectives=dict(kinds.iter_rows()),
+        calls=rows.height / steps,
         bytes=_sum(rows["bytes"]) / steps if rows["bytes"].null_count() == 0 else None,
-        ns=_sum(rows["dur"]) / steps, exposed_ns=exposed, waiting_ns=waiting,
-        waited_here_ns=waited_here, bus_gb_per_s=rate,
+        ns=_sum(rows["dur"]) / steps,
+        exposed_ns=exposed,
+        waiting_ns=waiting,
+        waited_here_ns=waited_here,
+        bus_gb_per_s=rate,
         link=None if link is None else "network" if link.crosses else "node",
         link_name=None if link is None else link.name,
-        link_gb_per_s=None if link is None else link.gb_per_s, micro_batches=slots,
+        link_gb_per_s=None if link is None else link.gb_per_s,
+        micro_batches=slots,
         bubble=bubble_share(size, slots) if slots and size else None,
         idle_ns=pipeline_wait(rows) / steps if axis == "pipeline" else None,
-    )  # fmt: skip
+    )
 
 
 def _own_waits(rows: pl.DataFrame, waits: pl.DataFrame | None) -> pl.DataFrame | None:

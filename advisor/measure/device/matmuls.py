@@ -384,10 +384,18 @@ def parse_attention(op: str, x: OpInputs) -> AttentionCall | None:
     if key.shape[3] != query.shape[3] or value.shape[sequence] != keys:
         return None
     return AttentionCall(
-        batch=query.shape[0], heads=query.shape[head], queries=queries, keys=keys,
-        pairs=_causal_pairs(queries, keys) if causal else queries * keys, width=query.shape[3],
-        value_width=value.shape[3], query=query, key=key, value=value, backward=call.query == 1,
-    )  # fmt: skip
+        batch=query.shape[0],
+        heads=query.shape[head],
+        queries=queries,
+        keys=keys,
+        pairs=_causal_pairs(queries, keys) if causal else queries * keys,
+        width=query.shape[3],
+        value_width=value.shape[3],
+        query=query,
+        key=key,
+        value=value,
+        backward=call.query == 1,
+    )
 
 
 def _window(x: OpInputs, at: int) -> bool:

@@ -167,14 +167,22 @@ def match_collectives(summaries: Sequence[RankSummary]) -> JoinedCollectives:
     moved = np.where(np.isfinite(clocks.shift), clocks.shift, 0.0)[cells["rank"]]
     drift = clocks.drift[cells["rank"]]
     return JoinedCollectives(
-        keys=keys, rank=cells["rank"], row=row.astype(np.int64), step=cells["step"],
-        start=start + moved + drift * start, end=end + moved + drift * end,
-        exposed=cells["exposed"].astype(np.float64), work=cells["work"].astype(np.float64),
-        first_cell=bounds, key=key.astype(np.int64), clocks=clocks,
-        amount=cells["amount"].astype(np.float64), index_on_rank=cells["source"],
+        keys=keys,
+        rank=cells["rank"],
+        row=row.astype(np.int64),
+        step=cells["step"],
+        start=start + moved + drift * start,
+        end=end + moved + drift * end,
+        exposed=cells["exposed"].astype(np.float64),
+        work=cells["work"].astype(np.float64),
+        first_cell=bounds,
+        key=key.astype(np.int64),
+        clocks=clocks,
+        amount=cells["amount"].astype(np.float64),
+        index_on_rank=cells["source"],
         dropped=sum(s.collectives.dropped for s in summaries if s.collectives is not None),
         origin=origin,
-    )  # fmt: skip
+    )
 
 
 def _identity(cells: dict[str, Ints]) -> tuple[Ints, ...]:

@@ -339,15 +339,24 @@ class MeshProjector:
         batch = replica * mesh.dp / old.dp
         then_bubble, exposed = ends[MIDDLE][1:]
         return MeshResult(
-            measured=old, mesh=mesh, measured_step_ns=self.a.step_ns, step_ns=step,
-            low_ns=min(*steps, step / error), high_ns=max(*steps, step * error),
-            throughput=batch * self.a.step_ns / step * old.world / mesh.world, batch=batch,
-            micro_batches=slots, compute_ns=work.compute(here=True),
+            measured=old,
+            mesh=mesh,
+            measured_step_ns=self.a.step_ns,
+            step_ns=step,
+            low_ns=min(*steps, step / error),
+            high_ns=max(*steps, step * error),
+            throughput=batch * self.a.step_ns / step * old.world / mesh.world,
+            batch=batch,
+            micro_batches=slots,
+            compute_ns=work.compute(here=True),
             then_compute_ns=work.compute(here=False),
-            bubble_ns=sum(axis.idle_ns or 0.0 for axis in self.axes), then_bubble_ns=then_bubble,
-            axes=self._axis_changes(work, exposed), memory=self._memory(mesh, size, slots),
-            replayed=self.replayed, notes=tuple(self._notes(mesh, size)),
-        )  # fmt: skip
+            bubble_ns=sum(axis.idle_ns or 0.0 for axis in self.axes),
+            then_bubble_ns=then_bubble,
+            axes=self._axis_changes(work, exposed),
+            memory=self._memory(mesh, size, slots),
+            replayed=self.replayed,
+            notes=tuple(self._notes(mesh, size)),
+        )
 
     def _step(
         self, mesh: Mesh, work: _Work, bound: int, slots: int

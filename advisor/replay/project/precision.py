@@ -168,15 +168,25 @@ class _Conversion:
             freed = self._freed([c for c in known if not c.why])
         memory = attainable_roofs(self.gpu).memory
         return PrecisionResult(
-            format=self.name, gpu=self.gpu.name, training=self.training,
-            measured_step_ns=a.step_ns, step_ns=step[1], low_ns=min(step[0], step[1]),
-            high_ns=max(step[2], step[1]), all_step_ns=every, replayed=replayed, layers=layers,
-            unknown_ns=self.unknown * per, narrow_ns=self.already * per, freed_bytes=freed,
+            format=self.name,
+            gpu=self.gpu.name,
+            training=self.training,
+            measured_step_ns=a.step_ns,
+            step_ns=step[1],
+            low_ns=min(step[0], step[1]),
+            high_ns=max(step[2], step[1]),
+            all_step_ns=every,
+            replayed=replayed,
+            layers=layers,
+            unknown_ns=self.unknown * per,
+            narrow_ns=self.already * per,
+            freed_bytes=freed,
             weight_bytes=weights or None,
             weight_read_ns=weights / memory.rate * 1e9 if memory is not None and weights else None,
-            refused=refused, snippet="" if refused else self._snippet(layers),
+            refused=refused,
+            snippet="" if refused else self._snippet(layers),
             notes=() if refused else tuple(self._notes(step, captured, replayed)),
-        )  # fmt: skip
+        )
 
     # -- what is multiplied -------------------------------------------------------------------
 

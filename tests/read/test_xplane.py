@@ -34,7 +34,7 @@ from tests.conftest import public_file
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0")) or 40
 TORCH = re.compile(
-    r"torch|DataLoader|num_workers|pin_memory|aten::|profiler\.step|activities=", re.I
+    r"torch|DataLoader|num_workers|pin_memory|aten::|profiler\.step\b|activities=", re.I
 )
 
 

@@ -87,23 +87,25 @@ def _show_recording(format_name: str, brief: bool, top: int | None) -> None:
     out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
     deliver(before.report, REPORTS.renderer(format_name), brief=brief, top=top)
     predicted = before.report.findings[0].impact
-    out.show(_outcome(predicted, compare_examined(before, after)))
+    out.show(_outcome(predicted, compare_examined(before, after), after.main.steps.host_ns))
     sys.stdout.flush()
 
 
-def _outcome(predicted: Impact | None, c: Comparison) -> str:
-    """Describe what the authors' fix saved, next to what the first finding predicted."""
+def _outcome(predicted: Impact | None, c: Comparison, host_ns: float | None) -> str:
+    """Describe what the authors' fix saved, next to what the first finding predicted. ``host_ns``:
+    the step after it by the host's marks, which the GPU's steps end before."""
     steps = c.steps
-    if steps.before is None or steps.after is None or predicted is None:
+    if steps.before is None or steps.after is None or predicted is None or host_ns is None:
         return "\nThe recording from after the change does not compare with this one.\n"
-    means = steps.before.mean_ns, steps.after.mean_ns
+    before, after = steps.before.mean_ns, steps.after.mean_ns
+    shown = [t.format_duration(each) for each in (before, host_ns, after)]
     range_ = t.format_range(predicted.low_ns or 0, predicted.high_ns or 0)
     gain = f"{t.format_duration(predicted.gain_ns)} less per step ({range_})"
     return (
         f"\nThen its authors set {CHANGE} and recorded again:\n"
         f"  predicted  {gain}, with 2 or 4 workers\n"
-        f"  measured   {t.format_duration(means[0] - means[1])} less: "
-        f"{t.format_duration(means[0])} → {t.format_duration(means[1])}\n"
+        f"  measured   {t.format_range(before - host_ns, before - after)} less: "
+        f"{shown[0]} → {shown[1]} on the host, {shown[2]} on the GPU\n"
     )
 
 

@@ -123,6 +123,13 @@ def test_the_readme_counts_the_rules_that_are_not_proven() -> None:
     assert f"{every - public - samples} of {every} rules are not yet confirmed" in readme
 
 
+def test_the_readme_and_the_scoreboard_tell_the_same_of_new_programs() -> None:
+    page = (ROOT / "docs" / "scoreboard.md").read_text(encoding="utf-8")
+    first = re.search(r"On (\d+ programs that were new to the rules), (.+ \d+)\.\*\*", page)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert first and f"On [{first[1]}](docs/scoreboard.md), {first[2]}." in readme
+
+
 def test_what_is_said_of_installing_advisor_is_what_works() -> None:
     """One way, kept in ``core/errors.py``: no page and no message has another."""
     from advisor.core.errors import install_command

@@ -13,7 +13,7 @@ TYPESCRIPT := 5.9.3
 PRETTIER   := 3.10.1
 TORCH  := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo demo-record test test-fast coverage lint fmt docs docs-site lock bench record-h200 clean
+.PHONY: help demo demo-record test test-fast coverage lint fmt docs screenshots docs-site lock bench record-h200 clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -62,6 +62,9 @@ fmt: $(STAMP) ## Format the code and apply the safe fixes
 
 docs: $(STAMP) ## Write the generated pages of docs/: rules, commands, recording, schemas, Python, workloads
 	$(BIN)/python docs/generate.py
+
+screenshots: $(STAMP) ## Take the docs' pictures of the dashboard anew (needs Playwright and Chromium)
+	$(BIN)/python docs/screenshots.py docs/screenshots sample_workloads/recordings/loader_before.json.gz $(ARGS)
 
 docs-site: $(STAMP) ## Build the docs as a site in site/; broken links fail
 	$(BIN)/mkdocs build --strict --quiet

@@ -102,6 +102,45 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_what_the_page_on_extending_names_exists() -> None:
+    """Files (with one of each kind for ``<placeholder>``), attributes, functions and constants."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    quoted = [q for q in re.findall(r"`([^`]+)`", prose) if not q.startswith(("advisor ", "make "))]
+    folders = ("advisor", "rules", "dashboard", "sample_workloads", "tests", "benchmarks")
+    code = {
+        file: file.read_text(encoding="utf-8")
+        for folder in folders
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    defined = r"(?m)(?:\b(?:def|class|import)\b.* {0}\b|^ *(?:self\.)?{0}(?:: | = )|[(,] ?{0}:)"
+
+    def is_defined(name: str, owner: str = "") -> bool:
+        of = [t for file, t in code.items() if owner in ("", file.stem) or f"class {owner}" in t]
+        return any(re.search(defined.format(name), text) for text in of)
+
+    files = {q.split()[0] for q in quoted if re.search(r"\.(?:py|md|css)(?: |$)|^[\w/]+/$", q)}
+    above = (ROOT, ROOT / "advisor", ROOT / "advisor" / "read" / "formats", ROOT / "dashboard")
+    missing = []
+    for name in files - {"my_rules/progress_bar.py"}:
+        pattern = re.sub("<[^>]+>", "*", name).rstrip("/")
+        places = (*above, *(ROOT / "tests").iterdir(), ROOT / "advisor" / "render" / "documents")
+        if not any(next(place.glob(pattern), None) for place in places if place.is_dir()):
+            missing.append(name)
+    owned = {
+        pair
+        for q in quoted
+        if q not in files
+        for pair in re.findall(r"(?<![\w./])([A-Za-z]\w{2,})\.([A-Za-z]\w+)", q)
+        if pair[0] not in {"self", "advisor", "NAME", "pyproject"}
+    }
+    missing += [f"{owner}.{name}" for owner, name in owned if not is_defined(name, owner)]
+    names = {n for q in quoted for n in re.findall(r"^(\w+)$|(?<![\w.])(\w+)\(", q) for n in n if n}
+    missing += [n for n in names if re.search(r"\w_\w|[A-Z]", n) and not is_defined(n)]
+    assert len(files) > 60 and len(owned) > 4 and len(names) > 50
+    assert missing == []
+
+
 def test_every_page_is_linked_from_the_index() -> None:
     docs = ROOT / "docs"
     index = (docs / "index.md").read_text(encoding="utf-8")

@@ -6,11 +6,8 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-import sys
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,22 +18,11 @@ from advisor.read.registry import bundled_readers, reader_of
 from advisor.read.source import ByteSource
 from advisor.testing.allocator import FakeAllocator, Training
 from tests.corpus_analyses import RECORDED
+from tests.read import profiler_files as files
+from tests.read import xspace_writer as xspace
 
 SECRET = b"/home/gracehop/x/k.py"
 """A kernel of that name: as long as what it stands in the place of, so that files stay sound."""
-
-
-def _load(name: str) -> ModuleType:
-    file = Path(__file__).resolve().parents[1] / "read" / f"{name}.py"
-    spec = util.spec_from_file_location(f"every_{name}", file)
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-files, xspace = _load("profiler_files"), _load("xspace_writer")
 
 
 def thorough(kind: str) -> Any:

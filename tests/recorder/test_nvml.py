@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from advisor.recorder import nvml as subject
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml, select_visible
-
-_spec = importlib.util.spec_from_file_location(
-    "fake_nvml", Path(__file__).with_name("fake_nvml.py")
-)
-assert _spec is not None and _spec.loader is not None
-fake = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake)
-FakeNvml, ordinary, FakeGpu = fake.FakeNvml, fake.ordinary, fake.FakeGpu
+from tests.recorder.fake_nvml import FakeGpu, FakeNvml, ordinary
 
 
 def device(gpu: object) -> NvmlDevice:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from advisor.core.run_directory import Sample
 from advisor.recorder.telemetry import MAX_HZ, HostSampler, Sampler, SampleSource
+from tests.recorder import fake_nvml as fake
 
 pytestmark = pytest.mark.timed
-
-_spec = importlib.util.spec_from_file_location(
-    "fake_nvml", Path(__file__).with_name("fake_nvml.py")
-)
-assert _spec is not None and _spec.loader is not None
-fake = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake)
 
 
 def wait_for(condition: object, seconds: float = 10.0) -> None:

@@ -15,9 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib import util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +28,9 @@ from advisor.compare import Comparison
 from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import EVENTS, MANIFEST, RANK, SCALENE, STEPS, TELEMETRY
 from advisor.read.formats.scalene import read_scalene
+from tests.dashboard import run_by_hand as recorded
+from tests.read import test_mutations as mutations
+from tests.read.nccl import logs as nccl_logs
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 8
@@ -39,18 +40,6 @@ ROOM, FACTOR = 500 << 20, 10
 """Memory that a command may take: so much, or so many times its input."""
 
 
-def _load(path: str) -> ModuleType:
-    file = Path(__file__).resolve().parents[1] / path
-    spec = util.spec_from_file_location(f"robustness_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-mutations = _load("read/test_mutations.py")
-recorded = _load("dashboard/run_by_hand.py")
-nccl_logs = _load("read/nccl/logs.py")
 Chance = random.Random
 
 

@@ -2,7 +2,7 @@
 
 const HEADER = 72;
 
-// The answer's columns as views into its bytes (see advisor/dashboard/timeline/wire.py).
+// The answer's columns as views into its bytes (see advisor/dashboard/timeline/encoding.py).
 /**
  * @param {ArrayBuffer} buffer
  */

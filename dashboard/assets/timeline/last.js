@@ -1,5 +1,5 @@
 // Timeline: on its own page Dash's scripts wait in a template until the picture is painted
-// (see advisor/dashboard/document.py); here they are set going, in their order.
+// (see advisor/dashboard/app.py); here they are set going, in their order.
 const PATIENCE = 1500; // ms: what takes longer to draw is waited for with the frame around it
 let waiting = /** @type {HTMLTemplateElement | null} */ (document.getElementById("dash-scripts"));
 

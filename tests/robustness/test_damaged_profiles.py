@@ -13,13 +13,10 @@ import pickle
 import random
 import shutil
 import sqlite3
-import sys
 import tarfile
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -28,6 +25,10 @@ from advisor.read import open_run, read_trace
 from advisor.read.registry import bundled_readers, reader_of
 from advisor.read.source import ByteSource
 from advisor.testing.allocator import MIB, FakeAllocator, Training
+from tests.read import profiler_files as files
+from tests.read import test_mutations as mutations
+from tests.read import xspace_writer as xspace
+from tests.robustness import test_every_reader as every
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0"))
 SAMPLE = 12
@@ -37,20 +38,6 @@ LARGEST = 1 << 24
 """Bytes from which on a mutant is not made any longer: the bounds are those of small files."""
 
 
-def _load(path: str) -> ModuleType:
-    file = Path(__file__).resolve().parents[1] / path
-    spec = util.spec_from_file_location(f"databases_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-mutations = _load("read/test_mutations.py")
-files = _load("read/profiler_files.py")
-xspace = _load("read/xspace_writer.py")
-every = _load("robustness/test_every_reader.py")
 Chance = random.Random
 ODD = [None, -1, 0, 1, 59, 60, 2**31, 2**32, 2**62, -(2**63), 2**63 - 1, 0.5, 1e308, float("inf"),
        "", "x", "7", "aten::mm, seq = 99999999999999999999, sizes = [[1]]", b"\0\xff", b"x" * 5000,

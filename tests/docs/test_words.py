@@ -12,6 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from advisor.core.text import CAUSE_LABELS, cause_label
+from advisor.measure.host.gaps import CAUSES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 _UNITS = (
@@ -100,6 +103,15 @@ def sentences(text: str) -> Iterator[str]:
     text = _CODE.sub("Code", _LINK.sub(r"\1", _MADE.sub("\n\n", text)))
     text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
     yield from _SENTENCE_END.split(_ITEM.sub("\n\n", text))
+
+
+def test_every_cause_of_idle_time_is_in_the_glossary_by_its_label() -> None:
+    causes = {cause_label(cause, outside=outside) for cause in CAUSES for outside in (False, True)}
+    assert {*CAUSE_LABELS.values()} < causes
+    glossary = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"(?m)^\| idle: (.+?) \|", glossary)} == causes
+    report = (ROOT / "docs" / "reading-a-report.md").read_text(encoding="utf-8")
+    assert [cause for cause in causes if f"\n| {cause} |" not in report] == []
 
 
 def test_sentences_of_the_docs_are_short() -> None:

@@ -213,11 +213,8 @@ def _of_all_ranks(
     findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
     seen = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
     findings = note_rank_counts(findings, seen, len(study.numbers))
-    citing = {rule.id: rule for rule in rules if rule.cites_all_ranks}
-    findings = [
-        citing[f.rule].cite_ranks(f, study.exposed(), study.late) if f.rule in citing else f
-        for f in findings
-    ]
+    by_id = {rule.id: rule for rule in rules}
+    findings = [by_id[f.rule].cite_ranks(f, study) if f.rule in by_id else f for f in findings]
     used: GainEstimator = own if study.replay.reason else estimator
     if used is estimator:
         findings = [

@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from advisor.core.auxiliary_inputs import AuxiliaryInput
     from advisor.core.finding import Category, Finding, Outcomes, Validation
@@ -154,6 +154,7 @@ class Rule:
     own gain and knows no other rule. When a signal it needs is missing it yields
     :class:`SkippedCheck`."""
 
+    # -- what it is, and its texts
     id: ClassVar[str] = ""
     """Stable identifier: lower case words joined by ``-``."""
     title: ClassVar[str] = ""
@@ -172,14 +173,9 @@ class Rule:
     """Assumptions that the gain rests on; ``{name}`` is the value of a threshold."""
     confidence: ClassVar[float] = 0.8
     """Confidence in the cause of a finding, 0 to 1."""
-    only_without_findings: ClassVar[bool] = False
-    """Whether its findings say nothing beside those that are ranked."""
-    alternatives: ClassVar[str] = ""
-    """Name of the group of findings of which one fix replaces the others."""
-    subject: ClassVar[str] = ""
-    """Work that findings of several rules are about: a fix of one may leave another."""
-    knobs: ClassVar[tuple[str, ...]] = ()
-    """Knobs that ``advisor try`` may change to cure it (``advisor/tune/knobs``), best first."""
+    references: ClassVar[tuple[str, ...]] = ()
+
+    # -- texts for some programs; the last two are set when it runs
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Texts for kinds of trace that need other words than those above: name of the case ->
     attribute -> its value then. See :meth:`case`."""
@@ -188,16 +184,18 @@ class Rule:
     :meth:`for_program`."""
     terms: Mapping[str, str] = {}
     """Words of the summaries that differ between programs: ``self.terms["loader"]``."""
-    program: Program = Program()
-    """Program that the texts are chosen for; set by :meth:`for_program`."""
-    advice: FrameworkAdvice | None = None
-    """Entry of ``framework_advice`` for that program; ``None``: it is PyTorch's, or unknown."""
     framework_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Advice in place of the texts above, by framework (``trace.meta.framework``, or
     :data:`ANY_FRAMEWORK`). A rule without it is not run on programs that are surely not
     PyTorch's."""
     engine_advice: ClassVar[Mapping[str, FrameworkAdvice]] = {}
     """Advice in place of the texts above, by inference engine: its own switches."""
+    program: Program = Program()
+    """Program that the texts are chosen for; set by :meth:`for_program`."""
+    advice: FrameworkAdvice | None = None
+    """Entry of ``framework_advice`` for that program; ``None``: it is PyTorch's, or unknown."""
+
+    # -- proof: where it was right, and where its numbers come from (thresholds stand beside them)
     found_in: ClassVar[tuple[str, ...]] = ()
     """Inputs in which the rule found a real case: ``traces/…``, a public trace; ``recorded/…``, a
     recording in tests/data; ``workloads/…``, a bundled program that the tests record."""
@@ -210,31 +208,40 @@ class Rule:
     """Note on what the rule found in those inputs."""
     sources: ClassVar[tuple[Citation, ...]] = ()
     """Sources of the numbers in the docstring that are no thresholds."""
-    references: ClassVar[tuple[str, ...]] = ()
+
+    # -- when it runs
+    training_only: ClassVar[bool] = False
+    """Whether what it looks for is only there where something is trained: it is not run elsewhere,
+    and its texts may speak of training."""
+    across_ranks: ClassVar[bool] = False
+    """Whether the rule looks at the whole run (``check_run``), not at one rank's window."""
     reads_record: ClassVar[bool] = False
     """Whether the rule reads what the recorder wrote (``Analysis.recorded``). It is not run on a
     trace alone: one line says so of all such rules. It is run when there is no trace at all."""
     auxiliary_inputs: ClassVar[tuple[AuxiliaryInput, ...]] = ()
     """Sources without a trace that the rule reads: it is run where there is one of them, with or
     without a trace or a record."""
+    bundled: ClassVar[bool] = False
+    """Whether it comes with the package, not from a user."""
+
+    # -- what its finding is compared with, and where it appears
+    alternatives: ClassVar[str] = ""
+    """Name of the group of findings of which one fix replaces the others."""
+    subject: ClassVar[str] = ""
+    """Work that findings of several rules are about: a fix of one may leave another."""
+    only_without_findings: ClassVar[bool] = False
+    """Whether its findings say nothing beside those that are ranked."""
+    verdict_role: ClassVar[VerdictRole] = ""
+    """Part of its finding in the verdict, beside the gains; empty: none."""
+    host_check: ClassVar[HostCheck] = ""
+    """Check that it does on steps that the host computes; empty: none that the verdict lists."""
     sampled_part: ClassVar[str] = ""
     """Part of the step (``data``, ``forward``) whose sampled Python stacks name its line, where the
     trace has no stacks; empty: none does."""
     is_python_time: ClassVar[bool] = False
     """Whether its time is spent by Python in the loop: hot lines of a Scalene pass explain it."""
-    verdict_role: ClassVar[VerdictRole] = ""
-    """Part of its finding in the verdict, beside the gains; empty: none."""
-    host_check: ClassVar[HostCheck] = ""
-    """Check that it does on steps that the host computes; empty: none that the verdict lists."""
-    cites_all_ranks: ClassVar[bool] = False
-    """Whether its finding gets the exposed communication of each rank of a job as evidence."""
-    training_only: ClassVar[bool] = False
-    """Whether what it looks for is only there where something is trained: it is not run elsewhere,
-    and its texts may speak of training."""
-    bundled: ClassVar[bool] = False
-    """Whether it comes with the package, not from a user."""
-    across_ranks: ClassVar[bool] = False
-    """Whether the rule looks at the whole run (``check_run``), not at one rank's window."""
+    knobs: ClassVar[tuple[str, ...]] = ()
+    """Knobs that ``advisor try`` may change to cure it (``advisor/tune/knobs``), best first."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -255,11 +262,11 @@ class Rule:
         found; called only when ``across_ranks`` is set."""
         raise NotImplementedError
 
-    def cite_ranks(self, finding: Finding, exposed: Sequence[Evidence], late: str) -> Finding:
-        """Return a finding of this rule with what the job's ranks show: the exposed communication
-        of each as evidence. ``late``: those that the others wait for; empty: none is known."""
-        del late
-        return replace(finding, evidence=[*finding.evidence, *exposed])
+    def cite_ranks(self, finding: Finding, study: Study) -> Finding:
+        """Return a finding of this rule with what the job's ranks show; unless overridden, as it
+        is."""
+        del study
+        return finding
 
     @staticmethod
     def examples() -> Examples:

@@ -1,8 +1,9 @@
 """Exposed communication: the device waits for the network."""
 
+from __future__ import annotations
+
 import re
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -32,6 +33,9 @@ from advisor.rules.support.framework_advice import (
     in_any_language,
 )
 from advisor.testing import Examples, TraceBuilder
+
+if TYPE_CHECKING:
+    from advisor.replay.ranks.study import Study
 
 FEWER_BYTES = " Then send fewer bytes"
 """Begin of the last sentence of a text."""
@@ -74,7 +78,6 @@ class ExposedCommunication(Rule):
 
     id = "exposed-communication"
     title = "The GPU waits for collectives (exposed communication)"
-    cites_all_ranks = True
     knobs = ("ddp-bucket-size", "ddp-static-graph")
     alternatives = "exposed communication"
     found_in = public_traces(
@@ -490,12 +493,13 @@ class ExposedCommunication(Rule):
             )
         return locations
 
-    def cite_ranks(self, finding: Finding, exposed: Sequence[Evidence], late: str) -> Finding:
-        """Return the finding with what the ranks show; the one that enters late is then known."""
-        finding = super().cite_ranks(finding, exposed, late)
-        if not late or finding.title != self.cases["a late rank"]["title"]:
+    def cite_ranks(self, finding: Finding, study: Study) -> Finding:
+        """Return the finding with each rank's exposed communication as evidence. A rank that enters
+        late is then known."""
+        finding = replace(finding, evidence=[*finding.evidence, *study.exposed()])
+        if not study.late or finding.title != self.cases["a late rank"]["title"]:
             return finding
-        return replace(finding, **self.case("a late rank of this report", ranks=late))
+        return replace(finding, **self.case("a late rank of this report", ranks=study.late))
 
     @staticmethod
     def examples() -> Examples:

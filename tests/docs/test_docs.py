@@ -141,6 +141,24 @@ def test_what_the_page_on_extending_names_exists() -> None:
     assert missing == []
 
 
+def test_files_that_the_code_names_by_their_path_exist() -> None:
+    """In comments and docstrings too: a file that is renamed takes its mentions with it."""
+    places = r"advisor|rules|dashboard|sample_workloads|tests|benchmarks|docs|tools"
+    path = re.compile(rf"(?<![\w/.-])(?:{places})/[\w/]+\.(?:py|md|js|css)\b")
+    missing, seen = [], 0
+    for folder in ("advisor", "rules", "dashboard", "sample_workloads"):
+        for file in (ROOT / folder).rglob("*.*"):
+            if file.suffix in {".py", ".js", ".css"}:
+                named = path.findall(file.read_text(encoding="utf-8"))
+                lost = [
+                    n for n in named if not any((ROOT / at / n).exists() for at in ("", "advisor"))
+                ]
+                missing += [(str(file.relative_to(ROOT)), name) for name in lost]
+                seen += len(named)
+    assert seen > 30
+    assert missing == []
+
+
 def test_every_page_is_linked_from_the_index() -> None:
     docs = ROOT / "docs"
     index = (docs / "index.md").read_text(encoding="utf-8")

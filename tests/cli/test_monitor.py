@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -16,15 +15,9 @@ from advisor.cli import monitor
 from advisor.core.run_directory import GpuSample, HostSample, Sample
 from advisor.render.documents.monitor import build, prometheus, throttle_reasons
 from advisor.render.formats.terminal import Terminal
+from tests.recorder import fake_nvml as fake
 
 Run = Callable[..., Any]
-
-_spec = importlib.util.spec_from_file_location(
-    "fake_nvml", Path(__file__).parents[1] / "recorder" / "fake_nvml.py"
-)
-assert _spec is not None and _spec.loader is not None
-fake = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake)
 
 
 @pytest.fixture

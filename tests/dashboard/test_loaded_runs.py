@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,17 +35,7 @@ from advisor.dashboard.pages import kernels, runs
 from advisor.dashboard.server import Access
 from advisor.measure.steps.step_records import RunSummary
 from advisor.testing import TraceBuilder
-
-
-def _recorded() -> Any:
-    spec = spec_from_file_location("recorded", Path(__file__).with_name("run_by_hand.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-recorded = _recorded()
+from tests.dashboard import run_by_hand as recorded
 
 
 @pytest.fixture

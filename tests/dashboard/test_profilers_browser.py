@@ -3,11 +3,8 @@ them, the advice is in the program's own terms, and nothing goes wrong on any pa
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,20 +13,10 @@ pytest.importorskip("dash")
 
 from advisor.dashboard.timeline.detail_levels import ALL
 from advisor.testing.allocator import GIB, MIB, FakeAllocator, Training
+from tests.dashboard import test_timeline_browser as timeline
+from tests.read import profiler_files as files
+from tests.read import xspace_writer as xspace
 
-
-def _load(path: str) -> ModuleType:
-    file = Path(__file__).resolve().parents[1] / path
-    spec = util.spec_from_file_location(f"dashboard_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-files, xspace = _load("read/profiler_files.py"), _load("read/xspace_writer.py")
-timeline = _load("dashboard/test_timeline_browser.py")
 COLOUR = {category.key: category.colour for category in ALL}
 
 

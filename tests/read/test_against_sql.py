@@ -8,14 +8,11 @@ from __future__ import annotations
 import gzip
 import json
 import sqlite3
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import util
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -25,6 +22,7 @@ import pytest
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
 from advisor.read import open_run
+from tests.read import xspace_writer as xspace
 
 
 class Work(NamedTuple):
@@ -139,19 +137,6 @@ def of_xplane(path: str) -> list[Work]:
         device = int(plane.rpartition(":")[2])
         found.append(Work(device, kind, name, start / 1000, (start + dur) / 1000, size))
     return found
-
-
-def _xspace() -> ModuleType:
-    file = Path(__file__).with_name("xspace_writer.py")
-    spec = util.spec_from_file_location("truth_xspace_writer", file)
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-xspace = _xspace()
 
 
 def _written(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 
@@ -12,11 +11,7 @@ from advisor import analyze, cli
 from advisor.core.auxiliary_inputs import NetworkLog
 from advisor.core.report import Report
 from advisor.testing import TraceBuilder
-
-_SPEC = importlib.util.spec_from_file_location("nccl_logs", Path(__file__).parent / "nccl/logs.py")
-assert _SPEC is not None and _SPEC.loader is not None
-logs = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(logs)
+from tests.read.nccl import logs
 
 
 def read(folder: Path, *texts: str) -> tuple[Report, NetworkLog]:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,23 +30,12 @@ from advisor.read.protobuf import PADDING, Buffer
 from advisor.read.registry import read_bytes
 from advisor.render.formats import REPORTS
 from tests.conftest import public_file
+from tests.read import xspace_writer as w
 
 MUTANTS = int(os.environ.get("ADVISOR_MUTATIONS", "0")) or 40
 TORCH = re.compile(
     r"torch|DataLoader|num_workers|pin_memory|aten::|profiler\.step\b|activities=", re.I
 )
-
-
-def _load(name: str) -> ModuleType:
-    spec = util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-w = _load("xspace_writer")
 
 
 @pytest.fixture

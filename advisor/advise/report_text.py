@@ -277,14 +277,19 @@ def headline_numbers(report: Report) -> list[Line]:
     lines: list[Line] = []
     if report.time:
         other = report.step is not None and report.step.window_is_other
-        busy = [f"busy {t.format_share(report.busy_share)}{' while profiled' * other}"]
+        profiled = t.format_share(report.busy_share)
+        busy = [f"busy {profiled}{' while profiled' * other}"]
+        if other and report.step is not None and report.step.busy_share is not None:
+            own = t.format_share(report.step.busy_share)
+            busy = [f"busy {own}" + f" ({profiled} while profiled)" * (own != profiled)]
         if report.communication_ns is not None:
             hidden = t.format_share(report.communication_overlap)
             busy.append(
                 f"communication {t.format_duration(report.communication_ns)}, {hidden} hidden"
             )
         of_format = f" of the {report.mfu_format} peak" if report.mfu_format else ""
-        busy += [f"MFU {t.format_share(report.mfu)}{of_format}"]
+        mfu, of_window = _mfu(report)
+        busy += [f"MFU {t.format_share(mfu)}{of_format}{' while profiled' * of_window}"]
         busy += [f"memory peak {memory_peak(report)}"]
         lines.append(("GPU", busy))
     if report.operators:
@@ -328,6 +333,17 @@ def headline_numbers(report: Report) -> list[Line]:
     return lines
 
 
+def _mfu(report: Report) -> tuple[float | None, bool]:
+    """Return the MFU of the run's step, which has the profiled step's FLOPs in its own time; that
+    of the profiled step, and true, where the run's steps vary, maybe in their FLOPs too."""
+    step = report.step
+    if report.mfu is None or step is None or step.window_ns is None or not step.window_differs:
+        return report.mfu, False
+    if step.varies:
+        return report.mfu, True
+    return report.mfu * step.window_ns / step.reference_ns, False
+
+
 def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     """Return the figures at the top of a page: name, value, and a note."""
     scope, unit = report.scope, report.per
@@ -349,7 +365,9 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     busy = "" if report.busy_share is None else of
     tiles.append(("GPU busy", t.format_share(own or report.busy_share), busy))
     whose = f"{report.mfu_format} peak" if report.mfu_format else "peak of the formats used"
-    tiles.append(("MFU", t.format_share(report.mfu), f"of the {whose}" if report.mfu else ""))
+    mfu, of_window = _mfu(report)
+    note = f"of the {whose}{', while profiled' * of_window}" if mfu else ""
+    tiles.append(("MFU", t.format_share(mfu), note))
     capacity, peak = report.memory_capacity_bytes, report.memory_peak_bytes
     note = f"reserved, of {t.format_bytes(capacity)}" if capacity is not None else "reserved"
     if peak is None:

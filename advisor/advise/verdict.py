@@ -254,8 +254,8 @@ def _name_busy(report: Report, own: float | None = None) -> str:
         return f"{share} of {_name_step(report)}"
     of_window = own is None or abs(own - (report.busy_share or 0.0)) < 1e-6
     if step.varies or of_window:
-        takes = f"takes {t.format_duration(report.step_ns)}{' on average' * step.varies}"
-        return f"{share} while profiled (a step {takes})"
+        takes = f"{t.format_duration(report.step_ns)}{' on average' * step.varies}"
+        return f"{share} of a profiled step (the run's take {takes})"
     profiled = f" ({share} while profiled)" * (t.format_share(own) != share)
     return f"{t.format_share(own)} of {_name_step(report)}{profiled}"
 

@@ -240,7 +240,7 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     count: int | None = None
     """Number of instances in the analysed window."""
     share: float | None = None
-    """Share of the finding's time that is spent at this place (0 to 1)."""
+    """Share of the finding's time that ``op`` and ``kernel`` take at this place (0 to 1)."""
     counted: str = ""
     """Name of what is counted, such as ``gap`` (between device work); else calls, or kernels."""
 

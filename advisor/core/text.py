@@ -297,7 +297,7 @@ def location_figures(location: Location, steps: int = 1, per: Per = "step") -> l
         over = f" {format_per(per)}" if count >= steps else f" in {count_noun(steps, per)}"
         parts.append(f"{often}{over}" if steps > 1 else often)
     if location.share is not None and location.share < NEARLY_ALL:
-        parts.append(f"{format_share(location.share)} of the cost")
+        parts.append(f"{format_share(location.share)} of this finding's time")
     if location.dur_ns is not None:
         worst = "worst " if count is not None and count > 1 else ""
         if count is None and (location.op or location.kernel):

@@ -198,6 +198,7 @@ def costliest_places(
     kernel: Rows | None = None,
     instance: Rows | None = None,
     gap: Rows | None = None,
+    whole: float | None = None,
     top: int = 3,
 ) -> list[Location]:
     """Return the places of the program that cost most, the most expensive first.
@@ -207,8 +208,9 @@ def costliest_places(
     around them; without stacks when they share the innermost op; else their own name. ``ts`` and
     ``dur`` describe each instance (by default the host row itself); ``kernel`` is a row of
     ``trace.gpu`` to name; rows of one ``instance`` count once (by default each row is one);
-    ``gap``, of which gap of the device each row is a piece, if gaps are to be counted. What counts
-    is of the op and kernel of the most expensive row, which are named."""
+    ``gap``, of which gap of the device each row is a piece, if gaps are to be counted. Count, share
+    and worst instance are of the op and kernel of the most expensive row, which are named; shares
+    are of ``whole``, ns, by default of all costs."""
     cpu = a.trace.cpu
     cost = cpu["dur"].to_numpy()[host] if cost is None else cost
     known = np.flatnonzero((host >= 0) & (cost > 0))
@@ -240,19 +242,20 @@ def costliest_places(
                 "instance": known if instance is None else instance[known],
             }
         )
-        .with_columns(of_gap=pl.col("cost").sum().over("key", "layer", "instance"))
+        .with_columns(of_gap=pl.col("cost").sum().over("key", "layer", "instance", *names))
         .sort("cost", descending=True)
         .group_by("key", "layer", maintain_order=True)
         .agg(
             pl.col("cost").sum(),
-            pl.col("of_gap").max(),
+            pl.col("cost").filter(*same).sum().alias("named"),
+            pl.col("of_gap").filter(*same).max(),
             pl.col("row").first(),
             pl.col("instance").filter(*same).n_unique().alias("count"),
             pl.col("node").unique(),
         )
         .sort("cost", descending=True, maintain_order=True)
     )
-    whole = float(table["cost"].sum())
+    whole = whole or float(table["cost"].sum())
     locations: list[Location] = []
     for place in table.head(top).iter_rows(named=True):
         row, count = place["row"], place["count"]
@@ -263,7 +266,7 @@ def costliest_places(
                 a,
                 at_row,
                 **layer_fields(a, place),
-                share=place["cost"] / whole,
+                share=place["named"] / whole,
                 op=str(cpu["name"][around if around >= 0 else at_row]),
                 kernel=None
                 if kernel is None or kernel[row] < 0

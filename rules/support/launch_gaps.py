@@ -149,7 +149,7 @@ def can_capture(launches: float, waits: CaptureBlockers, min_apart: int) -> bool
 
 def locate_gaps(a: Analysis, edits: Sequence[Edit]) -> list[Location]:
     """Lines, or without stacks ops, behind most of the idle time that these edits end: how many
-    gaps are theirs."""
+    gaps are theirs, and their share of the idle time for launches everywhere."""
     gaps = _pieces(a, edits[0].select.under)
     return costliest_places(
         a,
@@ -158,6 +158,7 @@ def locate_gaps(a: Analysis, edits: Sequence[Edit]) -> list[Location]:
         ts=int_column(gaps, "ts"),
         dur=int_column(gaps, "dur"),
         gap=int_column(gaps, "gap"),
+        whole=float(_pieces(a)["dur"].sum()),
     )
 
 

@@ -14,7 +14,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.report_text import describe_gain, describe_scope, figures_of_merit
 from advisor.core.report import Report
 from advisor.core.run_directory import HostSample, RankInfo, RankRecord
-from advisor.core.text import format_duration, location_figures, with_article
+from advisor.core.text import format_duration, format_share, location_figures, with_article
 from advisor.render.formats import REPORTS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder
@@ -145,13 +145,29 @@ def test_shares_of_a_far_longer_profiled_step_are_said_to_be_of_it(
     text = REPORTS.render("terminal", report)
     assert ("Where a profiled step's time goes on the GPU" in text) == far
     assert ("idle while profiled" in text) == far
-    assert ("while profiled · MFU" in text) == far
+    assert ("while profiled) · MFU" in text) == far
     agent = REPORTS.render("agent", report)
     busy = {key: float(value) for key, value in re.findall(r"(\w*busy_share): ([\d.]+)", agent)}
     assert busy["profiled_gpu_busy_share"] == pytest.approx(report.busy_share, abs=1e-3)
     both = report.step.window_ns / report.step.ns
     assert busy["gpu_busy_share"] == pytest.approx((report.busy_share or 0) * both, abs=1e-3)
     assert "profiled_time_shares: " in agent
+
+
+def test_the_mfu_shown_is_of_the_runs_step_unless_its_steps_vary(
+    shared_file: Callable[[str], str],
+) -> None:
+    """The profiled step of latent_sampler takes twice as long, for the same FLOPs; the steps of
+    compiled_breaks vary."""
+    sampler = analyze(shared_file("h100/latent_sampler"), OPTIONS)
+    assert sampler.mfu is not None and sampler.step is not None and sampler.step.window_ns
+    own = format_share(sampler.mfu * sampler.step.window_ns / sampler.step.ns)
+    text = REPORTS.render("terminal", sampler)
+    assert f"busy 93% (47% while profiled) · MFU {own}\n" in text
+    assert own != format_share(sampler.mfu)
+    assert {name: value for name, value, _ in figures_of_merit(sampler)}["MFU"] == own
+    text = REPORTS.render("terminal", analyze(shared_file("h100/compiled_breaks"), OPTIONS))
+    assert re.search(r"MFU \d+% of the FP32 peak while\s+profiled", text)
 
 
 def test_a_verdict_leads_with_the_mean_where_steps_vary(
@@ -161,7 +177,8 @@ def test_a_verdict_leads_with_the_mean_where_steps_vary(
     even = report_of(tmp_path / "even", run_of((40, 6), profiled=profiled, rest=(40, 6)))
     assert "average" not in even.verdict
     late = report_of(tmp_path / "late", run_of((40, 6), (10, 60), profiled=profiled, rest=(40, 6)))
-    assert "while profiled (a step takes 12.8 ms on average)" in late.verdict
+    busy = f"{format_share(late.busy_share)} of a profiled step (the run's take 12.8 ms on average)"
+    assert late.verdict.startswith(f"GPU busy {busy}, but ")
     assert late.step is not None
     assert late.step_ns == late.step.mean_ns
     gains = [f.impact for f in late.findings if f.impact is not None]

@@ -449,6 +449,23 @@ def test_a_place_names_the_modules_in_place_of_a_line_outside_of_them(
     assert place.file is not None and place.around_layer == (not own_lines)
 
 
+def test_count_share_and_worst_of_a_place_are_of_the_operator_that_it_names() -> None:
+    """A line calls two operators: what the first costs is a quarter of all, the second a half."""
+    b = TraceBuilder()
+    with b.step(), b.python("run.py(40): main"):
+        for name, us in (("aten::mul", 10), ("aten::add", 10), ("aten::add", 10)):
+            b.run(name, name, us)
+    with b.step(), b.python("run.py(50): other"):
+        b.run("aten::exp", "exp", 10)
+    a = b.analysis()
+    hosts = a.trace.gpu["launch"].to_numpy().astype(np.int64)
+    cost = np.array([30, 40, 10, 20], dtype=np.int64)[: len(hosts)]
+    first, _ = costliest_places(a, hosts, cost, gap=np.zeros(len(hosts), dtype=np.int64))
+    assert (first.op, first.count, first.share, first.dur_ns) == ("aten::add", 1, 0.5, 50)
+    first, _ = costliest_places(a, hosts, cost, whole=1000.0)
+    assert (first.count, first.share) == (2, 0.05)
+
+
 def test_a_comparison_lists_the_layers_that_changed_most(tmp_path: Path) -> None:
     def report(norm: float) -> Report:
         b = TraceBuilder()

@@ -30,8 +30,8 @@ from advisor.measure.host.stacks import SampledStack
 from advisor.recorder.built_in_calls import called_function
 from advisor.recorder.stack_samples import without_search_path
 from advisor.rules.host.forward_code import ForwardCode
-from advisor.rules.host.loop_phases import LoopPhases
 from advisor.rules.host.loop_code import LoopCode
+from advisor.rules.host.loop_phases import LoopPhases
 from advisor.rules.host.python_hot_spot import PythonHotSpot
 from advisor.rules.host.sampled_hot_spot import SampledHotSpot
 from advisor.rules.input.dataloader_wait import SingleProcessLoader

@@ -41,6 +41,7 @@ CASES = {
     "slices": "slice-gradients",
     "grown_cache": "growing-concatenation",
     "experts": "dense-experts",
+    "pictures": "pointwise-before-part",
     "sliding_window": "growing-concatenation",
     "growing_metric": "growing-inputs",
     "last_position": "dropped-positions",

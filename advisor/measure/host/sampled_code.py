@@ -36,6 +36,8 @@ MAX_INSIDE = 0.1
 """Share of a line's samples in those parts up to which it counts as outside of them."""
 MOST = 0.8
 """Share of a line's samples from which a line that it leads to is named in its place."""
+MOST_SYMBOLS = 0.6
+"""Share of the time of operators written as symbols from which one has the line of most of it."""
 SYMBOLS = frozenset(f"aten::{name}" for name in "add div index matmul mul neg pow sub".split())
 """Operators that Python writes as symbols: they have no function in a stack."""
 _TRANSFORM = re.compile(r"^torchvision/transforms/")
@@ -139,6 +141,8 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
     known = recorded.stacks
     if a.device_id is not None:  # the thread waits in backward(): what it runs itself is elsewhere
         known = [s._replace(frames=()) if s.part == "backward" else s for s in known]
+    if op in SYMBOLS:
+        known = [s._replace(frames=s.frames[-1:] * _ends_in_own_line(s)) for s in known]
     return line_of_share(known, intersect(spans, a.spans).total / a.span_ns)
 
 
@@ -150,11 +154,14 @@ def _line_of_symbol(a: Analysis, outermost: NDArray[np.int64], ns: int) -> Hotte
     rows = np.unique(outermost)
     own = a.trace.cpu[rows[rows >= 0]].filter(pl.col("thread") == main)
     every = own.filter(pl.col("name").cast(pl.String).is_in(SYMBOLS))["dur"].sum()
-    if recorded is None or ns < MOST * int(every):
+    if recorded is None or ns < MOST_SYMBOLS * int(every):
         return None
-    return hottest_line(
-        [stack for stack in recorded.stacks if stack.frames and frame_rank(stack.frames[-1]) == 2]
-    )
+    return hottest_line([stack for stack in recorded.stacks if _ends_in_own_line(stack)])
+
+
+def _ends_in_own_line(stack: SampledStack) -> bool:
+    """Return whether a stack ends in a line of the user's code, as where that has a symbol."""
+    return bool(stack.frames) and frame_rank(stack.frames[-1]) == 2 and not stack.called
 
 
 def find_step_part(stack: SampledStack) -> str:

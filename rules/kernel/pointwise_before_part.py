@@ -1,0 +1,250 @@
+"""Arithmetic on a whole tensor of which the next line takes a small part."""
+
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
+from advisor.measure.device.shapes import OpInputs
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    outermost_in_steps,
+)
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.testing import Examples, TraceBuilder
+
+Shape = tuple[int, ...]
+POINTWISE = frozenset(
+    f"aten::{name}{end}" for name in ("add", "div", "mul", "sub") for end in ("", "_")
+)
+RESIZES = (
+    "aten::upsample_bilinear2d", "aten::_upsample_bilinear2d_aa", "aten::upsample_bicubic2d",
+    "aten::_upsample_bicubic2d_aa", "aten::upsample_nearest2d", "aten::adaptive_avg_pool2d",
+)  # fmt: skip
+"""Weighted means of pixels: they give the same before and after arithmetic by channel."""
+VIEWS = ("aten::view", "aten::contiguous", "aten::detach", "aten::alias")
+MAX_READERS = 16
+"""Operators behind the arithmetic among which those that read its result are looked for."""
+
+
+class Wasted(NamedTuple):
+    """Arithmetic of one shape, and what is used of its result."""
+
+    shape: Shape
+    used: float
+    """Share of the result's elements that the operators behind it leave."""
+    resized: bool
+    rows: list[int]
+    """Rows of ``trace.cpu``."""
+
+
+class PointwiseBeforePart(Rule):
+    """Arithmetic runs on a whole tensor (scaled, shifted, normalised), and the next operator takes
+    a small part of the result, or makes it smaller: a picture that is normalised and then resized,
+    a dataset that is normalised in each step and then indexed. The arithmetic gives the same on
+    what is left.
+
+    Found are additions, products and quotients in a row, with numbers or with one number for each
+    channel, whose result has no other reader than those that take parts of it or resize it. Of a
+    resized picture the other operand must be the same for all pixels."""
+
+    id = "pointwise-before-part"
+    title = "Arithmetic on a whole tensor of which a part is used"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/pictures.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/pictures.cured",
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+    )
+    validation_note = (
+        "a CPU recording, torch 2.13, and its cure, on a busy machine. A service that normalised "
+        "frames before it resized them, in no test: 20 to 22 ms predicted, 24 to 32 ms measured"
+    )
+    references = ("https://docs.pytorch.org/docs/stable/tensor_view.html",)
+
+    min_share = Threshold(0.05, "of the step in arithmetic on what is not used", XPROF)
+    max_used = Threshold(0.5, "of the elements are used: with more, little is saved", CHOSEN)
+
+    fix = (
+        "Take the part first, then compute. What is the same in each step, such as a dataset that "
+        "is normalised, can be computed once instead."
+    )
+    code = "batch = (data[index] - mean) / std     # not ((data - mean) / std)[index]"
+    cases: ClassVar[dict[str, dict[str, Any]]] = {
+        "a picture is resized": {
+            "fix": "Resize and crop first, then scale and normalise. Arithmetic that is the same "
+            "for all pixels of a channel gives the same on the smaller picture.",
+            "code": 'x = F.interpolate(x, size=size, mode="bilinear", antialias=True)\n'
+            "x = (x / 255 - mean) / std     # not before F.interpolate",
+        }
+    }
+    verify = "Record again: this arithmetic has smaller shapes. Compare the results."
+    falsified_by = "other code that reads the whole result, in steps that are not recorded"
+    assumptions = ("only this part of the result is used",)
+    confidence = 0.85
+
+    def check(self, a: Analysis) -> Outcomes:
+        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+            return
+        wasted = self._find(a)
+        if not wasted:
+            return
+        for found in wasted:
+            rows = np.array(found.rows)
+            ns = time_of_operators(a, rows)
+            saved = (1 - found.used) * ns
+            if found.used > self.max_used:
+                continue
+            if saved < self.min_share * a.span_ns:
+                continue
+            sizes = " × ".join(f"{size:,}" for size in found.shape)
+            then = "makes it smaller" if found.resized else "takes a part of it"
+            yield Finding(
+                summary=(
+                    f"Arithmetic on {sizes} elements takes {of_step(a, ns)}, and what reads the "
+                    f"result {then}: {found.used:.0%} of as many elements are left."
+                ),
+                evidence=[
+                    amount_per_step(a, "time of this arithmetic", ns),
+                    amount_per_step(a, "calls", len(rows), "count"),
+                    self.compare("part that is used", found.used, "max_used"),
+                    self.compare("for nothing", saved / a.span_ns, "min_share", per=a.per),
+                ],
+                where=costliest_places(a, rows),
+                edits=[scale_operators(a, rows, (saved, ns, 0.8 * saved))],
+                **(self.case("a picture is resized") if found.resized else {}),
+            )
+
+    def _find(self, a: Analysis) -> list[Wasted]:
+        """Return arithmetic of which no more than ``max_used`` is used, by shape."""
+        table = outermost_in_steps(a)
+        names, inputs = table["name"].to_list(), table["inputs"].to_list()
+        if not any(name in RESIZES or name in TAKES or name in _INDEXES for name in names):
+            return []
+        rows = table["row"].to_list()
+        known = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
+        calls = [None if at is None else known[at] for at in inputs]
+        found: dict[Shape, Wasted] = {}
+        whole: set[Shape] = set()
+        begin = None
+        for n in range(len(names) + 1):
+            shape = _arithmetic(names[n], calls[n]) if n < len(names) else None
+            if begin is None:
+                begin = n if shape is not None else None
+                continue
+            of = _arithmetic(names[begin], calls[begin])
+            if of is None or shape == of:
+                continue
+            part = _part_used(of, names, calls, begin, n)
+            if part is None:
+                whole.add(of)
+            else:
+                one = found.setdefault(of, Wasted(of, part[0], part[1], []))
+                one.rows.extend(rows[begin:n])
+            begin = n if shape is not None else None
+        return [one for one in found.values() if one.shape not in whole]
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "normalised, then resized": _pictures(),
+            "on a GPU": _pictures(gpu="A100"),
+            "a dataset, then indexed": _pictures(taker="aten::index"),
+            "a picture, then cropped": _pictures(taker="aten::slice"),
+            "most of it is taken": (_pictures(taker="aten::slice", end="1000"), "self.max_used"),
+            "another reads it": (_pictures(also=True), "not wasted"),
+            "with a mask of pixels": (_pictures(other=[1, 1, 1080, 1920]), "not wasted"),
+            "hardly any time": (_pictures(us=20), "min_share"),
+        }
+
+
+_INDEXES = ("aten::index", "aten::index_select")
+
+
+def _arithmetic(name: str, x: OpInputs | None) -> Shape | None:
+    """Return the shape of arithmetic on a tensor of at least two dimensions; ``None``: another
+    operator, or a result that is larger than that tensor."""
+    first = None if x is None or name not in POINTWISE else x.tensor(0)
+    if first is None or x is None or len(first.shape) < 2 or not prod(first.shape):
+        return None
+    others = [one.shape for one in x.tensors[1:]]
+    fit = all(len(one) <= len(first.shape) and prod(one) <= prod(first.shape) for one in others)
+    return first.shape if fit else None
+
+
+def _part_used(
+    shape: Shape, names: list[str], calls: list[OpInputs | None], begin: int, end: int
+) -> tuple[float, bool] | None:
+    """Return the share of the result that the operators from ``end`` on leave, and whether they
+    resize it; ``None``: it is read whole, or nothing seen reads it."""
+    by_channel = all(
+        one.shape[-2:] in ((1, 1), (1,), ())
+        for x in calls[begin:end]
+        if x is not None
+        for one in x.tensors[1:]
+    )
+    used, resized = 0.0, False
+    for n in range(end, min(len(names), end + MAX_READERS)):
+        x = calls[n]
+        if x is None or not any(one.shape == shape for one in x.tensors):
+            continue
+        if names[n] in POINTWISE and n > end:
+            break  # the next one begins
+        share = _share_left(names[n], x, shape)
+        if share is None or (names[n] in RESIZES and not by_channel):
+            return None
+        used, resized = used + share, resized or names[n] in RESIZES
+    return (used, resized) if used else None
+
+
+def _share_left(name: str, x: OpInputs, shape: Shape) -> float | None:
+    """Return the share of a tensor's elements that an operator leaves; ``None``: it reads all."""
+    first = x.tensor(0)
+    if first is None or first.shape != shape:
+        return None
+    if name in RESIZES:
+        size = x.integers(1)
+        return prod(size) / prod(shape[-len(size) :]) if size else None
+    if name in TAKES and isinstance(dim := x.argument(1), int) and -len(shape) <= dim < len(shape):
+        taken = range_taken(name, x, dim, shape[dim])
+        return None if taken is None else max(0, taken[1] - taken[0]) / shape[dim]
+    if name in _INDEXES:
+        index = x.shapes(1)[:1] if name == "aten::index" else [one.shape for one in x.tensors[1:2]]
+        return prod(index[0]) / shape[0] if index else None
+    return None
+
+
+def _pictures(
+    *, gpu: str | None = None, taker: str = RESIZES[1], end: str = "224", also: bool = False,
+    other: list[int] | None = None, us: float = 4000,
+) -> TraceBuilder:  # fmt: skip
+    b = TraceBuilder(gpu=gpu)
+    shape, channel = [1000, 3, 1080, 1920], other or [1, 3, 1, 1]
+
+    def run(name: str, shapes: list[Any], time: float, *more: Any, **given: Any) -> None:
+        with b.op(name, shapes, *more, host_us=9 if gpu else time, **given):
+            if gpu:
+                b.launch("vectorized_elementwise_kernel", time)
+
+    for _ in b.steps():
+        run("aten::sub", [shape, channel, []], us)
+        run("aten::div", [shape, channel], us)
+        if taker == "aten::index":
+            run(taker, [shape, [[32]]], 100, ["float", "TensorList"])
+        elif taker == "aten::slice":
+            run(taker, [shape, [], [], [], []], 3, concrete=["", "2", "0", end, "1"])
+        else:
+            run(taker, [shape, [], [], []], 500, concrete=["", "[256, 455]", "False", ""])
+        if also:
+            run("aten::mean", [shape], 300)
+        run("aten::conv2d", [[1, 3, 224, 224], [64, 3, 7, 7]], 9000)
+        if gpu:
+            b.sync()
+    return b

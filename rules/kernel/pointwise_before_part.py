@@ -46,10 +46,9 @@ class Wasted(NamedTuple):
 
 
 class PointwiseBeforePart(Rule):
-    """Arithmetic runs on a whole tensor (scaled, shifted, normalised), and the next operator takes
-    a small part of the result, or makes it smaller: a picture that is normalised and then resized,
-    a dataset that is normalised in each step and then indexed. The arithmetic gives the same on
-    what is left.
+    """Arithmetic runs on a whole tensor, and the next operator takes a small part of the result, or
+    makes it smaller. A picture is normalised and then resized. A dataset is normalised in each step
+    and then indexed. The arithmetic gives the same on what is left.
 
     Found are additions, products and quotients in a row, with numbers or with one number for each
     channel, whose result has no other reader than those that take parts of it or resize it. Of a

@@ -51,7 +51,7 @@ class PointwiseBeforePart(Rule):
     and then indexed. The arithmetic gives the same on what is left.
 
     Found are additions, products and quotients in a row, with numbers or with one number for each
-    channel, whose result has no other reader than those that take parts of it or resize it. Of a
+    channel. What reads the result takes parts of it or resizes it, and nothing else does. Of a
     resized picture the other operand must be the same for all pixels."""
 
     id = "pointwise-before-part"

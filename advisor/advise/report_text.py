@@ -99,7 +99,7 @@ def _other_ranks(report: Report) -> list[str]:
     late = max(lines, key=lambda line: line.caused_wait_ns or 0.0)
     if (late.caused_wait_ns or 0.0) > EQUAL_STEP_SHARE * own.step_ns:
         who = "it" if late.rank == own.rank else f"rank {late.rank} (--rank {late.rank})"
-        result.append(f"{who} keeps the others waiting")
+        result.append(f"{who} keeps the other{'s' * (len(lines) > 2)} waiting")
     longest = max(lines, key=lambda line: line.step_ns)
     if longest.step_ns > (1 + EQUAL_STEP_SHARE) * own.step_ns:
         result.append(
@@ -158,7 +158,7 @@ def _steps(report: Report) -> list[str]:
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
     if scope_.behind_ns > scope_.step_ns:
         ahead = f"the host is {t.format_duration(scope_.behind_ns)} ahead of the GPU"
-        parts.append(f"{ahead}: these steps are the GPU's")
+        parts.append(f"{ahead}: these steps are taken on the GPU")
     return parts
 
 
@@ -1085,7 +1085,7 @@ def _explain_gains(gains: Sequence[Impact], together: float) -> str:
     """Say what the gains of the list are of, where their sum or order lets one wonder."""
     own = [impact.gain_ns or 0 for impact in gains if impact.unit != "run"]
     ordered = all(after <= before for before, after in itertools.pairwise(own))
-    if len(own) < 2 or (ordered and abs(sum(own) - together) < 0.03 * together):
+    if len(own) < 2 or (ordered and abs(sum(own) - together) < 0.01 * together):
         return ""
     return " Gains below are of each fix alone."
 

@@ -12,6 +12,7 @@ import pytest
 from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze
 from advisor.advise.report_text import describe_gain, describe_scope, figures_of_merit
+from advisor.core.finding import Impact
 from advisor.core.report import Report
 from advisor.core.run_directory import HostSample, RankInfo, RankRecord
 from advisor.core.text import format_duration, format_share, location_figures, with_article
@@ -444,7 +445,7 @@ def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
         report = analyze(shared_trace(name))
         (shown,) = [parts for label, parts in describe_scope(report) if label == "steps"]
         assert (
-            "the host is 17.2 ms ahead of the GPU: these steps are the GPU's" in shown
+            "the host is 17.2 ms ahead of the GPU: these steps are taken on the GPU" in shown
         ) == behind
 
 
@@ -467,11 +468,24 @@ def test_gains_whose_sum_or_order_surprises_are_explained(
     shared_file: Callable[[str], str],
 ) -> None:
     """Alone 9.57, 5.84 and 6.2 ms, together 20.6 ms; 7.4 and 0.79 ms, together 8.4 ms."""
-    for name, explained in (("pairs/loader_autograd_workers4.json.gz", True),
-                            ("dlrm_8ranks/worker1.pt.trace.json.gz", False)):  # fmt: skip
+    for name in ("pairs/loader_autograd_workers4.json.gz", "dlrm_8ranks/worker1.pt.trace.json.gz"):
         said = report_text.describe_all_fixes(analyze(shared_file(name)))
-        assert ("Gains below are of each fix alone" in said) == explained
-        assert "up to" not in said
+        assert "Gains below are of each fix alone" in said and "up to" not in said
+    gains = [Impact(currency="step_time", gain_ns=ns) for ns in (2_000_000, 1_000_000)]
+    assert not report_text._explain_gains(gains, 3_010_000)
+
+
+def test_a_column_of_dashes_alone_is_left_out(shared_file: Callable[[str], str]) -> None:
+    """One rank's trace does not show how long each collective waits, nor a bandwidth."""
+    text = REPORTS.render("terminal", analyze(shared_file("dlrm_8ranks/worker1.pt.trace.json.gz")))
+    assert re.search(r"axis +ranks +collectives +bytes +time +exposed\n", text)
+
+
+def test_only_the_change_that_frees_most_is_said_to(shared_file: Callable[[str], str]) -> None:
+    """Offloading frees 11.1 GiB; checkpointing, whose code is shown, 10.3 GiB."""
+    report = analyze(shared_file("memory/windows_training.pickle.gz"))
+    text = REPORTS.render("terminal", report)
+    assert re.search(r"more +Checkpoint the blocks", text) and "most     " not in text
 
 
 def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[str], str]) -> None:

@@ -127,7 +127,7 @@ def _advised_savings(view: MemoryView, report: Report) -> list[Block]:
     enough = [each for each in view.savings if each.bytes >= needed]
     advised = [("first", (leaks or enough or view.savings)[0])]
     if view.request is None and not leaks and (large := large_savings(view)):
-        advised += [("most", large[1])] if large[1] is not advised[0][1] else []
+        advised += [("more", large[1])] if large[1] is not advised[0][1] else []
     blocks: list[Block] = []
     for label, saving in advised:
         text, code = advise_change(saving.change, view.trains)
@@ -373,7 +373,7 @@ def _savings(view: MemoryView) -> list[list[str]]:
 
 def _named(change: str) -> str:
     names = {"references": "earlier steps' outputs"}
-    names["expandable segments"] = "expandable segments (unused)"  # frees nothing of tensors
+    names["expandable segments"] = "expandable segments (of reserved memory)"  # not of tensors
     return names.get(change, change)
 
 

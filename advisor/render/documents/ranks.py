@@ -43,11 +43,14 @@ def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Sec
     """Yield communication by axis of the device mesh; of a single axis where ``of_one``."""
     if len(report.mesh) <= (0 if of_one else 1):
         return
-    rows = [_axis(axis) for axis in report.mesh]
+    table = [MESH_HEAD, *(_axis(axis) for axis in report.mesh)]
+    columns = zip("lllrrrrr", *table, strict=True)
+    known = [each for each in columns if {*each[2:]} != {t.EMPTY_CELL} or each[1] == "ranks"]
+    align, head, *rows = zip(*known, strict=True)
     yield Section(
         "Communication by axis of the mesh",
         [
-            Grid(MESH_HEAD, rows, align="lllrrrrr", optional=[2, 1]),
+            Grid(head, [[*row] for row in rows], align="".join(align), optional=[2, 1]),
             Items([*_pipelines(report), *_links(report)]),
             Paragraph(" ".join(_mesh_notes(report)), "soft", indent=0),
         ],

@@ -754,6 +754,7 @@ ENDS_DIFFER: Final = {
 """Words of DECIDED_BY that differ by end."""
 WHY_MORE: Final = {
     "make_async": "without the wait the host launches later work earlier{late}",
+    "without_gradient": "the kernels around the wait go too, and later work is launched earlier",
     "round_trip": "the CPU's work between these copies is saved too",
     "drop_launch": "idle time before the first launch, and of other causes, is saved too",
     "parallelize": "the launches after it come earlier too",
@@ -785,8 +786,9 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     why = "the launches of this work, and the gaps in it, are saved too"
     if {*operations} == {"scale"} and all(edit.select.on == "gpu" for edit in finding.edits):
         why = "other kernels become faster too"
-    if any(edit.select.at == "round_trip" for edit in finding.edits):
-        operations = ["round_trip"]
+    for at in ("round_trip", "without_gradient"):
+        if any(edit.select.at == at for edit in finding.edits):
+            operations = [at]
     why = next((WHY_MORE[name] for name in WHY_MORE if name in operations), why)
     why = why.format(late=_late_launches(report))
     if impact.of_job:

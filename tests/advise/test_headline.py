@@ -757,3 +757,11 @@ def test_a_step_without_its_matrix_products_is_told_as_a_part(
     # its one kernel of 24 equal layers is an example, and no count
     assert location_figures(report.findings[0].where[0]) == ["one takes 55.3 µs"]
     assert any(each.startswith("Only a part of a step") for each in report.limits)
+
+
+def test_why_a_gain_is_more_than_the_waits_of_a_graph_that_is_normalised_again() -> None:
+    """Its edits end the kernels of the normalisation with the wait for its size."""
+    report = analyze(Path(__file__).parents[1] / "corpus" / "h100" / "citation_gcn", OPTIONS)
+    (why,) = report_text.beyond_evidence(report.findings[0], report)
+    assert why.startswith("the gain is more than")
+    assert why.endswith("the kernels around the wait go too, and later work is launched earlier")

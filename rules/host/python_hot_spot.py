@@ -183,8 +183,9 @@ class PythonHotSpot(Rule):
     inference = {
         "cases": {
             AHEAD: {
-                "code": f"{_AHEAD}    # a mapping: each of its tensors\n"
-                "    outputs = model(inputs.to(device, non_blocking=True))"
+                "code": f"{_AHEAD}    # of a tensor: model(inputs.to(device))\n"
+                "    on_device = {{name: x.to(device) for name, x in inputs.items()}}\n"
+                "    outputs = model(**on_device)"
             },
             OWN: {
                 "fix": "Compute the result of {names} once and keep it, or vectorize its loops "

@@ -47,7 +47,7 @@ def test_a_prefetch_trains_on_every_batch(count: int) -> None:
     }
     exec(RULES["copies-not-overlapped"].code, given)
     assert trained == list(range(count))
-    given |= {"data": given["loader"], "host_batches": iter}
+    given |= {"data": given["loader"]}
     kept = str(RULES["pageable-copies"].case("no DataLoader")["code"]).partition("\n\n")[0]
     exec(kept, given)
     assert trained == 2 * list(range(count))

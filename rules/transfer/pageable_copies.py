@@ -130,8 +130,7 @@ class PageableCopies(Rule):
             "(out=), after uploads.synchronize(). Copying a batch into one can take as "
             "long as it saves.",
             "code": "# data: the tensors of your batches, on the host\n"
-            "loader = [[t.pin_memory() for t in x] for x in data]\n"
-            + COPY_AHEAD,
+            "loader = [[t.pin_memory() for t in x] for x in data]\n" + COPY_AHEAD,
         },
     }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."

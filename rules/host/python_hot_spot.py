@@ -184,7 +184,7 @@ class PythonHotSpot(Rule):
         "cases": {
             AHEAD: {
                 "code": f"{_AHEAD}    # of a tensor: model(inputs.to(device))\n"
-                "    on_device = {name: x.to(device) for name, x in inputs.items()}\n"
+                "    on_device = dict((name, x.to(device)) for name, x in inputs.items())\n"
                 "    outputs = model(**on_device)"
             },
             OWN: {

@@ -65,12 +65,13 @@ class WatchedThread:
         if next(module.parameters(), None) is None:
             return False
         before, count = self._forwards.get(this, (awaited, 0))
-        self._forwards[this] = awaited, count + 1 if before == awaited else 1
+        count = count + 1 if before == awaited else 1
+        self._forwards[this] = awaited, count
         progress, fetched = self._session.progress()
         if progress or fetched:
             self._hook_state[SEEKING] = 0
             return False
-        if count + 1 < FORWARDS_ELSEWHERE or before != awaited or not self._may_move(updates=False):
+        if count < FORWARDS_ELSEWHERE or not self._may_move(updates=False):
             return False
         self._hook_state[SEEKING] = 0
         self._move()

@@ -148,9 +148,7 @@ class PeriodicStalls(SavingRule):
                     self.compare("steps", steps.height, "min_steps", "count"),
                     Evidence("median step", median, "ns"),
                 ],
-                where=costliest_places(
-                    a, here, a.trace.cpu["dur"].to_numpy()[here].astype(np.int64)
-                ),
+                where=costliest_places(a, here),
                 impact=impact_over_run(
                     lost, method="time of the stalled steps beyond the median step"
                 ),

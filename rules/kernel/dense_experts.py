@@ -13,9 +13,11 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
+    backward_operators,
     costliest_places,
     of_step,
     outermost_in_steps,
@@ -26,19 +28,34 @@ from advisor.testing import Examples, TraceBuilder
 PRODUCTS = ("aten::linear", "aten::matmul", "aten::addmm", "aten::mm")
 
 
-class Mixture(NamedTuple):
-    """Calls of the experts behind the choices of one kind."""
+class Choice(NamedTuple):
+    """Choice of a router among experts."""
 
     experts: int
     chosen: int
-    """Experts that a router chooses for each token."""
+    """Experts for each token."""
     tokens: int
+
+
+class Call(NamedTuple):
+    """An outermost operator behind a choice."""
+
+    row: int
+    """Row of ``trace.cpu``."""
+    name: str
+    described: int
+    """Row of ``trace.inputs``."""
+    inputs: OpInputs
+
+
+class Mixture(NamedTuple):
+    """Experts behind the choices of one kind."""
+
+    choice: Choice
     made: list[int]
-    """Rows of ``trace.cpu``: products of the experts and what lies between them …"""
-    learnt: list[int]
-    """… and their gradients."""
-    layers: int
-    """Choices, of all steps."""
+    """Rows of ``trace.cpu``: products of the experts and what lies between them."""
+    layers: list[int]
+    """Rows of the choices, of all steps."""
 
 
 class DenseExperts(Rule):
@@ -63,8 +80,8 @@ class DenseExperts(Rule):
         *CURED_RECORDINGS,
     )
     validation_note = (
-        "a CPU recording, torch 2.13, and its cure: 18.1 ms predicted, 21.3 ms measured. Another, "
-        "in no test: 31.6 ms predicted, 38.8 ms measured"
+        "a CPU recording, torch 2.13, and its cure: 18.9 ms predicted, 21.3 ms measured. Another, "
+        "in no test: 32.4 ms predicted, 38.8 ms measured"
     )
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html",
@@ -101,77 +118,68 @@ class DenseExperts(Rule):
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
         for found in self._find(a):
-            rows = np.array([*found.made, *found.learnt])
+            experts, chosen, tokens = found.choice
+            made = np.array(found.made)
+            learnt = rows_in_steps(a, backward_operators(a, made))
+            rows = np.concatenate([made, learnt])
             ns = time_of_operators(a, rows)
-            idle = 1 - found.chosen / found.experts
+            idle = 1 - chosen / experts
             central = ns * max(0.0, idle - self.gathering)
             if central < self.min_share * a.span_ns:
                 continue
-            backward = " With its backward pass this" if found.learnt else " This"
-            made = np.array(found.made)
+            backward = " With its backward pass this" if len(learnt) else " This"
             yield Finding(
                 summary=(
-                    f"Each of {found.experts} experts computes all {found.tokens:,} tokens, and "
-                    f"the router chooses {found.chosen} for a token.{backward} takes "
-                    f"{of_step(a, ns)}."
+                    f"Each of {experts} experts computes all {tokens:,} tokens, and the router "
+                    f"chooses {chosen} for a token.{backward} takes {of_step(a, ns)}."
                 ),
                 evidence=[
                     amount_per_step(a, "time of the experts", ns),
-                    amount_per_step(a, "choices", found.layers, "count"),
-                    Evidence("experts", found.experts, "count"),
-                    self.compare("chosen", found.chosen / found.experts, "max_chosen"),
+                    amount_per_step(a, "choices", len(found.layers), "count"),
+                    Evidence("experts", experts, "count"),
+                    self.compare("chosen", chosen / experts, "max_chosen"),
                     self.compare("for nothing", central / a.span_ns, "min_share", per=a.per),
                 ],
-                where=costliest_places(a, made, a.trace.cpu["dur"].to_numpy()[made]),
+                where=costliest_places(a, made),
                 edits=[scale_operators(a, rows, (central, idle * ns, self.least * central))],
             )
 
     def _find(self, a: Analysis) -> list[Mixture]:
-        """Return mixtures by number of experts, of chosen ones and of tokens."""
+        """Return mixtures by what is chosen."""
         table = outermost_in_steps(a)
-        names, inputs = table["name"].to_list(), table["inputs"].to_list()
+        topk = table.filter(pl.col("name") == "aten::topk")["inputs"].drop_nulls().unique()
         choices = {
-            at: choice
-            for at in table.filter(pl.col("name") == "aten::topk")["inputs"].drop_nulls().unique()
-            if (choice := self._choice(inputs_at(a, at))) is not None
+            at: choice for at in topk if (choice := self._choice(inputs_at(a, at))) is not None
         }
         if not choices:
             return []
         described = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
-        rows, steps = table["row"].to_numpy(), a.steps.used["ts"].to_numpy()
-        step = np.searchsorted(steps, table["ts"].to_numpy(), side="right")
-        nodes = table.filter(pl.col("name").str.starts_with(NODE_PREFIX))["row"]
-        numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
-        places = [n for n, name in enumerate(names) if name == "aten::topk"]
-        found: dict[tuple[int, int, int], Mixture] = {}
-        for place, after in zip(places, [*places[1:], len(rows)], strict=True):
-            if inputs[place] not in choices:
+        step = np.searchsorted(a.steps.used["ts"].to_numpy(), table["ts"].to_numpy(), side="right")
+        table = table.with_columns(step=step, choice=(pl.col("name") == "aten::topk").cum_sum())
+        found: dict[Choice, Mixture] = {}
+        for own in table.partition_by("choice", "step", maintain_order=True):
+            if own["name"][0] != "aten::topk" or own["inputs"][0] not in choices:
                 continue
-            experts, chosen, tokens = key = choices[inputs[place]]
-            inside = [n for n in range(place, after) if step[n] == step[place]]
-            inside = [n for n in inside if inputs[n] is not None]
-            own = _products_of(names, inputs, described, inside, key)
-            if not own or not _are_weighed(names, inputs, described, inside, key):
+            choice = choices[own["inputs"][0]]
+            known = own.drop_nulls("inputs").select("row", "name", "inputs").iter_rows()
+            calls = [Call(row, name, at, described[at]) for row, name, at in known]
+            products = _products_of(calls, choice)
+            if not products or not _are_weighed(calls, choice):
                 continue
-            one = found.setdefault(key, Mixture(experts, chosen, tokens, [], [], 0))
-            block = rows[own[0] : own[-1] + 1]
-            one.made.extend(block.tolist())
-            ends = a.trace.cpu["sequence"].gather(block).drop_nulls()
-            if len(ends):
-                of = (numbers >= int(ends.min())) & (numbers <= int(ends.max()))  # type: ignore[arg-type]
-                one.learnt.extend(nodes.filter(pl.Series(of)).to_list())
-            found[key] = one._replace(layers=one.layers + 1)
+            one = found.setdefault(choice, Mixture(choice, [], []))
+            one.layers.append(own["row"][0])
+            one.made.extend(own["row"].filter(own["row"].is_between(products[0], products[-1])))
         return list(found.values())
 
-    def _choice(self, x: OpInputs) -> tuple[int, int, int] | None:
-        """Return the numbers of experts, of chosen ones and of tokens; ``None``: no such choice."""
+    def _choice(self, x: OpInputs) -> Choice | None:
+        """Return what a call of ``topk`` chooses; ``None``: it is no choice of few experts."""
         scores, chosen = x.tensor(0), x.argument(1)
         if scores is None or not isinstance(chosen, int) or not scores.shape:
             return None
         experts = scores.shape[-1]
         few = 0 < chosen <= self.max_chosen * experts and experts >= self.min_experts
         last = x.argument(2) in (-1, len(scores.shape) - 1)
-        return (experts, chosen, prod(scores.shape[:-1])) if few and last else None
+        return Choice(experts, chosen, prod(scores.shape[:-1])) if few and last else None
 
     @staticmethod
     def examples() -> Examples:
@@ -180,7 +188,7 @@ class DenseExperts(Rule):
             "on a GPU": _mixture(gpu="A100"),
             "in inference": _mixture(trains=False),
             "six of eight": (_mixture(chosen=6), "not choices"),
-            "experts of their own tokens": (_mixture(rows=80), "not own"),
+            "experts of their own tokens": (_mixture(rows=80), "not products"),
             "layers behind a choice": (_mixture(weighs=False), "_are_weighed"),
             "hardly any time": (_mixture(us=8), "min_share"),
         }
@@ -192,36 +200,26 @@ def _tokens(x: OpInputs) -> int:
     return prod(shape[:-1])
 
 
-def _products_of(
-    names: list[str], inputs: list[int], described: dict[int, OpInputs], inside: list[int],
-    choice: tuple[int, int, int],
-) -> list[int]:  # fmt: skip
-    """Return the places of products that run once for each expert, on all tokens."""
-    experts, _, tokens = choice
-    products = [
-        n for n in inside if names[n] in PRODUCTS and _tokens(described[inputs[n]]) == tokens
-    ]
-    often = Counter((names[n], inputs[n]) for n in products)
-    return [n for n in products if often[names[n], inputs[n]] % experts == 0]
+def _products_of(calls: list[Call], choice: Choice) -> list[int]:
+    """Return the rows of products that run once for each expert, on all tokens."""
+    products = [c for c in calls if c.name in PRODUCTS and _tokens(c.inputs) == choice.tokens]
+    often = Counter((call.name, call.described) for call in products)
+    return [c.row for c in products if often[c.name, c.described] % choice.experts == 0]
 
 
-def _are_weighed(
-    names: list[str], inputs: list[int], described: dict[int, OpInputs], inside: list[int],
-    choice: tuple[int, int, int],
-) -> bool:  # fmt: skip
+def _are_weighed(calls: list[Call], choice: Choice) -> bool:
     """Return whether results are multiplied by one weight for each token, or put together, once for
     each expert."""
-    experts, _, tokens = choice
     weights = 0
-    for n in inside:
-        x = described[inputs[n]]
-        if names[n] in ("aten::mul", "aten::mul_"):
-            weights += any(t.shape[-1:] == (1,) and prod(t.shape) == tokens for t in x.tensors)
-        elif names[n] in ("aten::stack", "aten::cat"):
-            joined = x.shapes(0)
-            if len(joined) == experts and all(prod(one[:-1]) == tokens for one in joined):
+    for call in calls:
+        if call.name in ("aten::mul", "aten::mul_"):
+            shapes = [tensor.shape for tensor in call.inputs.tensors]
+            weights += any(s[-1:] == (1,) and prod(s) == choice.tokens for s in shapes)
+        elif call.name in ("aten::stack", "aten::cat"):
+            joined = call.inputs.shapes(0)
+            if len(joined) == choice.experts and all(prod(s[:-1]) == choice.tokens for s in joined):
                 return True
-    return weights >= experts
+    return weights >= choice.experts
 
 
 def _mixture(

@@ -12,9 +12,11 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
+    backward_operators,
     costliest_places,
     of_step,
     outermost_in_steps,
@@ -43,8 +45,8 @@ class Dropped(NamedTuple):
     """The part, as Python writes it."""
     made: list[int]
     """Rows of ``trace.cpu`` that compute the whole result …"""
-    learnt: list[int]
-    """… and its gradients."""
+    through: list[int]
+    """… and of all operators from there to the part."""
 
 
 class DroppedPositions(Rule):
@@ -92,14 +94,16 @@ class DroppedPositions(Rule):
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
         for found in self._find(a):
-            rows = np.array([*found.made, *found.learnt])
+            made = np.array(found.made)
+            learnt = rows_in_steps(a, backward_operators(a, np.array(found.through)))
+            rows = np.concatenate([made, learnt])
             ns = time_of_operators(a, rows)
             saved = [ns * (1 - left * found.kept) for left in (1, 0.5)]
             saved.append(ns * max(0.0, 0.8 - 2 * found.kept))
             if saved[0] < self.min_share * a.span_ns:
                 continue
             sizes = " × ".join(f"{size:,}" for size in found.shape)
-            backward = " With its backward pass this" if found.learnt else " This"
+            backward = " With its backward pass this" if len(learnt) else " This"
             yield Finding(
                 summary=(
                     f"A layer computes {sizes} results, and {found.kept:.0%} of them are used: "
@@ -111,9 +115,7 @@ class DroppedPositions(Rule):
                     self.compare("part that is used", found.kept, "max_kept"),
                     self.compare("dropped", saved[0] / a.span_ns, "min_share", per=a.per),
                 ],
-                where=costliest_places(
-                    a, np.array(found.made), a.trace.cpu["dur"].to_numpy()[found.made]
-                ),
+                where=costliest_places(a, made),
                 edits=[scale_operators(a, rows, saved)],
                 code=self.code.format(part=found.part),
             )
@@ -131,8 +133,6 @@ class DroppedPositions(Rule):
         if not parts:
             return []
         rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
-        nodes = table.filter(pl.col("name").str.starts_with(NODE_PREFIX))["row"]
-        numbers = a.trace.cpu["sequence"].gather(nodes).fill_null(-1).to_numpy()
         keeps = [
             name in BETWEEN or (at in known and known[at][1] == 1 and name in TAKES)
             for name, at in zip(names, inputs, strict=True)
@@ -171,10 +171,7 @@ class DroppedPositions(Rule):
                 continue
             one = found.setdefault((shape, index), Dropped(shape, kept, index, [], []))
             one.made.append(rows[first])
-            begin, end = (a.trace.cpu["sequence"][rows[n]] for n in (first, at))
-            if begin is not None and end is not None:
-                own = (numbers >= begin) & (numbers <= end)
-                one.learnt.extend(nodes.filter(pl.Series(own)).to_list())
+            one.through.extend(rows[first : at + 1])
         return [one for one in found.values() if one.shape not in needed]
 
     @staticmethod

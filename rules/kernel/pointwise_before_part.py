@@ -1,5 +1,6 @@
 """Arithmetic on a whole tensor of which the next line takes a small part."""
 
+from itertools import groupby
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,7 +30,7 @@ RESIZES = (
     "aten::_upsample_bicubic2d_aa", "aten::upsample_nearest2d", "aten::adaptive_avg_pool2d",
 )  # fmt: skip
 """Weighted means of pixels: they give the same before and after arithmetic by channel."""
-VIEWS = ("aten::view", "aten::contiguous", "aten::detach", "aten::alias")
+_INDEXES = ("aten::index", "aten::index_select")
 MAX_READERS = 16
 """Operators behind the arithmetic among which those that read its result are looked for."""
 
@@ -92,7 +93,7 @@ class PointwiseBeforePart(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
-        wasted = self._find(a)
+        wasted = _find(a)
         if not wasted:
             return
         for found in wasted:
@@ -121,35 +122,6 @@ class PointwiseBeforePart(Rule):
                 **(self.case("a picture is resized") if found.resized else {}),
             )
 
-    def _find(self, a: Analysis) -> list[Wasted]:
-        """Return arithmetic of which no more than ``max_used`` is used, by shape."""
-        table = outermost_in_steps(a)
-        names, inputs = table["name"].to_list(), table["inputs"].to_list()
-        if not any(name in RESIZES or name in TAKES or name in _INDEXES for name in names):
-            return []
-        rows = table["row"].to_list()
-        known = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
-        calls = [None if at is None else known[at] for at in inputs]
-        found: dict[Shape, Wasted] = {}
-        whole: set[Shape] = set()
-        begin = None
-        for n in range(len(names) + 1):
-            shape = _arithmetic(names[n], calls[n]) if n < len(names) else None
-            if begin is None:
-                begin = n if shape is not None else None
-                continue
-            of = _arithmetic(names[begin], calls[begin])
-            if of is None or shape == of:
-                continue
-            part = _part_used(of, names, calls, begin, n)
-            if part is None:
-                whole.add(of)
-            else:
-                one = found.setdefault(of, Wasted(of, part[0], part[1], []))
-                one.rows.extend(rows[begin:n])
-            begin = n if shape is not None else None
-        return [one for one in found.values() if one.shape not in whole]
-
     @staticmethod
     def examples() -> Examples:
         return {
@@ -164,7 +136,28 @@ class PointwiseBeforePart(Rule):
         }
 
 
-_INDEXES = ("aten::index", "aten::index_select")
+def _find(a: Analysis) -> list[Wasted]:
+    """Return arithmetic whose result is read in part only, by shape."""
+    table = outermost_in_steps(a)
+    names, rows = table["name"].to_list(), table["row"].to_list()
+    if not any(name in RESIZES or name in TAKES or name in _INDEXES for name in names):
+        return []
+    known = {at: inputs_at(a, at) for at in table["inputs"].drop_nulls().unique()}
+    calls = [known.get(at) for at in table["inputs"]]
+    shapes = map(_arithmetic, names, calls)
+    found: dict[Shape, Wasted] = {}
+    whole: set[Shape] = set()
+    end = 0
+    for shape, run in groupby(shapes):
+        begin, end = end, end + len(list(run))
+        if shape is None:
+            continue
+        part = _part_used(shape, names, calls, begin, end)
+        if part is None:
+            whole.add(shape)
+        else:
+            found.setdefault(shape, Wasted(shape, *part, [])).rows.extend(rows[begin:end])
+    return [one for one in found.values() if one.shape not in whole]
 
 
 def _arithmetic(name: str, x: OpInputs | None) -> Shape | None:

@@ -102,9 +102,11 @@ class GrowingConcatenation(Rule):
         rows = rows_in_steps(a, np.sort(np.concatenate([calls, *(one.slices for one in found)])))
         most = max(found, key=lambda one: (len(one.calls), one.lengths[-1]))
         kinds, last = t.count_noun(len(found), "kind"), most.lengths[-1]
-        lengths = f"{most.lengths[0]:,} entries in the first recorded one, {last:,} in the last"
-        if most.slides:
-            lengths = f"{last:,} entries, the oldest of which are sliced off again"
+        lengths = (
+            f"{last:,} entries, the oldest of which are sliced off again"
+            if most.slides
+            else f"{most.lengths[0]:,} entries in the first recorded one, {last:,} in the last"
+        )
         yield Finding(
             summary=(
                 f"torch.cat appends to {kinds} of tensor in each pass: {lengths}, each time copied "

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
+from advisor.core.finding import Finding, Location, Outcomes, Select, SkippedCheck
 from advisor.core.intervals import covered_length, intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
@@ -15,6 +15,7 @@ from advisor.rules.support.common import (
     amount_per_step,
     locate_row,
     of_each_step,
+    remove_at,
     runs_code_of,
     scale_edit,
 )
@@ -134,9 +135,7 @@ class RecomputeWithFreeMemory(Rule):
             ],
             where=self._where(a),
             edits=[
-                Edit(op="remove", select=Select(on="gpu", at="recompute")),
-                Edit(op="remove", select=Select(on="host", at="recompute")),
-                Edit(op="remove", select=Select(on="gap", at="recompute")),
+                *remove_at("recompute", gaps=True),
                 # at best, what Python does between operators is packing and unpacking of tensors
                 scale_edit(Select(on="gap", cause=("python", "unknown")), 1.0, 0.0, 1.0),
             ],

@@ -355,9 +355,19 @@ def measure_time_in(a: Analysis, stretches: Intervals) -> tuple[int, list[Eviden
     return max(device, stretches.total), longest_first
 
 
-def remove_at(instants: Instants) -> list[Edit]:
-    """Remove the host's work in the instants that ``Select.at`` names, and what it launches."""
-    return [Edit(op="remove", select=Select(on=on, at=instants)) for on in ("gpu", "host")]
+def remove_at(instants: Instants, *, gaps: bool = False) -> list[Edit]:
+    """Remove the host's work in the instants that ``Select.at`` names, and what it launches;
+    ``gaps``: and the device's idle time in them."""
+    edits = [Edit(op="remove", select=Select(on=on, at=instants)) for on in ("gpu", "host")]
+    return edits + gaps * [Edit(op="remove", select=Select(on="gap", at=instants))]
+
+
+def backward_operators(a: Analysis, rows: Rows) -> Rows:
+    """Return the outermost operators of the backward pass of these outermost operators."""
+    parent, operator = parent_rows(a.trace), is_operator(a.trace)
+    nodes = np.flatnonzero(a.forward_op >= 0)
+    forward = climb_stack(parent, operator, a.forward_op[nodes], top=True)
+    return np.unique(climb_stack(parent, operator, nodes[np.isin(forward, rows)], top=True))
 
 
 def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit:

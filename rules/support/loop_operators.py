@@ -15,7 +15,7 @@ from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN
-from advisor.rules.support.common import Rows
+from advisor.rules.support.common import Rows, backward_operators
 
 PYTORCH = r"(?:^|/)torch/.*\.py\("
 OF_LOOP = r"(?:^|/)torch/(?:serialization|utils/tensorboard)"
@@ -131,12 +131,7 @@ def differentiated_operators(a: Analysis, rows: Rows) -> Rows:
 
 def backward_of(a: Analysis, rows: Rows) -> float:
     """Return time per profiled step of the backward pass of these operators, ns."""
-    operator = stacks.is_operator(a.trace)
-    nodes = np.flatnonzero(a.forward_op >= 0)
-    parent = stacks.parent_rows(a.trace)
-    forward = stacks.climb_stack(parent, operator, a.forward_op[nodes], top=True)
-    own = stacks.climb_stack(parent, operator, nodes[np.isin(forward, rows)], top=True)
-    return operator_time(a, np.unique(own))
+    return operator_time(a, backward_operators(a, rows))
 
 
 def operator_time(a: Analysis, rows: Rows) -> float:

@@ -2,7 +2,7 @@
 the GPU idle time after it."""
 
 import re
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
@@ -20,6 +20,7 @@ from advisor.rules.support.common import (
     amount_per_step,
     of_step,
     per_step,
+    remove_at,
     row_numbers,
     runs_code_of,
     scale_edit,
@@ -40,9 +41,6 @@ from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 _CALLS_METRIC = r"torchmetrics/(?:metric|collections)\.py\(\d+\): (?:\w+\.)?forward$"
-
-
-EVENTS: Final = ("gpu", "host", "gap")
 
 
 class BlockingRule(Rule):
@@ -325,8 +323,8 @@ class DataDependentShapes(BlockingRule):
         case = "in a library"
         if re.search(r"gcn_norm|self_loops", library) and "torch_geometric" in library:
             case = "PyTorch Geometric normalises the graph"
-            run = [Edit(op="remove", select=Select(on=on, at="without_gradient")) for on in EVENTS]
-            return {"edits": [*self._edits(a, blocking), *run], **self.case(case, library=library)}
+            edits = [*self._edits(a, blocking), *remove_at("without_gradient", gaps=True)]
+            return {"edits": edits, **self.case(case, library=library)}
         elif "torchmetrics" in library:
             calls = runs_code_of(a, _CALLS_METRIC)
             case = f"torchmetrics {'computes each batch' if calls else 'checks values'}"

@@ -11,13 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Select
-from advisor.core.intervals import (
-    EMPTY,
-    Intervals,
-    intersect,
-    subtract,
-    union,
-)
+from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
@@ -27,6 +21,8 @@ from advisor.measure.host.stacks import (
     innermost_ancestor,
     is_operator,
     outermost_ancestor,
+    outermost_operator,
+    outermost_rows,
     parent_rows,
 )
 from advisor.measure.inference.passes import ENGINE
@@ -160,11 +156,9 @@ def without_gradient(a: Analysis) -> Intervals:
     nodes of the graph; operators of one run have the number of the node that comes next. What makes
     that node ends a run; uploads and reads by the loop begin another."""
     cpu = a.trace.cpu
-    around = outermost_ancestor(parent_rows(a.trace), is_operator(a.trace))
-    outer = np.flatnonzero(around == np.arange(cpu.height))
+    around, outer = outermost_operator(a.trace), outermost_rows(a.trace)
     outer = outer[(cpu["thread"] == a.trace.main_thread).fill_null(False).to_numpy()[outer]]
     ts = cpu["ts"].to_numpy()[outer]
-    outer, ts = outer[order := np.argsort(ts, kind="stable")], ts[order]
     table = pl.DataFrame(
         {
             "ts": ts,

@@ -129,8 +129,8 @@ class PageableCopies(Rule):
             "Where each step makes its batch anew, let what makes it write into a pinned buffer "
             "(out=), after uploads.synchronize(). Copying a batch into one can take as "
             "long as it saves.",
-            "code": "# data: the tensors of your batches, on the host\n"
-            "loader = [[t.pin_memory() for t in x] for x in data]\n" + COPY_AHEAD,
+            "code": "loader = [[t.pin_memory() for t in x] for x in data]  # data: your batches\n"
+            + COPY_AHEAD,
         },
     }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."

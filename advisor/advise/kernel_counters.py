@@ -157,8 +157,9 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         parts[0] = parts[0].replace(" by ", f" {verb} limited by ", 1)
         left = len(views) - sum(limits.values())
         parts += [f"the limit of {left} was not collected"] if left else []
-        if len(limits) == 1 and not left and len(views) > 1:
-            parts = [f"all are limited by {next(iter(limits))}"]
+        if len(limits) == 1 and not left:
+            who = "all are" if len(views) > 1 else "it is"
+            parts = [f"{who} limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
     if left_out:
         text += f". {left_out} more {'is' if left_out == 1 else 'are'} of the runtime"
@@ -296,7 +297,7 @@ def _longest(views: Sequence[KernelCounters]) -> str:
         return f"{short[moved.short]} moves most, {t.format_bytes(moved.dram_bytes)} per launch. "
     took = t.format_duration(longest.duration_ns or 0.0)
     name = short[longest.short] + f" of {longest.file}" * bool(longest.file)
-    text = f"The longest, {name}, takes {took}"
+    text = f"The longest, {name}, takes {took}" if len(views) > 1 else f"{name} takes {took}"
     if longest.profiled > 1:
         run = [view for view in views if view.file == longest.file]  # of several, each is a run
         share = _total(longest) / (sum(map(_total, run)) or 1.0)

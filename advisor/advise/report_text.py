@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Final
 
-from advisor.advise.impact import MIN_GAIN_SHARE
+from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
 from advisor.advise.program_wording import ACTIVITIES, ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
@@ -330,7 +330,20 @@ def headline_numbers(report: Report) -> list[Line]:
             whose = f"of its own steps of {t.format_duration(report.host_step_ns)}"
         host[0] += f" {whose}"
         lines.append(("host", host[:MAX_NAMES]))
+    lines.append(("no fix", describe_time_without_fix(report)))
     return lines
+
+
+def describe_time_without_fix(report: Report) -> list[str]:
+    """Describe the parts of the time that no finding is about, with the reason. Those that the
+    verdict names are left out."""
+    said = "unknown" if "The trace does not show why" in report.verdict else ""
+    return [
+        f"{', '.join(part.labels)} {t.format_duration(part.ns)} ({t.format_share(part.share)}): "
+        f"{labels.clean(part.why)}"
+        for part in report.without_fix
+        if not any(name == said or f"{name} (" in report.verdict for name in part.labels)
+    ]
 
 
 def _mfu(report: Report) -> tuple[float | None, bool]:
@@ -624,6 +637,8 @@ counts as no gain."""
 MAX_BEYOND_EVIDENCE, MIN_OF_EVIDENCE = 1.01, 0.8
 """Ratios of gain to the time in the evidence beyond which the difference is explained: above the
 first, and below the second of what the fix should remove of it."""
+AS_ASSUMED: Final = 0.1
+"""Difference up to which the share of the work that stays is what the fix is assumed to leave."""
 LEAST_BUSY_DEVICE: Final = 0.95
 """GPU busy share from which not the host but other GPU work limits a step."""
 
@@ -813,17 +828,20 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
     places = {edit.select.on for edit in finding.edits}
     scale = min(1.0, report.gain_scale or 1.0)
     left = 1.0 - impact.gain_ns / max(shown_ns, 1.0)
+    factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on != "gap"]
+    faster = operations <= {"scale", "merge"} and places == {"gpu"} and max(factors, default=0) > 0
     if operations <= {"remove", "scale", "merge"} and places == {"gpu"} and _is_busy(report):
-        return f"about {t.format_share(left)} of it stays" if left > 1 - MIN_OF_EVIDENCE else ""
+        if left <= 1 - MIN_OF_EVIDENCE:
+            return ""
+        if faster and left <= max(factors) + AS_ASSUMED:
+            return _what_remains(finding, left)
     if "drop_launch" in operations and all(edit.select.under for edit in finding.edits):
         return "only a part of it is in what is replayed" if left > 1 - MIN_OF_EVIDENCE else ""
     if operations == {"drop_launch"} and report.recorded is None and left > 1 - MIN_OF_EVIDENCE:
         return "the profiler lengthens launches, and graphs have launches too"
-    factors = [edit.factor or 0.0 for edit in finding.edits if edit.select.on != "gap"]
     removed = shown_ns * (1.0 - max(factors, default=0.0))  # at least
     if impact.gain_ns >= MIN_OF_EVIDENCE * removed:
-        stays = operations == {"scale"} and places == {"gpu"} and left > 1 - MIN_OF_EVIDENCE
-        return f"about {t.format_share(left)} of it stays" if stays else ""
+        return _what_remains(finding, left) if faster and left > 1 - MIN_OF_EVIDENCE else ""
     if operations == {"overlap"}:
         compute = sum(part.ns for part in report.time if part.name == "compute")
         if impact.gain_ns <= compute < shown_ns:
@@ -840,10 +858,27 @@ def _why_less(finding: Finding, report: Report, shown_ns: float) -> str:
         elif "gpu" in places and report.busy_share is not None:
             reasons.append(
                 "other GPU work runs beside it"
-                if _is_busy(report)
+                if _is_busy(report) and not _leaves_idle(report, impact.gain_ns, scale * removed)
                 else "the host then limits the step"
             )
     return ", and ".join(reasons)
+
+
+def _what_remains(finding: Finding, left: float) -> str:
+    """Say what share is left of work that a fix makes faster, and why."""
+    why = "the work remains and becomes faster"
+    if any(edit.factor == 1.0 for edit in finding.edits):
+        why = "part of the work keeps its time"
+    elif all("communication" in edit.select.family for edit in finding.edits):
+        why = "the transfer itself remains"
+    return f"about {t.format_share(left)} of it stays, as {why}"
+
+
+def _leaves_idle(report: Report, gain_ns: float, removed_ns: float) -> bool:
+    """Tell whether the device is busy for less than ``LEAST_BUSY_DEVICE`` of the step that a fix
+    leaves, which removes ``removed_ns`` of its work."""
+    work = (report.busy_share or 0.0) * report.scope.step_ns * min(1.0, report.gain_scale or 1.0)
+    return work - removed_ns < LEAST_BUSY_DEVICE * (report.step_ns - gain_ns)
 
 
 def _two_steps(report: Report) -> str:
@@ -864,9 +899,12 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
         before = next((f.title for f in report.findings if f.rule == finding.pays_after), "")
         before = labels.clean(before) or labels.clean(finding.pays_after)
         parts.append(f"gains only after '{before}'")
-    elif own is None or left is None or finding.priority == 1:
-        parts += _why_first(finding, report)
-    elif abs(left - own) > 0.05 * own:
+    elif (
+        own is not None
+        and left is not None
+        and finding.priority != 1
+        and (abs(left - own) > 0.05 * own)
+    ):
         more = "more, " if left > own else ""
         parts.append(f"after the fixes above it saves {more}{describe_marginal_gain(finding)}")
         if left > own:
@@ -876,6 +914,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
             by = (finding.marginal_low_by, finding.marginal_high_by)
             why = _reasons(finding, left, ends, by)
             parts[-1] += f"; {'; '.join(why)}" if why and why != range_reasons(finding) else ""
+    parts += _why_before(finding, report)
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")
     return parts
@@ -906,27 +945,32 @@ def _late_launches(report: Report) -> str:
     )
 
 
-def _why_first(finding: Finding, report: Report) -> list[str]:
-    """Say why a finding is first although another gains more; empty: none does."""
+def _why_before(finding: Finding, report: Report) -> list[str]:
+    """Say why a finding comes before the one after it that gains most, if that gains more; empty:
+    none does."""
 
     def gain(other: Finding) -> int:
         return 0 if other.impact is None else other.impact.gain_ns or 0
 
-    most = max(ranked_findings(report), key=gain, default=finding)
-    more = t.format_duration(gain(most))
-    if (
-        finding.priority != 1
-        or gain(most) <= gain(finding)
-        or more == t.format_duration(gain(finding))
-    ):
+    place = finding.priority
+    if place is None or finding.impact is None or finding.impact.currency != "step_time":
         return []
-    why = "it causes part of the same idle time"
-    if gain(most) * most.confidence < gain(finding) * finding.confidence:
+    after = [f for f in fixes_of_step(report) if (f.priority or 0) > place and not f.pays_after]
+    most = max(after, key=gain, default=finding)
+    more = t.format_duration(gain(most))
+    if gain(most) <= gain(finding) or more == t.format_duration(gain(finding)):
+        return []
+    why = "its fix is the smaller change, and leaves less to the other"
+    launches = any(edit.op == "drop_launch" for edit in most.edits)
+    kept = finding.marginal_gain_ns if place > 1 else None
+    if (kept or 0) >= (most.marginal_gain_ns or 0) and kept is not None:
+        why = "after the fixes above it saves more"
+    elif gain(most) * most.confidence < gain(finding) * finding.confidence:
         sure, less = t.format_share(finding.confidence), t.format_share(most.confidence)
         why = f"its cause is more certain ({sure}, not {less})"
-    elif any(edit.op == "make_async" for edit in finding.edits):
+    elif launches and any(edit.op == "make_async" for edit in finding.edits):
         why = "a CUDA graph cannot be captured around its waits"
-    elif finding.edits and all(edit.op == "remove" for edit in finding.edits):
+    elif launches and finding.edits and all(edit.op == "remove" for edit in finding.edits):
         why = "work that need not be done need not be launched faster"
     return [f"ranked above '{labels.clean(most.title)}' ({more}): {why}"]
 
@@ -989,6 +1033,14 @@ def is_large_note(note: Finding, report: Report) -> bool:
     share = 0.0 if impact is None else impact.share or 0.0
     about = 0.0 if time is None else float(time.value or 0.0) / max(report.scope.step_ns, 1.0)
     return max(share, about) >= LARGE_NOTE
+
+
+def is_notable_note(note: Finding, report: Report) -> bool:
+    """Tell whether a note may gain as much as the smallest listed fix, and enough for a warning: it
+    has a line of its own."""
+    gain = 0 if note.impact is None or not note_gain(note) else note.impact.gain_ns or 0
+    listed = [impact.gain_ns or 0 for impact in _gains(report) if impact.unit != "run"]
+    return gain >= max(WARNING_SHARE * report.step_ns, min(listed, default=0))
 
 
 def explain_note(finding: Finding) -> str:

@@ -34,6 +34,7 @@ from advisor.advise.report_fields import (
     step_time,
 )
 from advisor.advise.report_text import step_after_fixes
+from advisor.advise.time_without_fix import find_time_without_fix
 from advisor.advise.verdict import MOSTLY_ONE_OFF_SHARE, write_verdict
 from advisor.core.auxiliary_inputs import CompileLog
 from advisor.core.intervals import intersect, union
@@ -117,6 +118,10 @@ def write_report(
         report = replace(report, **{k: _with_command(line, found) for k, found in lists.items()})
     command = profiling_command(report, a, line)
     start_up = not report.findings and one_off_costs(a)[0] >= MOSTLY_ONE_OFF_SHARE
+    if not start_up and not part_of_step(a):
+        report = replace(
+            report, without_fix=find_time_without_fix(report, a, rules, checked.findings)
+        )
     if start_up:
         report = replace(report, inference=None)  # its passes stand for no others
     waits = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer

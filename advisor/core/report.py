@@ -291,6 +291,19 @@ class TimeShare(Struct, frozen=True):
     """Share of the step."""
 
 
+class TimeWithoutFix(Struct, frozen=True):
+    """Parts of the step's time that no finding is about, and why no fix is offered for them."""
+
+    labels: list[str]
+    """Names of the parts, as beside the bar."""
+    ns: float
+    """Time per step, ns."""
+    share: float
+    """Share of the step."""
+    why: str
+    """Reason: it is too little for a fix, a note is about it, its check was skipped."""
+
+
 class Family(Struct, frozen=True):
     """Device time of one kernel family per step, not exclusive of other streams."""
 
@@ -925,6 +938,8 @@ class Report(Struct, kw_only=True):
     """Idle time of the device by cause; adds up to the idle time."""
     unknown_idle_share: float | None = None
     """Share of the idle time whose cause is unknown; ``null``: no idle time, or lost records."""
+    without_fix: list[TimeWithoutFix] = field(default_factory=list)
+    """Parts of the time as long as a listed gain that no finding is about, and why."""
     host: list[HostShare] = field(default_factory=list)
     """Exclusive time of the main thread by class, largest first."""
     host_step_ns: float | None = None

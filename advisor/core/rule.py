@@ -229,6 +229,10 @@ class Rule:
     """Name of the group of findings of which one fix replaces the others."""
     subject: ClassVar[str] = ""
     """Work that findings of several rules are about: a fix of one may leave another."""
+    looks_at: ClassVar[Mapping[str, str]] = {}
+    """Parts of the step's bar that it looks at, and from when it has a fix for each. A part is a
+    class of device time, a direction of copies, or a cause of idle time; ``{name}`` is the value of
+    a threshold."""
     only_without_findings: ClassVar[bool] = False
     """Whether its findings say nothing beside those that are ranked."""
     verdict_role: ClassVar[VerdictRole] = ""

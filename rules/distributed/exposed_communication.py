@@ -434,8 +434,7 @@ class ExposedCommunication(Rule):
             result |= self.case(PIPELINED)
             result["fix"] += blocked
         longest = table.sort("exposed").row(-1, named=True)
-        backward = re.search(BACKWARD, longest["annotation"] or "")
-        if names[0] == EMBEDDINGS and blocked is None and backward:
+        if names[0] == EMBEDDINGS and blocked is None and self._has_gradient(table):
             result["code"] = BACKWARD_CODE
         if width_of(longest["dtype"] or "") == 1:  # fewer bytes are sent already
             result["fix"] = re.sub(f"{FEWER_BYTES}[^.]*[.]", "", result["fix"])
@@ -445,6 +444,12 @@ class ExposedCommunication(Rule):
             also = ". ".join(ALSO[name] for name in others)
             result["fix"] = f"{first}; {also[0].lower()}{also[1:]}. {rest}"
         return result
+
+    def _has_gradient(self, table: pl.DataFrame) -> bool:
+        """Tell whether autograd knows the all-to-alls: some are torchrec's own, or of a backward
+        pass. Which of them are longest differs from rank to rank, and the program does not."""
+        sent = table.filter(pl.col("collective") == "all_to_all")["annotation"]
+        return self.program.trains and bool(sent.str.contains(KNOWN_TO_AUTOGRAD).any())
 
     def _of_small_messages(
         self, advice: dict[str, Any], by_kind: pl.DataFrame, table: pl.DataFrame
@@ -594,8 +599,8 @@ ALSO = {
     "the optimizer": "Start the optimizer's collectives while it updates other parameters",
 }
 """Clause for a kind of collective that has much of the exposed time beside another."""
-BACKWARD = r"(?i)bwd|backward"
-"""Ranges around collectives of the backward pass."""
+KNOWN_TO_AUTOGRAD = r"(?i)bwd|backward|^## alltoall_fwd_single ##$"
+"""Ranges around all-to-alls of a backward pass, and around those of torchrec's own functions."""
 BACKWARD_CODE = """\
 work = alltoall_pooled(...)             # of torchrec: autograd knows it
 dense = bottom_mlp(dense_features)      # needs none of it

@@ -118,6 +118,11 @@ class LaunchBound(Rule):
     falsified_by = "a step that takes twice as long with twice the batch, without the profiler"
     assumptions = ("shapes repeat from step to step, or can be padded to a few sizes",)
     alternatives = "launches"
+    looks_at = dict.fromkeys(
+        ("dispatch", "launch", "python"),
+        "a fix for launches needs {min_share:.0%} of the time, {min_launches} launches, and a GPU "
+        "at most {max_busy:.0%} busy",
+    )
 
     fix = (
         "If shapes repeat, replay the kernels as CUDA graphs. "

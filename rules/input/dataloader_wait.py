@@ -1,5 +1,6 @@
 """The step waits for the DataLoader: for its workers, or for the loading in the main process."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,6 +62,10 @@ class LoaderWaitRule(Rule):
 
     falsified_by = "the same step time when the loop reuses one batch"
     confidence = 0.9
+    looks_at: ClassVar[Mapping[str, str]] = {
+        "loader": "a fix needs {min_share:.0%} of the time and {min_batch_ms:g} ms per batch, as "
+        "taking over a ready one takes that long"
+    }
 
     _ranges: ClassVar[str]
 

@@ -48,6 +48,10 @@ class DriverAllocationRule(Rule):
     falsified_by = "no such calls some hundred steps later: then it was warm-up"
     assumptions = ("the GPU has other work as soon as the host is free",)
 
+    looks_at: ClassVar[Mapping[str, str]] = {
+        "allocation": "a fix needs such calls in {min_steps} marked steps, as fewer are warm-up"
+    }
+
     _calls: ClassVar[dict[str, str]]
     """Calls to count, as ``Analysis.allocations`` names them, and CUDA's name of each."""
     _label: ClassVar[str]

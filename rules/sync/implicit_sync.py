@@ -1,6 +1,7 @@
 """Reading a value of the GPU blocks the host: now and then, or so often that both take turns."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -421,6 +422,9 @@ class HostReads(Rule):
     min_share = Threshold(
         0.05, "of the step, both host waiting and GPU idle; as for the loader", TENSORBOARD
     )
+    looks_at: ClassVar[Mapping[str, str]] = {
+        "DtoH": "a fix needs reads of values that hold up the GPU for {min_share:.0%} of the time"
+    }
     max_value_us = Threshold(100, "µs of copying: a shorter copy reads a value", OURS)
     max_copy_share = Threshold(
         0.5, "of a wait is the copy itself: data is fetched, not a value read", OURS

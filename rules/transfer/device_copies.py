@@ -1,5 +1,8 @@
 """Copies within GPU memory, and copies beside which nothing else runs."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 import polars as pl
 
@@ -58,6 +61,7 @@ class DeviceCopies(Rule):
     references = ("https://pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html",)
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
+    looks_at: ClassVar[Mapping[str, str]] = {"DtoD": "a fix needs {min_share:.0%} of the time"}
 
     verify = "Profile again: fewer 'Memcpy DtoD' rows, and less time in them."
     falsified_by = "a different result without the copies"
@@ -223,6 +227,10 @@ class CopiesNotOverlapped(Rule):
         TRACELENS,
     )
     max_overlap = Threshold(0.5, "of the copy time is hidden: the copies count as overlapped", OURS)
+    looks_at: ClassVar[Mapping[str, str]] = {
+        "HtoD": "a fix needs {min_share:.0%} of the time, and compute that hides less than "
+        "{max_overlap:.0%} of it"
+    }
 
     fix = (
         "Copy the next batch on a separate stream while this step computes, and let the compute "

@@ -149,13 +149,14 @@ def test_a_gain_below_the_loss_says_what_limits_it() -> None:
 def test_the_reference_of_an_example_does_not_lead(name: str) -> None:
     """CUTLASS' basic_gemm checks its product with ReferenceGemm_kernel, 38 times as long."""
     report = advisor.analyze(CORPUS / "ncu" / f"{name}.ncu-rep.gz")
-    assert report.verdict.startswith("1 kernel with hardware counters: 1 is limited by latency.")
+    assert report.verdict.startswith("1 kernel with hardware counters: it is limited by latency.")
     left_out = "ReferenceGemm_kernel, a reference for results, is left out."
     assert left_out in report.verdict
     assert "First" not in report.verdict
     # 16 blocks of 108 multiprocessors, or 12: the grid that the file has
     assert re.search(
-        r"The longest, Kernel<Gemm…>, .*blocks are \d+% of those that the GPU holds", report.verdict
+        r"left out. Kernel<Gemm…> takes .*blocks are \d+% of those that the GPU holds",
+        report.verdict,
     )
     page = REPORTS.render("terminal", report, width=80)
     assert "memory (long scoreboard)" in page and "constants (imc miss)" in page

@@ -251,12 +251,16 @@ def test_what_is_slower_than_like_messages_may_be_a_wait(shared_trace: Trace) ->
     assert replay.gain([edit]) == replay.gain([replace(edit, factor_high=None)])
 
 
-def test_code_for_an_all_to_all_is_of_its_pass(shared_trace: Trace) -> None:
-    """The longest of rank 0 is alltoall_fwd_single, of rank 1 alltoall_bwd_single, of bytes."""
-    for rank, backward in ((0, False), (1, True)):
-        (own,) = found(analysis(shared_trace(f"two_ranks_rank{rank}")), "exposed-communication")
-        assert ("backward" in own.code) == backward
-        assert "on the wire" not in f"{own.fix} {own.code}"
+def test_ranks_of_one_job_get_one_advice(shared_trace: Trace) -> None:
+    """The longest of rank 0 is alltoall_fwd_single, of rank 1 alltoall_bwd_single, of bytes: both
+    run torchrec's functions, whose backward pass autograd knows."""
+    first, second = (
+        found(analysis(shared_trace(f"two_ranks_rank{rank}")), "exposed-communication")[0]
+        for rank in (0, 1)
+    )
+    assert (first.fix, first.code) == (second.fix, second.code)
+    assert "autograd knows it" in first.code and "no gradient" not in first.code
+    assert "on the wire" not in f"{first.fix} {first.code}"
 
 
 def test_a_collective_that_is_waited_for_at_once_runs_alone(shared_trace: Trace) -> None:

@@ -7,7 +7,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import InferenceByPhase, InferencePhase, Quantiles, Report
 from advisor.measure.inference.annotations import NO_CACHE
-from advisor.render.document import Block, FieldList, Grid, Section, TextField
+from advisor.render.document import Block, FieldList, Grid, Paragraph, Section, TextField
 
 MAX_ROLES: Final = 6
 MAX_NAME: Final = 40
@@ -15,6 +15,11 @@ MAX_NAME: Final = 40
 COLUMN_TITLES: Final = (
     "phase", "steps", "batch", "tokens", "step", "per token", "tokens/s", "busy", "limit",
 )  # fmt: skip
+LIMIT: Final = (
+    "limit: what takes most of a step's time, and its share: the host (the GPU waits for it), "
+    "memory, compute or communication."
+)
+"""Legend of the last column."""
 ENGINE_NAMES: Final = {
     "vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "atom": "ATOM",
     "xdit": "xDiT", "transformers": "transformers",
@@ -27,6 +32,7 @@ def sections(report: Report) -> Iterator[Block]:
     if inference is None:
         return
     table = Grid(COLUMN_TITLES, [build_row(phase) for phase in inference.phases], optional=(6, 3))
+    legend = [Paragraph(LIMIT, "soft")] if any(p.limit for p in inference.phases) else []
     rows = [
         TextField(label, parts, detail=detail) for label, parts, detail in describe_lines(inference)
     ]
@@ -37,7 +43,7 @@ def sections(report: Report) -> Iterator[Block]:
     if step is not None and step.window_is_other:
         profiled += "; limit: of the run's own steps"
     aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
-    yield Section("Inference by phase", [table, FieldList(rows)], aside, short=True)
+    yield Section("Inference by phase", [table, *legend, FieldList(rows)], aside, short=True)
 
 
 def build_row(phase: InferencePhase) -> list[str]:

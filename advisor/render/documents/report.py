@@ -42,7 +42,7 @@ _STYLE: Final = {
     "limited": "bold",
     "critical": "bold red",
 }
-_ON_HOST: Final = ("GPU", "ops", "ranges", "path")
+_ON_HOST: Final = ("GPU", "ops", "ranges", "path", "no fix")
 """Figures beside the bar that are shown where room is short."""
 
 
@@ -259,7 +259,8 @@ def _fact(item: Evidence) -> EvidenceRow:
 def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
     if report.notes:
         large = [note for note in report.notes if report_text.is_large_note(note, report)]
-        others = [note for note in report.notes if note not in large]
+        shown = [n for n in report.notes if n in large or report_text.is_notable_note(n, report)]
+        others = [note for note in report.notes if note not in shown]
         notes = [_note(note) for note in others[:MAX_NOTES]]
         counted = t.count_noun(len(others), "note")
         gains = [(n.impact.share or 0.0, n.title) for n in others if n.impact is not None]
@@ -267,15 +268,15 @@ def _rest(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
         if most >= MIN_POSSIBLE:
             counted += f" with a possible gain of up to {t.format_share(most)} ('{title}')"
         if report.scope.has_no_step_time:  # without a step nothing is ranked
-            shown = [
+            items = [
                 (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes
             ]
             counters = bool(report.kernel_counters)
             title = "What the counters show" if counters else "What to change"
-            yield Section(title, [Items(shown)], "the largest first" if len(shown) > 1 else "")
+            yield Section(title, [Items(items)], "the largest first" if len(items) > 1 else "")
         else:
-            if large:
-                cards = [_note(note, large=True) for note in large]
+            if shown:
+                cards = [_note(n, large=n in large, row=n not in large) for n in shown]
                 yield Section("Not sure", cards, "about much of the time")
             if notes:
                 yield Section("Notes", notes, folded=True, summary=counted)
@@ -318,13 +319,16 @@ def _counted(title: str, items: Sequence[Inline], mark: str, noun: str) -> Secti
     return Section(title, [Items(items, mark)], folded=True, summary=summary)
 
 
-def _note(finding: Finding, *, large: bool = False) -> Card:
-    """Describe a possible finding: why it is not ranked, and what it could gain."""
+def _note(finding: Finding, *, large: bool = False, row: bool = False) -> Card:
+    """Describe a possible finding: why it is not ranked, and what it could gain; in a ``row``, its
+    gain stands beside the title."""
+    gain = report_text.note_gain(finding)
     fields = [
         TextField("note", [report_text.explain_note(finding)]),
         TextField("why", [finding.summary]),
-        TextField("gain", [report_text.note_gain(finding)]),
-        TextField("fix", [finding.fix]),
+        TextField("gain", ["" if row else gain]),
+        TextField("fix", [finding.fix], prose=row),
     ]
     shown = FieldList([f for f in fields if f.parts[0]], indent=4)
-    return Card(finding.title, [shown], fix=False, always_full=large)
+    possible = gain.replace("if so,", "possibly") if row else ""
+    return Card(finding.title, [shown], gain=possible, fix=False, always_full=large)

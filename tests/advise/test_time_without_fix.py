@@ -1,0 +1,100 @@
+"""Time as long as a listed gain that no finding is about has a line of its own, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from advisor.advise.engine import Options, analyze
+from advisor.advise.report_text import describe_time_without_fix
+from advisor.core.report import Report, TimeWithoutFix
+from advisor.render.formats import REPORTS
+from advisor.testing import TraceBuilder
+
+OPTIONS = Options(config={})
+H100 = Path(__file__).parents[1] / "corpus" / "h100"
+Trace = Callable[[str], str]
+
+
+def of(path: str | Path) -> Report:
+    return analyze(str(path), options=OPTIONS)
+
+
+def part(report: Report, label: str) -> TimeWithoutFix:
+    (own,) = (each for each in report.without_fix if label in each.labels)
+    return own
+
+
+def idle(report: Report, cause: str) -> float:
+    return sum(each.ns for each in report.idle if each.cause == cause)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "label", "why"),
+    [
+        ("dlrm_8ranks/worker0.pt.trace", "loader", "data loader", "3 ms per batch"),
+        ("dlrm_8ranks/worker6.pt.trace", "loader", "data loader", "3 ms per batch"),
+        ("dlrm_8ranks/worker0.pt.trace", "unknown", "outside operators", "with_stack=True"),
+        ("pairs/particle_batch64", "allocation", "allocating memory", "3 marked steps"),
+    ],
+)
+def test_idle_time_as_long_as_a_fix_has_a_reason(
+    shared_trace: Trace, name: str, cause: str, label: str, why: str
+) -> None:
+    report = of(shared_trace(name))
+    own = part(report, label)
+    smallest = min(f.impact.gain_ns or 0 for f in report.findings if f.priority and f.impact)
+    assert own.ns == pytest.approx(idle(report, cause)) and own.ns >= smallest
+    assert why in own.why
+    shown = REPORTS.render("terminal", report)
+    assert f"{label} " in shown.partition("no fix")[2].partition("What to change")[0]
+
+
+def test_exposed_copies_are_told_apart_by_direction(shared_trace: Trace) -> None:
+    """201 reads of values belong to the first fix; copies within the GPU take 2.7% of the time."""
+    report = of(shared_trace("pairs/sam_3_bf16_compiled_sdpa"))
+    own = part(report, "exposed copies")
+    assert own.ns == next(each.ns for each in report.time if each.name == "copies")
+    assert own.why == (
+        "15.1 ms to the CPU belong to fix 1; 13.4 ms within the GPU (a fix needs 5% of the time)"
+    )
+
+
+def test_a_fix_that_the_replay_finds_useless_is_named() -> None:
+    """Pinning in the loop holds up the step; the copies are as long, and hide behind it."""
+    report = of(H100 / "pin_each_step")
+    assert "'Copies do not overlap with compute'" in part(report, "exposed copies").why
+
+
+def test_a_note_on_a_part_is_its_reason(shared_trace: Trace) -> None:
+    report = of(shared_trace("dlrm_8ranks/worker7.pt.trace"))
+    own = part(report, "exposed comm.")
+    assert own.why.startswith("gains little alone") and "(note 'The GPU waits" in own.why
+
+
+def test_what_a_finding_is_about_needs_no_second_word(shared_trace: Trace) -> None:
+    """Late launches are fix 2 on each rank, the loader's waits fix 1 of the pair."""
+    for name in ("dlrm_8ranks/worker0.pt.trace", "pairs/loader_autograd_workers0"):
+        named = {label for each in of(shared_trace(name)).without_fix for label in each.labels}
+        assert not named & {"CPU operators", "exposed comm."}
+    assert "data loader" not in named
+
+
+def test_a_step_that_computes_has_no_such_time(tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in b.steps():
+        b.product(6000, wait=True)
+    (tmp_path / "trace.json").write_bytes(b.json())
+    assert describe_time_without_fix(of(tmp_path / "trace.json")) == []
+
+
+def test_a_note_that_may_gain_as_much_as_a_fix_is_shown(shared_trace: Trace) -> None:
+    for path, title in (
+        (shared_trace("a100_train_6steps"), "The host waits for GPU values"),
+        (H100 / "healthy_lm", "The GPU is power throttling"),
+    ):
+        shown = REPORTS.render("terminal", of(path), width=120)
+        (line,) = (line for line in shown.splitlines() if title in line)
+        assert "possibly" in line and line.startswith(" ∙")
